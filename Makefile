@@ -1,0 +1,48 @@
+# Every target sets itself up from a fresh clone: a virtual environment, the locked versions, then the job.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+LOCK   := pyproject.toml constraints.txt
+
+.PHONY: demo test check format bench docs clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(LOCK) | $(BIN)/python
+	$(PIP) -e '.[data,report]'
+	@touch $@
+
+$(VENV)/.dev: $(LOCK) | $(BIN)/python
+	$(PIP) -e '.[data,report,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(LOCK) | $(BIN)/python
+	$(PIP) -e '.[data,report,docs]'
+	@touch $@
+
+demo: $(VENV)/.demo  ## the whole job on embedded real data, CPU
+	$(BIN)/loka demo
+
+test: $(VENV)/.dev  ## every test a machine without a GPU can run
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+check: $(VENV)/.dev  ## lint, format, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.dev  ## what this machine can measure: data and CPU numbers; kernels where there is a GPU
+	$(BIN)/loka bench
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
