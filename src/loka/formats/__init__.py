@@ -1,0 +1,50 @@
+"""formats: numbers. Formats, scaling granularity, Spec, QTensor, quantise and dequantise, error metrics. Plain torch, bit-exact, any device."""
+
+from loka.formats.error import cosine, mere, relative_l2, saturated_fraction, sqnr, underflowed_fraction
+from loka.formats.format import E2M1, E4M3, E5M2, FORMATS, INT4, INT8, Format, decode, encode, round_to
+from loka.formats.quantize import (
+    SMALLEST_SCALE,
+    QTensor,
+    block_amax,
+    dequantize,
+    expand_scale,
+    fake_quantize,
+    quantize,
+    scale_from_amax,
+    scale_shape,
+)
+from loka.formats.spec import COL, ROW, TENSOR, WHOLE, Block, Spec
+
+__all__ = [
+    "COL",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "FORMATS",
+    "INT4",
+    "INT8",
+    "ROW",
+    "SMALLEST_SCALE",
+    "TENSOR",
+    "WHOLE",
+    "Block",
+    "Format",
+    "QTensor",
+    "Spec",
+    "block_amax",
+    "cosine",
+    "decode",
+    "dequantize",
+    "encode",
+    "expand_scale",
+    "fake_quantize",
+    "mere",
+    "quantize",
+    "relative_l2",
+    "round_to",
+    "saturated_fraction",
+    "scale_from_amax",
+    "scale_shape",
+    "sqnr",
+    "underflowed_fraction",
+]

@@ -1,0 +1,91 @@
+"""How far a low-precision result is from its reference.
+
+    mere          mean( |out - ref| / max(|ref|, 0.01 rms(ref)) )     guarded mean element-wise relative error
+    relative_l2   ||out - ref|| / ||ref||
+    sqnr          -20 log10(relative_l2)  in dB
+    cosine        <out, ref> / (||out|| ||ref||)
+
+The guard matters: for outputs near a Gaussian the unguarded mean is infinite, and its sample value grows with the sample. Everything is
+accumulated in float64. NaN in, NaN out; an empty tensor has no error (0); a zero reference with a non-zero result has an infinite one.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from loka.formats.format import decode
+from loka.formats.quantize import QTensor, expand_scale
+
+MERE_GUARD = 0.01  # share of rms(ref) below which a reference element counts as that share
+
+
+def _pair(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    if out.shape != ref.shape:
+        raise ValueError(f"result and reference differ in shape: {tuple(out.shape)} and {tuple(ref.shape)}")
+    return out.detach().double(), ref.detach().double()
+
+
+def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
+    """Guarded mean element-wise relative error."""
+    out, ref = _pair(out, ref)
+    if ref.numel() == 0:
+        return 0.0
+    error = (out - ref).abs()
+    floor = guard * ref.square().mean().sqrt()
+    if floor == 0:
+        return 0.0 if bool((error == 0).all()) else math.inf
+    return float((error / torch.maximum(ref.abs(), floor)).mean())
+
+
+def relative_l2(out: Tensor, ref: Tensor) -> float:
+    """Norm of the error over the norm of the reference."""
+    out, ref = _pair(out, ref)
+    error, norm = float((out - ref).norm()), float(ref.norm())
+    if norm == 0:
+        return 0.0 if error == 0 else (math.nan if math.isnan(error) else math.inf)
+    return error / norm
+
+
+def sqnr(out: Tensor, ref: Tensor) -> float:
+    """Signal to quantisation noise, in dB; infinite for an exact result."""
+    error = relative_l2(out, ref)
+    if math.isnan(error):
+        return math.nan
+    if error == 0:
+        return math.inf
+    return -math.inf if math.isinf(error) else -20 * math.log10(error)
+
+
+def cosine(out: Tensor, ref: Tensor) -> float:
+    """Cosine of the angle between result and reference; 1 when both are zero."""
+    out, ref = _pair(out, ref)
+    norms = float(out.norm() * ref.norm())
+    if norms == 0:
+        return 1.0 if bool((out == ref).all()) else 0.0
+    return float((out * ref).sum() / norms)
+
+
+def saturated_fraction(x: Tensor, q: QTensor) -> float:
+    """Share of the finite elements that were clipped: beyond half a step past the format's largest value."""
+    x = x.detach().float()
+    finite = x.isfinite()
+    limit = q.spec.format.max * _element_scale(q) * (1 + 2.0**-20)  # x * (1 / scale) may exceed max by a rounding error
+    return _share((x.abs() > limit) & finite, finite)
+
+
+def underflowed_fraction(x: Tensor, q: QTensor) -> float:
+    """Share of the finite non-zero elements that became zero."""
+    x = x.detach().float()
+    nonzero = x.isfinite() & (x != 0)
+    return _share((decode(q.data, q.spec.format) == 0) & nonzero, nonzero)
+
+
+def _element_scale(q: QTensor) -> Tensor:
+    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
+    return expand_scale(scale, q.shape, q.spec.block)
+
+
+def _share(event: Tensor, of: Tensor) -> float:
+    total = int(of.sum())
+    return float(event.sum()) / total if total else 0.0

@@ -1,0 +1,145 @@
+"""Number formats: which values exist, and how a float32 is rounded onto them.
+
+A floating format with e exponent bits, m mantissa bits and bias b holds the values
+
+    (-1)^s * 2^(E - b) * (1 + M / 2^m)        normal,    E >= 1
+    (-1)^s * 2^(1 - b) * (M / 2^m)            subnormal, E == 0
+
+so the distance between neighbours around x, the quantum, is 2^(max(floor(log2 |x|), 1 - b) - m), and rounding is
+`round(x / quantum) * quantum`: exact in float32, since dividing by a power of two loses nothing. Integers are the same with a
+quantum of 1, symmetric (-127..127, -7..7): -128 has no counterpart and would bias a symmetric tensor.
+
+Treatment of the special values, the same in every kernel of this library:
+
+* finite values beyond the largest saturate to it; they never become Inf or NaN;
+* non-finite values stay visible: NaN stays NaN, Inf stays Inf in E5M2 and becomes NaN in E4M3, which has no Inf. Formats without
+  NaN cannot show them in the data; `quantize` poisons the scale of their block instead.
+
+Formats torch has a dtype for are stored in it; the others are emulated: one code per byte (packing is a kernel's business).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format. Compare and print by name."""
+
+    name: str
+    exponent_bits: int  # 0: an integer format
+    mantissa_bits: int
+    bias: int
+    max: float  # largest finite magnitude
+    dtype: torch.dtype  # what `encode` returns
+    has_nan: bool
+    has_inf: bool
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether the grid is uniform."""
+        return self.exponent_bits == 0
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Distance from zero to the next value; half of it is where values underflow to zero."""
+        return 1.0 if self.is_integer else 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Below this, relative precision degrades."""
+        return 1.0 if self.is_integer else 2.0 ** (1 - self.bias)
+
+    @property
+    def bits(self) -> int:
+        """Width of one element in a packed layout."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("e4m3", 4, 3, 7, 448.0, torch.float8_e4m3fn, has_nan=True, has_inf=False)
+E5M2 = Format("e5m2", 5, 2, 15, 57344.0, torch.float8_e5m2, has_nan=True, has_inf=True)
+E2M1 = Format("e2m1", 2, 1, 1, 6.0, torch.uint8, has_nan=False, has_inf=False)
+INT8 = Format("int8", 0, 7, 0, 127.0, torch.int8, has_nan=False, has_inf=False)
+INT4 = Format("int4", 0, 3, 0, 7.0, torch.int8, has_nan=False, has_inf=False)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, INT8, INT4)}
+
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code & 7; bit 3 is the sign
+
+
+def _quantum(magnitude: Tensor, format: Format) -> Tensor:
+    """Spacing of the format's grid around each magnitude (finite, float32)."""
+    if format.is_integer:
+        return torch.ones_like(magnitude)
+    exponent = torch.frexp(magnitude).exponent - 1  # floor(log2), also for float32 subnormals
+    exponent = exponent.clamp(min=1 - format.bias) - format.mantissa_bits
+    return torch.ldexp(torch.ones_like(magnitude), exponent)
+
+
+def round_to(
+    x: Tensor, format: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+) -> Tensor:
+    """Round float32 values onto the format's grid, saturating; the result is float32.
+
+    `nearest` rounds ties to even. `stochastic` rounds up with the probability that makes the expectation exact for values
+    inside the range.
+    """
+    if x.dtype != torch.float32:
+        raise ValueError(f"round_to takes float32, got {x.dtype}; hint: x.float()")
+    magnitude = x.abs()
+    finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
+    quantum = _quantum(finite, format)
+    steps = finite / quantum
+    if rounding == "stochastic":
+        noise = torch.rand(steps.shape, dtype=torch.float32, device=x.device, generator=generator)
+        steps = torch.floor(steps + noise)
+    elif rounding == "nearest":
+        steps = torch.round(steps)
+    else:
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    rounded = torch.copysign((steps * quantum).clamp(max=format.max), x)
+    return torch.where(magnitude.isfinite(), rounded, _non_finite(x, format))
+
+
+def _non_finite(x: Tensor, format: Format) -> Tensor:
+    """What NaN and Inf become: themselves where the format can say so, NaN otherwise."""
+    return x if format.has_inf else torch.full_like(x, torch.nan)
+
+
+def encode(
+    x: Tensor, format: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+) -> Tensor:
+    """Round float32 values and store them in the format's dtype.
+
+    In a format without NaN, non-finite values are stored as zero: the caller must poison the scale (`quantize` does).
+    """
+    if format in (E4M3, E5M2) and rounding == "nearest":  # torch's own cast, after saturation: the same bits, faster
+        clamped = x.clamp(-format.max, format.max)  # clamp keeps NaN
+        return torch.where(x.isinf(), _non_finite(x, format), clamped).to(format.dtype)
+    values = round_to(x, format, rounding=rounding, generator=generator)
+    if format.has_nan:
+        return values.to(format.dtype)
+    values = values.nan_to_num(nan=0.0)
+    if format.is_integer:
+        return values.to(format.dtype)
+    table = torch.tensor(_E2M1_MAGNITUDES, device=x.device)
+    return (torch.searchsorted(table, values.abs()) + 8 * values.signbit()).to(format.dtype)
+
+
+def decode(data: Tensor, format: Format) -> Tensor:
+    """Stored elements as float32."""
+    if data.dtype != format.dtype:
+        raise ValueError(f"{format} is stored as {format.dtype}, got {data.dtype}")
+    if format is E2M1:
+        table = torch.tensor(_E2M1_MAGNITUDES, device=data.device)
+        code = data.long()
+        return torch.where(code >= 8, -table[code & 7], table[code & 7])
+    return data.float()

@@ -1,0 +1,201 @@
+"""Quantise and dequantise: the law every kernel is compared with.
+
+    x  ~  q * scale                      scale is always the dequantise multiplier
+
+    amax  = max |x| over the finite elements of a block
+    scale = amax / format.max            1 where amax is 0, so that zeros stay zeros and nothing divides by 0
+    q     = round(saturate(x * (1 / scale)))
+
+`1 / scale` is computed once per block in float32 and multiplied: that is what a kernel does, and the last bit depends on it. Power-of-two
+scales are rounded *up*, so that the largest element never saturates. Everything is computed in float32 whatever the input's type.
+
+Scales have one element per block, shaped like the grid of blocks over the last two dimensions (`tensor`: a scalar). A ragged last block
+is simply smaller. NVFP4's pair: E4M3 block scales times one float32 `tensor_scale` = amax(x) / (6 * 448).
+
+This is numerics only: no autograd, no fused passes, no layouts. Speed lives in `loka.kernels.quantize`.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.formats.format import E4M3, Format, decode, encode, round_to
+from loka.formats.spec import TENSOR, WHOLE, Block, Spec
+
+SMALLEST_SCALE = (
+    2.0**-126
+)  # smallest normal float32: its reciprocal is finite, and no kernel's flush-to-zero can turn it into 0
+LARGEST_POWER = 2.0**127
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor:
+    """A quantised tensor: elements, scales and the spec they were made with. Scales never travel alone."""
+
+    data: Tensor
+    scale: Tensor
+    spec: Spec
+    tensor_scale: Tensor | None = None  # only for two-level scales (NVFP4)
+
+    def __post_init__(self) -> None:
+        if self.data.dtype != self.spec.format.dtype:
+            raise ValueError(f"{self.spec} is stored as {self.spec.format.dtype}, got data of {self.data.dtype}")
+        expected = scale_shape(self.data.shape, self.spec.block)
+        if self.scale.shape != expected:
+            seen = tuple(self.scale.shape)
+            raise ValueError(
+                f"{self.spec} of shape {tuple(self.data.shape)} needs scales of {tuple(expected)}, got {seen}"
+            )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor this stands for."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the data is."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: elements and scales."""
+        extra = 0 if self.tensor_scale is None else self.tensor_scale.nbytes
+        return self.data.nbytes + self.scale.nbytes + extra
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values this stands for."""
+        return dequantize(self, dtype)
+
+    def transpose(self) -> "QTensor":
+        """Swap the last two dimensions (views); the same elements keep the same scales."""
+        scale = self.scale if self.scale.dim() < 2 else self.scale.transpose(-2, -1)
+        return replace(self, data=self.data.transpose(-2, -1), scale=scale, spec=self.spec.transposed)
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> torch.Size:
+    """Shape of the scales of a tensor: one per block."""
+    if block == TENSOR:
+        return torch.Size(())
+    rows, cols = _extents(shape, block)
+    grid = [-(-total // extent) for total, extent in zip(_last_two(shape), (rows, cols), strict=True)]
+    return torch.Size([*shape[:-2], *grid]) if len(shape) >= 2 else torch.Size(grid[1:][: len(shape)])
+
+
+def _last_two(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    return (shape[-2] if len(shape) >= 2 else 1, shape[-1] if len(shape) >= 1 else 1)
+
+
+def _extents(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, int]:
+    """The block's extents for this shape, `*` resolved (at least 1, so that empty tensors have an empty grid)."""
+    rows, cols = _last_two(shape)
+    return (
+        max(rows, 1) if block.rows == WHOLE else block.rows,
+        max(cols, 1) if block.cols == WHOLE else block.cols,
+    )
+
+
+def _reduce_blocks(values: Tensor, block: Block) -> Tensor:
+    """Maximum of non-negative values over each block, shaped like the scales."""
+    if block == TENSOR:
+        return values.amax() if values.numel() else values.new_zeros(())
+    shape = scale_shape(values.shape, block)
+    if values.numel() == 0:
+        return values.new_zeros(shape)
+    rows, cols = _extents(values.shape, block)
+    grid = values if values.dim() >= 2 else values.reshape(1, -1)
+    pad_rows, pad_cols = -grid.shape[-2] % rows, -grid.shape[-1] % cols
+    if pad_rows or pad_cols:
+        grid = F.pad(grid, (0, pad_cols, 0, pad_rows))
+    high, wide = grid.shape[-2] // rows, grid.shape[-1] // cols
+    blocks = grid.reshape(*grid.shape[:-2], high, rows, wide, cols)
+    return blocks.amax(dim=(-3, -1)).reshape(shape)
+
+
+def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Block) -> Tensor:
+    """Repeat block scales so that they multiply a tensor of `shape` element by element."""
+    if block == TENSOR or len(shape) == 0:
+        return scale
+    rows, cols = _extents(shape, block)
+    full_rows, full_cols = _last_two(shape)
+    scale = scale if len(shape) >= 2 else scale.reshape(1, -1)
+    if rows > 1:
+        scale = scale.repeat_interleave(rows, dim=-2)[..., :full_rows, :]
+    if cols > 1 and scale.shape[-1] > 1:  # a single column of scales broadcasts by itself
+        scale = scale.repeat_interleave(cols, dim=-1)[..., :full_cols]
+    return scale if len(shape) >= 2 else scale.reshape(-1)
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """Largest finite magnitude of each block, float32; 0 for a block without one."""
+    magnitude = x.float().abs()
+    return _reduce_blocks(torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude)), block)
+
+
+def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
+    """The scale that maps `amax` onto the format's largest value. For two-level scales see `quantize`."""
+    scale = (amax.float() / spec.format.max).clamp(min=SMALLEST_SCALE)
+    if spec.scale in ("pow2", "e8m0"):
+        scale = _round_up_to_power_of_two(scale)
+    return torch.where(amax > 0, scale, torch.ones_like(scale))
+
+
+def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, 0.5 <= mantissa < 1
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    return torch.ldexp(torch.ones_like(scale), exponent).clamp(SMALLEST_SCALE, LARGEST_POWER)
+
+
+def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """NVFP4's pair: E4M3 block scales under one float32 scale."""
+    total = amax.amax() if amax.numel() else amax.new_zeros(())
+    outer = (total / (format.max * E4M3.max)).clamp(min=SMALLEST_SCALE)
+    outer = torch.where(total > 0, outer, torch.ones_like(outer))
+    inner = round_to(amax / format.max / outer, E4M3).clamp(min=E4M3.smallest_subnormal)
+    return torch.where(amax > 0, inner, torch.ones_like(inner)), outer
+
+
+def quantize(
+    x: Tensor, spec: Spec, *, scale: Tensor | None = None, generator: torch.Generator | None = None
+) -> QTensor:
+    """Quantise any floating tensor. Static and delayed specs take their `scale`, dynamic ones must not be given one."""
+    if not x.is_floating_point():
+        raise ValueError(f"quantize takes a floating tensor, got {x.dtype}")
+    x = x.detach().float()
+    tensor_scale = None
+    if spec.mode == "dynamic":
+        if scale is not None:
+            raise ValueError(
+                f"{spec} computes its scale from x; hint: a given scale needs {spec.format}:{spec.block}:static"
+            )
+        amax = block_amax(x, spec.block)
+        if spec.scale == "e4m3":
+            scale, tensor_scale = _two_level_scale(amax, spec.format)
+        else:
+            scale = scale_from_amax(amax, spec)
+    elif scale is None:
+        raise ValueError(f"{spec} needs a scale: its scales do not come from x")
+    else:
+        scale = scale.detach().to(x.device, torch.float32)
+    multiplier = scale if tensor_scale is None else scale * tensor_scale
+    inverse = expand_scale(1.0 / multiplier.clamp(min=SMALLEST_SCALE), x.shape, spec.block)
+    data = encode(x * inverse, spec.format, rounding=spec.rounding, generator=generator)
+    if not spec.format.has_nan:
+        poisoned = _reduce_blocks((~x.isfinite()).float(), spec.block) > 0
+        scale = torch.where(poisoned, torch.full_like(scale, torch.nan), scale)
+    return QTensor(data, scale, spec, tensor_scale)
+
+
+def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values a QTensor stands for: `data * scale`, computed in float32."""
+    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
+    return (decode(q.data, q.spec.format) * expand_scale(scale, q.shape, q.spec.block)).to(dtype)
+
+
+def fake_quantize(
+    x: Tensor, spec: Spec, *, scale: Tensor | None = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """Round trip through the format, in the input's own type: what a tensor looks like after quantisation."""
+    return dequantize(quantize(x, spec, scale=scale, generator=generator), x.dtype)

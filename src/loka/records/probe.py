@@ -1,0 +1,88 @@
+"""What Probe saw: per site the statistics of its tensors, and per candidate the error and the time."""
+
+from typing import Literal
+
+from loka.records.measurement import Environment, Interval
+from loka.records.record import Part, Record
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+Role = Literal["x", "w", "dy"]
+Safety = Literal["safe", "unsafe", "not measured"]
+Speed = Literal["fast", "slow", "not measured"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+
+
+class TensorStats(Part, frozen=True):
+    """The distribution of one operand of a site, over everything sampled."""
+
+    role: Role
+    elements: int
+    non_finite: int
+    mean: float
+    std: float
+    absmax: float
+    abs_p99: float
+    abs_p999: float
+    kurtosis: float  # excess; 0 for a Gaussian
+    zero_fraction: float
+    outlier_channels: int  # channels whose absmax exceeds 8 x the median channel's
+    histogram_first: int  # log2 |x| of the first bin; bin i counts 2^(first + i) <= |x| < 2^(first + i + 1)
+    histogram: list[int]
+
+
+class Candidate(Part, frozen=True):
+    """One way to run one GEMM of a site, and how it did."""
+
+    gemm: Gemm
+    recipe: str
+    backend: str
+    a: str  # canonical Spec of the left operand
+    b: str
+    refusal: str | None = None  # why it cannot run here; then nothing below is measured
+    distribution: str | None = None  # what the operands were drawn from
+    samples: int = 0
+    mere: Interval | None = None
+    relative_l2: Interval | None = None
+    sqnr_db: float | None = None
+    saturated: float | None = None
+    underflowed: float | None = None
+    microseconds: Interval | None = None  # quantisation included
+    speedup: Interval | None = None  # over bf16
+
+
+class GemmVerdict(Part, frozen=True):
+    """What Probe concludes for one GEMM of a site, and why."""
+
+    gemm: Gemm
+    safety: Safety
+    speed: Speed
+    reason: str
+    suggested_mod: str | None = None
+
+
+class Site(Part, frozen=True):
+    """One place in the model where a GEMM happens."""
+
+    name: str  # fully qualified module name
+    type: str  # class of the module
+    m: int  # rows seen per call (the largest)
+    k: int
+    n: int
+    calls: int
+    flops_share: float  # of all probed GEMM FLOPs, forward and backward
+    stats: list[TensorStats]
+    candidates: list[Candidate]
+    verdicts: list[GemmVerdict]
+    metric_change: Interval | None = None  # relative change of the end metric with this site alone in low precision
+
+
+class ProbeReport(Record, frozen=True, tag="probe"):
+    """The evidence for a plan."""
+
+    model: str
+    steps: int
+    sampled_steps: int
+    max_mere: float
+    max_gradient_error: float
+    sites: list[Site]
+    environment: Environment

@@ -1,0 +1,153 @@
+"""What rooms write down: typed values that survive as JSON.
+
+Every record kind is a frozen struct with a `kind` tag and a schema version, so that a file says what it is before it is believed:
+
+    {"kind": "plan", "schema": 1, ...}
+
+Reading is strict. A wrong type, an unknown field, a missing field, another kind, a newer schema, a truncated or damaged file: each
+raises RecordError naming the file and the field. Writing is atomic (temporary file, fsync, rename): a crash leaves the old file.
+JSON has no NaN or infinity, so numbers must be finite; what was not measured is None.
+
+msgspec does the decoding rather than the standard library: it validates types while it parses and its errors carry the path of the field,
+which a hand-written dataclass walker would have to reinvent.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+
+class RecordError(ValueError):
+    """A record file that cannot be believed: which file, which field, what was expected."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+    """A piece of a record: strict and frozen, but not a file of its own."""
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """A file of its own. Subclasses bump `SCHEMA` when their fields change meaning."""
+
+    SCHEMA: ClassVar[int] = 1
+    schema: int = 1
+
+    def __post_init__(self) -> None:
+        if self.schema != self.SCHEMA:
+            raise ValueError(f"schema {self.schema} of {type(self).__name__} is not {self.SCHEMA}")
+
+
+R = TypeVar("R", bound=Record)
+
+
+def to_json(record: Record) -> bytes:
+    """One line of JSON."""
+    _require_finite(record, type(record).__name__.lower())
+    return msgspec.json.encode(record)
+
+
+def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
+    """Read one record of a known kind; errors name `source` and the field."""
+    try:
+        header = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"{source}: not valid JSON ({error}); the file is truncated or damaged") from error
+    _check_header(header, kind, source)
+    try:
+        return msgspec.convert(header, kind)
+    except msgspec.ValidationError as error:
+        raise RecordError(f"{source}: {_describe(error)}") from error
+
+
+def _check_header(header: Any, kind: type[Record], source: str) -> None:
+    if not isinstance(header, dict):
+        raise RecordError(f"{source}: expected a JSON object, got {type(header).__name__}")
+    expected = kind.__struct_config__.tag
+    if header.get("kind") != expected:
+        raise RecordError(f"{source}: field `kind` is {header.get('kind')!r}, expected {expected!r}")
+    schema = header.get("schema")
+    if schema != kind.SCHEMA or isinstance(schema, bool):
+        hint = (
+            "written by a newer loka; upgrade" if isinstance(schema, int) and schema > kind.SCHEMA else "make it again"
+        )
+        raise RecordError(f"{source}: field `schema` is {schema!r}, this loka reads {kind.SCHEMA}; {hint}")
+
+
+def _describe(error: msgspec.ValidationError) -> str:
+    """msgspec's message with the path first: "field `$.sites[0].k`: Expected `int`, got `str`"."""
+    message, _, path = str(error).rpartition(" - at ")
+    return f"field {path}: {message}" if message else str(error)
+
+
+def _require_finite(value: Any, path: str) -> None:
+    """msgspec writes NaN as null, which would read back as 'not measured': refuse instead."""
+    if isinstance(value, float):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise RecordError(f"{path} is {value}; records hold finite numbers, and None for what was not measured")
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            _require_finite(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _require_finite(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_finite(item, f"{path}[{index}]")
+
+
+def save(record: Record, path: str | Path) -> None:
+    """Write a record as indented JSON, atomically."""
+    write_atomically(path, msgspec.json.format(to_json(record), indent=1) + b"\n")
+
+
+def load(path: str | Path, kind: type[R]) -> R:
+    """Read a record file of a known kind."""
+    return from_json(_read(path), kind, source=str(path))
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Replace a file's content in one step: readers see the old or the new, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def append(record: Record, path: str | Path) -> None:
+    """Add one line to a JSONL file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(to_json(record) + b"\n")
+
+
+def save_lines(records: Iterable[Record], path: str | Path) -> None:
+    """Write a JSONL file, atomically."""
+    write_atomically(path, b"".join(to_json(record) + b"\n" for record in records))
+
+
+def read_lines(path: str | Path, kind: type[R]) -> Iterator[R]:
+    """Read a JSONL file of one kind; errors name the file and the line."""
+    lines = _read(path).split(b"\n")
+    if lines and lines[-1] == b"":
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        yield from_json(line, kind, source=f"{path}:{number}")
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,47 @@
+"""Training runs and the comparison of two of them."""
+
+from typing import Literal
+
+from loka.records.measurement import Environment, Interval
+from loka.records.record import Part, Record
+
+Outcome = Literal["better", "worse", "equivalent", "inconclusive"]
+
+
+class Point(Part, frozen=True):
+    """One logged step."""
+
+    step: int
+    loss: float
+    examples_per_second: float | None = None
+
+
+class Run(Record, frozen=True, tag="run"):
+    """One training run: what it was, how it went, where it ended."""
+
+    name: str
+    model: str
+    data: str
+    precision: str
+    seed: int
+    steps: int
+    examples: int
+    seconds: float
+    curve: list[Point]
+    metrics: dict[str, float]  # on the test split
+    low_precision_flops_share: float  # of all GEMM FLOPs of the model
+    environment: Environment
+
+
+class Comparison(Record, frozen=True, tag="comparison"):
+    """Two runs on the same examples: the relative change of a metric, its interval and a verdict."""
+
+    metric: str
+    baseline: str
+    candidate: str
+    relative_change: Interval  # 0.001 = 0.1 %; lower is better for losses
+    margin: float
+    minimum_detectable: float
+    outcome: Outcome
+    pairs: int
+    low_precision_flops_share: float
