@@ -1,5 +1,7 @@
 """The decision: which GEMM of which site runs on which kernel in which precision, and why."""
 
+import msgspec
+
 from loka.records.measurement import Environment
 from loka.records.probe import Gemm
 from loka.records.record import Part, Record
@@ -16,7 +18,7 @@ class Choice(Part, frozen=True):
     fast_accum: bool = False
     expected_error: float | None = None
     expected_speedup: float | None = None
-    refusals: list[str] = []
+    refusals: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if (self.a is None) != (self.b is None):

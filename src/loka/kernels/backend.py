@@ -1,0 +1,73 @@
+"""The only interface a backend meets.
+
+A backend is a module: one file `kernels/<op>/<name>.py` with
+
+    supports(call, device) -> Verdict        pure, never raises, always explains a no
+    run(*operands, **options) -> outputs     functional: fresh outputs, no state
+
+`call` describes the operation without tensors (shapes, Specs, dtypes), so that a plan can be made on a machine that cannot run it. Third-party
+libraries are imported inside these functions only; an absent one is a Verdict, not an ImportError.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Yes, or no with the reason."""
+
+    ok: bool
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ok and not self.reason:
+            raise ValueError("a refusal needs a reason")
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+YES = Verdict(True)
+
+
+def no(reason: str) -> Verdict:
+    """A refusal."""
+    return Verdict(False, reason)
+
+
+class Backend(Protocol):
+    """What the registry hands out: a module with these two functions."""
+
+    def supports(self, call: Any, device: Any) -> Verdict:
+        """Whether this backend can run the call on the device, and if not, why."""
+        ...
+
+    def run(self, *operands: Any, **options: Any) -> Any:
+        """Compute."""
+        ...
+
+
+class UnsupportedError(ValueError):
+    """An explicit request that cannot be honoured. The message carries every reason."""
+
+
+def require_library(module: str, extra: str) -> Verdict:
+    """Whether an optional library can be imported; the reason carries the install line."""
+    try:
+        import_module(module)
+    except Exception as error:  # a broken install raises anything from ImportError to OSError (missing .so)
+        return no(
+            f"{module} cannot be imported ({type(error).__name__}: {error}); install: pip install 'loka[{extra}]'"
+        )
+    return YES
+
+
+def library_version(distribution: str) -> str | None:
+    """Installed version of a distribution, None when absent."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

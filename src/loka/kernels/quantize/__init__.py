@@ -1,0 +1,45 @@
+"""quantize: a tensor, and where asked its transpose, to low precision with scales."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.registry import pick
+
+__all__ = ["QuantizeCall", "quantize", "quantize_both"]
+
+
+def quantize(
+    x: Tensor,
+    spec: Spec,
+    *,
+    scale: Tensor | None = None,
+    backend: str = "auto",
+    generator: torch.Generator | None = None,
+) -> QTensor:
+    """Quantise a 2-D tensor."""
+    chosen = pick("quantize", backend, QuantizeCall(x.shape[0], x.shape[1], spec, x.dtype), x.device)
+    q, _ = chosen.backend.run(x, spec, scale=scale, generator=generator)
+    return cast(QTensor, q)
+
+
+def quantize_both(
+    x: Tensor,
+    spec: Spec,
+    transpose: Spec,
+    *,
+    scale: Tensor | None = None,
+    transpose_scale: Tensor | None = None,
+    backend: str = "auto",
+    generator: torch.Generator | None = None,
+) -> tuple[QTensor, QTensor]:
+    """Quantise x [M, K] under `spec` and its transpose [K, M], contiguous, under `transpose`."""
+    call = QuantizeCall(x.shape[0], x.shape[1], spec, x.dtype, transpose)
+    chosen = pick("quantize", backend, call, x.device)
+    result = chosen.backend.run(
+        x, spec, scale=scale, transpose=transpose, transpose_scale=transpose_scale, generator=generator
+    )
+    return cast(tuple[QTensor, QTensor], result)

@@ -1,0 +1,22 @@
+"""Quantisation of one 2-D tensor, described without tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+from loka.formats import Spec
+
+
+@dataclass(frozen=True)
+class QuantizeCall:
+    """q = quantize(x[M, K]); with `transpose`, also q_t = quantize(x^T[K, M]) under its own spec, for the backward GEMMs."""
+
+    m: int
+    k: int
+    spec: Spec
+    in_dtype: torch.dtype = torch.bfloat16
+    transpose: Spec | None = None
+
+    def __str__(self) -> str:
+        also = f" + T {self.transpose}" if self.transpose else ""
+        return f"{self.m}x{self.k} {str(self.in_dtype).removeprefix('torch.')} -> {self.spec}{also}"

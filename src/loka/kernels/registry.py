@@ -1,0 +1,72 @@
+"""Which backends exist for each op. Adding a kernel is one file and one row here.
+
+Nothing is imported until a backend is asked for. `pick` never substitutes: an explicit name that cannot run raises with its reason, and `auto`
+returns what it chose together with everything that refused.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+
+from loka.kernels.backend import Backend, UnsupportedError, Verdict
+
+# In order of preference for `auto`: dispatch replaces this order by measured times, the order only decides where nothing was measured.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "quantize": ("reference",),
+    "scaled_mm": ("reference",),
+}
+
+
+_LOADED: dict[str, ModuleType] = {}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A backend that will run, and why the ones before it will not."""
+
+    name: str
+    backend: Backend
+    refusals: dict[str, str]
+
+
+def backend(op: str, name: str) -> Backend:
+    """The module of one backend."""
+    if op not in BACKENDS:
+        raise ValueError(f"no op {op!r}; ops are {', '.join(BACKENDS)}")
+    if name not in BACKENDS[op]:
+        raise ValueError(f"{op} has no backend {name!r}; backends are {', '.join(BACKENDS[op])}")
+    key = f"{op}.{name}"
+    if key not in _LOADED:  # torch.compile cannot trace an import: `load` does it before the first traced call
+        _LOADED[key] = import_module(f"loka.kernels.{key}")
+    return cast(Backend, _LOADED[key])
+
+
+def load(op: str) -> None:
+    """Import the backends of an op, so that later look-ups can be traced by torch.compile without a graph break."""
+    for name in BACKENDS[op]:
+        backend(op, name)
+
+
+def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
+    """What every backend of an op says to a call."""
+    return {name: backend(op, name).supports(call, device) for name in BACKENDS[op]}
+
+
+def pick(op: str, name: str, call: Any, device: torch.device) -> Selection:
+    """A backend by name, or the first that can run with `auto`."""
+    if name != "auto":
+        verdict = backend(op, name).supports(call, device)
+        if not verdict:
+            raise UnsupportedError(f"{op} backend {name!r} cannot run {call} on {device}: {verdict.reason}")
+        return Selection(name, backend(op, name), {})
+    refusals: dict[str, str] = {}
+    for candidate in BACKENDS[op]:
+        verdict = backend(op, candidate).supports(call, device)
+        if verdict:
+            return Selection(candidate, backend(op, candidate), refusals)
+        refusals[candidate] = verdict.reason
+    reasons = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
+    raise UnsupportedError(f"no backend of {op} can run {call} on {device}:\n{reasons}")
