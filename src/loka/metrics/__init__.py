@@ -1,0 +1,47 @@
+"""Recommendation metrics and honest comparison of runs: pure torch, float64, streaming, mergeable across processes.
+
+Every metric has `update(...)`, `merge(other)`, `compute()`, `state_dict()` / `load_state_dict()`; `all_reduce(metric)` gathers
+exactly over torch.distributed. Values that are undefined (nothing seen, one class) are NaN; bad input raises or is counted.
+
+    LogLoss, NormalizedEntropy, RelativeLogLoss, AUC (exact), HistogramAUC (bounded memory), GAUC, Calibration
+    TopK (HR@K, recall@K, NDCG@K, MRR), BeamOverlap
+    compare_paired -> Comparison (better / worse / equivalent / inconclusive), check_sample_ratio -> SampleRatio
+"""
+
+from loka.metrics.accumulator import Metric, all_reduce
+from loka.metrics.auc import AUC, GAUC, GroupedAUC, HistogramAUC
+from loka.metrics.beams import BeamOverlap, BeamOverlapResult
+from loka.metrics.binary import log_losses
+from loka.metrics.calibration import Calibration, CalibrationResult
+from loka.metrics.compare import Comparison, Verdict, compare_paired, decide, minimum_detectable_effect
+from loka.metrics.logloss import LogLoss, NormalizedEntropy, RelativeLogLoss, relative_change
+from loka.metrics.sample_ratio import SampleRatio, check_sample_ratio
+from loka.metrics.topk import TopK, TopKResult, rank_target
+
+__all__ = [
+    "AUC",
+    "GAUC",
+    "BeamOverlap",
+    "BeamOverlapResult",
+    "Calibration",
+    "CalibrationResult",
+    "Comparison",
+    "GroupedAUC",
+    "HistogramAUC",
+    "LogLoss",
+    "Metric",
+    "NormalizedEntropy",
+    "RelativeLogLoss",
+    "SampleRatio",
+    "TopK",
+    "TopKResult",
+    "Verdict",
+    "all_reduce",
+    "check_sample_ratio",
+    "compare_paired",
+    "decide",
+    "log_losses",
+    "minimum_detectable_effect",
+    "rank_target",
+    "relative_change",
+]
