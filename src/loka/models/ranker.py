@@ -1,0 +1,168 @@
+"""What ranking models share: the Core interface, and Ranker, which feeds a Batch of real data to a core.
+
+A core is the dense part of one paper. It takes n feature vectors, x [B, n, d], and returns logits [B, labels]:
+
+    logits = head(represent(x))          represent: [B, n, d] -> [B, width],  head: an MLP tower
+
+Ranker makes x from a batch, in this order along n:
+
+    dense features  -> one MLP -> `dense_vectors` vectors      (none when the data has no dense features)
+    categorical ids -> one vector per field, from the embedding tables
+    histories       -> one mean-pooled vector per sequence field, or, for a core that reads sequences, [B, T, s d] beside x
+
+Dense vectors come first, so DLRM knows which vector is the dense one. Under autocast x is cast once, here, so that every activation of the core
+is 16-bit from the first product on. Logits leave in float32: the loss is computed where rounding cannot reach it.
+"""
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from loka.nn import MLP, EmbeddingTables, Style, compute_dtype
+
+if TYPE_CHECKING:
+    from loka.data.batch import Batch
+    from loka.data.schema import Schema
+
+PLAIN = Style()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """What every core needs to know: n vectors of d features in, `labels` logits out, and the shared style."""
+
+    n: int = 16
+    d: int = 16
+    labels: int = 1
+    style: Style = PLAIN
+
+    def __post_init__(self) -> None:
+        """Counts and widths are positive integers."""
+        check_positive(self)
+
+
+def check_positive(config: Any, *, except_for: tuple[str, ...] = ()) -> None:
+    """Raise for any whole number, alone or in a tuple, that is below one: a width of zero is never meant."""
+    if not is_dataclass(config):
+        raise TypeError(f"expected a dataclass, got {type(config).__name__}")
+    for field in fields(config):
+        value = () if field.name in except_for else getattr(config, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and not isinstance(number, bool) and number < 1:
+                raise ValueError(f"{type(config).__name__}.{field.name} is {value}; expected positive whole numbers")
+
+
+class Core(nn.Module):
+    """The dense part of a ranking model; a family implements `represent` and sets `head`."""
+
+    takes_sequence: ClassVar[bool] = False
+    config: CoreConfig
+    head: MLP
+
+    @classmethod
+    def fit(cls, schema: "Schema", *, dense_vectors: int) -> dict[str, Any]:
+        """Config fields, beyond n and labels, that follow from a schema."""
+        return {}
+
+    def represent(self, x: Tensor) -> Tensor:
+        """x [B, n, d] -> [B, width], what the head reads."""
+        raise NotImplementedError(f"{type(self).__name__} does not define represent")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, n, d] -> logits [B, labels]."""
+        out: Tensor = self.head(self.represent(self.enter(x)))
+        return out
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Check the shape of x and cast it to the dtype the products run in."""
+        n, d = self.config.n, self.config.d
+        if x.dim() != 3 or x.shape[1] != n or x.shape[2] != d:
+            raise ValueError(f"{type(self).__name__} expects x of shape [B, {n}, {d}], got {tuple(x.shape)}")
+        return x.to(compute_dtype(x))
+
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        """One example without storage, for counting."""
+        return (torch.empty(1, self.config.n, self.config.d, device="meta"),)
+
+
+class Ranker(nn.Module):
+    """Embeds a Batch of a schema and calls a core."""
+
+    def __init__(
+        self,
+        schema: "Schema",
+        core: Core,
+        *,
+        dense_vectors: int = 1,
+        dense_hidden: tuple[int, ...] = (),
+        sparse: bool = False,
+        check_on_gpu: bool = False,
+    ) -> None:
+        super().__init__()
+        config = core.config
+        n = count_vectors(schema, core, dense_vectors=dense_vectors)
+        if n != config.n:
+            raise ValueError(
+                f"the schema gives {n} feature vectors, the core expects n={config.n}; build the core with n={n}"
+            )
+        if len(schema.labels) != config.labels:
+            raise ValueError(f"the schema has {len(schema.labels)} labels, the core predicts {config.labels}")
+        self.schema, self.core, self.dense_vectors = schema, core, dense_vectors
+        own = [(s.name, s.cardinality) for s in schema.sequences if s.shares is None]
+        tables = [(f.name, f.cardinality) for f in schema.categorical] + own
+        self.embedding = EmbeddingTables(tables, config.d, sparse=sparse, check_on_gpu=check_on_gpu) if tables else None
+        self.dense = (
+            MLP(len(schema.dense), dense_hidden, dense_vectors * config.d, style=config.style) if schema.dense else None
+        )
+
+    def forward(self, batch: "Batch") -> Tensor:
+        """Logits [B, labels] in float32 (float64 for a float64 model)."""
+        x = self.embed(batch)
+        logits: Tensor = self.core(x, *self.embed_sequences(batch)) if self.core.takes_sequence else self.core(x)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def embed(self, batch: "Batch") -> Tensor:
+        """The feature vectors of a batch, [B, n, d]."""
+        parts: list[Tensor] = []
+        if self.dense is not None:
+            parts.append(self.dense(batch.dense.to(self._dtype())).view(-1, self.dense_vectors, self.core.config.d))
+        if self.embedding is not None and self.schema.categorical:
+            parts.append(self.embedding.lookup(batch.categorical))
+        if self.embedding is not None and not self.core.takes_sequence:
+            for field in self.schema.sequences:
+                rows = batch.sequences[field.name]
+                parts.append(self.embedding.pool(field.shares or field.name, rows.values, rows.offsets).unsqueeze(1))
+        dtype = compute_dtype(parts[0])
+        return torch.cat([part.to(dtype) for part in parts], 1)
+
+    def embed_sequences(self, batch: "Batch") -> tuple[Tensor, Tensor]:
+        """The histories side by side, [B, T, s d] for s sequence fields, and the length of the longest, [B]."""
+        assert self.embedding is not None  # count_vectors refused a schema without sequences
+        padded, lengths = [], []
+        longest = max(field.max_length for field in self.schema.sequences)
+        for field in self.schema.sequences:
+            rows = batch.sequences[field.name]
+            vectors, counts = self.embedding.pad(field.shares or field.name, rows.values, rows.offsets, longest)
+            padded.append(vectors)
+            lengths.append(counts)
+        return torch.cat(padded, -1), torch.stack(lengths).amax(0)
+
+    def _dtype(self) -> torch.dtype:
+        return next(self.core.parameters()).dtype
+
+
+def count_vectors(schema: "Schema", core: Core | type[Core], *, dense_vectors: int = 1) -> int:
+    """How many feature vectors Ranker makes of a schema for a core: the n to build the core with."""
+    pooled = 0 if core.takes_sequence else len(schema.sequences)
+    if core.takes_sequence and not schema.sequences:
+        raise ValueError(
+            "this core reads histories, but the schema has no sequence field; choose a core without sequences"
+        )
+    n = (dense_vectors if schema.dense else 0) + len(schema.categorical) + pooled
+    if n < 1:
+        raise ValueError(
+            "the schema has no feature that becomes a vector: no dense, no categorical, no pooled sequence"
+        )
+    return n

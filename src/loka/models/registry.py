@@ -1,0 +1,106 @@
+"""Families by name: the table of models, their named sizes, and how to build one.
+
+    build("wukong", "tiny")                                   the core with the sizes of that name
+    build("wukong", "8x96x3x8192", n=256, norm="block")       with overrides; the style's switches may be named directly
+    build(config)                                             from a config of your own
+    build_ranker(schema, "wukong", "tiny")                    embeddings for a data set's schema around a core that fits it
+
+A family is one row of the table: config class, model class, sizes. Adding a model is one file and one row.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from loka.models import dlrm, wukong
+from loka.models.ranker import Core, Ranker, count_vectors
+from loka.nn import Style
+
+if TYPE_CHECKING:
+    from loka.data.schema import Schema
+
+
+@dataclass(frozen=True)
+class Family:
+    """One paper: how it is configured, what is built, and its named sizes."""
+
+    config: type
+    model: type[nn.Module]
+    sizes: dict[str, Any]
+
+
+FAMILIES = {
+    "dlrm": Family(dlrm.DLRMConfig, dlrm.DLRM, dlrm.SIZES),
+    "wukong": Family(wukong.WukongConfig, wukong.Wukong, wukong.SIZES),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all families."""
+    return tuple(FAMILIES)
+
+
+def sizes(family: str) -> tuple[str, ...]:
+    """The names of a family's sizes."""
+    return tuple(_family(family).sizes)
+
+
+def configure(family: str, size: str = "tiny", **overrides: Any) -> Any:
+    """The config of a named size, with fields replaced; `norm`, `activation`, `bias`, ... replace fields of its style."""
+    known = _family(family)
+    if size not in known.sizes:
+        raise ValueError(f"{family} has no size {size!r}; its sizes are {', '.join(known.sizes)}")
+    config = known.sizes[size]
+    own = {f.name for f in fields(known.config)}
+    shared = {f.name for f in fields(Style)} - own if "style" in own else set()
+    for name in overrides:
+        if name not in own | shared:
+            raise ValueError(f"{family} has no option {name!r}; its options are {', '.join(sorted(own | shared))}")
+    style = {k: v for k, v in overrides.items() if k in shared}
+    plain = {k: v for k, v in overrides.items() if k in own}
+    if style:
+        plain["style"] = replace(plain.get("style", config.style), **style)
+    return replace(config, **plain)
+
+
+def build(family: Any, size: str = "tiny", **overrides: Any) -> nn.Module:
+    """A model by family and size, or from a config."""
+    config = configure(family, size, **overrides) if isinstance(family, str) else family
+    for known in FAMILIES.values():
+        if type(config) is known.config:
+            return known.model(replace(config, **overrides) if config is family else config)
+    raise ValueError(f"no family is configured by {type(config).__name__}; the families are {', '.join(FAMILIES)}")
+
+
+def build_ranker(
+    schema: "Schema",
+    family: str,
+    size: str = "tiny",
+    *,
+    dense_vectors: int = 1,
+    dense_hidden: tuple[int, ...] = (),
+    sparse: bool = False,
+    check_on_gpu: bool = False,
+    **overrides: Any,
+) -> Ranker:
+    """A Ranker for a schema: the core's n and labels follow from the data."""
+    model = _family(family).model
+    if not issubclass(model, Core):
+        rankers = ", ".join(name for name, f in FAMILIES.items() if issubclass(f.model, Core))
+        raise ValueError(
+            f"{family} is a sequence model with a forward of its own, not a ranking core; the cores are {rankers}"
+        )
+    n = count_vectors(schema, model, dense_vectors=dense_vectors)
+    fitted = {"n": n, "labels": len(schema.labels), **model.fit(schema, dense_vectors=dense_vectors)}
+    core = build(configure(family, size, **{**fitted, **overrides}))
+    assert isinstance(core, Core)
+    return Ranker(
+        schema, core, dense_vectors=dense_vectors, dense_hidden=dense_hidden, sparse=sparse, check_on_gpu=check_on_gpu
+    )
+
+
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ValueError(f"there is no model family {name!r}; the families are {', '.join(FAMILIES)}")
+    return FAMILIES[name]

@@ -1,0 +1,64 @@
+"""Activations and gates, and the one place that chooses between them.
+
+    hard_swish(x)   = x * relu6(x + 3) / 6           in place of  silu(x) = x * sigmoid(x)
+    hard_sigmoid(x) = relu6(x + 3) / 6               in place of  sigmoid(x)
+
+The hard forms need no exponential, so they fit into the epilogue of a GEMM, and they saturate exactly: beyond |x| = 3 an outlier is passed
+through or cut off, never amplified.
+"""
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ActivationKind = Literal["relu", "silu", "hard_swish", "gelu"]
+GateKind = Literal["sigmoid", "hard"]
+
+
+class HardSwish(nn.Module):
+    """x * relu6(x + 3) / 6."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation element by element."""
+        return F.hardswish(x)
+
+
+class Sigmoid(nn.Module):
+    """The smooth gate, 1 / (1 + exp(-x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the gate element by element."""
+        return torch.sigmoid(x)
+
+
+class HardSigmoid(nn.Module):
+    """The hard gate, relu6(x + 3) / 6: exactly 0 below -3 and exactly 1 above 3."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the gate element by element."""
+        return F.hardsigmoid(x)
+
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU, "hard_swish": HardSwish, "gelu": nn.GELU}
+_GATES: dict[str, type[nn.Module]] = {"sigmoid": Sigmoid, "hard": HardSigmoid}
+
+
+def make_activation(kind: ActivationKind) -> nn.Module:
+    """The activation called `kind`."""
+    if kind not in _ACTIVATIONS:
+        raise ValueError(f"unknown activation {kind!r}; expected one of {', '.join(get_args(ActivationKind))}")
+    return _ACTIVATIONS[kind]()
+
+
+def make_gate(kind: GateKind) -> nn.Module:
+    """The gate called `kind`."""
+    if kind not in _GATES:
+        raise ValueError(f"unknown gate {kind!r}; expected one of {', '.join(get_args(GateKind))}")
+    return _GATES[kind]()
+
+
+def gate_for(activation: ActivationKind) -> nn.Module:
+    """The gate that belongs to an activation: a model of hard activations has hard gates too."""
+    return make_gate("hard" if activation == "hard_swish" else "sigmoid")

@@ -1,0 +1,121 @@
+"""Embedding tables for categorical fields and ragged histories: one lookup for all fields of a batch.
+
+All fields share one width, so their tables are stacked into a single `nn.Embedding` (child `table`); field f owns the rows
+first_row[f] ... first_row[f] + cardinality[f] - 1. One gather then serves the whole [B, n] id matrix, and one sparse gradient comes back.
+
+    lookup(ids)                  [B, n] ids         -> [B, n, d]
+    pool(name, values, offsets)  ragged ids         -> [B, d], the mean of the row's embeddings; zero for an empty row
+    pad(name, values, offsets)   ragged ids         -> [B, T, d] and lengths [B], the T most recent, padded at the end
+
+An id outside its field is an error that names the field, never a read of a neighbour's row. On the CPU the check always runs. On a GPU it costs a
+device synchronisation, so there it is off unless `check_on_gpu=True`. Inside torch.compile the check is an assertion in the graph.
+
+Not here: sharding, quantised rows, hashing of ids.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class EmbeddingTables(nn.Module):
+    """The stacked tables of several fields, each `(name, cardinality)`, all `width` wide."""
+
+    first_row: Tensor
+    cardinality: Tensor
+
+    def __init__(
+        self, fields: Sequence[tuple[str, int]], width: int, *, sparse: bool = False, check_on_gpu: bool = False
+    ) -> None:
+        super().__init__()
+        for name, cardinality in fields:
+            if cardinality < 1:
+                raise ValueError(f"field {name!r} has cardinality {cardinality}; a table needs at least one row")
+        self.names = tuple(name for name, _ in fields)
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"field names must be unique, got {self.names}")
+        self.sizes = tuple(cardinality for _, cardinality in fields)
+        self.starts = tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
+        self.width, self.check_on_gpu = width, check_on_gpu
+        self.table = nn.Embedding(sum(self.sizes), width, sparse=sparse)
+        self.register_buffer("first_row", torch.empty(len(fields), dtype=torch.int64), persistent=False)
+        self.register_buffer("cardinality", torch.empty(len(fields), dtype=torch.int64), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Rows uniform in +-1/sqrt(width), so a row has a norm below one whatever the size of its table."""
+        nn.init.uniform_(self.table.weight, -(self.width**-0.5), self.width**-0.5)
+        if self.first_row.device.type != "meta":
+            self.first_row.copy_(torch.tensor(self.starts, dtype=torch.int64))
+            self.cardinality.copy_(torch.tensor(self.sizes, dtype=torch.int64))
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """ids int64 [B, n], column f in the vocabulary of field f -> [B, n, width]. n may leave out the last fields."""
+        n = ids.shape[1]
+        if n > len(self.names):
+            raise ValueError(f"got ids for {n} fields, but there are tables for {len(self.names)}: {self.names}")
+        self._check(ids, self.cardinality[:n], self.names[:n])
+        out: Tensor = self.table(ids + self.first_row[:n])
+        return out
+
+    def pool(self, name: str, values: Tensor, offsets: Tensor) -> Tensor:
+        """The mean embedding of every ragged row, [B, width]; zero for an empty row."""
+        f = self._field(name)
+        self._check(values, self.cardinality[f], (name,))
+        return F.embedding_bag(
+            values + self.starts[f],
+            self.table.weight,
+            offsets,
+            mode="mean",
+            sparse=self.table.sparse,
+            include_last_offset=True,
+        )
+
+    def pad(self, name: str, values: Tensor, offsets: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The `length` most recent embeddings of every row, oldest first, [B, length, width], and how many are real, [B]."""
+        f = self._field(name)
+        self._check(values, self.cardinality[f], (name,))
+        ids, lengths = pad_recent(values, offsets, length)
+        real = torch.arange(length, device=ids.device) < lengths[:, None]
+        return self.table(ids + self.starts[f]) * real.unsqueeze(-1), lengths
+
+    def _field(self, name: str) -> int:
+        if name not in self.names:
+            raise ValueError(f"there is no table {name!r}; the tables are {', '.join(self.names)}")
+        return self.names.index(name)
+
+    def _check(self, ids: Tensor, cardinality: Tensor, names: tuple[str, ...]) -> None:
+        if ids.device.type == "meta" or (ids.is_cuda and not self.check_on_gpu):
+            return
+        bad = (ids < 0) | (ids >= cardinality)
+        if torch.compiler.is_compiling():
+            torch._assert_async(~bad.any(), f"ids out of range in one of the fields {', '.join(names)}")
+        elif bad.any():
+            raise ValueError(_describe(ids, bad, cardinality, names))
+
+    def extra_repr(self) -> str:
+        """Number of fields and width."""
+        return f"{len(self.names)} fields, width={self.width}"
+
+
+def pad_recent(values: Tensor, offsets: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The last `length` values of every ragged row, in order, as [B, length] padded with 0 at the end, and their counts [B]."""
+    lengths = (offsets[1:] - offsets[:-1]).clamp(max=length)
+    steps = torch.arange(length, device=values.device)
+    at = (offsets[1:] - lengths)[:, None] + steps
+    # One zero behind the last value gives padding somewhere to point at, even when there is no value at all.
+    at = torch.where(steps < lengths[:, None], at, values.shape[0])
+    return torch.cat([values, values.new_zeros(1)])[at], lengths
+
+
+def _describe(ids: Tensor, bad: Tensor, cardinality: Tensor, names: tuple[str, ...]) -> str:
+    where = bad.nonzero()[0].tolist()
+    f = where[1] if len(names) > 1 else 0
+    size = int(cardinality[f]) if cardinality.dim() else int(cardinality)
+    seen = int(ids[tuple(where)])
+    return (
+        f"field {names[f]!r} got id {seen} (row {where[0]}), but its table has ids 0 to {size - 1}; "
+        "map unknown values to id 0, or build the model from the schema of this data"
+    )

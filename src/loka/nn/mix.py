@@ -1,0 +1,82 @@
+"""Products over the n feature vectors of x [B, n, d], as small named modules, without a materialised transpose.
+
+    FeatureMix            Y = W X                    W [m, n]: linear compression, shortcuts, the projection inside a factorisation machine
+    FactorizationMachine  X Y^T = X (X^T P)          with Y = P^T X: n x k products; X^T P first costs n d k, X X^T first would cost n^2 d
+    DotInteraction        strict lower triangle of X X^T
+
+`nn.Linear` mixes the last dimension, so mixing n with it needs x transposed, and autograd saves the copy: in a compiled bf16 Wukong these copies
+cost more than the GEMMs. Here W is broadcast over the batch with stride 0 and multiplied from the left; the batch GEMM reads x where it lies.
+`torch.matmul(W, x)` is not used on purpose: when W needs a gradient it folds B and d together, which copies x.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype a matrix product of x runs in: autocast's where it is active, else x's own."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+class FeatureMix(nn.Module):
+    """Y = W X for x [B, n, d]; `rows` of several sizes share one product and one read of x, and come back as views of it.
+
+    The state_dict is a plain `weight` [sum(rows), n], initialised like `nn.Linear`. There is no bias: in every model here a norm follows.
+    """
+
+    def __init__(self, n: int, rows: int | Sequence[int]) -> None:
+        super().__init__()
+        self.rows = (rows,) if isinstance(rows, int) else tuple(rows)
+        if n < 1 or not self.rows or min(self.rows) < 1:
+            raise ValueError(f"FeatureMix needs positive counts, got n={n} and rows={self.rows}")
+        self.n = n
+        self.weight = nn.Parameter(torch.empty(sum(self.rows), n))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(n), as `nn.Linear` over n inputs."""
+        nn.init.uniform_(self.weight, -(self.n**-0.5), self.n**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All rows at once, [B, sum(rows), d]."""
+        # Cast before the expand: casting an expanded tensor would write one copy of W per example.
+        weight = self.weight.to(compute_dtype(x))
+        return torch.bmm(weight.expand(x.shape[0], -1, -1), x.to(weight.dtype))
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One [B, r, d] view per entry of `rows`."""
+        mixed: Tensor = self(x)
+        return torch.split(mixed, list(self.rows), dim=1)
+
+    def extra_repr(self) -> str:
+        """Inputs and rows."""
+        return f"n={self.n}, rows={self.rows}"
+
+
+class FactorizationMachine(nn.Module):
+    """Products of the n vectors of x with k mixtures of them: X Y^T, [B, n, k]."""
+
+    def forward(self, x: Tensor, mixtures: Tensor) -> Tensor:
+        """x [B, n, d], mixtures [B, k, d] (= P^T X, from a FeatureMix) -> [B, n, k]."""
+        return torch.bmm(x, mixtures.mT)
+
+
+class DotInteraction(nn.Module):
+    """Pairwise dot products of the n vectors, each pair once: [B, n (n - 1) / 2], row by row of the strict lower triangle."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        if n < 2:
+            raise ValueError(f"DotInteraction needs at least two vectors to pair, got n={n}")
+        self.n, self.width = n, n * (n - 1) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, n, d] -> [B, n (n - 1) / 2]."""
+        # Made here and not kept as a buffer: a model built on the meta device has nothing stale to carry along.
+        i, j = torch.tril_indices(self.n, self.n, offset=-1, device=x.device)
+        return torch.bmm(x, x.mT).flatten(1).index_select(1, i * self.n + j)
