@@ -6,7 +6,8 @@
     cosine        <out, ref> / (||out|| ||ref||)
 
 The guard matters: for outputs near a Gaussian the unguarded mean is infinite, and its sample value grows with the sample. Everything is
-accumulated in float64. NaN in, NaN out; an empty tensor has no error (0); a zero reference with a non-zero result has an infinite one.
+accumulated in float64, after dividing both by one power of two, so that no square overflows. NaN in, NaN out; an empty tensor has no
+error (0); a zero reference with a non-zero result has an infinite one.
 """
 
 import math
@@ -23,19 +24,23 @@ MERE_GUARD = 0.01  # share of rms(ref) below which a reference element counts as
 def _pair(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
     if out.shape != ref.shape:
         raise ValueError(f"result and reference differ in shape: {tuple(out.shape)} and {tuple(ref.shape)}")
-    return out.detach().double(), ref.detach().double()
+    out, ref = out.detach().double(), ref.detach().double()
+    peak = max((float(t.abs().nan_to_num(0.0, 0.0, 0.0).amax()) for t in (ref, out) if t.numel()), default=0.0)
+    unit = math.ldexp(1.0, math.frexp(peak)[1] - 1) if peak else 1.0  # an exact division: no metric changes
+    return out / unit, ref / unit
 
 
 def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
-    """Guarded mean element-wise relative error."""
+    """Guarded mean element-wise relative error; `guard=0` is the unguarded mean."""
+    if not guard >= 0:
+        raise ValueError(f"guard is a share of rms(ref), 0 or more, got {guard}")
     out, ref = _pair(out, ref)
     if ref.numel() == 0:
         return 0.0
     error = (out - ref).abs()
     floor = guard * ref.square().mean().sqrt()
-    if floor == 0:
-        return 0.0 if bool((error == 0).all()) else math.inf
-    return float((error / torch.maximum(ref.abs(), floor)).mean())
+    relative = error / torch.maximum(ref.abs(), floor)
+    return float(torch.where(error == 0, error, relative).mean())  # 0 / 0 is no error
 
 
 def relative_l2(out: Tensor, ref: Tensor) -> float:
@@ -63,22 +68,30 @@ def cosine(out: Tensor, ref: Tensor) -> float:
     norms = float(out.norm() * ref.norm())
     if norms == 0:
         return 1.0 if bool((out == ref).all()) else 0.0
-    return float((out * ref).sum() / norms)
+    value = float((out * ref).sum() / norms)
+    return value if math.isnan(value) else min(max(value, -1.0), 1.0)  # rounding may put it a last bit outside
 
 
 def saturated_fraction(x: Tensor, q: QTensor) -> float:
-    """Share of the finite elements that were clipped: beyond half a step past the format's largest value."""
-    x = x.detach().float()
-    finite = x.isfinite()
-    limit = q.spec.format.max * _element_scale(q) * (1 + 2.0**-20)  # x * (1 / scale) may exceed max by a rounding error
-    return _share((x.abs() > limit) & finite, finite)
+    """Share of the finite elements that were clipped: beyond the largest value their block can hold."""
+    finite = _same_shape(x, q).isfinite()
+    limit = (
+        q.spec.format.max * _element_scale(q).double() * (1 + 2.0**-20)
+    )  # x * (1 / scale) may exceed max by a rounding error
+    return _share((x.detach().double().abs() > limit) & finite, finite)
 
 
 def underflowed_fraction(x: Tensor, q: QTensor) -> float:
     """Share of the finite non-zero elements that became zero."""
-    x = x.detach().float()
+    x = _same_shape(x, q)
     nonzero = x.isfinite() & (x != 0)
     return _share((decode(q.data, q.spec.format) == 0) & nonzero, nonzero)
+
+
+def _same_shape(x: Tensor, q: QTensor) -> Tensor:
+    if x.shape != q.shape:
+        raise ValueError(f"x of shape {tuple(x.shape)} is not what was quantised: {tuple(q.shape)}")
+    return x.detach()
 
 
 def _element_scale(q: QTensor) -> Tensor:

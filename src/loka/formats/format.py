@@ -89,24 +89,32 @@ def round_to(
 ) -> Tensor:
     """Round float32 values onto the format's grid, saturating; the result is float32.
 
-    `nearest` rounds ties to even. `stochastic` rounds up with the probability that makes the expectation exact for values
-    inside the range.
+    `nearest` rounds ties to even. `stochastic` rounds up with a probability equal to the distance from the lower neighbour, in
+    quanta, to within 2^-24: the expectation is exact for values inside the range, and a value on the grid stays where it is.
     """
-    if x.dtype != torch.float32:
-        raise ValueError(f"round_to takes float32, got {x.dtype}; hint: x.float()")
+    _require_float32(x, "round_to")
     magnitude = x.abs()
     finite = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     quantum = _quantum(finite, format)
     steps = finite / quantum
     if rounding == "stochastic":
         noise = torch.rand(steps.shape, dtype=torch.float32, device=x.device, generator=generator)
-        steps = torch.floor(steps + noise)
+        lower = torch.floor(
+            steps
+        )  # not floor(steps + noise): that sum rounds, and would move values that are on the grid
+        steps = lower + (noise < steps - lower).float()
     elif rounding == "nearest":
         steps = torch.round(steps)
     else:
         raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     rounded = torch.copysign((steps * quantum).clamp(max=format.max), x)
     return torch.where(magnitude.isfinite(), rounded, _non_finite(x, format))
+
+
+def _require_float32(x: Tensor, function: str) -> None:
+    """Any other type would be rounded twice, once on the way to float32."""
+    if x.dtype != torch.float32:
+        raise ValueError(f"{function} takes float32, got {x.dtype}; hint: x.float()")
 
 
 def _non_finite(x: Tensor, format: Format) -> Tensor:
@@ -121,6 +129,7 @@ def encode(
 
     In a format without NaN, non-finite values are stored as zero: the caller must poison the scale (`quantize` does).
     """
+    _require_float32(x, "encode")
     if format in (E4M3, E5M2) and rounding == "nearest":  # torch's own cast, after saturation: the same bits, faster
         clamped = x.clamp(-format.max, format.max)  # clamp keeps NaN
         return torch.where(x.isinf(), _non_finite(x, format), clamped).to(format.dtype)
@@ -135,11 +144,11 @@ def encode(
 
 
 def decode(data: Tensor, format: Format) -> Tensor:
-    """Stored elements as float32."""
+    """Stored elements as float32. Of an E2M1 byte only the low four bits count."""
     if data.dtype != format.dtype:
         raise ValueError(f"{format} is stored as {format.dtype}, got {data.dtype}")
-    if format is E2M1:
+    if format == E2M1:  # not `is`: a Spec may have been pickled or deep-copied
         table = torch.tensor(_E2M1_MAGNITUDES, device=data.device)
         code = data.long()
-        return torch.where(code >= 8, -table[code & 7], table[code & 7])
+        return torch.where((code & 8) != 0, -table[code & 7], table[code & 7])
     return data.float()

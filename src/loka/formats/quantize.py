@@ -7,10 +7,16 @@
     q     = round(saturate(x * (1 / scale)))
 
 `1 / scale` is computed once per block in float32 and multiplied: that is what a kernel does, and the last bit depends on it. Power-of-two
-scales are rounded *up*, so that the largest element never saturates. Everything is computed in float32 whatever the input's type.
+scales are rounded *up*, so that the largest element never saturates. Everything is computed in float32 whatever the input's type, and
+finite values stay finite on both ways: a float64 beyond float32 saturates, and so does a product `q * scale` beyond the type asked for
+(with a power-of-two scale float16's 65504 rounds up to 65536).
 
 Scales have one element per block, shaped like the grid of blocks over the last two dimensions (`tensor`: a scalar). A ragged last block
-is simply smaller. NVFP4's pair: E4M3 block scales times one float32 `tensor_scale` = amax(x) / (6 * 448).
+is simply smaller; a tensor without elements has no blocks. NVFP4's pair: E4M3 block scales, rounded to nearest, times one float32
+`tensor_scale` = amax(x) / (6 * 448).
+
+A NaN or Inf never reaches a scale by way of the maximum: the other elements keep their values. A format that cannot hold it poisons the
+scale of its block with NaN instead.
 
 This is numerics only: no autograd, no fused passes, no layouts. Speed lives in `loka.kernels.quantize`.
 """
@@ -24,9 +30,7 @@ from torch import Tensor
 from loka.formats.format import E4M3, Format, decode, encode, round_to
 from loka.formats.spec import TENSOR, WHOLE, Block, Spec
 
-SMALLEST_SCALE = (
-    2.0**-126
-)  # smallest normal float32: its reciprocal is finite, and no kernel's flush-to-zero can turn it into 0
+SMALLEST_SCALE = 2.0**-126  # smallest normal float32: its reciprocal is finite, and no flush-to-zero turns it into 0
 LARGEST_POWER = 2.0**127
 
 
@@ -48,6 +52,16 @@ class QTensor:
             raise ValueError(
                 f"{self.spec} of shape {tuple(self.data.shape)} needs scales of {tuple(expected)}, got {seen}"
             )
+        if (self.tensor_scale is not None) != (self.spec.scale == "e4m3"):
+            raise ValueError(f"a tensor_scale belongs to e4m3 block scales and to no other; {self.spec} breaks that")
+        for name in ("scale", "tensor_scale"):
+            held: Tensor | None = getattr(self, name)
+            if held is not None and (held.dtype != torch.float32 or held.device != self.data.device):
+                raise ValueError(
+                    f"{name} must be float32 on {self.data.device}, beside its data; got {held.dtype} on {held.device}"
+                )
+        if self.tensor_scale is not None and self.tensor_scale.dim() != 0:
+            raise ValueError(f"tensor_scale is one number, got shape {tuple(self.tensor_scale.shape)}")
 
     @property
     def shape(self) -> torch.Size:
@@ -71,6 +85,8 @@ class QTensor:
 
     def transpose(self) -> "QTensor":
         """Swap the last two dimensions (views); the same elements keep the same scales."""
+        if self.data.dim() < 2:
+            raise ValueError(f"transpose swaps the last two dimensions, got shape {tuple(self.shape)}")
         scale = self.scale if self.scale.dim() < 2 else self.scale.transpose(-2, -1)
         return replace(self, data=self.data.transpose(-2, -1), scale=scale, spec=self.spec.transposed)
 
@@ -89,11 +105,11 @@ def _last_two(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 
 
 def _extents(shape: torch.Size | tuple[int, ...], block: Block) -> tuple[int, int]:
-    """The block's extents for this shape, `*` resolved (at least 1, so that empty tensors have an empty grid)."""
-    rows, cols = _last_two(shape)
+    """The block's extents for this shape: no larger than it, and at least 1, so that empty tensors have an empty grid."""
+    rows, cols = (max(total, 1) for total in _last_two(shape))
     return (
-        max(rows, 1) if block.rows == WHOLE else block.rows,
-        max(cols, 1) if block.cols == WHOLE else block.cols,
+        rows if block.rows == WHOLE else min(block.rows, rows),
+        cols if block.cols == WHOLE else min(block.cols, cols),
     )
 
 
@@ -128,18 +144,33 @@ def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Bloc
     return scale if len(shape) >= 2 else scale.reshape(-1)
 
 
+def _to_float32(x: Tensor) -> Tensor:
+    """float32, saturating: a finite float64 stays finite, Inf stays Inf."""
+    if x.dtype != torch.float64:
+        return x.float()
+    limit = torch.finfo(torch.float32).max
+    return torch.where(x.isinf(), x, x.clamp(-limit, limit)).float()
+
+
 def block_amax(x: Tensor, block: Block) -> Tensor:
     """Largest finite magnitude of each block, float32; 0 for a block without one."""
-    magnitude = x.float().abs()
+    magnitude = _to_float32(x).abs()
     return _reduce_blocks(torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude)), block)
 
 
 def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
-    """The scale that maps `amax` onto the format's largest value. For two-level scales see `quantize`."""
-    scale = (amax.float() / spec.format.max).clamp(min=SMALLEST_SCALE)
+    """The scale that maps `amax` onto the format's largest value; NaN where amax is not finite.
+
+    Two-level scales need the maximum of the whole tensor too: `quantize` makes them.
+    """
+    if spec.scale == "e4m3":
+        raise ValueError(f"{spec} has two levels of scales; hint: quantize makes both")
+    amax = _to_float32(amax)
+    scale = (amax / spec.format.max).clamp(min=SMALLEST_SCALE)
     if spec.scale in ("pow2", "e8m0"):
         scale = _round_up_to_power_of_two(scale)
-    return torch.where(amax > 0, scale, torch.ones_like(scale))
+    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
+    return torch.where(amax.isfinite(), scale, torch.full_like(scale, torch.nan))
 
 
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
@@ -149,12 +180,28 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """NVFP4's pair: E4M3 block scales under one float32 scale."""
+    """NVFP4's pair: E4M3 block scales under one float32 scale, whose product is at least SMALLEST_SCALE."""
     total = amax.amax() if amax.numel() else amax.new_zeros(())
-    outer = (total / (format.max * E4M3.max)).clamp(min=SMALLEST_SCALE)
+    outer = (total / (format.max * E4M3.max)).clamp(min=SMALLEST_SCALE / E4M3.smallest_subnormal)
     outer = torch.where(total > 0, outer, torch.ones_like(outer))
     inner = round_to(amax / format.max / outer, E4M3).clamp(min=E4M3.smallest_subnormal)
     return torch.where(amax > 0, inner, torch.ones_like(inner)), outer
+
+
+def _given_scale(scale: Tensor, x: Tensor, spec: Spec) -> Tensor:
+    """A scale that did not come from x, checked. Its values are looked at only where looking costs no synchronisation."""
+    expected = scale_shape(x.shape, spec.block)
+    if scale.shape != expected:
+        raise ValueError(
+            f"{spec} of shape {tuple(x.shape)} needs scales of {tuple(expected)}, got {tuple(scale.shape)}"
+        )
+    scale = scale.detach().to(x.device, torch.float32)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not bool(((scale >= SMALLEST_SCALE) & scale.isfinite()).all()):
+            raise ValueError(f"the scales given to {spec} must be finite and at least 2^-126, got {scale}")
+        if spec.scale in ("pow2", "e8m0") and bool((torch.frexp(scale).mantissa != 0.5).any()):
+            raise ValueError(f"the scales given to {spec} must be powers of two, got {scale}")
+    return scale
 
 
 def quantize(
@@ -163,7 +210,7 @@ def quantize(
     """Quantise any floating tensor. Static and delayed specs take their `scale`, dynamic ones must not be given one."""
     if not x.is_floating_point():
         raise ValueError(f"quantize takes a floating tensor, got {x.dtype}")
-    x = x.detach().float()
+    x = _to_float32(x.detach())
     tensor_scale = None
     if spec.mode == "dynamic":
         if scale is not None:
@@ -178,7 +225,7 @@ def quantize(
     elif scale is None:
         raise ValueError(f"{spec} needs a scale: its scales do not come from x")
     else:
-        scale = scale.detach().to(x.device, torch.float32)
+        scale = _given_scale(scale, x, spec)
     multiplier = scale if tensor_scale is None else scale * tensor_scale
     inverse = expand_scale(1.0 / multiplier.clamp(min=SMALLEST_SCALE), x.shape, spec.block)
     data = encode(x * inverse, spec.format, rounding=spec.rounding, generator=generator)
@@ -189,9 +236,14 @@ def quantize(
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values a QTensor stands for: `data * scale`, computed in float32."""
+    """The values a QTensor stands for: `data * scale`, computed in float32; a finite product beyond `dtype` saturates."""
     scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
-    return (decode(q.data, q.spec.format) * expand_scale(scale, q.shape, q.spec.block)).to(dtype)
+    elements = decode(q.data, q.spec.format)
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    values = (elements * expand_scale(scale, q.shape, q.spec.block)).clamp(-limit, limit)  # clamp keeps NaN
+    if q.spec.format.has_inf:
+        values = torch.where(elements.isinf(), elements, values)
+    return values.to(dtype)
 
 
 def fake_quantize(

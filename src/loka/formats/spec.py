@@ -26,7 +26,7 @@ ScaleMode = Literal["dynamic", "static", "delayed"]
 
 WHOLE = -1
 
-_BLOCK = re.compile(r"(\d+|\*)x(\d+|\*)")
+_BLOCK = re.compile(r"([0-9]{1,9}|\*)x([0-9]{1,9}|\*)")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Block:
 
     def __post_init__(self) -> None:
         for extent in (self.rows, self.cols):
-            if extent != WHOLE and extent < 1:
-                raise ValueError(f"a block extent is a positive number or * (whole), got {self.rows} x {self.cols}")
+            if type(extent) is not int or (extent != WHOLE and extent < 1):
+                raise ValueError(f"a block extent is a positive integer or * (whole), got {self.rows} x {self.cols}")
 
     @property
     def transposed(self) -> "Block":
@@ -79,6 +79,10 @@ class Spec:
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, Format) or not isinstance(self.block, Block):
+            raise ValueError(
+                f"Spec takes a Format and a Block, got {self.format!r} and {self.block!r}; hint: Spec.parse('e4m3:1x128')"
+            )
         for name, kind in (("scale", ScaleType), ("mode", ScaleMode), ("rounding", Rounding)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"Spec.{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
