@@ -96,7 +96,11 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> torch.Size
     if block == TENSOR:
         return torch.Size(())
     rows, cols = _extents(shape, block)
-    grid = [-(-total // extent) for total, extent in zip(_last_two(shape), (rows, cols), strict=True)]
+    high, wide = _last_two(shape)
+    grid = [  # `*` is one block even of an empty extent: one scale per row, always
+        1 if block.rows == WHOLE else -(-high // rows),
+        1 if block.cols == WHOLE else -(-wide // cols),
+    ]
     return torch.Size([*shape[:-2], *grid]) if len(shape) >= 2 else torch.Size(grid[1:][: len(shape)])
 
 
