@@ -4,16 +4,19 @@ Every record kind is a frozen struct with a `kind` tag and a schema version, so 
 
     {"kind": "plan", "schema": 1, ...}
 
-Reading is strict. A wrong type, an unknown field, a missing field, another kind, a newer schema, a truncated or damaged file: each
-raises RecordError naming the file and the field. Writing is atomic (temporary file, fsync, rename): a crash leaves the old file.
-JSON has no NaN or infinity, so numbers must be finite; what was not measured is None.
+Reading is strict. A wrong type, an unknown field, a missing field, a field given twice, another kind, a newer schema, a truncated or
+damaged file: each raises RecordError naming the file and the field. Writing is atomic (temporary file, fsync, rename): a crash leaves the
+old file; and what could not be read back is refused before anything is written. JSON has no NaN or infinity, so numbers must be finite;
+what was not measured is None.
 
 msgspec does the decoding rather than the standard library: it validates types while it parses and its errors carry the path of the field,
 which a hand-written dataclass walker would have to reinvent.
 """
 
+import json
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -30,7 +33,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag=str.lower):
-    """A file of its own. Subclasses bump `SCHEMA` when their fields change meaning."""
+    """A file of its own. A subclass whose fields change meaning bumps `SCHEMA` and the default of `schema`, together."""
 
     SCHEMA: ClassVar[int] = 1
     schema: int = 1
@@ -44,22 +47,43 @@ R = TypeVar("R", bound=Record)
 
 
 def to_json(record: Record) -> bytes:
-    """One line of JSON."""
-    _require_finite(record, type(record).__name__.lower())
-    return msgspec.json.encode(record)
+    """One line of JSON that `from_json` reads back; a field of the wrong type or a number that is not finite is refused."""
+    source = type(record).__name__.lower()
+    _require_finite(record, source)
+    try:
+        data = msgspec.json.encode(record)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RecordError(f"{source}: cannot be written: {error}") from error
+    from_json(
+        data, type(record), source=source
+    )  # msgspec checks the types only when it reads: do it before a file is replaced
+    return data
 
 
 def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
     """Read one record of a known kind; errors name `source` and the field."""
     try:
         header = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _refuse_duplicates(data, source)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(f"{source}: not valid JSON ({error}); the file is truncated or damaged") from error
     _check_header(header, kind, source)
     try:
         return msgspec.convert(header, kind)
     except msgspec.ValidationError as error:
         raise RecordError(f"{source}: {_describe(error)}") from error
+
+
+def _refuse_duplicates(data: bytes | str, source: str) -> None:
+    """A field given twice, as a badly merged file has it: msgspec would take the last one without a word."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise RecordError(f"{source}: field `{twice}` is given {names.count(twice)} times in one object")
+
+    json.loads(data, object_pairs_hook=check)
 
 
 def _check_header(header: Any, kind: type[Record], source: str) -> None:
@@ -110,26 +134,32 @@ def load(path: str | Path, kind: type[R]) -> R:
 
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Replace a file's content in one step: readers see the old or the new, never a part."""
-    path = Path(path)
+    path = Path(path).resolve()  # through a symbolic link: the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:  # not mkstemp, whose files nobody else may read
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def append(record: Record, path: str | Path) -> None:
-    """Add one line to a JSONL file."""
-    path = Path(path)
+    """Add one line to a JSONL file; after a line that a crash cut short, an error rather than a second damaged line."""
+    path, line = Path(path), to_json(record) + b"\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(to_json(record) + b"\n")
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                raise RecordError(f"{path}: the last line has no end: it was truncated; hint: remove it, then append")
+        file.write(line)
 
 
 def save_lines(records: Iterable[Record], path: str | Path) -> None:
