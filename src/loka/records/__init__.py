@@ -1,10 +1,11 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
-from loka.records.measurement import Environment, Interval
+from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.plan import Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
     Candidate,
+    FlopsOf,
     Gemm,
     GemmVerdict,
     ProbeReport,
@@ -27,7 +28,7 @@ from loka.records.record import (
     to_json,
     write_atomically,
 )
-from loka.records.run import Comparison, Outcome, Point, Run
+from loka.records.run import Comparison, Outcome, Point, Progress, Run
 
 __all__ = [
     "GEMMS",
@@ -35,6 +36,7 @@ __all__ = [
     "Choice",
     "Comparison",
     "Environment",
+    "FlopsOf",
     "Gemm",
     "GemmVerdict",
     "Interval",
@@ -43,6 +45,7 @@ __all__ = [
     "Plan",
     "Point",
     "ProbeReport",
+    "Progress",
     "Record",
     "RecordError",
     "Role",
@@ -53,6 +56,7 @@ __all__ = [
     "Speed",
     "TensorStats",
     "append",
+    "capture_environment",
     "from_json",
     "load",
     "read_lines",

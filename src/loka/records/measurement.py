@@ -1,5 +1,14 @@
 """Measured values: a number with its interval, and the machine it was measured on."""
 
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
 from loka.records.record import Part
 
 
@@ -29,3 +38,58 @@ class Environment(Part, frozen=True):
     driver: str | None
     cpu: str
     threads: int
+
+
+def capture_environment(
+    *, command: str | None = None, device: str = "cpu", driver: str | None = None, threads: int | None = None
+) -> Environment:
+    """Describe this process. Imports no torch: versions come from the installed packages, the device from the caller."""
+    return Environment(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        loka=_installed("loka") or "not installed",
+        commit=_find_commit(),
+        python=platform.python_version(),
+        torch=_installed("torch") or "not installed",
+        triton=_installed("triton"),
+        device=device,
+        driver=driver,
+        cpu=_name_cpu(),
+        threads=threads or os.cpu_count() or 1,
+    )
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _find_commit() -> str | None:
+    """Commit of the checkout this package is imported from; "+" marks uncommitted changes to it."""
+    here = Path(__file__).resolve().parent.parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "."],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}+" if changed else commit
+
+
+def _name_cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} x {len(names)}" if names else platform.machine()

@@ -3,7 +3,7 @@
 import msgspec
 
 from loka.records.measurement import Environment
-from loka.records.probe import Gemm
+from loka.records.probe import FlopsOf, Gemm
 from loka.records.record import Part, Record
 
 
@@ -37,8 +37,13 @@ class SitePlan(Part, frozen=True):
     m: int
     k: int
     n: int
-    flops_share: float
-    choices: list[Choice]
+    flops_share: float  # of this site's GEMMs, forward and backward, in the step's GEMM FLOPs
+    choices: list[Choice]  # one for every GEMM that happens
+
+    @property
+    def low_precision_share(self) -> float:
+        """The part of `flops_share` that runs in low precision: a linear's GEMMs cost the same."""
+        return self.flops_share * sum(c.quantized for c in self.choices) / len(self.choices) if self.choices else 0.0
 
 
 class Plan(Record, frozen=True, tag="plan"):
@@ -50,5 +55,12 @@ class Plan(Record, frozen=True, tag="plan"):
     max_error: float
     max_gradient_error: float
     min_speedup: float | None  # None: accuracy only
+    flops_of: FlopsOf  # what the shares are shares of
     sites: list[SitePlan]
     environment: Environment
+    notes: list[str] = msgspec.field(default_factory=list)  # what a reader must know before trusting it
+
+    @property
+    def low_precision_share(self) -> float:
+        """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
+        return sum(site.low_precision_share for site in self.sites)

@@ -9,6 +9,7 @@ Gemm = Literal["fprop", "dgrad", "wgrad"]
 Role = Literal["x", "w", "dy"]
 Safety = Literal["safe", "unsafe", "not measured"]
 Speed = Literal["fast", "slow", "not measured"]
+FlopsOf = Literal["model", "sites"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 
 
@@ -69,7 +70,8 @@ class Site(Part, frozen=True):
     k: int
     n: int
     calls: int
-    flops_share: float  # of all probed GEMM FLOPs, forward and backward
+    flops_share: float  # of the GEMM FLOPs of a training step, forward and backward; of which: see `flops_of`
+    gemms: list[Gemm]  # those that happen: a site whose input needs no gradient has no dgrad
     stats: list[TensorStats]
     candidates: list[Candidate]
     verdicts: list[GemmVerdict]
@@ -84,5 +86,9 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     sampled_steps: int
     max_mere: float
     max_gradient_error: float
+    flops_of: (
+        FlopsOf  # shares are of every GEMM of the model, or (where those were not counted) of the probed sites only
+    )
+    rows: int  # real rows kept per site, at most; errors are measured on them
     sites: list[Site]
     environment: Environment

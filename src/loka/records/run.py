@@ -44,4 +44,14 @@ class Comparison(Record, frozen=True, tag="comparison"):
     minimum_detectable: float
     outcome: Outcome
     pairs: int
+    clusters: int  # independent units that were resampled, e.g. households
+    method: str  # of the interval
     low_precision_flops_share: float
+
+
+class Progress(Record, frozen=True, tag="progress"):
+    """Which stations of a job are finished, and under which settings: an interrupted job continues after the last."""
+
+    job: str
+    settings: dict[str, str | int | float | bool | None]
+    done: list[str]
