@@ -1,0 +1,125 @@
+"""Plans as something a person reads: what differs, why a site runs what it runs, and whether a plan fits a model.
+
+A Plan is a record (`loka.records.Plan`); these are the verbs on it. None of them changes a model: see `loka.convert`.
+"""
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from loka.formats import Spec
+from loka.kernels import registry
+from loka.kernels.scaled_mm import MatmulCall
+from loka.records import Choice, Gemm, Plan, SitePlan
+
+__all__ = ["check", "diff", "explain", "spell"]
+
+
+def spell(choice: Choice) -> str:
+    """One GEMM's choice in a few words: `e4m3:row @ e4m3:row on reference`."""
+    if not choice.quantized:
+        return "high precision"
+    fast = ", fast accumulation" if choice.fast_accum else ""
+    return f"{choice.a} @ {choice.b} on {choice.backend}{fast}"
+
+
+def diff(before: Plan, after: Plan) -> str:
+    """What changed from one plan to another, one line per difference; empty when they run the same."""
+    lines = [
+        f"{name}: {old!r} -> {new!r}"
+        for name in ("model", "recipe", "target", "max_error", "max_gradient_error", "min_speedup")
+        if (old := getattr(before, name)) != (new := getattr(after, name))
+    ]
+    old_sites, new_sites = ({site.site: site for site in plan.sites} for plan in (before, after))
+    for name in sorted(old_sites.keys() | new_sites.keys()):
+        if name not in new_sites:
+            lines.append(f"- {name}: gone")
+        elif name not in old_sites:
+            lines.append(f"+ {name}: new, {_spell_site(new_sites[name])}")
+        else:
+            lines += _diff_site(old_sites[name], new_sites[name])
+    return "\n".join(lines)
+
+
+def _spell_site(site: SitePlan) -> str:
+    return ", ".join(f"{choice.gemm} {spell(choice)}" for choice in site.choices)
+
+
+def _diff_site(before: SitePlan, after: SitePlan) -> list[str]:
+    lines = []
+    shapes = [(site.m, site.k, site.n) for site in (before, after)]
+    if shapes[0] != shapes[1]:
+        lines.append(f"~ {before.site}: M x K x N {shapes[0]} -> {shapes[1]}")
+    old, new = ({c.gemm: spell(c) for c in site.choices} for site in (before, after))
+    gemms = [*old, *(g for g in new if g not in old)]
+    changed = [(g, old.get(g, "absent"), new.get(g, "absent")) for g in gemms if old.get(g) != new.get(g)]
+    return [*lines, *(f"~ {before.site} {gemm}: {was} -> {now}" for gemm, was, now in changed)]
+
+
+def explain(plan: Plan, site: str) -> str:
+    """Why one site runs what it runs."""
+    for planned in plan.sites:
+        if planned.site == site:
+            break
+    else:
+        known = ", ".join(s.site for s in plan.sites)
+        raise ValueError(f"the plan has no site {site!r}; its sites are {known}")
+    shape = f"M {planned.m}, K {planned.k}, N {planned.n}"
+    of = "the model's" if plan.flops_of == "model" else "the probed sites'"
+    lines = [f"{site}: {shape}, {planned.flops_share:.1%} of {of} GEMM FLOPs"]
+    if not planned.choices:
+        lines.append("  no GEMM was seen: it stays in high precision")
+    for choice in planned.choices:
+        lines.append(f"  {choice.gemm}: {spell(choice)}")
+        lines.append(f"    because {choice.reason}")
+        if choice.quantized:
+            lines += [f"    refused {refusal}" for refusal in choice.refusals]
+    lines += [f"  note: {note}" for note in plan.notes]
+    return "\n".join(lines)
+
+
+def check(plan: Plan, model: nn.Module) -> list[str]:
+    """Every way in which a plan does not fit a model on its device; empty when it fits."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    counts = Counter(site.site for site in plan.sites)
+    problems = [f"{name}: the plan names it {count} times" for name, count in counts.items() if count > 1]
+    for site in plan.sites:
+        module = modules.get(site.site)
+        if module is None:
+            problems.append(f"{site.site}: the model has no such module")
+        elif not isinstance(module, nn.Linear):
+            problems.append(f"{site.site}: is a {type(module).__name__}, expected an nn.Linear")
+        elif (module.in_features, module.out_features) != (site.k, site.n):
+            seen = f"K {module.in_features}, N {module.out_features}"
+            problems.append(f"{site.site}: the model has {seen}, the plan K {site.k}, N {site.n}")
+        else:
+            problems += _check_choices(site, module.weight.device)
+    return problems
+
+
+def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
+    problems = []
+    counts = Counter(choice.gemm for choice in site.choices)
+    problems += [f"{site.site} {gemm}: the plan chooses {n} times" for gemm, n in counts.items() if n > 1]
+    for choice in site.choices:
+        if choice.a is None or choice.b is None:
+            continue
+        place = f"{site.site} {choice.gemm}"
+        try:
+            call = MatmulCall(
+                *shape_of(choice.gemm, site), Spec.parse(choice.a), Spec.parse(choice.b), fast_accum=choice.fast_accum
+            )
+            verdict = registry.backend("scaled_mm", choice.backend).supports(call, device)
+        except ValueError as error:
+            problems.append(f"{place}: {error}")
+            continue
+        if not verdict:
+            problems.append(f"{place}: {choice.backend} cannot run {call} on {device}: {verdict.reason}")
+    return problems
+
+
+def shape_of(gemm: Gemm, site: SitePlan) -> tuple[int, int, int]:
+    """Rows, contracted length and columns of one GEMM of a linear with M rows, K inputs and N outputs."""
+    shapes = {"fprop": (site.m, site.k, site.n), "dgrad": (site.m, site.n, site.k), "wgrad": (site.n, site.m, site.k)}
+    return shapes[gemm]

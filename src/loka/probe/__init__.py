@@ -1,0 +1,7 @@
+"""probe: look. Hooks, online statistics, real rows, evaluation of candidates, verdicts. Works on any nn.Module."""
+
+from loka.probe.probe import DEFAULT_RECIPES, Probe
+from loka.probe.report import Report
+from loka.probe.statistics import Statistics
+
+__all__ = ["DEFAULT_RECIPES", "Probe", "Report", "Statistics"]

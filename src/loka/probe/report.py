@@ -1,0 +1,86 @@
+"""Report: what Probe found, ready to be read, saved, turned into a plan or into a page."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka import records
+from loka.dispatch import Policy, error_of, make_plan
+from loka.records import Candidate, Gemm, Plan, ProbeReport, Site
+
+_HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed", "why")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A ProbeReport record with verbs."""
+
+    record: ProbeReport
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Report":
+        """Read a saved report."""
+        return cls(records.load(path, ProbeReport))
+
+    def to_json(self, path: str | Path) -> None:
+        """Save the record."""
+        records.save(self.record, path)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write a page of its own: one self-contained file."""
+        from loka.report import Results, write_html
+
+        write_html(Results(probe=self.record), path)
+
+    def plan(
+        self,
+        *,
+        max_error: float | None = None,
+        max_gradient_error: float | None = None,
+        min_speedup: float | None = None,
+        target: str | None = None,
+        overrides: Mapping[str, str] | None = None,
+    ) -> Plan:
+        """The fastest candidates that are accurate enough. `min_speedup=None` makes a plan for accuracy only, and it says so.
+
+        `overrides` maps site wildcards to a recipe's name or "high"; the first that matches wins.
+        """
+        policy = Policy(
+            max_error=self.record.max_mere if max_error is None else max_error,
+            max_gradient_error=self.record.max_gradient_error if max_gradient_error is None else max_gradient_error,
+            min_speedup=min_speedup,
+            target=target,
+            overrides=dict(overrides or {}),
+        )
+        return make_plan(self.record, policy)
+
+    def site(self, name: str) -> Site:
+        """One site by name."""
+        for site in self.record.sites:
+            if site.name == name:
+                return site
+        raise ValueError(f"no site {name!r}; sites are {', '.join(s.name for s in self.record.sites)}")
+
+    def best(self, site: str, gemm: Gemm) -> Candidate | None:
+        """The candidate with the smallest upper bound of its error; None where nothing was measured."""
+        measured = [
+            (e.high, c) for c in self.site(site).candidates if c.gemm == gemm and (e := error_of(c)) is not None
+        ]
+        return min(measured, key=lambda pair: pair[0])[1] if measured else None
+
+    def table(self) -> str:
+        """Every GEMM of every site with its verdict, as aligned text."""
+        rows = [_HEADER]
+        for site in self.record.sites:
+            shape = f"{site.m} x {site.k} x {site.n}"
+            for number, verdict in enumerate(site.verdicts):
+                head = (site.name, shape, f"{site.flops_share:.1%}") if number == 0 else ("", "", "")
+                rows.append((*head, verdict.gemm, verdict.safety, verdict.speed, verdict.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER) - 1)]
+        return "\n".join(
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]).rstrip()
+            for row in rows
+        )
+
+    def __str__(self) -> str:
+        return self.table()
