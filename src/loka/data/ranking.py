@@ -1,0 +1,60 @@
+"""A ranking data set: a schema and three splits that stream batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loka.data.rows import Source
+from loka.data.schema import Schema
+from loka.data.stream import BatchStream, Order
+
+__all__ = ["RankingData", "Split"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a data set; `len(split)` is its number of examples."""
+
+    name: str
+    schema: Schema
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        epoch: int = 0,
+    ) -> BatchStream:
+        """Iterate one epoch. The order depends on (seed, epoch) alone; give each epoch its number for a new order."""
+        order = Order(len(self), shuffle, seed, epoch, rank, world)
+        return BatchStream(self.source, order, batch_size, drop_last=drop_last)
+
+
+@dataclass(frozen=True)
+class RankingData:
+    """Schema, train / valid / test, and where they came from."""
+
+    name: str
+    schema: Schema
+    train: Split
+    valid: Split
+    test: Split
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Provenance for reports: options, source checksums, bad rows, cache folder"""
+
+    def split(self, name: str) -> Split:
+        """Return a split by its name."""
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        if name not in splits:
+            raise ValueError(f"no split {name!r}; the splits are {sorted(splits)}")
+        return splits[name]

@@ -1,0 +1,82 @@
+"""What the columns of a data set are called and how large their vocabularies are.
+
+A schema is all a model needs to size its embedding tables: it holds no data. Ids of a field lie in [0, cardinality), and
+id 0 is "unknown or missing", so a field with v known values has cardinality v + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Field", "Schema", "SequenceField"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A categorical column."""
+
+    name: str
+    cardinality: int
+
+    def __post_init__(self) -> None:
+        _check_cardinality(self.name, self.cardinality)
+
+
+@dataclass(frozen=True)
+class SequenceField:
+    """A ragged column: at most `max_length` ids per example, oldest first."""
+
+    name: str
+    cardinality: int
+    max_length: int
+    shares: str | None = None
+    """Name of the categorical Field whose vocabulary (and embedding table) this sequence uses; None: its own"""
+
+    def __post_init__(self) -> None:
+        _check_cardinality(self.name, self.cardinality)
+        if self.max_length < 1:
+            raise ValueError(f"sequence field {self.name!r}: max_length must be at least 1, got {self.max_length}")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a ranking data set, in the order in which a Batch stacks them."""
+
+    dense: tuple[str, ...]
+    categorical: tuple[Field, ...]
+    sequences: tuple[SequenceField, ...]
+    labels: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        names = [*self.dense, *(f.name for f in self.categorical), *(s.name for s in self.sequences), *self.labels]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"schema names must be unique across dense, categorical, sequences and labels: {twice}")
+        if not self.labels:
+            raise ValueError("a schema needs at least one label")
+        fields = {f.name: f for f in self.categorical}
+        for sequence in self.sequences:
+            if sequence.shares is None:
+                continue
+            if sequence.shares not in fields:
+                raise ValueError(
+                    f"sequence field {sequence.name!r} shares {sequence.shares!r}, which is no categorical field; "
+                    f"known: {sorted(fields)}"
+                )
+            if fields[sequence.shares].cardinality != sequence.cardinality:
+                raise ValueError(
+                    f"sequence field {sequence.name!r} has cardinality {sequence.cardinality}, but the field it shares, "
+                    f"{sequence.shares!r}, has {fields[sequence.shares].cardinality}"
+                )
+
+    def field(self, name: str) -> Field:
+        """Return the categorical field of that name."""
+        for candidate in self.categorical:
+            if candidate.name == name:
+                return candidate
+        raise ValueError(f"no categorical field {name!r}; known: {[f.name for f in self.categorical]}")
+
+
+def _check_cardinality(name: str, cardinality: int) -> None:
+    if cardinality < 1:
+        raise ValueError(f"field {name!r}: cardinality must be at least 1 (id 0 is 'unknown'), got {cardinality}")

@@ -1,0 +1,319 @@
+"""Sequence data: what each user did, in order, for next-item and next-basket models.
+
+Items have ids 1..n_items; 0 is padding. Two ways to hold something out, both leak-free by construction:
+
+- leave last out (the default, where only the order is known): the last item of a user is the test target, the one before it the
+  validation target, everything before is for training;
+- by time (where baskets are known): the first basket after a moment is the target, everything before that moment is history.
+  Items inside a basket have no order, so the target is a set.
+
+A validation history ends before the validation target, a test history before the test target (it contains the validation target).
+All of it is small (a million events), so it lives in memory; batches are cut by user, in a deterministic order, resumable.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loka.data.batch import Jagged
+from loka.data.cache import CacheWriter, Manifest
+from loka.data.columns import read_ranges
+from loka.data.faults import DataError
+from loka.data.rows import Array, Windows
+
+__all__ = ["SequenceBatch", "SequenceData", "SequenceSplit", "SequenceStream", "open_sequences", "write_sequences"]
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """Some users: their past, and what came next."""
+
+    users: Tensor
+    """int64 [B]"""
+    history: Jagged
+    """Item ids, oldest first, at most max_length, the most recent ones"""
+    times: Jagged | None
+    """Seconds, parallel to the history, where the data has them"""
+    targets: Jagged
+    """Held-out items: one per user, or a basket; empty rows in the training split"""
+
+    def to(self, device: torch.device | str) -> SequenceBatch:
+        """Copy every tensor to a device."""
+        times = None if self.times is None else self.times.to(device)
+        return SequenceBatch(self.users.to(device), self.history.to(device), times, self.targets.to(device))
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """One part: windows of the shared events for history and target, one row per user."""
+
+    name: str
+    items: Tensor
+    event_times: Tensor | None
+    users: Array
+    history: tuple[Array, Array]
+    """(start, length) into the events"""
+    targets: tuple[Array, Array]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        max_length: int = 200,
+        drop_last: bool = False,
+        epoch: int = 0,
+    ) -> SequenceStream:
+        """Iterate one epoch over the users; the order depends on (seed, epoch) alone."""
+        return SequenceStream(self, batch_size, shuffle, seed, max_length, drop_last, epoch)
+
+    def cut(self, index: Array, max_length: int) -> SequenceBatch:
+        """Make the batch of some users."""
+        start, length = self.history[0][index], self.history[1][index]
+        kept = np.minimum(length, max_length)
+        start = start + length - kept
+        times = None if self.event_times is None else _gather(self.event_times, start, kept)
+        return SequenceBatch(
+            users=torch.from_numpy(self.users[index]),
+            history=_gather(self.items, start, kept),
+            times=times,
+            targets=_gather(self.items, self.targets[0][index], self.targets[1][index]),
+        )
+
+
+class SequenceStream:
+    """Iterator over the batches of one epoch; the position can be saved and restored."""
+
+    def __init__(
+        self,
+        split: SequenceSplit,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        max_length: int,
+        drop_last: bool,
+        epoch: int,
+    ) -> None:
+        if batch_size < 1 or max_length < 1 or seed < 0 or epoch < 0:
+            raise ValueError(
+                f"batch_size and max_length must be at least 1, seed and epoch not negative, got {batch_size}, {max_length}, "
+                f"{seed}, {epoch}"
+            )
+        self._split = split
+        self._max_length = max_length
+        self._identity: dict[str, Any] = {
+            "split": split.name,
+            "users": len(split),
+            "events": split.items.numel(),
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "seed": seed,
+            "epoch": epoch,
+            "max_length": max_length,
+            "drop_last": drop_last,
+        }
+        self._order = np.arange(len(split))
+        if shuffle:
+            np.random.default_rng([seed, epoch]).shuffle(self._order)
+        self._batch_size = batch_size
+        self._count = len(split) - len(split) % batch_size if drop_last else len(split)
+        self._position = 0
+
+    def __len__(self) -> int:
+        return -(-self._count // self._batch_size)
+
+    def __iter__(self) -> SequenceStream:
+        return self
+
+    def __next__(self) -> SequenceBatch:
+        if self._position >= self._count:
+            raise StopIteration
+        end = min(self._position + self._batch_size, self._count)
+        batch = self._split.cut(self._order[self._position : end], self._max_length)
+        self._position = end
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it is a position in."""
+        return {"position": self._position, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved; refuses a state of another stream."""
+        differing = [f"{k}: saved {state.get(k)!r}, here {v!r}" for k, v in self._identity.items() if state.get(k) != v]
+        position = state.get("position")
+        if differing or not isinstance(position, int) or not 0 <= position <= self._count:
+            raise ValueError(f"state of another stream, or a bad position {position!r}: {'; '.join(differing)}")
+        self._position = position
+
+
+@dataclass(frozen=True)
+class SequenceData:
+    """All events of all users, and how to hold some out."""
+
+    name: str
+    items: Jagged
+    """Row u = items of user u, oldest first, ids >= 1"""
+    n_items: int
+    times: Tensor | None = None
+    """int64 [events] seconds, parallel to items.values; None where only the order is known"""
+    baskets: Tensor | None = None
+    """int64 [events], rising within a user; None where every event stands alone"""
+    split_times: tuple[int, int] | None = None
+    """First second of (valid, test); None: leave last out"""
+    item_keys: tuple[str, ...] = ()
+    """Publisher's id of item i at [i]; [0] is padding"""
+    titles: tuple[str, ...] | None = None
+    """Title or text of item i at [i]; [0] is empty"""
+    folder: Path | None = None
+    semantic_id_names: tuple[str, ...] = ()
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in (("times", self.times), ("baskets", self.baskets)):
+            if column is not None and column.shape != self.items.values.shape:
+                raise ValueError(f"{name} has shape {tuple(column.shape)}, items {tuple(self.items.values.shape)}")
+        if self.split_times is not None and (self.times is None or self.baskets is None):
+            raise ValueError("a split by time needs times and baskets")
+
+    @property
+    def n_users(self) -> int:
+        """Number of users."""
+        return self.items.rows
+
+    @cached_property
+    def train(self) -> SequenceSplit:
+        """Histories to train on; no targets: every position predicts the next."""
+        first, last = self._bounds()
+        end = self._before(self.split_times[0]) if self.split_times else np.maximum(last - 2, first)
+        keep = np.flatnonzero(end > first)
+        return self._split("train", keep, first, end, end, end)
+
+    @cached_property
+    def valid(self) -> SequenceSplit:
+        """Histories and the validation targets."""
+        return self._held_out("valid", 1)
+
+    @cached_property
+    def test(self) -> SequenceSplit:
+        """Histories and the test targets."""
+        return self._held_out("test", 0)
+
+    def semantic_ids(self, name: str) -> dict[int, tuple[int, ...]]:
+        """Read one of the semantic-ID indexes that came with the data: item id -> codes, one per level."""
+        if self.folder is None or name not in self.semantic_id_names:
+            raise ValueError(f"{self.name} has no semantic-ID index {name!r}; it has {list(self.semantic_id_names)}")
+        from loka.data.amazon import read_semantic_ids
+
+        return read_semantic_ids(self.folder / "assets" / f"semantic_ids.{name}.json")
+
+    def _bounds(self) -> tuple[Array, Array]:
+        offsets = self.items.offsets.numpy()
+        return offsets[:-1], offsets[1:]
+
+    def _before(self, moment: int) -> Array:
+        """Return per user the first event at or after a moment."""
+        assert self.times is not None
+        first, _ = self._bounds()
+        earlier = np.concatenate([[0], np.cumsum(self.times.numpy() < moment)])
+        return first + earlier[self.items.offsets.numpy()[1:]] - earlier[first]
+
+    def _held_out(self, name: str, from_end: int) -> SequenceSplit:
+        first, last = self._bounds()
+        if self.split_times is None:
+            begin = last - 1 - from_end
+            keep = np.flatnonzero(begin > first)
+            return self._split(name, keep, first, begin, begin, begin + 1)
+        assert self.baskets is not None
+        begin = self._before(self.split_times[1 - from_end])
+        limit = self._before(self.split_times[1]) if from_end else last
+        baskets = self.baskets.numpy()
+        changes = np.flatnonzero(np.diff(baskets, prepend=baskets[:1] - 1))
+        following = np.searchsorted(changes, begin, side="right")
+        end = np.minimum(np.append(changes, len(baskets))[following], last)
+        keep = np.flatnonzero((begin > first) & (begin < limit))
+        return self._split(name, keep, first, begin, begin, end)
+
+    def _split(
+        self, name: str, keep: Array, first: Array, end: Array, target: Array, target_end: Array
+    ) -> SequenceSplit:
+        history = (first[keep], (end - first)[keep])
+        targets = (target[keep], (target_end - target)[keep])
+        return SequenceSplit(name, self.items.values, self.times, keep.astype(np.int64), history, targets)
+
+
+def write_sequences(
+    writer: CacheWriter,
+    *,
+    users: Array,
+    items: Array,
+    times: Array | None = None,
+    baskets: Array | None = None,
+    item_keys: list[str],
+    titles: list[str] | None = None,
+) -> None:
+    """Write events, already sorted by user and then order, into a cache. Users are 0..n-1, items 1..len(item_keys)."""
+    if len(items) and (items.min() < 1 or items.max() > len(item_keys)):
+        raise ValueError(f"item ids must lie in [1, {len(item_keys)}], got [{items.min()}, {items.max()}]")
+    counts = np.bincount(users)
+    writer.append("events/items", items, np.int32)
+    writer.append("events/offsets", np.concatenate([[0], np.cumsum(counts)]), np.int64)
+    for name, column in (("times", times), ("baskets", baskets)):
+        if column is not None:
+            writer.append(f"events/{name}", column, np.int64)
+    writer.add_asset("item_keys.json", json.dumps(["", *item_keys], ensure_ascii=False).encode())
+    if titles is not None:
+        writer.add_asset("titles.json", json.dumps(["", *titles], ensure_ascii=False).encode())
+    writer.facts |= {"users": len(counts), "items": len(item_keys), "events": len(items)}
+
+
+def open_sequences(folder: Path, manifest: Manifest) -> SequenceData:
+    """Make a SequenceData from a checked cache."""
+    if manifest.kind != "sequences":
+        raise DataError(f"{folder}: a cache of kind {manifest.kind!r}, expected 'sequences'")
+    columns = {
+        name: torch.from_numpy(read_ranges(folder, column, [(0, column.rows)]).astype(np.int64))
+        for name, column in manifest.columns.items()
+    }
+    texts = {
+        name: tuple(json.loads((folder / manifest.assets[f"{name}.json"].path).read_text(encoding="utf-8")))
+        for name in ("item_keys", "titles")
+        if f"{name}.json" in manifest.assets
+    }
+    prefix, suffix = "semantic_ids.", ".json"
+    indexes = tuple(a[len(prefix) : -len(suffix)] for a in manifest.assets if a.startswith(prefix))
+    split_times = manifest.facts.get("split_times")
+    return SequenceData(
+        name=manifest.name,
+        items=Jagged(columns["events/items"], columns["events/offsets"]),
+        n_items=len(texts["item_keys"]) - 1,
+        times=columns.get("events/times"),
+        baskets=columns.get("events/baskets"),
+        split_times=None if split_times is None else (split_times[0], split_times[1]),
+        item_keys=texts["item_keys"],
+        titles=texts.get("titles"),
+        folder=folder,
+        semantic_id_names=indexes,
+        info={
+            "folder": str(folder),
+            "options": manifest.options,
+            "bad_rows": manifest.bad_rows,
+            "facts": manifest.facts,
+        },
+    )
+
+
+def _gather(values: Tensor, start: Array, length: Array) -> Jagged:
+    gathered, offsets = Windows(values.numpy(), start, length).gather()
+    return Jagged(torch.from_numpy(gathered), torch.from_numpy(offsets))
