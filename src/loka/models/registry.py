@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from loka.models import dlrm, wukong
+from loka.models import dcn, dhen, dlrm, elfm, wukong
 from loka.models.ranker import Core, Ranker, count_vectors
 from loka.nn import Style
 
@@ -31,7 +31,10 @@ class Family:
 
 
 FAMILIES = {
+    "dcn": Family(dcn.DCNv2Config, dcn.DCNv2, dcn.SIZES),
+    "dhen": Family(dhen.DHENConfig, dhen.DHEN, dhen.SIZES),
     "dlrm": Family(dlrm.DLRMConfig, dlrm.DLRM, dlrm.SIZES),
+    "elfm": Family(elfm.ELFMConfig, elfm.ELFM, elfm.SIZES),
     "wukong": Family(wukong.WukongConfig, wukong.Wukong, wukong.SIZES),
 }
 

@@ -10,6 +10,14 @@ from loka.nn.activation import (
     make_activation,
     make_gate,
 )
+from loka.nn.attention import (
+    DotProductAttention,
+    SelfAttention,
+    check_heads,
+    merge_heads,
+    rotate,
+    split_heads,
+)
 from loka.nn.embedding import EmbeddingTables, pad_recent
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, EPS, BlockNorm, LayerNorm, NormKind, RMSNorm, make_norm, rms_normalize
@@ -22,6 +30,7 @@ __all__ = [
     "ActivationKind",
     "BlockNorm",
     "DotInteraction",
+    "DotProductAttention",
     "EmbeddingTables",
     "FactorizationMachine",
     "FeatureMix",
@@ -32,14 +41,19 @@ __all__ = [
     "LayerNorm",
     "NormKind",
     "RMSNorm",
+    "SelfAttention",
     "Sigmoid",
     "Style",
+    "check_heads",
     "compute_dtype",
     "gate_for",
     "make_activation",
     "make_gate",
     "make_head",
     "make_norm",
+    "merge_heads",
     "pad_recent",
     "rms_normalize",
+    "rotate",
+    "split_heads",
 ]

@@ -1,0 +1,87 @@
+"""Softmax attention as named parts: the parameter-free product, rotary positions, and self-attention around them.
+
+    out = softmax(Q K^T / sqrt(d_head) + mask) V,     heads of Q in groups that share a K and V head (GQA)
+
+The projections are `nn.Linear` children (`qkv`, `out`); the two batched products live in DotProductAttention, so a tool that looks for heavy
+computation finds three names. Queries, keys and values of one input are one GEMM. Rotary angles are made from positions in forward: there is no
+table to go stale.
+
+Not here: the SiLU attention of HSTU (loka.kernels.attention), dropout of attention weights, caches.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DotProductAttention(nn.Module):
+    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen.
+
+    Every query must see at least one key: a row of nothing but masked keys has no softmax.
+    """
+
+    def __init__(self, *, causal: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend."""
+        if mask is not None and self.causal:
+            raise ValueError("a causal DotProductAttention takes no mask of keys; use causal=False with a mask")
+        seen = None if mask is None else mask[:, None, None, :]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    def extra_repr(self) -> str:
+        """Whether causal."""
+        return f"causal={self.causal}"
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention over x [B, T, d], optionally causal, optionally with rotary positions."""
+
+    def __init__(self, d: int, heads: int, *, causal: bool = False, rotary: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        check_heads(d, heads)
+        self.heads, self.rotary = heads, rotary
+        self.qkv = nn.Linear(d, 3 * d, bias=bias)
+        self.attention = DotProductAttention(causal=causal)
+        self.out = nn.Linear(d, d, bias=bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, T, d], mask [B, T] (True: a real token) -> [B, T, d]."""
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
+        out: Tensor = self.out(merge_heads(self.attention(q, k, v, mask)))
+        return out
+
+
+def check_heads(d: int, heads: int) -> None:
+    """Heads must divide the width."""
+    if heads < 1 or d % heads:
+        raise ValueError(f"{heads} heads do not divide a width of {d}")
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H d] -> [B, H, T, d], a view."""
+    return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, d] -> [B, T, H d]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def rotate(x: Tensor, *, base: float = 10_000.0) -> Tensor:
+    """Rotary positions: pair (i, i + d/2) of position t is turned by the angle t * base^(-2i/d). x [B, H, T, d], d even."""
+    length, d = x.shape[-2], x.shape[-1]
+    if d % 2:
+        raise ValueError(f"rotary positions pair features, so the head width must be even, got {d}")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rates = base ** (-torch.arange(0, d, 2, device=x.device, dtype=wide) / d)
+    angles = torch.arange(length, device=x.device, dtype=wide)[:, None] * rates
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.to(wide).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
