@@ -12,7 +12,7 @@ finite values stay finite on both ways: a float64 beyond float32 saturates, and 
 (with a power-of-two scale float16's 65504 rounds up to 65536).
 
 Scales have one element per block, shaped like the grid of blocks over the last two dimensions (`tensor`: a scalar). A ragged last block
-is simply smaller; a tensor without elements has no blocks. NVFP4's pair: E4M3 block scales, rounded to nearest, times one float32
+is simply smaller; an empty extent has no blocks, but `*` is one block of anything (a row of no elements has its scale, 1). NVFP4's pair: E4M3 block scales, rounded to nearest, times one float32
 `tensor_scale` = amax(x) / (6 * 448).
 
 A NaN or Inf never reaches a scale by way of the maximum: the other elements keep their values. A format that cannot hold it poisons the
