@@ -1,0 +1,187 @@
+"""Checkpoints on disk: a folder of safetensors files and one JSON file, complete or absent.
+
+    <run>/checkpoints/step-00001000/
+        model.safetensors        the model's state_dict: any safetensors reader can use it
+        optimizer.safetensors    optimiser state, `<parameter>:<slot>`
+        extra.safetensors        random generators, tensors of callbacks
+        state.json               step, settings, data position, ... and the SHA-256 of every other file
+    <run>/checkpoints/best.json  which step is the best one, by which metric
+
+No pickle: reading a checkpoint cannot run code. A folder is written under a temporary name, every file is flushed to
+the disk, then the folder is renamed; a crash at any point leaves either the whole checkpoint or none of it. Reading
+compares every file with its checksum; a mismatch is a DamagedCheckpointError naming the file, never a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["DamagedCheckpointError", "Snapshot", "find_checkpoints", "read_best", "read_checkpoint", "write_checkpoint"]
+
+SCHEMA = 1
+_STATE = "state.json"
+_TEMPORARY = ".writing-"
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that is incomplete or does not match its checksums."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at one step: groups of CPU tensors (one file each) and JSON values."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints below a run's checkpoint folder, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's folder name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Write one checkpoint; it appears under its final name only when every byte is on the disk."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{snapshot.step:08d}"
+    temporary = folder / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        digests = {}
+        for name, tensors in snapshot.tensors.items():
+            file = temporary / f"{name}.safetensors"
+            save_file(tensors, file)
+            digests[file.name] = _digest(file)
+        body = {"schema": SCHEMA, "step": snapshot.step, "files": digests, "state": snapshot.state}
+        text = json.dumps({**body, "checksum": _checksum(body)}, indent=1)
+        (temporary / _STATE).write_text(text + "\n", encoding="utf-8")
+        for file in temporary.iterdir():
+            _flush(file)
+        _flush(temporary)
+        _move_into_place(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _flush(folder)
+    return final
+
+
+def _move_into_place(temporary: Path, final: Path) -> None:
+    """Rename; an older folder of the same name (a damaged one that a resumed run writes again) is set aside first."""
+    aside = final.with_name(f"{_TEMPORARY}old-{final.name}")
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    temporary.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_checkpoint(path: Path, *, groups: tuple[str, ...] | None = None) -> Snapshot:
+    """Read and verify a checkpoint; `groups` limits which tensor files are loaded (all are named in state.json)."""
+    from safetensors.torch import load_file
+
+    body = read_state(path)
+    names = [Path(file).stem for file in body["files"]]
+    if groups is not None and (absent := sorted(set(groups) - set(names))):
+        raise DamagedCheckpointError(f"checkpoint {path}: state.json lists no file for {absent}, only {names}")
+    tensors = {}
+    for name in names if groups is None else groups:
+        file = path / f"{name}.safetensors"
+        _verify(file, body["files"][file.name])
+        tensors[name] = load_file(file)
+    return Snapshot(body["step"], tensors, body["state"])
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The verified content of state.json."""
+    try:
+        body = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        checksum = body.pop("checksum")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {path}: {_STATE} cannot be read ({type(error).__name__}: {error})"
+        ) from error
+    if checksum != _checksum(body):
+        raise DamagedCheckpointError(f"checkpoint {path}: {_STATE} does not match its own checksum")
+    if body["schema"] != SCHEMA:
+        raise ValueError(f"checkpoint {path} has schema {body['schema']}, this version reads {SCHEMA}")
+    return dict(body)
+
+
+def prune(folder: Path, *, keep: int, protect: int | None) -> None:
+    """Delete all but the newest `keep` checkpoints, and never the protected step."""
+    for path in find_checkpoints(folder)[:-keep]:
+        if step_of(path) != protect:
+            shutil.rmtree(path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed process was writing."""
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def write_best(folder: Path, best: dict[str, Any]) -> None:
+    """Point to the best checkpoint, atomically."""
+    temporary = folder / f"{_TEMPORARY}best-{os.getpid()}"
+    temporary.write_text(json.dumps(best) + "\n", encoding="utf-8")
+    _flush(temporary)
+    temporary.replace(folder / "best.json")
+    _flush(folder)
+
+
+def read_best(folder: Path) -> Path:
+    """The best checkpoint of a run, by its monitored metric."""
+    pointer = folder / "best.json"
+    if not pointer.exists():
+        raise ValueError(f"{folder} has no best checkpoint yet: it is written at the first evaluation")
+    return folder / f"step-{json.loads(pointer.read_text(encoding='utf-8'))['step']:08d}"
+
+
+def _verify(file: Path, expected: str) -> None:
+    try:
+        found = _digest(file)
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {file.parent}: {file.name} cannot be read ({error.strerror})"
+        ) from error
+    if found != expected:
+        size = file.stat().st_size
+        raise DamagedCheckpointError(
+            f"checkpoint {file.parent}: {file.name} ({size} bytes) does not match its checksum"
+        )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Force a file's content, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

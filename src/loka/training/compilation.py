@@ -1,0 +1,100 @@
+"""torch.compile for the parts of a model that have one shape.
+
+What is compiled: the largest submodules that hold no sparse embedding table. A lookup of ragged ids has a new shape
+in every batch and its gradient is sparse, so tables stay eager; the dense part behind them (the core of a ranker)
+sees [batch, n, d] only. Each part is compiled with `dynamic=False` and `fullgraph=True`: a graph break, or more
+shapes than the compiler's limit, is an error and not a quiet return to eager code.
+
+`on` raises where nothing can be compiled; `auto` decides and says why. Only the `forward` attribute is replaced, so
+names, state_dict and hooks stay as they are, and the original comes back when the run ends. Steps that must run
+eagerly (a tail batch of evaluation, a step whose hooks somebody wants to see fire) use `eager()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from loka.training.config import CompileRequest
+
+__all__ = ["CompileChoice", "compiled", "eager", "find_compilable"]
+
+
+@dataclass(frozen=True)
+class CompileChoice:
+    """What was compiled, and why (or why not)."""
+
+    enabled: bool
+    reason: str
+    modules: tuple[str, ...] = ()
+
+
+@contextmanager
+def compiled(model: nn.Module, request: CompileRequest, device: torch.device) -> Iterator[CompileChoice]:
+    """Compile the parts of `model` for the duration of the block."""
+    choice = choose(model, request, device)
+    parts = [model.get_submodule(name) for name in choice.modules]
+    for part in parts:
+        part.forward = torch.compile(part.forward, fullgraph=True, dynamic=False)
+    try:
+        yield choice
+    finally:
+        for part in parts:
+            part.__dict__.pop("forward", None)
+
+
+def eager() -> AbstractContextManager[object]:
+    """Inside this block compiled modules run their original Python code, hooks included."""
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def choose(model: nn.Module, request: CompileRequest, device: torch.device) -> CompileChoice:
+    """Decide, without touching the model."""
+    if request == "off":
+        return CompileChoice(False, "not asked for")
+    if request == "auto" and device.type != "cuda":
+        return CompileChoice(False, f"auto: on {device.type!r} compiling costs more than a short run gains")
+    names = tuple(find_compilable(model))
+    problem = "no submodule has parameters and no sparse embedding table" if not names else find_problem(device)
+    if problem is None:
+        return CompileChoice(True, f"{request}: a compiled test function ran on {device.type!r}", names)
+    if request == "on":
+        raise ValueError(
+            f"compile='on' cannot be honoured: {problem}; use compile='off', or 'auto' to decide by machine"
+        )
+    return CompileChoice(False, f"auto: {problem}")
+
+
+def find_problem(device: torch.device) -> str | None:
+    """Compile and run a function of one line: the only test of a compiler that cannot be fooled."""
+    try:
+        torch.compile(_double, fullgraph=True, dynamic=False)(torch.ones(2, device=device))
+    except Exception as error:  # any failure of the tool chain is the answer, not a crash
+        return f"the compiler does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+    return None
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+def find_compilable(model: nn.Module) -> Iterator[str]:
+    """Names of the largest submodules with parameters and without a sparse table ('' is the model itself)."""
+    yield from _find(model, "")
+
+
+def _find(module: nn.Module, name: str) -> Iterator[str]:
+    if not any(True for _ in module.parameters()):
+        return
+    # A ModuleList is never called, so compiling it would do nothing.
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if not container and not any(getattr(part, "sparse", False) for part in module.modules()):
+        yield name
+        return
+    for child_name, child in module.named_children():
+        yield from _find(child, f"{name}.{child_name}" if name else child_name)

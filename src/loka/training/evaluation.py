@@ -1,0 +1,107 @@
+"""Loss and metrics of a model on a split.
+
+The same loss function as in training gives (loss, predictions). Predictions are logits with the shape of `batch.labels`;
+each label column gets log loss, NE and AUC of its own (`ne` with one label, `ne/<index>` with several, and then `ne`
+is their mean). A loss function that returns no predictions is evaluated by its loss alone.
+
+With several processes each evaluates its share of the split and the metrics are merged: exact, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loka.training.compilation import eager
+
+if TYPE_CHECKING:
+    from loka.metrics import Metric
+    from loka.training.stream import Split
+
+__all__ = ["LossFn", "evaluate", "ranking_loss"]
+
+LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor | None]]
+
+
+def ranking_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Binary cross-entropy of `model(batch)`, mean over examples and labels, in float32; the logits are the predictions."""
+    logits = model(batch).float()
+    return F.binary_cross_entropy_with_logits(logits, batch.labels), logits
+
+
+def evaluate(
+    model: nn.Module,
+    split: Split,
+    *,
+    batch_size: int,
+    device: torch.device,
+    loss_fn: LossFn = ranking_loss,
+    compiled_size: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> dict[str, float]:
+    """Metrics over a whole split; with a compiled model, batches of another size than `compiled_size` run eagerly."""
+    batches = split.batches(batch_size, shuffle=False, seed=0, drop_last=False, rank=rank, world=world, epoch=0)
+    metrics: list[dict[str, Metric[float]]] = []
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            batch = batch.to(device)
+            with torch.no_grad(), nullcontext() if compiled_size in (None, batch.size) else eager():
+                loss, predictions = loss_fn(model, batch)
+            total += torch.stack([loss.double() * batch.size, loss.new_tensor(batch.size, dtype=torch.float64)])
+            if predictions is not None:
+                _update(metrics, predictions, batch.labels)
+    finally:
+        model.train(was_training)
+    return _summarise(total, metrics, world)
+
+
+def _make_metrics(columns: int) -> list[dict[str, Metric[float]]]:
+    from loka.metrics import AUC, LogLoss, NormalizedEntropy
+
+    # "count" does not wait for the device; what it counted is an error in _summarise.
+    kinds = {"log_loss": LogLoss, "ne": NormalizedEntropy, "auc": AUC}
+    return [{name: kind(nonfinite="count") for name, kind in kinds.items()} for _ in range(columns)]
+
+
+def _update(metrics: list[dict[str, Metric[float]]], predictions: Tensor, labels: Tensor) -> None:
+    if predictions.shape != labels.shape:
+        raise ValueError(f"predictions {tuple(predictions.shape)} must have the shape of labels {tuple(labels.shape)}")
+    if not metrics:
+        metrics.extend(_make_metrics(math.prod(labels.shape[1:])))
+    for index, column in enumerate(metrics):
+        for metric in column.values():
+            flat = (tensor.reshape(tensor.shape[0], -1)[:, index] for tensor in (predictions, labels))
+            metric.update(*flat)  # type: ignore[attr-defined]
+
+
+def _summarise(total: Tensor, metrics: list[dict[str, Metric[float]]], world: int) -> dict[str, float]:
+    if world > 1:
+        from loka.metrics import all_reduce
+
+        torch.distributed.all_reduce(total)
+        columns = torch.tensor(len(metrics), device=total.device)  # a rank without examples has made none yet
+        torch.distributed.all_reduce(columns, op=torch.distributed.ReduceOp.MAX)
+        metrics = metrics or _make_metrics(int(columns))
+        metrics = [{name: all_reduce(metric) for name, metric in column.items()} for column in metrics]
+    loss, examples = total.tolist()
+    if not examples:
+        raise ValueError("the split to evaluate is empty")
+    result = {"loss": loss / examples}
+    values = [{name: metric.compute() for name, metric in column.items()} for column in metrics]
+    if bad := sum(column["ne"].nonfinite_count for column in metrics):  # type: ignore[attr-defined]
+        raise ValueError(f"{bad} predictions of the evaluation are NaN or infinite; find the layer that made them")
+    for name in values[0] if values else ():
+        result[name] = math.fsum(column[name] for column in values) / len(values)
+        if len(values) > 1:
+            result.update({f"{name}/{index}": column[name] for index, column in enumerate(values)})
+    return result

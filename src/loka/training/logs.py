@@ -1,0 +1,184 @@
+"""Callbacks that tell how a run goes: a JSONL file, a progress bar, TensorBoard.
+
+The JSONL file has one object per log step (`step`, `loss`, `ne`, `lr`, `examples`, `examples_per_s`, `seconds`) and one
+per evaluation (`step`, `evaluation`: metrics); a run that fails leaves a last line (`step`, `error`). Numbers that are NaN or unknown are null. After a resume, lines beyond
+the checkpoint and a torn last line are dropped first, so the file reads as if the run had never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from loka.training.callbacks import Callback, LogLine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+    from loka.training.trainer import Trainer, TrainResult
+
+__all__ = ["JsonlLog", "Progress", "TensorBoard"]
+
+
+class JsonlLog(Callback):
+    """One line of JSON per log step and per evaluation, flushed at once."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Keep the lines up to the resumed step, drop the rest."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _read_lines(self.path) if json.loads(line)["step"] <= trainer.step]
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text("".join(f"{line}\n" for line in kept if trainer.step), encoding="utf-8")
+        temporary.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
+        """Write a log step."""
+        if log is not None:
+            self._write(
+                {
+                    "step": log.step,
+                    "loss": log.loss,
+                    "ne": log.ne,
+                    "lr": log.learning_rate,
+                    "examples": log.examples,
+                    "examples_per_s": log.examples_per_s,
+                    "seconds": log.seconds,
+                }
+            )
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Write an evaluation."""
+        self._write({"step": trainer.step, "evaluation": {name: _finite(value) for name, value in metrics.items()}})
+
+    def on_end(self, trainer: Trainer, result: TrainResult) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """Note what ended the run, and close the file."""
+        self._write({"step": trainer.step, "error": f"{type(error).__name__}: {error}"})
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._file is None:
+            raise ValueError(f"{self.path} is not open: JsonlLog writes between on_start and on_end only")
+        self._file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
+        self._file.flush()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_lines(path: Path) -> list[str]:
+    """Whole lines only: a kill can tear the last one."""
+    if not path.exists():
+        return []
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+class Progress(Callback):
+    """A progress bar on stderr: loss, NE, examples per second, time left."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        self._shown: dict[str, Any] = {"loss": "-", "ne": "-", "speed": "-", "valid": ""}
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Show the bar, at the resumed step if there is one."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("train"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  NE {task.fields[ne]}  {task.fields[speed]} ex/s"),
+            TextColumn("{task.fields[valid]}"),
+            TimeRemainingColumn(),
+            console=self._console or Console(stderr=True),
+        )
+        self._task = self._bar.add_task("train", total=trainer.config.steps, completed=trainer.step, **self._shown)
+        self._bar.start()
+
+    def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
+        """Move on; new numbers on log steps."""
+        if log is not None:
+            ne = "-" if log.ne is None else f"{log.ne:.4f}"
+            self._shown.update(loss=f"{log.loss:.4f}", ne=ne, speed=f"{log.examples_per_s:,.0f}")
+        self._draw(trainer.step)
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Show the validation metrics."""
+        names = [name for name in ("ne", "auc") if name in metrics] or list(metrics)[:2]
+        self._shown["valid"] = "valid " + " ".join(f"{name} {metrics[name]:.4f}" for name in names)
+        self._draw(trainer.step)
+
+    def on_end(self, trainer: Trainer, result: TrainResult) -> None:
+        """Leave the finished bar on the screen."""
+        self._close()
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """Give the terminal back."""
+        self._close()
+
+    def _draw(self, step: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, **self._shown)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class TensorBoard(Callback):
+    """Scalars for TensorBoard; needs the `tensorboard` package."""
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError("TensorBoard logs need the tensorboard package: install loka[tensorboard]") from error
+        self._writer: Any = SummaryWriter(log_dir=str(folder))
+
+    def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
+        """Training scalars, under `train/`."""
+        if log is not None:
+            values = {"loss": log.loss, "ne": log.ne, "lr": log.learning_rate, "examples_per_s": log.examples_per_s}
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(f"train/{name}", value, log.step)
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Validation scalars, under `valid/`."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"valid/{name}", value, trainer.step)
+
+    def on_end(self, trainer: Trainer, result: TrainResult) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:
+        """Flush and close."""
+        self._writer.close()

@@ -1,0 +1,66 @@
+"""The best evaluation so far, and when to give up on a better one.
+
+One metric is watched. An evaluation is an improvement only when it is strictly better; `patience` evaluations in a row
+without one end the run. A watched metric that is missing or NaN is an error, since neither "best" nor "no better" would
+be true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from loka.training.config import TrainConfig
+
+__all__ = ["Monitor"]
+
+# Metrics whose better direction needs no asking; any other name needs config.monitor_direction.
+_LOWER_IS_BETTER = frozenset({"loss", "log_loss", "ne"})
+_HIGHER_IS_BETTER = frozenset({"auc", "gauc", "hr", "ndcg", "mrr", "recall"})
+
+
+class Monitor:
+    """Watches `config.monitor` over the evaluations of a run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.metric, self.patience = config.monitor, config.patience
+        self.best: dict[str, Any] | None = None
+        self.stale = 0
+        self._sign = 0
+        if config.evaluate_every:
+            self._sign = 1 if _is_lower_better(config) else -1
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Note an evaluation; True when it is the best so far."""
+        value = metrics.get(self.metric, math.nan)
+        if not math.isfinite(value):
+            raise ValueError(f"monitor {self.metric!r} has no finite value among {dict(metrics)}; watch another metric")
+        if self.best is not None and self._sign * value >= self._sign * self.best["value"]:
+            self.stale += 1
+            return False
+        self.stale = 0
+        self.best = {"step": step, "metric": self.metric, "value": value}
+        return True
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether patience has run out."""
+        return self.patience is not None and self.stale >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {"best": self.best, "stale": self.stale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.best, self.stale = state["best"], state["stale"]
+
+
+def _is_lower_better(config: TrainConfig) -> bool:
+    if config.monitor_direction != "auto":
+        return config.monitor_direction == "min"
+    stem = config.monitor.partition("/")[0].partition("@")[0].lower()
+    if stem not in _LOWER_IS_BETTER | _HIGHER_IS_BETTER:
+        raise ValueError(f"is {config.monitor!r} better high or low? set monitor_direction to 'min' or 'max'")
+    return stem in _LOWER_IS_BETTER

@@ -1,0 +1,167 @@
+"""Optimisers: fused AdamW for dense parameters, rowwise Adagrad for embedding tables.
+
+An embedding table is far larger than everything else and a batch touches few of its rows. Rowwise Adagrad keeps one
+number per row (not per element) and, given sparse gradients, reads and writes touched rows only. With g_r the summed
+gradient of row r over the batch, D its width:
+
+    h_r <- h_r + |g_r|^2 / D
+    w_r <- w_r - lr * g_r / (sqrt(h_r) + eps)
+
+Duplicate ids of a batch are summed first, since the square of a sum is not the sum of squares. This is done with
+buffers of the size of the batch (sort, segment sum) and without asking the device how many different ids there were:
+on a GPU that question would stall the queue once per table and step.
+
+Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
+parameter is dense. Weight decay applies to dense parameters with two or more dimensions. Neither decay nor clipping
+touches tables: a sparse gradient has no cheap global norm, and Adagrad divides by each row's own history already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.training.config import TrainConfig
+
+__all__ = ["Optimizers", "RowwiseAdagrad", "split_parameters"]
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator per row of a [rows, D] table; takes sparse COO gradients only."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 2e-2, *, eps: float = 1e-8, initial: float = 0.0) -> None:
+        if not (lr > 0 and eps > 0 and initial >= 0):
+            raise ValueError(f"expected lr > 0, eps > 0, initial >= 0; got lr={lr}, eps={eps}, initial={initial}")
+        super().__init__(params, {"lr": lr, "eps": eps, "initial": initial})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows that occur in the gradients."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for group in self.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    self._update(table, table.grad, group)
+        return result
+
+    def _update(self, table: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if not grad.is_sparse or table.ndim != 2:
+            raise ValueError(
+                f"RowwiseAdagrad expected a sparse COO gradient of a [rows, D] table, got "
+                f"{'a sparse' if grad.is_sparse else 'a dense'} gradient of shape {tuple(grad.shape)}; "
+                "build the embedding with sparse=True and do not tie its weight to a dense layer"
+            )
+        state = self.state[table]
+        if not state:
+            state["sum"] = torch.full((table.shape[0],), group["initial"], dtype=torch.float32, device=table.device)
+        rows, sums = sum_duplicates(grad._indices()[0], grad._values().float())
+        if rows.numel() == 0:
+            return
+        history = state["sum"].index_add_(0, rows, sums.square().mean(dim=1))
+        update = sums / (history[rows].sqrt() + group["eps"]).unsqueeze(1)
+        table.index_add_(0, rows, (update * -group["lr"]).to(table.dtype))
+
+
+def sum_duplicates(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum `values` [n, D] over equal `rows` [n] in buffers of length n.
+
+    The first entries are the different rows with their sums. The rest, as many as there were duplicates, are zero
+    sums at rows that occur anyway, which makes them harmless to add (x + -0.0 is x, bit for bit) and keeps every
+    size known to the host.
+    """
+    ordered, order = rows.sort(stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    segment = is_first.cumsum(0) - 1
+    sums = torch.zeros_like(values).index_add_(0, segment, values[order])
+    return ordered.scatter(0, segment, ordered), sums
+
+
+def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
+    """(dense parameters, embedding tables) of a model, by module type; frozen parameters are in neither."""
+    tables = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return (
+        [(name, parameter) for name, parameter in named if id(parameter) not in tables],
+        [(name, parameter) for name, parameter in named if id(parameter) in tables],
+    )
+
+
+class Optimizers:
+    """The optimisers of one model behind one handle: step, zero, learning rate, and state as named tensors."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig) -> None:
+        dense, tables = split_parameters(model)
+        if not dense and not tables:
+            raise ValueError("the model has no parameter that requires a gradient")
+        self.dense = [parameter for _, parameter in dense]
+        self._names = {id(parameter): name for name, parameter in dense + tables}
+        self._parts: list[tuple[torch.optim.Optimizer, float]] = []
+        if dense:
+            self._parts.append((build_adam(self.dense, config), config.learning_rate))
+        if tables:
+            rate = config.embedding_learning_rate
+            self._parts.append((RowwiseAdagrad([table for _, table in tables], lr=rate), rate))
+
+    def set_factor(self, factor: float) -> None:
+        """Multiply every peak learning rate by `factor`."""
+        for optimizer, rate in self._parts:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        for optimizer, _ in self._parts:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer, _ in self._parts:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Optimiser state by parameter name: `<parameter>:<slot>`. The tensors are live, not copies."""
+        return {
+            f"{self._names[id(parameter)]}:{slot}": value
+            for optimizer, _ in self._parts
+            for parameter, slots in optimizer.state.items()
+            for slot, value in slots.items()
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; a name that fits no parameter raises."""
+        slots: dict[str, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            name, _, slot = key.rpartition(":")
+            slots.setdefault(name, {})[slot] = value
+        if unknown := sorted(set(slots) - set(self._names.values())):
+            raise ValueError(f"optimiser state for parameters this model does not train: {unknown[:5]}")
+        for optimizer, _ in self._parts:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if stored := slots.get(self._names[id(parameter)]):
+                        # Adam keeps its step counter on the parameter's device only when fused, as built here.
+                        optimizer.state[parameter] = {k: v.to(parameter.device).clone() for k, v in stored.items()}
+
+
+def build_adam(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW, fused where the device has a fused kernel (one launch instead of a dozen per tensor)."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in {"cpu", "cuda"} and p.is_floating_point() for p in parameters)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
