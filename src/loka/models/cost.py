@@ -66,5 +66,5 @@ def _flops(ghost: nn.Module) -> int:
     inputs = ghost.example_inputs()  # type: ignore[operator]
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_mm_flops})
     with torch.no_grad(), counter:
-        ghost.eval()(*inputs)
+        ghost.requires_grad_(False).eval()(*inputs)
     return int(counter.get_total_flops())
