@@ -87,6 +87,7 @@ def test_a_compiled_run_equals_an_eager_one_and_lets_hooks_fire():
 
     data, models = make_data(), [make_model(dropout=0.0) for _ in range(2)]
     plain = Trainer(models[0], data, TrainConfig(**FAST)).fit()
+    torch._dynamo.reset()  # other tests may have compiled the trial function
     counters.clear()
     hooked = Hooked()
     result = Trainer(models[1], data, TrainConfig(**FAST, compile="on"), callbacks=[hooked]).fit()

@@ -12,7 +12,7 @@ from loka.training.checkpoint import DamagedCheckpointError, Snapshot, find_chec
 from loka.training.compilation import CompileChoice
 from loka.training.config import TrainConfig
 from loka.training.evaluation import evaluate, ranking_loss
-from loka.training.logs import JsonlLog, Progress, TensorBoard
+from loka.training.logs import Curve, JsonlLog, Progress, TensorBoard
 from loka.training.optimizers import Optimizers, RowwiseAdagrad, split_parameters
 from loka.training.schedule import learning_rate_factor
 from loka.training.snapshot import load_weights, seed_everything
@@ -22,6 +22,7 @@ __all__ = [
     "Callback",
     "CallbackState",
     "CompileChoice",
+    "Curve",
     "DamagedCheckpointError",
     "JsonlLog",
     "LogLine",

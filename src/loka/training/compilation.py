@@ -1,7 +1,7 @@
 """torch.compile for the parts of a model that have one shape.
 
-What is compiled: the largest submodules that hold no sparse embedding table. A lookup of ragged ids has a new shape
-in every batch and its gradient is sparse, so tables stay eager; the dense part behind them (the core of a ranker)
+What is compiled: the largest submodules that hold no embedding tables (`loka.nn.EmbeddingTables`, or any embedding with
+sparse gradients). A lookup of ragged ids has a new shape in every batch, so tables stay eager; the dense part behind them (the core of a ranker)
 sees [batch, n, d] only. Each part is compiled with `dynamic=False` and `fullgraph=True`: a graph break, or more
 shapes than the compiler's limit, is an error and not a quiet return to eager code.
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from loka.nn import EmbeddingTables
 from loka.training.config import CompileRequest
 
 __all__ = ["CompileChoice", "compiled", "eager", "find_compilable"]
@@ -60,7 +61,7 @@ def choose(model: nn.Module, request: CompileRequest, device: torch.device) -> C
     if request == "auto" and device.type != "cuda":
         return CompileChoice(False, f"auto: on {device.type!r} compiling costs more than a short run gains")
     names = tuple(find_compilable(model))
-    problem = "no submodule has parameters and no sparse embedding table" if not names else find_problem(device)
+    problem = "no submodule has parameters and no embedding table" if not names else find_problem(device)
     if problem is None:
         return CompileChoice(True, f"{request}: a compiled test function ran on {device.type!r}", names)
     if request == "on":
@@ -84,7 +85,7 @@ def _double(x: torch.Tensor) -> torch.Tensor:
 
 
 def find_compilable(model: nn.Module) -> Iterator[str]:
-    """Names of the largest submodules with parameters and without a sparse table ('' is the model itself)."""
+    """Names of the largest submodules with parameters and without a table ('' is the model itself)."""
     yield from _find(model, "")
 
 
@@ -93,8 +94,12 @@ def _find(module: nn.Module, name: str) -> Iterator[str]:
         return
     # A ModuleList is never called, so compiling it would do nothing.
     container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    if not container and not any(getattr(part, "sparse", False) for part in module.modules()):
+    if not container and not any(_is_table(part) for part in module.modules()):
         yield name
         return
     for child_name, child in module.named_children():
         yield from _find(child, f"{name}.{child_name}" if name else child_name)
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, EmbeddingTables) or (isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse)

@@ -1,4 +1,4 @@
-"""Callbacks that tell how a run goes: a JSONL file, a progress bar, TensorBoard.
+"""Callbacks that tell how a run goes: the curve in memory, a JSONL file, a progress bar, TensorBoard.
 
 The JSONL file has one object per log step (`step`, `loss`, `ne`, `lr`, `examples`, `examples_per_s`, `seconds`) and one
 per evaluation (`step`, `evaluation`: metrics); a run that fails leaves a last line (`step`, `error`). Numbers that are NaN or unknown are null. After a resume, lines beyond
@@ -11,10 +11,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from loka.training.callbacks import Callback, LogLine
+from loka.training.callbacks import Callback, CallbackState, LogLine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +24,27 @@ if TYPE_CHECKING:
 
     from loka.training.trainer import Trainer, TrainResult
 
-__all__ = ["JsonlLog", "Progress", "TensorBoard"]
+__all__ = ["Curve", "JsonlLog", "Progress", "TensorBoard"]
+
+
+class Curve(Callback):
+    """The log lines of the whole run, resumed parts included."""
+
+    def __init__(self) -> None:
+        self.lines: list[LogLine] = []
+
+    def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
+        """Keep a log step."""
+        if log is not None:
+            self.lines.append(log)
+
+    def on_checkpoint(self, trainer: Trainer) -> CallbackState:
+        """The lines so far."""
+        return CallbackState(values={"lines": [asdict(line) for line in self.lines]})
+
+    def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
+        """Continue the curve."""
+        self.lines = [LogLine(**line) for line in state.values["lines"]]
 
 
 class JsonlLog(Callback):

@@ -1,0 +1,256 @@
+"""`loka train`: train a ranking model on a data set.
+
+    loka train --model wukong --config tiny --data complete-journey --steps 1000 --precision bf16 --out runs/x
+
+The parts are those of loka.training; this file only turns options into them. With `--out` the run leaves
+
+    checkpoints/   the last and the best        model.json    what was built, to build it again
+    log.jsonl      the curve                    run.json      the Run record, test metrics included
+                                                result.json   how it went: what was compiled and why, resumed from, best step
+
+Test metrics are those of the best weights when the run evaluates, otherwise of the last. stdout carries the result (with `--json` the Run
+record), stderr the talk. Exit 0: trained. 1: the loss became NaN or infinite. 2: the request cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loka.data import RankingData
+    from loka.models import Ranker
+    from loka.records import Run
+    from loka.training import Callback, Curve, TrainConfig, Trainer, TrainResult
+
+__all__ = ["train"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is built: enough to build it again."""
+
+    model: str
+    config: str
+    model_options: dict[str, Any]
+    data: str
+    data_options: dict[str, Any]
+
+
+def train(
+    model: Annotated[str, typer.Option(help="Model family.")] = "wukong",
+    config: Annotated[str, typer.Option(help="Named size of the family.")] = "tiny",
+    data: Annotated[str, typer.Option(help="Data set, see `loka data`.")] = "complete-journey",
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
+    accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32, tf32 or bf16.")] = "fp32",
+    compile_: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile; by default decided by the machine.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads; fix it for bit-exact resumes.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak rate of AdamW, dense parameters.")] = 1e-3,
+    embedding_learning_rate: Annotated[float, typer.Option(help="Peak rate of rowwise Adagrad, tables.")] = 2e-2,
+    weight_decay: Annotated[float, typer.Option(help="Decay of dense matrices.")] = 0.0,
+    clip_norm: Annotated[float | None, typer.Option(help="Largest norm of the dense gradient.")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
+    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: never.")] = 200,
+    monitor: Annotated[str, typer.Option(help="Metric that decides which weights are best.")] = "ne",
+    patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
+    log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 50,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: best and last only.")] = 0,
+    keep: Annotated[int, typer.Option(help="Checkpoints kept, beside the best.")] = 2,
+    max_bad_batches: Annotated[int, typer.Option(help="Batches with a bad loss to skip before giving up.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; without it nothing is written.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    fallback: Annotated[bool, typer.Option("--fallback", help="Resume past a damaged checkpoint.")] = False,
+    from_: Annotated[Path | None, typer.Option("--from", help="Start from the weights of this checkpoint.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
+    data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=100000.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to --out.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the Run record as JSON.")] = False,
+) -> None:
+    """Train a ranking model and test it."""
+    from loka.training import NonFiniteLossError, TrainConfig
+
+    try:
+        recipe = Recipe(model, config, parse_options(set_), data, parse_options(data_option))
+        settings = TrainConfig(
+            steps=steps,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            seed=seed,
+            device=device,
+            precision=precision,  # type: ignore[arg-type]
+            compile="auto" if compile_ is None else "on" if compile_ else "off",
+            learning_rate=learning_rate,
+            embedding_learning_rate=embedding_learning_rate,
+            weight_decay=weight_decay,
+            clip_norm=clip_norm,
+            schedule=schedule,  # type: ignore[arg-type]
+            warmup_steps=warmup_steps,
+            evaluate_every=evaluate_every,
+            monitor=monitor,
+            patience=patience,
+            log_every=log_every,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
+            max_bad_batches=max_bad_batches,
+        )
+        check_request(resume, from_, out, tensorboard)
+        dataset, network = prepare(recipe, seed, threads, data_root, source, from_)
+        trainer, curve = make_trainer(network, dataset, settings, out, tensorboard)
+        result = trainer.fit(resume=resume, fallback=fallback)
+        run = finish(trainer, result, recipe, dataset, curve, out)
+    except NonFiniteLossError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    tell(result, run, as_json=json_)
+
+
+def parse_options(pairs: list[str] | None) -> dict[str, Any]:
+    """`name=value` pairs; values are JSON where they parse as JSON, otherwise text."""
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, equals, text = pair.partition("=")
+        if not (name and equals):
+            raise ValueError(f"expected name=value, got {pair!r}")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        options[name] = tuple(value) if isinstance(value, list) else value
+    return options
+
+
+def check_request(resume: bool, from_: Path | None, out: Path | None, tensorboard: bool) -> None:
+    """Refuse what contradicts itself, before anything is loaded."""
+    import os
+
+    if resume and from_ is not None:
+        raise ValueError("--resume continues a run and --from starts a new one: choose one")
+    if out is None and (resume or tensorboard):
+        raise ValueError(f"{'--resume' if resume else '--tensorboard'} needs the folder of the run: give --out")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "loka train is a single process, but WORLD_SIZE is above 1: each process would train a model of its own; "
+            "for several, pass a DistributedDataParallel model to loka.training.Trainer"
+        )
+
+
+def prepare(
+    recipe: Recipe, seed: int, threads: int | None, root: Path | None, source: Path | None, weights: Path | None
+) -> tuple[RankingData, Ranker]:
+    """Data and model, seeded."""
+    import torch
+
+    from loka.data import load
+    from loka.models import build_ranker
+    from loka.training import load_weights, seed_everything
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    dataset = load(recipe.data, root=root, source=source, progress=_tell_stage(), **recipe.data_options)
+    seed_everything(seed)
+    network = build_ranker(dataset.schema, recipe.model, recipe.config, sparse=True, **recipe.model_options)
+    if weights is not None:
+        load_weights(network, weights)
+    return dataset, network
+
+
+def _tell_stage() -> Any:
+    last = ""
+
+    def tell_stage(stage: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if stage != last:
+            typer.echo(f"data: {stage}", err=True)
+            last = stage
+
+    return tell_stage
+
+
+def make_trainer(
+    network: Ranker, dataset: RankingData, settings: TrainConfig, out: Path | None, tensorboard: bool
+) -> tuple[Trainer, Curve]:
+    """The trainer with its bar, its logs and a collector of the curve."""
+    from loka.training import Curve, JsonlLog, Progress, TensorBoard, Trainer
+
+    curve = Curve()
+    callbacks: list[Callback] = [curve, Progress()]
+    if out is not None:
+        callbacks.append(JsonlLog(out / "log.jsonl"))
+        if tensorboard:
+            callbacks.append(TensorBoard(out / "tensorboard"))
+    return Trainer(network, dataset, settings, callbacks=callbacks, out=out), curve
+
+
+def finish(
+    trainer: Trainer, result: TrainResult, recipe: Recipe, dataset: RankingData, curve: Curve, out: Path | None
+) -> Run:
+    """Test the best weights, and write down what happened."""
+    import torch
+
+    from loka import records
+
+    if result.best is not None:
+        trainer.load_best()
+    metrics = trainer.evaluate(dataset.test)
+    device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else str(trainer.device)
+    run = records.Run(
+        name=out.name if out is not None else f"{recipe.model}-{recipe.config}",
+        model=f"{recipe.model} {recipe.config}",
+        data=recipe.data,
+        precision=result.precision,
+        seed=trainer.config.seed,
+        steps=result.steps,
+        examples=result.examples,
+        seconds=result.seconds,
+        curve=[
+            records.Point(step=line.step, loss=line.loss, examples_per_second=line.examples_per_s)
+            for line in curve.lines
+        ],
+        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        low_precision_flops_share=0.0,
+        environment=records.capture_environment(device=device, threads=torch.get_num_threads()),
+    )
+    if out is not None:
+        records.save(run, out / "run.json")
+        for name, value in (("model", recipe), ("result", result)):
+            text = json.dumps(asdict(value), indent=1, default=str) + "\n"
+            records.write_atomically(out / f"{name}.json", text.encode())
+    return run
+
+
+def tell(result: TrainResult, run: Run, *, as_json: bool) -> None:
+    """The choices that were made on stderr, the numbers on stdout."""
+    from loka import records
+
+    compiled = result.compile
+    parts = ", ".join(name or "the whole model" for name in compiled.modules)
+    typer.echo(f"compiled: {parts or 'nothing'} ({compiled.reason})", err=True)
+    for skipped in result.damaged:
+        typer.echo(f"passed over: {skipped}", err=True)
+    if result.bad_batches:
+        typer.echo(f"skipped {result.bad_batches} batches whose loss was not finite", err=True)
+    if as_json:
+        typer.echo(records.to_json(run).decode())
+        return
+    typer.echo(f"{run.model} on {run.data}, {run.precision}, seed {run.seed}: {run.steps} steps, {run.seconds:.1f} s")
+    if result.best is not None:
+        best = result.best
+        typer.echo(f"best valid {best['metric']} {best['value']:.5f} at step {best['step']}")
+    typer.echo("test  " + "  ".join(f"{name} {value:.5f}" for name, value in run.metrics.items()))
