@@ -161,7 +161,7 @@ def build_sequences(files: dict[str, Path], options: SequenceOptions, writer: Ca
     items = known.encode(pl.Series(events.product))[order]
     kept = order[items > 0]
     households, users = np.unique(events.household[kept], return_inverse=True)
-    table = events.products[known.values]
+    table = events.products[known.values].with_columns(pl.col(pl.String).fill_null(""))
     write_sequences(
         writer,
         users=users,
@@ -169,13 +169,12 @@ def build_sequences(files: dict[str, Path], options: SequenceOptions, writer: Ca
         times=events.time[kept],
         baskets=events.basket[kept],
         item_keys=[str(key) for key in table["product_id"]],
-        titles=table.select(
-            pl.concat_str(
-                [pl.col(n).fill_null("") for n in ("product_type", "package_size")], separator=" "
-            ).str.strip_chars()
-        )
-        .to_series()
-        .to_list(),
+        titles=_join_words(table, ("product_type", "package_size")),
+        texts=_join_words(table, ("department", "product_category", "product_type", "brand", "package_size")),
     )
     writer.facts |= {"split_times": [starts["valid"], starts["test"]], "households": len(households)}
     progress("done", 2, 2)
+
+
+def _join_words(table: pl.DataFrame, columns: tuple[str, ...]) -> list[str]:
+    return [" ".join(word for word in row if word) for row in table.select(columns).iter_rows()]

@@ -175,7 +175,9 @@ class SequenceData:
     item_keys: tuple[str, ...] = ()
     """Publisher's id of item i at [i]; [0] is padding"""
     titles: tuple[str, ...] | None = None
-    """Title or text of item i at [i]; [0] is empty"""
+    """Title of item i at [i]; [0] is empty"""
+    texts: tuple[str, ...] | None = None
+    """Everything the data says about item i in words, at [i]; [0] is empty"""
     folder: Path | None = None
     semantic_id_names: tuple[str, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
@@ -227,7 +229,8 @@ class SequenceData:
         assert self.times is not None
         first, _ = self._bounds()
         earlier = np.concatenate([[0], np.cumsum(self.times.numpy() < moment)])
-        return first + earlier[self.items.offsets.numpy()[1:]] - earlier[first]
+        passed: Array = earlier[self.items.offsets.numpy()[1:]] - earlier[first]
+        return first + passed
 
     def _held_out(self, name: str, from_end: int) -> SequenceSplit:
         first, last = self._bounds()
@@ -262,6 +265,7 @@ def write_sequences(
     baskets: Array | None = None,
     item_keys: list[str],
     titles: list[str] | None = None,
+    texts: list[str] | None = None,
 ) -> None:
     """Write events, already sorted by user and then order, into a cache. Users are 0..n-1, items 1..len(item_keys)."""
     if len(items) and (items.min() < 1 or items.max() > len(item_keys)):
@@ -273,8 +277,9 @@ def write_sequences(
         if column is not None:
             writer.append(f"events/{name}", column, np.int64)
     writer.add_asset("item_keys.json", json.dumps(["", *item_keys], ensure_ascii=False).encode())
-    if titles is not None:
-        writer.add_asset("titles.json", json.dumps(["", *titles], ensure_ascii=False).encode())
+    for name, words in (("titles", titles), ("texts", texts)):
+        if words is not None:
+            writer.add_asset(f"{name}.json", json.dumps(["", *words], ensure_ascii=False).encode())
     writer.facts |= {"users": len(counts), "items": len(item_keys), "events": len(items)}
 
 
@@ -288,7 +293,7 @@ def open_sequences(folder: Path, manifest: Manifest) -> SequenceData:
     }
     texts = {
         name: tuple(json.loads((folder / manifest.assets[f"{name}.json"].path).read_text(encoding="utf-8")))
-        for name in ("item_keys", "titles")
+        for name in ("item_keys", "titles", "texts")
         if f"{name}.json" in manifest.assets
     }
     prefix, suffix = "semantic_ids.", ".json"
@@ -303,6 +308,7 @@ def open_sequences(folder: Path, manifest: Manifest) -> SequenceData:
         split_times=None if split_times is None else (split_times[0], split_times[1]),
         item_keys=texts["item_keys"],
         titles=texts.get("titles"),
+        texts=texts.get("texts"),
         folder=folder,
         semantic_id_names=indexes,
         info={
