@@ -1,0 +1,66 @@
+"""Our SiLU attention kernel: 16- and 32-bit floats, head widths up to 256, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.attention.call import AttentionCall
+from loka.kernels.backend import YES, Verdict, no, require_library
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 256
+
+
+def supports(call: AttentionCall, device: torch.device) -> Verdict:
+    """A CUDA device, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
+    if call.dtype not in _DTYPES:
+        return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
+    if max(call.d_qk, call.d_v) > WIDEST:
+        return no(f"head widths go up to {WIDEST}, got qk {call.d_qk} and v {call.d_v}")
+    available = require_library("triton", "dev")
+    if not available or device.type == "cuda":
+        return available
+    import triton
+
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
+        wrong = "Triton's interpreter multiplies bf16 by its bit patterns; test in fp16 or fp32"
+        return no(wrong) if call.dtype == torch.bfloat16 else YES
+    return no(
+        f"Triton needs a CUDA device, not {device.type} (on the CPU only its interpreter runs: TRITON_INTERPRET=1)"
+    )
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    max_length: int,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times: Tensor | None = None,
+    query_times: Tensor | None = None,
+    divisor: float | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """q, k [total, H, d_qk], v [total, H, d_v], biases [H, entries], times int64 [total] -> [total, H, d_v]."""
+    from loka.kernels.attention import triton_ops
+
+    if divisor is not None and divisor <= 0:
+        raise ValueError(f"divisor must be positive, got {divisor}; None divides by the length of each row")
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    asked = times if query_times is None else query_times
+    out: Tensor = triton_ops.silu_attention(
+        q,
+        k,
+        v,
+        offsets,
+        None if times is None else times.contiguous(),
+        None if asked is None else asked.contiguous(),
+        position_bias,
+        time_bias,
+        max_length,
+        divisor or 0.0,
+        alpha,
+    )
+    return out

@@ -1,0 +1,78 @@
+"""The Triton SiLU attention as a torch op with its gradient, so that torch.compile sees two calls and not Python."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.kernels.attention import triton_kernels as kernels
+
+
+@torch.library.custom_op("loka::silu_attention", mutates_args=())
+def silu_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    times: Tensor | None,
+    asked: Tensor | None,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
+    max_length: int,
+    divisor: float,
+    alpha: float,
+) -> Tensor:
+    """out [total, H, d_v]; divisor 0 means the length of each row."""
+    return kernels.forward(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
+
+
+@silu_attention.register_fake
+def _(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha):  # type: ignore[no-untyped-def]
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("loka::silu_attention_backward", mutates_args=())
+def silu_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    times: Tensor | None,
+    asked: Tensor | None,
+    position_bias: Tensor | None,
+    time_bias: Tensor | None,
+    max_length: int,
+    divisor: float,
+    alpha: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradients of the biases in float32 (without entries where a bias is absent)."""
+    return kernels.backward(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
+
+
+@silu_attention_backward.register_fake
+def _(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha):  # type: ignore[no-untyped-def]
+    like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    biases = [
+        q.new_empty(q.shape[1], 0 if b is None else b.shape[1], dtype=torch.float32) for b in (position_bias, time_bias)
+    ]
+    return (*like, *biases)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.options = inputs[8:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, offsets, times, asked, position_bias, time_bias = ctx.saved_tensors
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    dq, dk, dv, dposition, dtime = silu_attention_backward(
+        grad, q, k, v, offsets, times, asked, position_bias, time_bias, *ctx.options
+    )
+    from_position = None if position_bias is None else dposition.to(position_bias.dtype)
+    from_time = None if time_bias is None else dtime.to(time_bias.dtype)
+    return dq, dk, dv, None, None, None, from_position, from_time, None, None, None
+
+
+silu_attention.register_autograd(_differentiate, setup_context=_save)

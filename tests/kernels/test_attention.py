@@ -1,0 +1,223 @@
+"""SiLU attention: the reference against plain loops, the Triton kernel against the reference.
+
+Where there is no GPU the Triton tests need the interpreter, which must be chosen before triton is imported: one test runs this file again in a child
+process that has it.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from loka.kernels.attention import describe, reference, silu_attention, triton
+
+ROWS = [5, 0, 1, 33]
+
+
+def make(lengths, *, heads=2, d_qk=8, d_v=12, positions=20, buckets=16, dtype=torch.float64, device="cpu"):
+    """Operands with gradients: ragged rows, biases shorter than the longest row, times that grow within a row."""
+    g = torch.Generator().manual_seed(len(lengths))
+    total = sum(lengths)
+
+    def leaf(*shape):
+        return (torch.randn(*shape, generator=g) * 0.7).to(device, dtype).requires_grad_()
+
+    times = torch.cat([torch.randint(0, 5000, (n,), generator=g).cumsum(0) for n in lengths] or [torch.zeros(0)]).long()
+    return {
+        "q": leaf(total, heads, d_qk),
+        "k": leaf(total, heads, d_qk),
+        "v": leaf(total, heads, d_v),
+        "offsets": torch.tensor([0, *lengths]).cumsum(0).to(device),
+        "position_bias": leaf(heads, positions),
+        "time_bias": leaf(heads, buckets),
+        "times": times.to(device),
+        "query_times": (times + torch.randint(0, 900, (total,), generator=g)).to(device),
+    }
+
+
+def by_hand(q, k, v, offsets, position_bias, time_bias, times, query_times, *, divisor, alpha):
+    out = torch.zeros_like(v)
+    for start, stop in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+        for h in range(q.shape[1]):
+            for i in range(start, stop):
+                total = torch.zeros(v.shape[2], dtype=v.dtype)
+                for j in range(start, i + 1):
+                    s = alpha * (q[i, h] @ k[j, h]) + position_bias[h, min(i - j, position_bias.shape[1] - 1)]
+                    dt = max(abs(int(query_times[i]) - int(times[j])), 1)
+                    octave = math.floor(math.log2(dt))
+                    bucket = 2 * octave + (dt >= 1.5 * 2**octave)
+                    s = s + time_bias[h, min(bucket, time_bias.shape[1] - 1)]
+                    total = total + s / (1 + (-s).exp()) * v[j, h]
+                out[i, h] = total / (divisor or stop - start)
+    return out
+
+
+def gradients(out, operands):
+    leaves = {name: t for name, t in operands.items() if t is not None and t.requires_grad}
+    probe = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+    return dict(zip(leaves, torch.autograd.grad((out * probe).sum(), leaves.values()), strict=True))
+
+
+@pytest.mark.parametrize("divisor", [None, 50.0])
+def test_reference_is_its_formula_with_gradients(divisor):
+    operands = make([4, 0, 1, 6], positions=3, buckets=9)
+    out = silu_attention(**operands, max_length=7, divisor=divisor, alpha=0.3)
+    expected = by_hand(**operands, divisor=divisor, alpha=0.3)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(gradients(out, operands), gradients(expected, operands))
+
+
+def test_time_buckets_are_two_per_octave():
+    seen = reference.time_bucket(torch.tensor([0, 1, -2, 3, 4, 5, 6, 7, 8, 11, 12, 2**31, 10**12]), 64)
+    assert seen.tolist() == [0, 0, 2, 3, 4, 4, 5, 5, 6, 6, 7, 62, 63]
+
+
+def test_no_rows_and_only_empty_rows():
+    for lengths in ([], [0, 0]):
+        operands = make(lengths)
+        assert silu_attention(**operands, max_length=4).shape == (0, 2, 12)
+
+
+def test_mistakes_are_named():
+    operands = make([3])
+    with pytest.raises(ValueError, match="belong together"):
+        silu_attention(**{**operands, "time_bias": None}, max_length=4)
+    with pytest.raises(ValueError, match=r"position_bias must be \[H = 2, entries\]"):
+        silu_attention(**{**operands, "position_bias": torch.zeros(3, 4)}, max_length=4)
+    with pytest.raises(ValueError, match="q, k"):
+        silu_attention(**{**operands, "k": torch.zeros(3, 2, 9)}, max_length=4)
+    with pytest.raises(ValueError, match="offsets must be int64"):
+        silu_attention(**{**operands, "offsets": torch.tensor([0.0, 3.0])}, max_length=4)
+    with pytest.raises(ValueError, match="query_times must be int64"):
+        silu_attention(**{**operands, "query_times": torch.zeros(2, dtype=torch.int64)}, max_length=4)
+
+
+def test_on_triton_bf16_is_refused_in_the_interpreter(triton_device):
+    if triton_device.type == "cuda":
+        pytest.skip("about the interpreter")
+    operands = make([3], dtype=torch.bfloat16)
+    verdict = triton.supports(describe(operands["q"], operands["v"], operands["offsets"], 4), triton_device)
+    assert "bit patterns" in verdict.reason
+
+
+def test_triton_says_why_not():
+    operands = make([3])
+    call = describe(operands["q"], operands["v"], operands["offsets"], 4)
+    assert "float64" in triton.supports(call, torch.device("cuda")).reason
+    wide = make([3], d_v=300, dtype=torch.float32)
+    assert (
+        "up to 256" in triton.supports(describe(wide["q"], wide["v"], wide["offsets"], 4), torch.device("cuda")).reason
+    )
+
+
+def runs_here(device):
+    operands = make([3], dtype=torch.float32)
+    return bool(triton.supports(describe(operands["q"], operands["v"], operands["offsets"], 4), device))
+
+
+@pytest.fixture
+def triton_device(device):
+    if not runs_here(device):
+        pytest.skip("Triton runs neither on a GPU nor interpreted in this process; the child process runs this test")
+    return device
+
+
+def test_triton_in_the_interpreter(device):
+    if runs_here(device):
+        pytest.skip("Triton runs in this process")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
+    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout
+    assert "....." in child.stdout
+    assert "neither on a GPU" not in child.stdout
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "divisor"),
+    [
+        (torch.float32, None),
+        (torch.float16, 40.0),
+        pytest.param(
+            torch.bfloat16, None, marks=pytest.mark.gpu
+        ),  # the interpreter multiplies bf16 by its bit patterns
+    ],
+)
+def test_on_triton_same_as_reference_with_gradients(triton_device, dtype, divisor):
+    operands = make(ROWS, dtype=dtype, device=triton_device)
+    out = silu_attention(**operands, max_length=33, divisor=divisor, alpha=0.3, run=triton.run)
+    expected = silu_attention(**operands, max_length=33, divisor=divisor, alpha=0.3)
+    assert out.dtype == dtype
+    assert_near(out, expected, TOLERANCE[dtype])
+    ours, law = gradients(out, operands), gradients(expected, operands)
+    for name, value in law.items():
+        assert ours[name].dtype == dtype
+        assert_near(ours[name], value, TOLERANCE[dtype], name)
+    with pytest.raises(AssertionError):
+        assert_near(out * (1 + 4 * TOLERANCE[dtype]), expected, TOLERANCE[dtype])
+
+
+def assert_near(ours, law, tolerance, name="out"):
+    error = (ours.double() - law.double()).norm() / law.double().norm()
+    assert error < tolerance, f"{name}: relative L2 error {error:.2e}"
+
+
+@pytest.mark.parametrize("absent", ["position_bias", "time_bias", "both"])
+def test_on_triton_without_biases(triton_device, absent):
+    operands = make([5, 18], dtype=torch.float32, device=triton_device)
+    if absent in ("position_bias", "both"):
+        operands["position_bias"] = None
+    if absent in ("time_bias", "both"):
+        operands |= {"time_bias": None, "times": None, "query_times": None}
+    out = silu_attention(**operands, max_length=20, run=triton.run)
+    expected = silu_attention(**operands, max_length=20)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-4, atol=1e-4)
+
+
+def test_on_triton_shared_bias_and_strided_operands(triton_device):
+    """What the model passes: slices of one projection, and one bias expanded to all heads."""
+    torch.manual_seed(0)
+    operands = make([6, 17], dtype=torch.float32, device=triton_device)
+    wide = torch.randn(23, 56, device=triton_device, requires_grad=True)
+    shared = torch.randn(1, 9, device=triton_device, requires_grad=True)
+    results = []
+    for run in (triton.run, reference.run):
+        v, q, k = (t.unflatten(1, (2, -1)) for t in wide.split((24, 16, 16), 1))
+        extra = {"position_bias": shared.expand(2, -1), "offsets": operands["offsets"]}
+        out = silu_attention(q, k, v, **extra, max_length=17, run=run)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (wide, shared))))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_on_triton_no_positions_at_all(triton_device):
+    operands = make([0, 0], dtype=torch.float32, device=triton_device)
+    out = silu_attention(**operands, max_length=4, run=triton.run)
+    assert out.shape == (0, 2, 12)
+    assert all(g.eq(0).all() for g in gradients(out, operands).values())
+
+
+def test_on_triton_nothing_is_read_beyond_a_row(triton_device):
+    """NaN in a neighbouring row must not leak: a mask that multiplies instead of selecting would."""
+    operands = make([5, 4, 6], dtype=torch.float32, device=triton_device)
+    with torch.no_grad():
+        for name in "qkv":
+            operands[name][5:9] = float("nan")
+    out = silu_attention(**operands, max_length=6, run=triton.run)
+    assert out[:5].isfinite().all()
+    assert out[9:].isfinite().all()
+    assert out[5:9].isnan().all()
+
+
+def test_on_triton_compiles_to_one_graph(triton_device):
+    operands = make([5, 18], dtype=torch.float32, device=triton_device)
+    compiled = torch.compile(silu_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+    out = compiled(**operands, max_length=20, run=triton.run)
+    expected = silu_attention(**operands, max_length=20, run=triton.run)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-5, atol=1e-5)
