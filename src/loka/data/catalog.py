@@ -2,7 +2,7 @@
 
 `load` and `load_sequences` open the cache if there is one, otherwise build it from the raw files: those in `source`, those that
 `loka data get` has put under the root, or those inside an installed package. They never download: a function that trains a
-model should not start to talk to the network. `get` does, and only when called.
+model should not start to talk to the network. `fetch_raw` does, and only when called.
 
 The root is `root=`, else the environment variable LOKA_DATA, else ~/.cache/loka. Under it: raw/<name>/ for raw files,
 <name>/ranking-<options>/ and <name>/sequences-<options>/ for caches, one folder per choice of options.
@@ -28,7 +28,19 @@ from loka.data.ranking import RankingData
 if TYPE_CHECKING:
     from loka.data.sequences import SequenceData
 
-__all__ = ["CATALOG", "Entry", "Remote", "cache_folder", "data_root", "find_entry", "load", "load_sequences"]
+__all__ = [
+    "CATALOG",
+    "Entry",
+    "Remote",
+    "cache_folder",
+    "data_root",
+    "fetch_raw",
+    "find_entry",
+    "is_cached",
+    "list_caches",
+    "load",
+    "load_sequences",
+]
 
 
 @dataclass(frozen=True)
@@ -214,6 +226,14 @@ def load_sequences(
     return open_sequences(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
 
 
+def is_cached(name: str, kind: str, *, root: str | Path | None = None, **options: Any) -> bool:
+    """Say whether a cache for these options is there (it may still be damaged: `load` finds out)."""
+    entry = find_entry(name, kind)
+    module = import_module(entry.module)
+    chosen = _make_options(entry, module.Options if kind == "ranking" else module.SequenceOptions, options)
+    return cache_folder(data_root(root), name, kind, asdict(chosen)).exists()
+
+
 def cache_folder(root: Path, name: str, kind: str, options: Mapping[str, Any]) -> Path:
     """Return where the cache for these options lives."""
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
@@ -300,3 +320,31 @@ def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
     if unknown:
         raise ValueError(f"{entry.name} has no option {unknown}; it has {known}")
     return kind(**given)
+
+
+def fetch_raw(name: str, *, root: str | Path | None = None, progress: Progress = silent) -> Path:
+    """Download the raw files of a data set from its publisher; returns their folder."""
+    from loka.data.download import download
+
+    entry = find_entry(name)
+    if not entry.remotes:
+        raise DataError(
+            f"{name}: the publisher offers no direct download ({entry.publisher}); get the files there and pass their folder "
+            "with --from FOLDER (in Python: source=FOLDER)"
+        )
+    folder = data_root(root) / "raw" / name
+    for remote in entry.remotes:
+        download(remote.url, folder / remote.filename, sha256=remote.sha256, size=remote.bytes, progress=progress)
+    return folder
+
+
+def list_caches(name: str, *, root: str | Path | None = None, verify: bool = False) -> dict[Path, Manifest | DataError]:
+    """Return every cache folder of a data set with its manifest, or with what is wrong with it."""
+    folder = data_root(root) / find_entry(name).name
+    found: dict[Path, Manifest | DataError] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        try:
+            found[path] = open_cache(path, verify=verify)
+        except DataError as error:
+            found[path] = error
+    return found
