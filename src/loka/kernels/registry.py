@@ -15,8 +15,10 @@ from loka.kernels.backend import Backend, UnsupportedError, Verdict
 
 # In order of preference for `auto`: dispatch replaces this order by measured times, the order only decides where nothing was measured.
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "quantize": ("reference",),
-    "scaled_mm": ("reference",),
+    "quantize": ("triton", "reference"),
+    "norm_quantize": ("triton", "reference"),
+    "fused_linear": ("triton", "reference"),
+    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
 }
 
 

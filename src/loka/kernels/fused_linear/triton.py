@@ -1,0 +1,141 @@
+"""The fused layer on Hopper and newer: one kernel forward, one kernel from dy to the quantised gradient."""
+
+import torch
+from torch import Tensor
+
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.backend import Verdict, no, triton_runs_on
+from loka.kernels.fused_linear.call import (
+    ACTIVATIONS,
+    NORMALIZED,
+    NORMALIZED_SCALE,
+    FusedCall,
+    FusedResult,
+    GradientCall,
+    GradientResult,
+)
+from loka.kernels.scaled_mm import triton as scaled_mm_triton
+from loka.kernels.scaled_mm.call import MatmulCall
+
+_GROUP = Block(1, 128)
+
+
+def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
+    """Forward: FP8 operands, output 16-bit, FP8 static per tensor, or FP8 1x128. Backward: one given scale, or 1x128 both ways."""
+    if isinstance(call, GradientCall):
+        return _supports_gradient(call, device)
+    operands = scaled_mm_triton.supports(MatmulCall(call.m, call.k, call.n, call.a, call.b), device)
+    if not operands:
+        return operands
+    if isinstance(call.out, Spec):
+        return _supports_output(call.out)
+    if call.out not in (torch.bfloat16, torch.float16, torch.float32):
+        return no(f"writes bf16, fp16, fp32 or FP8, not {call.out}")
+    return triton_runs_on(device)
+
+
+def _supports_output(spec: Spec) -> Verdict:
+    if spec.format not in (E4M3, E5M2) or spec.rounding != "nearest" or spec.scale == "e4m3":
+        return no(f"writes e4m3 or e5m2 rounded to nearest, not {spec}")
+    if (spec.block == TENSOR and spec.mode != "dynamic") or (spec.block == _GROUP and spec.mode == "dynamic"):
+        return Verdict(True)
+    if spec.block in (TENSOR, ROW):
+        return no(f"an epilogue sees one tile and cannot know the amax {spec} needs; hint: a static scale, or 1x128")
+    return no(f"output scales are static per tensor or dynamic per 1x128, not {spec}")
+
+
+def _supports_gradient(call: GradientCall, device: torch.device) -> Verdict:
+    for spec in (call.spec, call.spec_t):
+        possible = _supports_output(spec)
+        if not possible:
+            return possible
+    if call.spec.block != call.spec_t.block:
+        return no(f"g and its transpose are scaled alike in one pass, not {call.spec} and {call.spec_t}")
+    return triton_runs_on(device)
+
+
+def run(
+    a: QTensor,
+    b: QTensor,
+    *,
+    out: Spec | torch.dtype,
+    out_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    norm_block: int,
+    activation: str,
+    keep: bool = False,
+    transpose: bool = False,
+) -> FusedResult:
+    """Forward, in one kernel."""
+    if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
+        from loka.kernels.fused_linear import reference
+
+        return reference.run(
+            a,
+            b,
+            out=out,
+            out_scale=out_scale,
+            bias=bias,
+            norm_block=norm_block,
+            activation=activation,
+            keep=keep,
+            transpose=transpose,
+        )  # nothing to compute: the law defines what an empty result looks like
+    from loka.kernels.fused_linear import triton_ops
+
+    spec = out if isinstance(out, Spec) else None
+    mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
+    y, y_scale, y_t, yt_scale, z, rstd = triton_ops.fused_linear(
+        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), a.scale.contiguous(), b.scale.contiguous(), bias, out_scale,
+        scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation),
+        mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), keep, transpose,
+    )  # fmt: skip
+    kept: QTensor | Tensor | None = None
+    if keep:
+        kept = QTensor(z, torch.full((), NORMALIZED_SCALE, device=z.device), NORMALIZED) if norm_block else z
+    if spec is None:
+        return FusedResult(y, z=kept, rstd=rstd if keep and norm_block else None)
+    q = QTensor(y, y_scale if mode == 2 else _given(out_scale, spec), spec)
+    q_t = QTensor(y_t, yt_scale if mode == 2 else _given(out_scale, spec), spec) if transpose else None
+    return FusedResult(q, q_t, kept, rstd if keep and norm_block else None)
+
+
+def _given(scale: Tensor | None, spec: Spec) -> Tensor:
+    if scale is None:
+        raise ValueError(f"{spec} needs a scale: pass out_scale / scale")
+    return scale.float().reshape(())
+
+
+def gradient(
+    dy: Tensor,
+    z: QTensor | Tensor,
+    rstd: Tensor | None,
+    *,
+    spec: Spec,
+    spec_t: Spec,
+    scale: Tensor | None = None,
+    norm_block: int,
+    activation: str,
+    bias: bool = False,
+) -> GradientResult:
+    """Backward up to the GEMMs, in one kernel."""
+    if dy.numel() == 0:
+        from loka.kernels.fused_linear import reference
+
+        return reference.gradient(
+            dy, z, rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias
+        )
+    from loka.kernels.fused_linear import triton_ops
+
+    given = None if spec.mode == "dynamic" else _given(scale, spec)
+    g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
+        dy if dy.stride(-1) == 1 else dy.contiguous(), z.data if isinstance(z, QTensor) else z, rstd, given,
+        norm_block > 0, ACTIVATIONS.index(activation), bias, spec.format.dtype, spec_t.format.dtype,
+        spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"),
+    )  # fmt: skip
+    return GradientResult(
+        QTensor(g, g_scale if given is None else given, spec),
+        QTensor(g_t, gt_scale if given is None else given, spec_t),
+        amax,
+        sums if bias else None,
+    )

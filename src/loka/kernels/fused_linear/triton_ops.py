@@ -1,0 +1,72 @@
+"""The fused layer and its gradient as torch ops. Absent outputs come back empty: an op's signature is fixed."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.fused_linear import triton_kernels as kernels
+
+
+def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0, dtype=torch.float32) if results[name] is None else results[name] for name in names)
+
+
+@torch.library.custom_op("loka::fused_linear", mutates_args=())
+def fused_linear(
+    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, out_scale: Tensor | None,
+    a_source: int, b_source: int, norm: bool, activation: int, out: int, out_dtype: torch.dtype,
+    pow2: bool, keep: bool, transpose: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, y_scale, y_t, yt_scale, z, rstd."""
+    results = kernels.fused(
+        a, b, sa, sb, bias, out_scale, a_source=a_source, b_source=b_source, norm=norm, activation=activation,
+        out=out, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose,
+    )  # fmt: skip
+    return _dense(results, a, ("y", "y_scale", "y_t", "yt_scale", "z", "rstd"))
+
+
+@fused_linear.register_fake
+def _(a, b, sa, sb, bias, out_scale, a_source, b_source, norm, activation, out, out_dtype, pow2, keep, transpose):  # type: ignore[no-untyped-def]
+    m, n = a.shape[0], b.shape[0]
+    grouped = out == kernels.OUT_GROUPED
+
+    def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
+        return a.new_empty(shape, dtype=dtype)
+
+    return (
+        empty(m, n, dtype=out_dtype),
+        empty(m, -(-n // 128)) if grouped else empty(0),
+        empty(n, m, dtype=out_dtype) if transpose else empty(0),
+        empty(n, -(-m // 128)) if grouped and transpose else empty(0),
+        empty(m, n, dtype=torch.float8_e4m3fn if norm else torch.bfloat16) if keep else empty(0),
+        empty(m, -(-n // kernels.NORM_BLOCK)) if keep and norm else empty(0),
+    )
+
+
+@torch.library.custom_op("loka::fused_linear_gradient", mutates_args=())
+def fused_linear_gradient(
+    dy: Tensor, z: Tensor, rstd: Tensor | None, scale: Tensor | None, norm: bool, activation: int, bias: bool,
+    dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """g, g_scale, g_t, gt_scale, bias, amax."""
+    results = kernels.gradient(
+        dy, z, rstd, scale, norm=norm, activation=activation, bias=bias, dtype=dtype, t_dtype=t_dtype, pow2=pow2, t_pow2=t_pow2
+    )  # fmt: skip
+    return _dense(results, dy, ("g", "g_scale", "g_t", "gt_scale", "bias", "amax"))
+
+
+@fused_linear_gradient.register_fake
+def _(dy, z, rstd, scale, norm, activation, bias, dtype, t_dtype, pow2, t_pow2):  # type: ignore[no-untyped-def]
+    m, n = dy.shape
+    grouped = scale is None
+
+    def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
+        return dy.new_empty(shape, dtype=dtype)
+
+    return (
+        empty(m, n, dtype=dtype),
+        empty(m, -(-n // 128)) if grouped else empty(0),
+        empty(n, m, dtype=t_dtype),
+        empty(n, -(-m // 128)) if grouped else empty(0),
+        empty(n) if bias else empty(0),
+        empty(),
+    )

@@ -1,0 +1,210 @@
+"""Residual add + norm + activation + quantise: one read of x, one write of FP8 (and of h and y where asked).
+
+A program keeps whole rows in registers (up to 16384 wide), so mean, rstd and the quantiser's amax are reductions in registers. Block norm and 1x128
+scales are the same reductions over a reshaped row. Backward walks rows in a persistent loop and sums the parameter gradients in registers; one small
+reduction over programs ends it, in a fixed order: deterministic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka.kernels.norm_quantize.call import NORM_BLOCK
+from loka.kernels.scaled_mm.triton_kernels import processors
+from loka.kernels.tile import INTERPRETED, activate, activation_slope, finite_magnitude, inverse, scale_of, to_fp8
+
+LAYER, RMS, BLOCK = 0, 1, 2
+SCALAR, VECTOR, GROUPED = 1, 2, 3
+_LAYER = tl.constexpr(0)
+_BLOCK = tl.constexpr(2)
+_SCALAR = tl.constexpr(1)
+_VECTOR = tl.constexpr(2)
+_WIDTH = tl.constexpr(NORM_BLOCK)
+
+
+@triton.jit
+def _mean(x, K, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
+    """Mean over what is normalised together: [ROWS], or [ROWS, blocks]. Columns beyond K are zero."""
+    if NORM == _BLOCK:
+        BLOCKS: tl.constexpr = WIDE // _WIDTH
+        start = tl.arange(0, BLOCKS) * _WIDTH
+        width = tl.maximum(tl.minimum(K - start, _WIDTH), 1).to(tl.float32)
+        return tl.sum(tl.reshape(x, (ROWS, BLOCKS, _WIDTH)), 2) / width[None, :]
+    else:
+        return tl.sum(x, 1) / K
+
+
+@triton.jit
+def _spread(value, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
+    """Repeat a mean over the columns it belongs to."""
+    if NORM == _BLOCK:
+        BLOCKS: tl.constexpr = WIDE // _WIDTH
+        return tl.reshape(tl.broadcast_to(value[:, :, None], (ROWS, BLOCKS, _WIDTH)), (ROWS, WIDE))
+    else:
+        return tl.broadcast_to(value[:, None], (ROWS, WIDE))
+
+
+@triton.jit
+def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.constexpr):
+    if NORM == _BLOCK:
+        block = tl.arange(0, WIDE // _WIDTH)
+        inside = (row < M)[:, None] & (block < blocks)[None, :]
+        tl.store(rstd_ptr + row[:, None] * blocks + block[None, :], rstd, inside)
+    else:
+        tl.store(rstd_ptr + row, rstd, row < M)
+
+
+@triton.jit
+def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, M, K, blocks, stride_x, stride_r, eps,
+             ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
+             WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+             PREROUND: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDE)
+    inside = (row < M)[:, None] & (column < K)[None, :]
+    offset = row[:, None] * K + column[None, :]
+    h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
+    if RESIDUAL:
+        kind = h.dtype
+        h = h.to(tl.float32) + tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0).to(
+            tl.float32
+        )
+        h = h.to(kind)
+        tl.store(h_ptr + offset, h, inside)
+    h = h.to(tl.float32)
+    if NORM == _LAYER:
+        mean = _mean(h, K, ROWS, WIDE, NORM)
+        tl.store(mean_ptr + row, mean, row < M)
+        h = tl.where(inside, h - mean[:, None], 0.0)
+    rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
+    _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
+    y = h * _spread(rstd, ROWS, WIDE, NORM)
+    if WEIGHT:
+        y *= tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        y += tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+    y = activate(y, ACTIVATION)
+    if OUT:
+        tl.store(y_ptr + offset, y, inside)
+    if SCALE == _SCALAR:
+        q = to_fp8(y, inverse(tl.load(s_ptr)), 0, E5M2, False, PREROUND)
+    elif SCALE == _VECTOR:
+        scale = scale_of(tl.max(finite_magnitude(y), 1), E5M2, POW2)
+        tl.store(s_ptr + row, scale, row < M)
+        q = to_fp8(y, inverse(scale)[:, None], 0, E5M2, False, PREROUND)
+    else:
+        GROUPS: tl.constexpr = WIDE // 128
+        wide = tl.cdiv(K, 128)
+        group = tl.arange(0, GROUPS)
+        grouped = tl.reshape(y, (ROWS, GROUPS, 128))
+        scale = scale_of(tl.max(finite_magnitude(grouped), 2), E5M2, POW2)
+        tl.store(s_ptr + row[:, None] * wide + group[None, :], scale, (row < M)[:, None] & (group < wide)[None, :])
+        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND), (ROWS, WIDE))
+    tl.store(q_ptr + offset, q, inside)
+
+
+@triton.jit
+def _backward(dy_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, M, K, blocks, stride_dy, stride_dh,
+              ROWS: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+              WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, WIDE)
+    dw = tl.zeros((WIDE,), tl.float32)
+    db = tl.zeros((WIDE,), tl.float32)
+    if WEIGHT:
+        w = tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        b = tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+    for chunk in range(program, tl.cdiv(M, ROWS), PROGRAMS):
+        row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < M)[:, None] & (column < K)[None, :]
+        offset = row[:, None] * K + column[None, :]
+        xhat = tl.load(h_ptr + offset, inside, other=0.0).to(tl.float32)
+        if NORM == _LAYER:
+            xhat = tl.where(inside, xhat - tl.load(mean_ptr + row, row < M, other=0.0)[:, None], 0.0)
+        if NORM == _BLOCK:
+            block = tl.arange(0, WIDE // _WIDTH)
+            there = (row < M)[:, None] & (block < blocks)[None, :]
+            rstd = tl.load(rstd_ptr + row[:, None] * blocks + block[None, :], there, other=0.0)
+        else:
+            rstd = tl.load(rstd_ptr + row, row < M, other=0.0)
+        spread = _spread(rstd, ROWS, WIDE, NORM)
+        xhat *= spread
+        p = xhat
+        if WEIGHT:
+            p *= w
+        if BIAS:
+            p += b
+        dp = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
+        dp *= activation_slope(p, ACTIVATION)
+        if WEIGHT:
+            dw += tl.sum(dp * xhat, 0)
+        if BIAS:
+            db += tl.sum(dp, 0)
+        if WEIGHT:
+            dp *= w
+        dx = dp - xhat * _spread(_mean(dp * xhat, K, ROWS, WIDE, NORM), ROWS, WIDE, NORM)
+        if NORM == _LAYER:
+            dx -= _mean(dp, K, ROWS, WIDE, NORM)[:, None]
+        dx *= spread
+        if RESIDUAL:
+            dx += tl.load(dh_ptr + row[:, None] * stride_dh + column[None, :], inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + offset, dx, inside)
+    if WEIGHT:
+        tl.store(dw_ptr + program * K + column, dw, column < K)
+    if BIAS:
+        tl.store(db_ptr + program * K + column, db, column < K)
+
+
+def _rows_per_program(wide: int) -> int:
+    return max(1, min(16, 4096 // wide))
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
+    *, norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Launch the forward kernel; x [M, K] with unit stride along K."""
+    m, k = x.shape
+    wide = max(256, triton.next_power_of_2(k))
+    blocks = triton.cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
+    new = {"device": x.device}
+    q = torch.empty(m, k, dtype=dtype, **new)
+    if source != SCALAR:
+        scale = torch.empty(m, triton.cdiv(k, 128) if source == GROUPED else 1, dtype=torch.float32, **new)
+    h = torch.empty(m, k, dtype=x.dtype, **new) if residual is not None else None
+    y = torch.empty(m, k, dtype=out_dtype, **new) if out_dtype is not None else None
+    mean = torch.empty(m, 1, dtype=torch.float32, **new) if norm == LAYER else None
+    rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
+    rows = _rows_per_program(wide)
+    _forward[(triton.cdiv(m, rows),)](
+        x, residual, h, weight, bias, q, scale, y, mean, rstd, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
+        eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
+        dtype == torch.float8_e5m2, pow2, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+    )  # fmt: skip
+    return {"q": q, "scale": scale if source != SCALAR else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
+
+
+def backward(
+    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
+    *, norm: int, activation: int,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Launch the backward kernel."""
+    m, k = dy.shape
+    wide = max(256, triton.next_power_of_2(k))
+    rows = max(1, _rows_per_program(wide) // 2)
+    programs = min(processors(dy.device) * 8, triton.cdiv(m, rows))
+    dx = torch.empty(m, k, device=dy.device, dtype=h.dtype)
+    dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
+    db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
+    _backward[(programs,)](
+        dy, h, weight, bias, mean, rstd, dh, dx, dw, db, m, k, rstd.shape[1], dy.stride(0), dh.stride(0) if dh is not None else 0,
+        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None,
+        num_warps=4 if rows * wide <= 2048 else 8,
+    )  # fmt: skip
+    return {
+        "dx": dx,
+        "dw": None if dw is None else dw.sum(0).to(weight.dtype),
+        "db": None if db is None else db.sum(0).to(bias.dtype),
+    }

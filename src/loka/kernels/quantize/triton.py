@@ -1,0 +1,74 @@
+"""Our quantisers. E4M3 and E5M2; tensor, row, 1x128 and 128x128 blocks; dynamic or given scales; with or without the transpose."""
+
+import torch
+from torch import Tensor
+
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.backend import YES, Verdict, no, triton_runs_on
+from loka.kernels.quantize.call import QuantizeCall
+
+_BLOCKS = (TENSOR, ROW, Block(1, 128), Block(128, 128))
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports(call: QuantizeCall, device: torch.device) -> Verdict:
+    """FP8 formats, the four blocks, 16- and 32-bit inputs."""
+    for spec in (call.spec, call.transpose):
+        if spec is None:
+            continue
+        if spec.format not in (E4M3, E5M2):
+            return no(f"writes e4m3 and e5m2, not {spec.format}")
+        if spec.block not in _BLOCKS:
+            return no(f"blocks are {', '.join(map(str, _BLOCKS))}, not {spec.block}")
+        if spec.scale == "e4m3":
+            return no("two-level scales are not implemented here")
+        if spec.mode != "dynamic" and spec.block not in (TENSOR, ROW):
+            return no(f"given scales are per tensor or per row, not {spec.block}")
+    if call.in_dtype not in _DTYPES:
+        return no(f"reads bf16, fp16 and fp32, not {call.in_dtype}")
+    return triton_runs_on(device)
+
+
+def run(
+    x: Tensor,
+    spec: Spec,
+    *,
+    scale: Tensor | None = None,
+    transpose: Spec | None = None,
+    transpose_scale: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[QTensor, QTensor | None]:
+    """Quantise x [M, K] and, where asked, its transpose [K, M]."""
+    _check_scale(spec, scale)
+    if transpose is not None:
+        _check_scale(transpose, transpose_scale)
+    x = x.detach()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    seed = _seed(spec, transpose, generator, x.device)
+    from loka.kernels.quantize import triton_ops
+
+    q, q_scale, qt, qt_scale = triton_ops.quantize(
+        x, str(spec), scale, "" if transpose is None else str(transpose), transpose_scale, seed
+    )
+    result = QTensor(q, q_scale if scale is None else scale.float(), spec)
+    if transpose is None:
+        return result, None
+    return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
+
+
+def _check_scale(spec: Spec, scale: Tensor | None) -> None:
+    if spec.mode == "dynamic" and scale is not None:
+        raise ValueError(
+            f"{spec} computes its scale from x; hint: a given scale needs {spec.format}:{spec.block}:static"
+        )
+    if spec.mode != "dynamic" and scale is None:
+        raise ValueError(f"{spec} needs a scale: its scales do not come from x")
+
+
+def _seed(spec: Spec, transpose: Spec | None, generator: torch.Generator | None, device: torch.device) -> int:
+    """A fresh seed for stochastic rounding; nothing is drawn when nothing is stochastic."""
+    if "stochastic" not in (spec.rounding, transpose.rounding if transpose else ""):
+        return 0
+    where = generator.device if generator is not None else "cpu"
+    return int(torch.randint(2**31, (), generator=generator, device=where))

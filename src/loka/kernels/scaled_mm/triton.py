@@ -1,0 +1,52 @@
+"""Our GEMM: E4M3 / E5M2 operands, tensor, row, 1x128 and (for b) 128x128 scales, exact or fast accumulation, any shape."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.backend import Verdict, no, triton_runs_on
+from loka.kernels.scaled_mm.call import MatmulCall
+
+_GROUP, _SQUARE = Block(1, 128), Block(128, 128)
+_SOURCES = {TENSOR: 1, ROW: 2, _GROUP: 3, _SQUARE: 4}
+
+
+def supports(call: MatmulCall, device: torch.device) -> Verdict:
+    """FP8 formats with scales that are constant along K or per 128 of it."""
+    for spec in (call.a, call.b):
+        if spec.format not in (E4M3, E5M2):
+            return no(f"multiplies e4m3 and e5m2, not {spec.format}")
+        if spec.scale == "e4m3":
+            return no("two-level scales are not implemented here")
+    if call.a.block not in (TENSOR, ROW, _GROUP):
+        return no(f"a is scaled per tensor, row or 1x128, not {call.a.block}")
+    if call.b.block not in _SOURCES:
+        return no(f"b is scaled per tensor, row, 1x128 or 128x128, not {call.b.block}")
+    return triton_runs_on(device)
+
+
+def padded(q: QTensor) -> Tensor:
+    """Data contiguous with K a multiple of 16, as TMA wants it; zeros add nothing to a dot product."""
+    missing = -q.shape[1] % 16
+    data = q.data.contiguous()
+    return F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
+
+
+def source(spec: Spec) -> int:
+    """The kernel's number for where scales come from."""
+    return _SOURCES[spec.block]
+
+
+def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """a [M, K] @ b [N, K]^T."""
+    m, k = a.shape
+    n = b.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return a.data.new_zeros(m, n, dtype=out_dtype)
+    from loka.kernels.scaled_mm import triton_ops
+
+    scales = a.scale.contiguous(), b.scale.contiguous()
+    return triton_ops.scaled_mm(
+        padded(a), padded(b), *scales, source(a.spec), source(b.spec), not fast_accum, out_dtype
+    )

@@ -1,0 +1,19 @@
+"""The Triton GEMM as one torch op, so that torch.compile sees a call and not Python."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.scaled_mm import triton_kernels as kernels
+
+
+@torch.library.custom_op("loka::scaled_mm", mutates_args=())
+def scaled_mm(
+    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, a_source: int, b_source: int, exact: bool, out_dtype: torch.dtype
+) -> Tensor:
+    """See `triton_kernels.gemm`."""
+    return kernels.gemm(a, b, sa, sb, a_source=a_source, b_source=b_source, exact=exact, out_dtype=out_dtype)
+
+
+@scaled_mm.register_fake
+def _(a, b, sa, sb, a_source, b_source, exact, out_dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

@@ -1,0 +1,122 @@
+"""The pieces our Triton kernels are made of: rounding, scales, activations, the order of tiles.
+
+They implement the law of loka.formats on a tile in registers, to the bit:
+
+    scale = max(amax / format_max, 2^-126), 1 where amax is 0            amax over the finite elements only
+    q     = cast(x * (1 / scale)),  saturating; non-finite x stays visible (NaN, or Inf in E5M2)
+
+Triton's `/` is an approximate division, so scales use `div_rn`. The hardware cast rounds to nearest even and saturates, which would hide an Inf;
+hence the explicit select. Triton's CPU interpreter truncates on that cast instead, so under the interpreter (and for stochastic rounding, which no
+cast does) values are first rounded onto the grid with integer arithmetic and the cast is then exact.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def finite_magnitude(x):
+    """|x|, with 0 in place of NaN and Inf: what an amax is taken over."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
+    """Dequantise multiplier of a block."""
+    largest = tl.zeros_like(amax) + (57344.0 if E5M2 else 448.0)
+    scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
+    if POW2:  # round up: add all mantissa bits, then clear them
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax > 0, scale, 1.0)
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale, correctly rounded, as the law has it; never infinite."""
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, tl.maximum(scale, 1.1754943508222875e-38))
+
+
+@triton.jit
+def _round_to_grid(magnitude, noise, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Round finite magnitudes onto the FP8 grid with float32 arithmetic. `noise` is 32 random bits, used by stochastic rounding."""
+    DROPPED: tl.constexpr = 21 if E5M2 else 20  # mantissa bits float32 has more
+    SUBNORMAL: tl.constexpr = 6.103515625e-05 if E5M2 else 0.015625  # smallest normal
+    STEPS: tl.constexpr = 65536.0 if E5M2 else 512.0  # 1 / smallest subnormal
+    bits = magnitude.to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        random = noise & ((1 << DROPPED) - 1)
+        normal = (bits + random) >> DROPPED << DROPPED
+        fraction = random.to(tl.float32) * (1.0 / (1 << DROPPED))
+        small = tl.floor(magnitude * STEPS + fraction) / STEPS
+    else:
+        half = (1 << (DROPPED - 1)) - 1
+        normal = (bits + half + ((bits >> DROPPED) & 1)) >> DROPPED << DROPPED
+        MAGIC: tl.constexpr = 8388608.0 / STEPS  # adding it leaves a spacing of one subnormal step
+        small = (magnitude + MAGIC) - MAGIC
+    return tl.where(magnitude < SUBNORMAL, small, normal.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def to_fp8(
+    x, inv, noise, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr, BOUNDED: tl.constexpr = False
+):
+    """Quantise x with the inverse scale (broadcast already). BOUNDED promises that x has no Inf (after a norm it cannot)."""
+    LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    y = x * inv
+    if STOCHASTIC or PREROUND:
+        finite = tl.abs(x) < float("inf")
+        magnitude = tl.minimum(tl.abs(tl.where(finite, y, 0.0)), LARGEST)
+        magnitude = tl.minimum(_round_to_grid(magnitude, noise, E5M2, STOCHASTIC), LARGEST)
+        y = tl.where(finite, tl.where(y < 0, -magnitude, magnitude), float("nan"))
+    elif not BOUNDED:  # the cast saturates, keeps NaN, and would turn Inf into the largest value
+        y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
+    if E5M2:
+        q = y.to(tl.float8e5)
+        if BOUNDED:
+            return q
+        else:
+            sign = tl.where(x < 0, 0x80, 0).to(tl.uint8)
+            infinite = tl.abs(x) == float("inf")
+            return tl.where(infinite, sign | 0x7C, q.to(tl.uint8, bitcast=True)).to(tl.float8e5, bitcast=True)
+    else:
+        return y.to(tl.float8e4nv)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    """The activation of a normalised pre-activation."""
+    if ACTIVATION == 1:
+        return tl.maximum(z, 0.0)
+    elif ACTIVATION == 2:
+        return z * tl.sigmoid(z)
+    elif ACTIVATION == 3:
+        return z * tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+    else:
+        return z
+
+
+@triton.jit
+def activation_slope(z, ACTIVATION: tl.constexpr):
+    """d activate(z) / dz. At a kink torch's convention: relu'(0) = 0, hard_swish'(+-3) from the inner side excluded."""
+    if ACTIVATION == 1:
+        return tl.where(z > 0.0, 1.0, 0.0)
+    elif ACTIVATION == 2:
+        s = tl.sigmoid(z)
+        return s * (1.0 + z * (1.0 - s))
+    elif ACTIVATION == 3:
+        return tl.where(z <= -3.0, 0.0, tl.where(z < 3.0, z * (1.0 / 3.0) + 0.5, 1.0))
+    else:
+        return tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def tile_order(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Walk tiles in groups of GROUP_M rows, so that neighbouring programs share operands in L2."""
+    per_group = GROUP_M * num_n
+    first = (tile // per_group) * GROUP_M
+    size = tl.minimum(num_m - first, GROUP_M)
+    return first + (tile % per_group) % size, (tile % per_group) // size
