@@ -11,6 +11,8 @@
 Backward sees z as it was kept: rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), to bf16 where there is none.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,15 +38,14 @@ def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
 
 def _block_mean(x: Tensor, block: int) -> Tensor:
     """Mean over each block of columns, repeated to x's width; the tail over its own width."""
-    means = [part.mean(1, keepdim=True) for part in x.split(block, dim=1)]
-    widths = [part.shape[1] for part in x.split(block, dim=1)]
-    return torch.cat([mean.expand(-1, width) for mean, width in zip(means, widths, strict=True)], 1)
+    parts = torch.split(x, block, dim=1)
+    return torch.cat([part.mean(1, keepdim=True).expand(-1, part.shape[1]) for part in parts], 1)
 
 
 def apply_activation(z: Tensor, activation: str) -> Tensor:
     """The activations of the fused layer."""
-    table = {"none": lambda v: v, "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish}
-    return table[activation](z)
+    table: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish}
+    return z.clone() if activation == "none" else table[activation](z)
 
 
 def activation_slope(z: Tensor, activation: str) -> Tensor:

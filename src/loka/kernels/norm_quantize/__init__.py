@@ -28,7 +28,8 @@ def norm_quantize(
 ) -> NormResult:
     """q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K]."""
     affine = weight is not None or bias is not None
-    call = NormCall(*x.shape, spec, norm, activation, affine, residual is not None, x.dtype, out_dtype)
+    m, k = x.shape
+    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, x.dtype, out_dtype)
     chosen = pick("norm_quantize", backend, call, x.device)
     result = chosen.backend.run(
         x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype
@@ -48,7 +49,8 @@ def norm_gradient(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx (= dresidual), dweight and dbias from the gradient of the output and, where there is a residual stream, of h."""
-    call = NormCall(*dy.shape, kept.q.spec, norm, activation, weight is not None, dh is not None, kept.h.dtype)
+    m, k = dy.shape
+    call = NormCall(m, k, kept.q.spec, norm, activation, weight is not None, dh is not None, kept.h.dtype)
     chosen: Any = pick("norm_quantize", backend, call, dy.device).backend
     result = chosen.gradient(
         dy, kept.h, kept.mean, kept.rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh

@@ -26,7 +26,7 @@ def supports(call: NormCall, device: torch.device) -> Verdict:
 def _mean(x: Tensor, norm: str) -> Tensor:
     """Mean over what is normalised together: [M, 1], or [M, blocks]; a ragged tail over its own width."""
     width = NORM_BLOCK if norm == "block" else max(x.shape[1], 1)
-    parts = [part.mean(1, keepdim=True) for part in x.split(width, dim=1)]
+    parts = [part.mean(1, keepdim=True) for part in torch.split(x, width, dim=1)]
     return torch.cat(parts, 1) if parts else x.new_zeros(x.shape[0], 1)
 
 

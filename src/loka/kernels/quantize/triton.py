@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
-from loka.kernels.backend import YES, Verdict, no, triton_runs_on
+from loka.kernels.backend import Verdict, no, triton_runs_on
 from loka.kernels.quantize.call import QuantizeCall
 
 _BLOCKS = (TENSOR, ROW, Block(1, 128), Block(128, 128))

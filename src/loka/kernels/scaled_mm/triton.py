@@ -47,6 +47,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
     from loka.kernels.scaled_mm import triton_ops
 
     scales = a.scale.contiguous(), b.scale.contiguous()
-    return triton_ops.scaled_mm(
+    result: Tensor = triton_ops.scaled_mm(
         padded(a), padded(b), *scales, source(a.spec), source(b.spec), not fast_accum, out_dtype
     )
+    return result
