@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from loka.models import dcn, dhen, dlrm, elfm, interformer, wukong
+from loka.models import dcn, dhen, dlrm, elfm, hstu, interformer, wukong
 from loka.models.ranker import Core, Ranker, count_vectors
 from loka.nn import Style
 
@@ -35,6 +35,7 @@ FAMILIES = {
     "dhen": Family(dhen.DHENConfig, dhen.DHEN, dhen.SIZES),
     "dlrm": Family(dlrm.DLRMConfig, dlrm.DLRM, dlrm.SIZES),
     "elfm": Family(elfm.ELFMConfig, elfm.ELFM, elfm.SIZES),
+    "hstu": Family(hstu.HSTUConfig, hstu.HSTU, hstu.SIZES),
     "interformer": Family(interformer.InterFormerConfig, interformer.InterFormer, interformer.SIZES),
     "wukong": Family(wukong.WukongConfig, wukong.Wukong, wukong.SIZES),
 }

@@ -64,3 +64,13 @@ def run(
         alpha,
     )
     return out
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernel takes operands of these dtypes and widths: the part of `supports` that torch.compile can trace."""
+    return q.dtype in _DTYPES and max(q.shape[2], v.shape[2]) <= WIDEST
+
+
+def load() -> None:
+    """Import the kernels now: torch.compile cannot trace an import."""
+    from loka.kernels.attention import triton_ops  # noqa: F401
