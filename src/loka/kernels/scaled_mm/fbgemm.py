@@ -1,0 +1,93 @@
+"""FBGEMM GenAI's CUTLASS kernels: the best row-scaled GEMM at M around 512 on an H200.
+
+    tensor x tensor                    f8f8bf16             one scale: the product of both
+    {row, tensor} x {row, tensor}      f8f8bf16_rowwise
+    1x128 x 128x128                    f8f8bf16_groupwise   scales [K / 128, M] and [K / 128, N / 128]
+    128x128 x 128x128                  f8f8bf16_blockwise
+
+E4M3 in, bf16 out, built for compute capability 9.0. K and N are padded to 16 bytes' worth, under block scales to 128.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import E4M3, ROW, TENSOR, Block, QTensor
+from loka.kernels.backend import Verdict, no
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, library, row_scales, up
+
+OUTER_MAJOR_SCALES = True
+
+_MODULE = "fbgemm_gpu.experimental.gen_ai"
+_GROUP, _SQUARE = Block(1, 128), Block(128, 128)
+_KERNELS = {
+    (TENSOR, TENSOR): "f8f8bf16",
+    (ROW, ROW): "f8f8bf16_rowwise",
+    (ROW, TENSOR): "f8f8bf16_rowwise",
+    (TENSOR, ROW): "f8f8bf16_rowwise",
+    (_GROUP, _SQUARE): "f8f8bf16_groupwise",
+    (_SQUARE, _SQUARE): "f8f8bf16_blockwise",
+}
+
+
+def supports(call: MatmulCall, device: torch.device) -> Verdict:
+    """E4M3 to bf16 under the scale pairs above, on Hopper."""
+    if not call.a.format == call.b.format == E4M3:
+        return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
+    scales = float_scales(call.a, call.b)
+    if not scales:
+        return scales
+    if (call.a.block, call.b.block) not in _KERNELS:
+        return no(f"has no kernel for {call.a.block} x {call.b.block} scales")
+    if call.out_dtype != torch.bfloat16:
+        return no(f"writes torch.bfloat16 only, not {call.out_dtype}")
+    gpu = fp8_gpu(device, (9, 0), only=9)
+    return library(_MODULE, "fbgemm") if gpu else gpu
+
+
+def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """a [M, K] @ b [N, K]^T."""
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return a.data.new_zeros(m, n, dtype=out_dtype)
+    kernel = _KERNELS[a.spec.block, b.spec.block]
+    blockwise = kernel in ("f8f8bf16_groupwise", "f8f8bf16_blockwise")
+    granule = 128 if blockwise else GRANULE
+    inner, columns = up(k, granule), up(n, granule)
+    rows = up(m, GRANULE) if kernel == "f8f8bf16_groupwise" else m  # its scales are loaded 16 bytes at a time along M
+    scale_a, scale_b = _scales(kernel, a, b, rows, columns)
+    out = _gemm(aligned(a.data, rows, inner), aligned(b.data, columns, inner), scale_a, scale_b, kernel, fast_accum)
+    return cut(out, m, n)
+
+
+def _scales(kernel: str, a: QTensor, b: QTensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Scales in the order the kernel reads them."""
+    if kernel == "f8f8bf16":
+        return a.scale * b.scale, b.scale
+    if kernel == "f8f8bf16_rowwise":
+        return row_scales(a, rows).reshape(-1), row_scales(b, columns).reshape(-1)
+    if kernel == "f8f8bf16_blockwise":
+        return a.scale.contiguous(), b.scale.contiguous()
+    padded = torch.nn.functional.pad(a.scale.t(), (0, rows - a.shape[0]), value=1.0)
+    return padded.contiguous(), b.scale.t().contiguous()
+
+
+@torch.library.custom_op("loka::fbgemm_scaled_mm", mutates_args=())
+def _gemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str, fast_accum: bool) -> Tensor:
+    import fbgemm_gpu.experimental.gen_ai  # noqa: F401  (registers the ops)
+
+    op = getattr(torch.ops.fbgemm, kernel)
+    if kernel == "f8f8bf16":
+        out: Tensor = op(a, b, scale_a, use_fast_accum=fast_accum)
+    elif kernel == "f8f8bf16_rowwise":
+        out = op(a, b, scale_a, scale_b, use_fast_accum=fast_accum)
+    else:
+        out = op(a, b, scale_a, scale_b)
+    return out
+
+
+@_gemm.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str, fast_accum: bool) -> Any:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)

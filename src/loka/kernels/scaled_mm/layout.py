@@ -1,0 +1,94 @@
+"""What library GEMMs ask of their operands: aligned, padded, scales in their order. Every step keeps the values.
+
+Zero padding is exact: zeros add nothing to a dot product, and padded rows of the output are cut off. It costs a copy, so it happens only where
+a shape needs it (13, 27, 479), never at multiples of the granule.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+from loka.kernels.backend import YES, Verdict, no, require_library
+
+GRANULE = 16  # bytes in one transaction of TMA and cuBLASLt: FP8 rows must be a multiple of it
+
+
+def up(size: int, granule: int) -> int:
+    """Round up to a multiple."""
+    return -(-size // granule) * granule
+
+
+def aligned(data: Tensor, rows: int, cols: int) -> Tensor:
+    """8-bit data, row-major, starting on a 16-byte boundary, padded with zeros to [rows, cols]."""
+    missing_rows, missing_cols = rows - data.shape[0], cols - data.shape[1]
+    if missing_rows or missing_cols:
+        return F.pad(data.contiguous().view(torch.uint8), (0, missing_cols, 0, missing_rows)).view(data.dtype)
+    return data.clone() if data.is_contiguous() and data.storage_offset() % GRANULE else data.contiguous()
+
+
+def row_scales(q: QTensor, rows: int) -> Tensor:
+    """One scale per row [rows, 1] of an operand scaled per row or per tensor; padded rows get 1."""
+    scale = q.scale.expand(q.shape[0]) if q.scale.dim() == 0 else q.scale.reshape(-1)
+    return F.pad(scale, (0, rows - q.shape[0]), value=1.0).reshape(rows, 1).contiguous()
+
+
+def outer_major(scale: Tensor, rows: int) -> Tensor:
+    """1x128 scales [rows, K / 128] stored with the rows contiguous; free where the quantiser already wrote them so."""
+    return F.pad(scale.t(), (0, rows - scale.shape[0]), value=1.0).contiguous().t()
+
+
+def cut(out: Tensor, m: int, n: int) -> Tensor:
+    """The part of a padded output that was asked for."""
+    return out if out.shape == (m, n) else out[:m, :n].contiguous()
+
+
+def float_scales(*specs: Spec) -> Verdict:
+    """Whether the scales are float32: what these libraries multiply by on FP8 data before Blackwell."""
+    for spec in specs:
+        if spec.scale not in ("f32", "pow2"):
+            return no(f"takes float32 scales, not {spec.scale} ({spec})")
+    return YES
+
+
+def fp8_gpu(device: torch.device, minimum: tuple[int, int] = (8, 9), *, only: int | None = None) -> Verdict:
+    """Whether a device is a GPU with FP8 tensor cores, of one major version where only that has the kernel."""
+    if device.type != "cuda":
+        return no(f"needs a CUDA GPU, not {device.type}")
+    capability = _capability(-1 if device.index is None else device.index)
+    if not capability:
+        return no("needs a CUDA GPU, and this machine has none")
+    seen = ".".join(capability.split())
+    major, minor = (int(part) for part in capability.split())
+    if (major, minor) < minimum:
+        return no(f"needs compute capability {minimum[0]}.{minimum[1]} or newer, this GPU has {seen}")
+    if only is not None and major != only:
+        return no(f"exists for compute capability {only}.x only, this GPU has {seen}")
+    return YES
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(index: int) -> str:
+    """ "9 0", or "" without CUDA: a string, so that torch.compile can take it as a constant."""
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability(None if index < 0 else index)
+    return f"{major} {minor}"
+
+
+def library(module: str, extra: str) -> Verdict:
+    """Whether an optional library can be imported, in a form torch.compile can trace."""
+    reason = _import_failure(module, extra)
+    return no(reason) if reason else YES
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _import_failure(module: str, extra: str) -> str:
+    return _verdict(module, extra).reason
+
+
+@cache  # Python does not remember failed imports, and `auto` asks on every call
+def _verdict(module: str, extra: str) -> Verdict:
+    return require_library(module, extra)

@@ -1,0 +1,87 @@
+"""PyTorch's own: cuBLASLt, and CUTLASS for row scales where cuBLASLt has none, through `torch.nn.functional.scaled_mm`.
+
+    tensor x tensor, {row, tensor} x {row, tensor}     compute capability 8.9 and newer
+    1x128 x 128x128, 128x128 x 1x128, 1x128 x 1x128    9.x only (cuBLASLt 12.9)
+
+A tensor scale beside a row scale is repeated per row, which changes nothing. What the library asks for, read in its source (2.11 and 2.13):
+K and N multiples of 16, b column-major; 1x128 scales with the outer dimension contiguous; 128x128 scales with K / 128 contiguous and padded to
+a multiple of 4. The older `torch._scaled_mm` does not check that padding and is silently wrong where (K / 128) % 4 != 0, so it is not used. The
+fake implementation wants K and the 128x128 operand's rows to be multiples of 128 where eager is content with 16, so blockwise operands are padded
+to 128, and rows under 1x128 scales to 16, since the scales' leading dimension must be 16-byte aligned.
+
+Two E5M2 operands are refused by cuBLASLt. Block scales move the sum to float32 every 128 products, so fast accumulation is not asked for there.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor
+from loka.kernels.backend import Verdict, no
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, outer_major, row_scales, up
+
+OUTER_MAJOR_SCALES = True  # 1x128 scales arrive without a copy when their rows are contiguous
+
+_GROUP, _SQUARE = Block(1, 128), Block(128, 128)
+_WHOLE_ROWS = (TENSOR, ROW)
+_BLOCKWISE = ((_GROUP, _SQUARE), (_SQUARE, _GROUP), (_GROUP, _GROUP))
+
+
+def supports(call: MatmulCall, device: torch.device) -> Verdict:
+    """FP8 pairs and scale pairs the library has kernels for, on a GPU that has the units."""
+    formats = (call.a.format, call.b.format)
+    if not set(formats) <= {E4M3, E5M2}:
+        return no(f"multiplies e4m3 and e5m2, not {call.a.format} @ {call.b.format}")
+    if formats == (E5M2, E5M2):
+        return no("cuBLASLt does not multiply two e5m2 operands")
+    scales = float_scales(call.a, call.b)
+    if not scales:
+        return scales
+    blocks = (call.a.block, call.b.block)
+    if blocks in _BLOCKWISE:
+        return fp8_gpu(device, (9, 0), only=9)
+    if not set(blocks) <= set(_WHOLE_ROWS):
+        return no(f"has no kernel for {call.a.block} x {call.b.block} scales")
+    gpu = fp8_gpu(device)
+    if gpu and blocks != (TENSOR, TENSOR) and call.out_dtype == torch.float32 and not fp8_gpu(device, only=9):
+        return no("row scales run on CUTLASS on this GPU, which writes bf16 and fp16 only")
+    return gpu
+
+
+def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """a [M, K] @ b [N, K]^T."""
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return a.data.new_zeros(m, n, dtype=out_dtype)
+    if (a.spec.block, b.spec.block) in _BLOCKWISE:
+        return _blockwise(a, b, out_dtype)
+    columns, inner = up(n, GRANULE), up(k, GRANULE)
+    if a.spec.block == b.spec.block == TENSOR:
+        kind, scale_a, scale_b = ScalingType.TensorWise, a.scale, b.scale
+    else:
+        kind, scale_a, scale_b = ScalingType.RowWise, row_scales(a, m), row_scales(b, columns).reshape(1, columns)
+    out = F.scaled_mm(
+        aligned(a.data, m, inner), aligned(b.data, columns, inner).t(), scale_a, kind, scale_b, kind,
+        output_dtype=out_dtype, use_fast_accum=fast_accum,
+    )  # fmt: skip
+    return cut(out, m, n)
+
+
+def _blockwise(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
+    (m, k), n = a.shape, b.shape[0]
+    inner = up(k, 128)
+    x, kind_a, scale_a = _block_operand(a, inner)
+    w, kind_b, scale_b = _block_operand(b, inner)
+    return cut(F.scaled_mm(x, w.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=out_dtype), m, n)
+
+
+def _block_operand(q: QTensor, inner: int) -> tuple[Tensor, ScalingType, Tensor]:
+    """Padded data, the name of its scaling, and the scales in cuBLASLt's order."""
+    if q.spec.block == _GROUP:
+        rows = up(q.shape[0], GRANULE)
+        return aligned(q.data, rows, inner), ScalingType.BlockWise1x128, outer_major(q.scale, rows)
+    steps = q.scale.shape[1]
+    scale = F.pad(q.scale, (0, up(steps, 4) - steps), value=1.0).contiguous().t()
+    return aligned(q.data, up(q.shape[0], 128), inner), ScalingType.BlockWise128x128, scale

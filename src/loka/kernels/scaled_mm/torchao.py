@@ -1,0 +1,58 @@
+"""torchao's one GEMM of its own: a Triton kernel for 1x128 x 128x128 scales, bf16 out.
+
+Its other float8 paths call `torch._scaled_mm`, that is the kernels of our `torch` backend, so they are not listed a second time. The kernel tunes
+48 configurations on the first call of every (K, N, power of two of M): count on tens of seconds per new shape.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import E4M3, Block, QTensor
+from loka.kernels.backend import Verdict, no
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, library, up
+
+_MODULE = "torchao.kernel.blockwise_quantization"
+_BLOCKS = (Block(1, 128), Block(128, 128))
+
+
+def supports(call: MatmulCall, device: torch.device) -> Verdict:
+    """E4M3 under 1x128 x 128x128 scales to bf16."""
+    if not call.a.format == call.b.format == E4M3:
+        return no(f"multiplies e4m3 only, not {call.a.format} @ {call.b.format}")
+    scales = float_scales(call.a, call.b)
+    if not scales:
+        return scales
+    if (call.a.block, call.b.block) != _BLOCKS:
+        return no(
+            f"has a kernel of its own for 1x128 x 128x128 only; for {call.a.block} x {call.b.block} it calls torch's"
+        )
+    if call.out_dtype != torch.bfloat16:
+        return no(f"writes torch.bfloat16 only, not {call.out_dtype}")
+    gpu = fp8_gpu(device)
+    return library(_MODULE, "torchao") if gpu else gpu
+
+
+def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    """a [M, K] @ b [N, K]^T."""
+    (m, k), n = a.shape, b.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return a.data.new_zeros(m, n, dtype=out_dtype)
+    inner = up(k, GRANULE)
+    out = _gemm(aligned(a.data, m, inner), a.scale.contiguous(), aligned(b.data, n, inner), b.scale.contiguous())
+    return cut(out, m, n)
+
+
+@torch.library.custom_op("loka::torchao_scaled_mm", mutates_args=())
+def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    from torchao.kernel.blockwise_quantization import blockwise_fp8_gemm
+
+    out: Tensor = blockwise_fp8_gemm(a, scale_a, b, scale_b, 128)
+    return out
+
+
+@_gemm.register_fake
+def _(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Any:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)

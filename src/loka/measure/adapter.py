@@ -1,0 +1,233 @@
+"""What the benchmark must know about an op, and nothing more. One adapter per op of the registry.
+
+An adapter says which calls to try, makes their operands, turns a backend into something to call, judges it against the law, and counts the
+bytes and FLOPs nobody can avoid. Adding an op to the benchmark is one adapter and one row in ADAPTERS.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+from loka.kernels import registry
+from loka.kernels.backend import Backend
+from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import conformance, inputs
+from loka.measure.conformance import Conformance
+from loka.measure.inputs import Shape
+
+Thunk = Callable[[], Any]
+
+
+class Adapter(Protocol):
+    """One op, seen by the benchmark."""
+
+    op: str
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[Any]:
+        """The calls to try: every shape under every variant (a spelling of Specs)."""
+        ...
+
+    def encode(self, call: Any) -> dict[str, Any]:
+        """A call as JSON, for a child process."""
+        ...
+
+    def decode(self, fields: dict[str, Any]) -> Any:
+        """The inverse of `encode`."""
+        ...
+
+    def shape(self, call: Any) -> dict[str, int]:
+        """The call's dimensions, by name."""
+        ...
+
+    def operands(self, call: Any, *, seed: int, distribution: str, device: torch.device) -> Any:
+        """Inputs of the call."""
+        ...
+
+    def thunk(self, backend: Backend, call: Any, operands: Any) -> Thunk:
+        """The backend on these operands, in the layout it prefers, ready to be timed."""
+        ...
+
+    def check(self, backend: Backend, call: Any, operands: Any) -> Conformance:
+        """The backend against the law."""
+        ...
+
+    def baseline(self, call: Any, operands: Any) -> tuple[Thunk, Conformance]:
+        """The same job in bf16, and its own check."""
+        ...
+
+    def bytes_moved(self, call: Any) -> int:
+        """The fewest bytes through memory: each input read once, each output written once."""
+        ...
+
+    def flops(self, call: Any) -> int:
+        """Operations of the matrix units; 0 for ops that only move bytes."""
+        ...
+
+
+class ScaledMm:
+    """GEMM of quantised operands. A variant is spelled as `parse_variant` reads it."""
+
+    op = "scaled_mm"
+    VARIANTS = (
+        "e4m3:tensor@e4m3:tensor|fast",
+        "e4m3:row@e4m3:row|fast",
+        "e4m3:1x128@e4m3:128x128",
+        "e4m3:1x128@e4m3:1x128",
+    )
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[MatmulCall]:
+        """Every shape under every variant."""
+        return [parse_variant(variant, shape) for shape in shapes for variant in variants]
+
+    def encode(self, call: MatmulCall) -> dict[str, Any]:
+        """As JSON."""
+        dtype = str(call.out_dtype).removeprefix("torch.")
+        return {**self.shape(call), "a": str(call.a), "b": str(call.b), "out": dtype, "fast": call.fast_accum}
+
+    def decode(self, fields: dict[str, Any]) -> MatmulCall:
+        """From JSON."""
+        specs = Spec.parse(fields["a"]), Spec.parse(fields["b"])
+        return MatmulCall(fields["m"], fields["k"], fields["n"], *specs, getattr(torch, fields["out"]), fields["fast"])
+
+    def shape(self, call: MatmulCall) -> dict[str, int]:
+        """M, K, N."""
+        return {"m": call.m, "k": call.k, "n": call.n}
+
+    def operands(
+        self, call: MatmulCall, *, seed: int, distribution: str, device: torch.device
+    ) -> tuple[QTensor, QTensor]:
+        """Two QTensors."""
+        return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device, outer_major=False)
+
+    def thunk(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Thunk:
+        """The GEMM alone, its scales stored in the order the backend reads without a copy: a quantiser can write either."""
+        a, b = operands
+        if getattr(backend, "OUTER_MAJOR_SCALES", False):
+            a, b = (replace(q, scale=q.scale.t().contiguous().t()) if q.spec.block.rows == 1 else q for q in operands)
+        return lambda: backend.run(a, b, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+
+    def check(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Conformance:
+        """Against the law, with the scales in both storage orders."""
+        checked = conformance.check_scaled_mm(backend, call, *operands)
+        if not checked or not getattr(backend, "OUTER_MAJOR_SCALES", False):
+            return checked
+        timed = self.thunk(backend, call, operands)
+        return conformance.judge_runs(
+            timed, conformance.law(*operands), conformance.tolerance(call), call.out_dtype, poison=False
+        )
+
+    def baseline(self, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> tuple[Thunk, Conformance]:
+        """bf16 linear on the dequantised operands."""
+        x, w = (q.dequantize(torch.bfloat16) for q in operands)
+
+        def run() -> Tensor:
+            return torch.nn.functional.linear(x, w)
+
+        allowed = conformance.baseline_tolerance(torch.bfloat16, call.k)
+        return run, conformance.judge_runs(run, conformance.law_of_values(x, w), allowed, torch.bfloat16, poison=False)
+
+    def bytes_moved(self, call: MatmulCall) -> int:
+        """8-bit operands in, output out; scales are left out, which makes the floor a floor."""
+        return (call.m + call.n) * call.k + call.m * call.n * call.out_dtype.itemsize
+
+    def flops(self, call: MatmulCall) -> int:
+        """2 M K N."""
+        return 2 * call.m * call.k * call.n
+
+
+def parse_variant(text: str, shape: Shape) -> MatmulCall:
+    """`a@b`, optionally with `|fast` and `|OUT` (bfloat16, float16, float32), e.g. `e4m3:row@e4m3:row|fast|float32`."""
+    specs, *options = text.split("|")
+    left, at, right = specs.partition("@")
+    outputs = [option for option in options if option != "fast"]
+    if not at or len(outputs) > 1 or not set(outputs) <= {"bfloat16", "float16", "float32"}:
+        raise ValueError(
+            f"variant {text!r} is not SPEC@SPEC[|fast][|bfloat16 or float16 or float32]; e.g. e4m3:row@e4m3:row|fast"
+        )
+    dtype = getattr(torch, outputs[0]) if outputs else torch.bfloat16
+    return MatmulCall(*shape, Spec.parse(left), Spec.parse(right), dtype, "fast" in options)
+
+
+class Quantize:
+    """Quantisation of x [M, K]; N is ignored. A variant is a Spec, or `spec+transposed spec` for the pair the backward pass needs."""
+
+    op = "quantize"
+    VARIANTS = ("e4m3:tensor:static", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e4m3:1x128+e4m3:1x128")
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[QuantizeCall]:
+        """Every different (M, K) under every variant."""
+        sizes = dict.fromkeys((m, k) for m, k, _ in shapes)
+        return [self._call(m, k, variant) for m, k in sizes for variant in variants]
+
+    def _call(self, m: int, k: int, variant: str) -> QuantizeCall:
+        spec, _, transpose = variant.partition("+")
+        return QuantizeCall(m, k, Spec.parse(spec), transpose=Spec.parse(transpose) if transpose else None)
+
+    def encode(self, call: QuantizeCall) -> dict[str, Any]:
+        """As JSON."""
+        also = f"+{call.transpose}" if call.transpose else ""
+        return {**self.shape(call), "variant": f"{call.spec}{also}"}
+
+    def decode(self, fields: dict[str, Any]) -> QuantizeCall:
+        """From JSON."""
+        return self._call(fields["m"], fields["k"], fields["variant"])
+
+    def shape(self, call: QuantizeCall) -> dict[str, int]:
+        """M, K."""
+        return {"m": call.m, "k": call.k}
+
+    def operands(self, call: QuantizeCall, *, seed: int, distribution: str, device: torch.device) -> Tensor:
+        """The tensor."""
+        return inputs.quantize_input(call, seed=seed, distribution=distribution, device=device)
+
+    def thunk(self, backend: Backend, call: QuantizeCall, operands: Tensor) -> Thunk:
+        """The quantiser; given scales are made once, outside the clock."""
+        options = self._options(call, operands)
+        return lambda: backend.run(operands, call.spec, **options)
+
+    def _options(self, call: QuantizeCall, x: Tensor) -> dict[str, Any]:
+        options: dict[str, Any] = {"transpose": call.transpose} if call.transpose else {}
+        if call.spec.mode != "dynamic":
+            options["scale"] = inputs.quantized(x, call.spec).scale
+        if call.transpose and call.transpose.mode != "dynamic":
+            options["transpose_scale"] = inputs.quantized(x.T, call.transpose).scale
+        return options
+
+    def check(self, backend: Backend, call: QuantizeCall, operands: Tensor) -> Conformance:
+        """The same bits as the law, plain and with poisoned allocations."""
+        options = self._options(call, operands)
+        expected = registry.backend("quantize", "reference").run(operands, call.spec, **options)
+        plain = backend.run(operands, call.spec, **options)
+        with conformance.poisoned_allocations():
+            poisoned = backend.run(operands, call.spec, **options)
+        pairs = [(o, e) for result in (plain, poisoned) for o, e in zip(result, expected, strict=True) if e is not None]
+        verdicts = [conformance.check_quantized(out, ref) for out, ref in pairs]
+        return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+
+    def baseline(self, call: QuantizeCall, operands: Tensor) -> tuple[Thunk, Conformance]:
+        """A copy of the bf16 tensor: what reading and writing it costs."""
+        target = torch.empty_like(operands)
+        return lambda: target.copy_(operands), Conformance(True, 0.0, 0.0)
+
+    def bytes_moved(self, call: QuantizeCall) -> int:
+        """16 bits in, 8 bits out, 8 more for a transpose. A dynamic scale per tensor, or per row of both, needs a second read: not counted."""
+        return call.m * call.k * (call.in_dtype.itemsize + 1 + (call.transpose is not None))
+
+    def flops(self, call: QuantizeCall) -> int:
+        """None on the matrix units."""
+        return 0
+
+
+ADAPTERS: dict[str, Adapter] = {adapter.op: adapter for adapter in (ScaledMm(), Quantize())}
+
+
+def adapter_for(op: str) -> Adapter:
+    """The adapter of an op."""
+    if op not in ADAPTERS:
+        raise ValueError(f"no benchmark for op {op!r}; there are {', '.join(ADAPTERS)}")
+    return ADAPTERS[op]

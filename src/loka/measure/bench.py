@@ -1,0 +1,292 @@
+"""The kernel benchmark: walk the registry, prove each backend right, time the green ones together, write everything down.
+
+    1. every backend is asked whether it supports each call; a no is a row with its reason
+    2. every yes is checked against the law on several distributions, in a child process per backend where asked: a crash is a row too
+    3. what is green is timed together with bf16 on the same operands (checked once more in the process that times it)
+    4. rows, the measured ceilings and the environment become one KernelBench record
+
+`table` prints, per call, bf16, every backend and the roofline: the larger of bytes / copy bandwidth and FLOPs / FP8 rate, both measured in the same run.
+Slower results are rows like any other.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from loka.kernels import registry
+from loka.measure.adapter import Adapter, adapter_for
+from loka.measure.conformance import Conformance
+from loka.measure.device import peaks, snapshot
+from loka.measure.inputs import Shape
+from loka.measure.isolation import Outcome, map_isolated
+from loka.measure.timing import DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
+from loka.records import Interval
+from loka.records.bench import KernelBench, KernelRow, Peaks
+
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What to measure, where, and how long it may take."""
+
+    op: str = "scaled_mm"
+    shapes: Sequence[Shape] = ((2048, 1024, 1024), (8192, 1024, 1024), (8192, 4096, 4096))
+    variants: Sequence[str] | None = None  # None: the adapter's own
+    backends: Sequence[str] | None = None  # None: all of the registry but the reference, which is emulation
+    device: str = "cuda"
+    repeats: int = DEFAULT_REPEATS
+    isolate: bool = True
+    seconds: float = 600.0
+    distributions: Sequence[str] = field(default=("normal", "outlier_channels"))
+
+    def __post_init__(self) -> None:
+        known = registry.BACKENDS.get(self.op)
+        if known is None:
+            raise ValueError(f"no op {self.op!r}; ops are {', '.join(registry.BACKENDS)}")
+        unknown = [name for name in self.backends or () if name not in known]
+        if unknown:
+            raise ValueError(f"{self.op} has no backend {', '.join(unknown)}; backends are {', '.join(known)}")
+        if self.repeats < 3 or self.seconds <= 0 or not self.shapes:
+            raise ValueError(f"a benchmark needs shapes, at least 3 repeats and time, got {self}")
+        if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device cuda was asked for and this machine has no usable GPU; hint: --device cpu")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The backends to measure."""
+        return tuple(self.backends or (name for name in registry.BACKENDS[self.op] if name != "reference"))
+
+
+def run(config: BenchConfig, *, command: str | None = None) -> KernelBench:
+    """Measure and record."""
+    end = time.monotonic() + config.seconds
+    adapter = adapter_for(config.op)
+    variants = config.variants or adapter.VARIANTS  # type: ignore[attr-defined]
+    calls = adapter.calls(config.shapes, variants)
+    checked = check_calls(config, adapter, calls, seconds=0.6 * config.seconds)
+    by_call = [{name: checked[name][index] for name in config.names} for index in range(len(calls))]
+    ceilings = peaks(torch.device(config.device))
+    timed = time_calls(config, adapter, calls, by_call, seconds=end - time.monotonic())
+    rows = [
+        row
+        for call, outcomes, timing in zip(calls, by_call, timed, strict=True)
+        for row in _rows(adapter, call, outcomes, timing, ceilings)
+    ]
+    methods = {outcome.value["method"] for outcome in timed if outcome.ok} - {None}
+    return KernelBench(
+        method=", ".join(sorted(methods)) or "nothing was timed",
+        peaks=ceilings,
+        rows=rows,
+        environment=snapshot(command),
+        notes=_notes(config),
+    )
+
+
+def _notes(config: BenchConfig) -> list[str]:
+    return [
+        f"conformance on {', '.join(config.distributions)}; "
+        + ("each backend in a child process" if config.isolate else "in one process"),
+        f"{config.repeats} interleaved repeats, medians, 95 % bootstrap intervals, speed-ups paired by repeat",
+        "scales are handed to each backend in the storage order it reads without a copy",
+    ]
+
+
+def check_calls(
+    config: BenchConfig, adapter: Adapter, calls: Sequence[Any], *, seconds: float
+) -> dict[str, list[Outcome]]:
+    """Conformance of every backend on every call, per backend in the order of the calls."""
+
+    def cases(name: str) -> list[dict[str, Any]]:
+        common = {
+            "op": config.op,
+            "backend": name,
+            "distributions": list(config.distributions),
+            "device": config.device,
+        }
+        return [{**common, "call": adapter.encode(call)} for call in calls]
+
+    if not config.isolate:
+        return {name: [_here(check_case, case) for case in cases(name)] for name in config.names}
+    with ThreadPoolExecutor(
+        max_workers=max(1, len(config.names))
+    ) as pool:  # children overlap their start and compile times
+        running = {
+            name: pool.submit(map_isolated, "loka.measure.bench:check_case", cases(name), timeout=seconds)
+            for name in config.names
+        }
+        return {name: future.result() for name, future in running.items()}
+
+
+def _here(function: Callable[..., Any], case: dict[str, Any]) -> Outcome:
+    try:
+        return Outcome(function(**case))
+    except Exception as error:  # a failing backend is a row of the table, not the end of it
+        return Outcome(refusal=f"{type(error).__name__}: {error}")
+
+
+def check_case(
+    op: str, backend: str, call: dict[str, Any], distributions: Sequence[str], device: str
+) -> dict[str, Any]:
+    """One backend on one call: {"supported": False, "reason"} or the worst conformance over the distributions."""
+    adapter, target = adapter_for(op), torch.device(device)
+    kernel, described = registry.backend(op, backend), adapter.decode(call)
+    verdict = kernel.supports(described, target)
+    if not verdict:
+        return {"ok": False, "reason": verdict.reason, "error": None, "tolerance": None}
+    worst: Conformance | None = None
+    for distribution in distributions:
+        operands = adapter.operands(described, seed=7, distribution=distribution, device=target)
+        result = adapter.check(kernel, described, operands)
+        if worst is None or (not result.ok, result.error) > (not worst.ok, worst.error):
+            worst = result
+        if not result:
+            break
+    assert worst is not None
+    reason = f"wrong on {distribution}: {worst.reason}" if not worst else ""
+    return {"ok": worst.ok, "reason": reason, "error": _finite(worst.error), "tolerance": worst.tolerance}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def time_calls(
+    config: BenchConfig,
+    adapter: Adapter,
+    calls: Sequence[Any],
+    checked: Sequence[dict[str, Outcome]],
+    *,
+    seconds: float,
+) -> list[Outcome]:
+    """Time what is green of every call, one call after the other, alone on the device."""
+    cases: list[dict[str, Any]] = [
+        {
+            "op": config.op,
+            "call": adapter.encode(call),
+            "backends": [name for name, outcome in outcomes.items() if outcome.ok and outcome.value["ok"]],
+            "device": config.device,
+            "repeats": config.repeats,
+        }
+        for call, outcomes in zip(calls, checked, strict=True)
+    ]
+    if config.isolate:
+        return map_isolated("loka.measure.bench:time_case", cases, timeout=max(seconds, 0.1))
+    return [_here(time_case, case) for case in cases]
+
+
+def _rows(adapter: Adapter, call: Any, checked: dict[str, Outcome], timed: Outcome, ceilings: Peaks) -> list[KernelRow]:
+    """The rows of one call: bf16 first, then every backend in the order asked for."""
+    floor = roofline_microseconds(adapter, call, ceilings)
+    common: dict[str, Any] = {"op": adapter.op, "call": str(call), "shape": adapter.shape(call)}
+    rows = []
+    for name in (BASELINE, *checked):
+        outcome = checked.get(name, Outcome({"reason": "", "error": None, "tolerance": None}))
+        found = outcome.value or {"reason": outcome.refusal, "error": None, "tolerance": None}
+        timing = (timed.value or {}).get(name, {"refusal": f"not timed: {timed.refusal}"})
+        refusal = found["reason"] or timing.get("refusal")
+        rows.append(
+            KernelRow(
+                **common,
+                backend=name,
+                refusal=refusal,
+                error=found["error"],
+                tolerance=found["tolerance"],
+                microseconds=None if refusal else Interval(**timing["microseconds"]),
+                speedup=Interval(**timing["speedup"]) if timing.get("speedup") and not refusal else None,
+                roofline_microseconds=floor if name != BASELINE else None,
+                buffers=None if refusal else timing["sets"],
+            )
+        )
+    return rows
+
+
+def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: str, repeats: int) -> dict[str, Any]:
+    """Time bf16 and green backends together on one call; a backend that turns out red or cannot be captured gets a refusal."""
+    adapter, target = adapter_for(op), torch.device(device)
+    described = adapter.decode(call)
+    count = sets_needed(adapter.bytes_moved(described), target)
+    sets = [adapter.operands(described, seed=s, distribution="normal", device=target) for s in range(count)]
+    bases = [adapter.baseline(described, operands) for operands in sets]
+    candidates = [Candidate(BASELINE, [thunk for thunk, _ in bases], bases[0][1])]
+    answers: dict[str, Any] = {}
+    for name in backends:
+        kernel = registry.backend(op, name)
+        result = adapter.check(kernel, described, sets[0])
+        if result:
+            candidates.append(
+                Candidate(name, [adapter.thunk(kernel, described, operands) for operands in sets], result)
+            )
+        else:
+            answers[name] = {"refusal": f"wrong in the process that times: {result.reason}"}
+    timings, refused = _captured(candidates, target, repeats)
+    answers.update({name: {"refusal": reason} for name, reason in refused.items()})
+    base = next((t for t in timings if t.name == BASELINE), None)
+    for timing in timings:
+        answers[timing.name] = _timing_fields(timing, base)
+    answers["method"] = timings[0].method if timings else None
+    return answers
+
+
+def _timing_fields(timing: Timing, base: Timing | None) -> dict[str, Any]:
+    speedup = None if base is None or base is timing else _fields(timing.speedup_over(base))
+    return {"microseconds": _fields(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
+
+
+def _fields(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _captured(candidates: list[Candidate], device: torch.device, repeats: int) -> tuple[list[Timing], dict[str, str]]:
+    """Time what can be captured; leave out, with the reason, what cannot."""
+    refused: dict[str, str] = {}
+    while candidates:
+        try:
+            return time_together(candidates, device, repeats=repeats), refused
+        except CaptureError as error:
+            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
+            refused[culprit.name] = str(error)
+            candidates = [c for c in candidates if c is not culprit]
+    return [], refused
+
+
+def roofline_microseconds(adapter: Adapter, call: Any, ceilings: Peaks) -> float | None:
+    """The floor: no kernel does this call much faster on this machine. None for a GEMM where there is no FP8 unit to measure."""
+    moving = adapter.bytes_moved(call) / ceilings.copy_bytes_per_second
+    operations = adapter.flops(call)
+    if operations and ceilings.fp8_flops is None:
+        return None
+    return 1e6 * max(moving, operations / ceilings.fp8_flops if ceilings.fp8_flops else 0.0)
+
+
+def table(record: KernelBench) -> str:
+    """The record as text: one line per call, then the refusals."""
+    backends = list(dict.fromkeys(row.backend for row in record.rows if row.backend != BASELINE))
+    lines = [
+        "  ".join([f"{'call':<58}", f"{'bf16 us':>9}", *(f"{name:>18}" for name in backends), f"{'roofline us':>11}"])
+    ]
+    by_call: dict[str, dict[str, KernelRow]] = {}
+    for row in record.rows:
+        by_call.setdefault(row.call, {})[row.backend] = row
+    for call, rows in by_call.items():
+        base = rows.get(BASELINE)
+        cells = [f"{call:<58}", f"{_us(base):>9}", *(f"{_cell(rows.get(name)):>18}" for name in backends)]
+        floor = next((row.roofline_microseconds for row in rows.values() if row.roofline_microseconds), None)
+        lines.append("  ".join([*cells, f"{floor:>11.1f}" if floor else f"{'-':>11}"]))
+    refusals = dict.fromkeys(f"{row.backend}: {row.refusal}" for row in record.rows if row.refusal)
+    return "\n".join([*lines, "", *(refusals or ["no refusals"])])
+
+
+def _us(row: KernelRow | None) -> str:
+    return f"{row.microseconds.value:.2f}" if row and row.microseconds else "-"
+
+
+def _cell(row: KernelRow | None) -> str:
+    if row is None or row.microseconds is None:
+        return "-"
+    return f"{row.microseconds.value:.2f}" + (f" ({row.speedup.value:.2f}x)" if row.speedup else "")

@@ -1,0 +1,253 @@
+"""Conformance: is a kernel the function it claims to be?
+
+Accuracy of a format and correctness of a kernel are different questions. Here the kernel is compared with the law *of the same Spec on the same
+quantised operands*, so quantisation error cancels and what is left is rounding, which can be bounded tightly:
+
+    y = sum_k (a_k s_a)(b_k s_b)          the law, evaluated in float64
+    T = sqrt( sum_k (a_k b_k)^2 + y^2 )   the size rounding errors are measured in; a cancelling sum has y << T, its errors do not shrink
+
+    tolerance^2 = output^2 + accumulation^2
+
+    output        u / sqrt(12): rounding to nearest errs uniformly within an ulp; u = 2^-7 bf16, 2^-10 fp16, 2^-23 fp32
+    accumulation  1.5 * 2^-13 * sqrt(chunk / 32)     FP8 tensor cores
+                  4 * 2^-24 * sqrt(K)                float32 adds
+
+Where 2^-13 comes from: Hopper's FP8 tensor cores align the 32 products of an instruction and the running sum to the largest of them and keep
+about 14 bits, so each instruction truncates at 2^-13 of the largest term; K / 32 truncations of random sign add up as a square root. With
+`fast_accum` the sum stays in the tensor core for all of K (chunk = K); without it, and for every scale block of 128, it is moved to a float32
+register every 128 products (chunk = 128). The factor 1.5 covers an emulation of exactly that (tests/measure) on every distribution of
+`inputs`, where 0.5 to 1.3 was seen. It does not cover products of one sign: there the truncations add up linearly, and fast accumulation over
+K = 8192 is off by 15 %. That is an error of fast accumulation, for Probe to weigh, not a defect of a kernel, so the gate's inputs are zero-mean.
+
+Four looks, because each hides what another shows; each error is divided by its allowance and the worst is reported, comparable with `tolerance`:
+
+    all elements     ||out - y|| / ||T||, allowance 1 + 5 / sqrt(n), n the number of elements that carry the norm
+    each row, column the same: a wrong scale on one row drowns in the whole
+    each element     |out - y| / T, allowance 8: one garbage element drowns in its row
+
+NaN must be where the law has it and nowhere else; an output beyond the type's range must be infinite. The kernel runs twice, the second time
+with torch filling every fresh allocation with NaN, so an element it never wrote cannot pass by luck.
+
+Not here: whether FP8 is good enough for a layer (loka.probe), speed (`timing`).
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.formats import E4M3, E5M2, QTensor, decode, expand_scale
+from loka.kernels.backend import Backend
+from loka.kernels.scaled_mm.call import MatmulCall
+
+TRUNCATION = 1.5 * 2.0**-13  # of an FP8 tensor core instruction of 32 products, with its margin
+PROMOTION = 128  # products between moves of the sum to float32
+ELEMENT_ALLOWANCE = 8.0
+ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """The verdict on one kernel for one call. `ok` is False with the reason; error and tolerance are comparable numbers."""
+
+    ok: bool
+    error: float  # worst of the four looks over its allowance; inf where NaN or infinity is out of place
+    tolerance: float
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ok and not self.reason:
+            raise ValueError("a red conformance needs a reason")
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def tolerance(call: MatmulCall) -> float:
+    """How far a correct kernel may be from the law, as a share of T."""
+    output = ULP[call.out_dtype] / math.sqrt(12)
+    return math.hypot(output, accumulation_error(call))
+
+
+def accumulation_error(call: MatmulCall) -> float:
+    """The share of T that adding K products in hardware may lose."""
+    in_float32 = 4 * 2.0**-24 * math.sqrt(max(call.k, 1))
+    if not {call.a.format, call.b.format} & {E4M3, E5M2}:
+        return in_float32
+    blocks = [spec.block.cols for spec in (call.a, call.b) if spec.block.cols > 0]  # scales along K force a promotion
+    chunk = call.k if call.fast_accum and not blocks else min(call.k, PROMOTION)
+    return math.hypot(in_float32, TRUNCATION * math.sqrt(max(chunk, 32) / 32))
+
+
+@dataclass(frozen=True)
+class Law:
+    """The exact result and the size of its terms."""
+
+    y: Tensor  # float64
+    terms: Tensor  # float64, T above
+
+
+def law(a: QTensor, b: QTensor) -> Law:
+    """scaled_mm in float64: products of 8-bit values and sums of a few thousand of them are exact or nearly so."""
+    return law_of_values(_exact(a), _exact(b))
+
+
+def law_of_values(left: Tensor, right: Tensor) -> Law:
+    """left [M, K] @ right [N, K]^T for plain values, e.g. the 16-bit baseline."""
+    left, right = left.double(), right.double()
+    y = left @ right.T
+    return Law(y, (left.square() @ right.square().T + y.square()).sqrt())
+
+
+def baseline_tolerance(dtype: torch.dtype, k: int) -> float:
+    """For a 16-bit GEMM: float32 sums, and room for a split along K whose partial sums are rounded to 16 bits once more."""
+    return math.hypot(2 * ULP[dtype] / math.sqrt(12), 4 * 2.0**-24 * math.sqrt(max(k, 1)))
+
+
+def _exact(q: QTensor) -> Tensor:
+    scale = q.scale.double() if q.tensor_scale is None else q.scale.double() * q.tensor_scale.double()
+    return decode(q.data, q.spec.format).double() * expand_scale(scale, q.shape, q.spec.block)
+
+
+def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:
+    """Run a backend of scaled_mm on its operands and judge the result."""
+    expected = law(a, b)
+
+    def run() -> Tensor:
+        result: Tensor = backend.run(a, b, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+        return result
+
+    return judge_runs(run, expected, tolerance(call), call.out_dtype, poison=poison)
+
+
+def judge_runs(
+    run: Callable[[], Tensor], expected: Law, allowed: float, dtype: torch.dtype, *, poison: bool = True
+) -> Conformance:
+    """Judge a plain run and, where asked, one with poisoned allocations; the worse one counts."""
+    verdicts = [judge(run(), expected, allowed, dtype)]
+    if poison and verdicts[0]:
+        with poisoned_allocations():
+            result = run()
+        verdicts.append(judge(result, expected, allowed, dtype, prefix="with poisoned allocations: "))
+    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+
+
+def judge(out: Tensor, expected: Law, allowed: float, dtype: torch.dtype, *, prefix: str = "") -> Conformance:
+    """Compare one result with the law."""
+    y = expected.y
+    if out.shape != y.shape or out.dtype != dtype:
+        seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{tuple(y.shape)} {dtype}"
+        return Conformance(False, math.inf, allowed, f"{prefix}result is {seen}, expected {wanted}")
+    if out.numel() == 0:
+        return Conformance(True, 0.0, allowed)
+    misplaced = _misplaced(out, y, allowed, dtype)
+    if misplaced:
+        return Conformance(False, math.inf, allowed, prefix + misplaced)
+    finite = out.isfinite() & y.isfinite()
+    error = torch.where(finite, out.double() - y, 0.0).abs()
+    terms = torch.where(finite, expected.terms, 0.0)
+    error = (error - _smallest_step(dtype)).clamp(min=0.0)  # below the type's subnormals there is nothing to round to
+    worst, where = max(_looks(error, terms), key=lambda look: look[0])
+    if worst <= allowed:
+        return Conformance(True, worst, allowed)
+    return Conformance(False, worst, allowed, f"{prefix}{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
+
+
+def _smallest_step(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def _misplaced(out: Tensor, y: Tensor, allowed: float, dtype: torch.dtype) -> str | None:
+    """Where NaN or infinity is not what the law says, as a sentence."""
+    nan = out.isnan() != y.isnan()
+    if nan.any():
+        row, col = (int(i) for i in nan.nonzero()[0])
+        return f"{int(nan.sum())} elements differ in being NaN, first at [{row}, {col}]: {float(out[row, col])}, law {float(y[row, col])}"
+    limit = torch.finfo(dtype).max
+    margin = 1 + ELEMENT_ALLOWANCE * allowed
+    overflows = y.abs() > limit * margin
+    inside = y.abs() * margin < limit
+    infinite = out.isinf()
+    wrong = (overflows & ~infinite) | (inside & infinite) | (infinite & (out.sign() != y.sign()))
+    if wrong.any():
+        row, col = (int(i) for i in wrong.nonzero()[0])
+        return f"{int(wrong.sum())} elements overflow differently, first at [{row}, {col}]: {float(out[row, col])}, law {float(y[row, col])}"
+    return None
+
+
+def _looks(error: Tensor, terms: Tensor) -> Iterator[tuple[float, str]]:
+    """Each look's worst error over its allowance, and where."""
+    for dims, name in (((0, 1), "the whole result"), ((1,), "row"), ((0,), "column")):
+        ratios = (_ratios(error.norm(dim=dims), terms.norm(dim=dims)) / _allowance(terms, dims)).flatten()
+        index = int(ratios.argmax())
+        yield float(ratios[index]), name if len(dims) == 2 else f"{name} {index}"
+    ratios = _ratios(error, terms) / ELEMENT_ALLOWANCE
+    index = int(ratios.argmax())
+    yield float(ratios.flatten()[index]), f"element [{index // error.shape[1]}, {index % error.shape[1]}]"
+
+
+def _ratios(error: Tensor, size: Tensor) -> Tensor:
+    """error / size, where a zero size forgives no error."""
+    ratio = error / torch.where(size > 0, size, 1.0)
+    return torch.where((size == 0) & (error > 0), torch.inf, ratio)
+
+
+def _allowance(terms: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """1 + 5 / sqrt(n), n the number of elements that carry the norm: (sum T^2)^2 / sum T^4, 1 when a single one does."""
+    squares = terms.square()
+    squares = squares / squares.amax(dim=dims, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    effective = squares.sum(dim=dims).square() / squares.square().sum(dim=dims).clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
+    return 1 + 5 / effective.clamp(min=1.0).sqrt()
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Inside, torch fills every uninitialised floating allocation with NaN (its deterministic mode does, in C++ as well)."""
+    mode = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.use_deterministic_algorithms(
+                True, warn_only=True
+            )  # an op without a deterministic form may run: only the fill matters
+            torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_deterministic_debug_mode(mode)
+
+
+def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> Conformance:
+    """Judge a quantiser against the law: the same bits, or at most a share `neighbours` of elements one code away.
+
+    The law divides once per block and multiplies, so a kernel has no freedom: the default is exact.
+    """
+    if out.spec != ref.spec or out.shape != ref.shape:
+        reason = f"result is {out.spec} {tuple(out.shape)}, expected {ref.spec} {tuple(ref.shape)}"
+        return Conformance(False, math.inf, neighbours, reason)
+    differing = ~((out.scale == ref.scale) | (out.scale.isnan() & ref.scale.isnan()))
+    if differing.any():
+        index = tuple(int(i) for i in differing.nonzero()[0])
+        reason = f"{int(differing.sum())} scales differ, first at {list(index)}: {float(out.scale[index])}, law {float(ref.scale[index])}"
+        return Conformance(False, math.inf, neighbours, reason)
+    seen, law_ = decode(out.data, ref.spec.format), decode(ref.data, ref.spec.format)
+    wrong = ~((seen == law_) | (seen.isnan() & law_.isnan()))
+    share = float(wrong.double().mean()) if wrong.numel() else 0.0
+    apart = (out.data.view(torch.uint8).short() - ref.data.view(torch.uint8).short()).abs() > 1
+    if (wrong & apart).any() or share > neighbours:
+        row, col = (int(i) for i in (wrong & apart if (wrong & apart).any() else wrong).nonzero()[0])
+        where = f"first at [{row}, {col}]: {float(seen[row, col])}, law {float(law_[row, col])}"
+        return Conformance(
+            False,
+            math.inf if (wrong & apart).any() else share,
+            neighbours,
+            f"{int(wrong.sum())} elements differ, {where}",
+        )
+    return Conformance(True, share, neighbours)

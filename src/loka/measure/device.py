@@ -1,0 +1,128 @@
+"""The machine: what it is, for every record, and what it can do at most, for rooflines.
+
+`snapshot` reads; it starts no CUDA where there is none. `peaks` measures the two ceilings in the same run as the kernels that are held against
+them: a large copy, counting bytes read plus bytes written, and large GEMMs through the library, on random data (zeros run faster).
+"""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka import __version__
+from loka.formats import E4M3, TENSOR, Spec
+from loka.kernels import registry
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure.conformance import Conformance
+from loka.measure.inputs import draw, matmul_operands
+from loka.measure.timing import Candidate, time_together
+from loka.records import Environment
+from loka.records.bench import Peaks
+
+
+def snapshot(command: str | None = None) -> Environment:
+    """Where and how numbers are being made."""
+    return Environment(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command if command is not None else " ".join(sys.argv),
+        loka=__version__,
+        commit=_commit(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        driver=_driver(),
+        cpu=_cpu(),
+        threads=torch.get_num_threads(),
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package runs from, with `+` when its tracked files differ from it."""
+    here = Path(__file__).resolve().parent
+    commit = _output("git", "-C", str(here), "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+" if _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, from the kernel module: needs no CUDA."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split("\n")[0].split()
+    except OSError:
+        return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _output(*command: str) -> str | None:
+    """First line a program prints, None when it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0].strip() or None
+
+
+def peaks(device: torch.device | str, *, repeats: int = 9) -> Peaks:
+    """Measured ceilings of a device: small problems on a CPU, problems that fill the chip on a GPU."""
+    device = torch.device(device)
+    big = device.type == "cuda"
+    bytes_moved, copy = _copy(1 << (31 if big else 22), device, repeats)
+    size = 8192 if big else 256
+    x = draw(size, size, seed=1, device=device, dtype=torch.bfloat16)
+    w = draw(size, size, seed=2, device=device, dtype=torch.bfloat16)
+    bf16 = _seconds("bf16 GEMM", lambda: x @ w.T, device, repeats)
+    flops = 2.0 * size**3
+    fp8 = _fp8_seconds(size, device, repeats)
+    return Peaks(
+        copy_bytes_per_second=bytes_moved / copy,
+        bf16_flops=flops / bf16,
+        fp8_flops=None if fp8 is None else flops / fp8,
+    )
+
+
+def _copy(elements: int, device: torch.device, repeats: int) -> tuple[int, float]:
+    """Bytes read and written by one large copy, and its seconds."""
+    source = torch.empty(elements, dtype=torch.bfloat16, device=device).bernoulli_()  # not zeros: they could be special
+    target = torch.empty_like(source)
+    return 2 * source.nbytes, _seconds("copy", lambda: target.copy_(source), device, repeats)
+
+
+def _fp8_seconds(size: int, device: torch.device, repeats: int) -> float | None:
+    """The library's tensorwise FP8 GEMM; None where the device has none."""
+    spec = Spec(E4M3, TENSOR)
+    call = MatmulCall(size, size, size, spec, spec, fast_accum=True)
+    library = registry.backend("scaled_mm", "torch")
+    if not library.supports(call, device):
+        return None
+    a, b = matmul_operands(call, device=device)
+    return _seconds("FP8 GEMM", lambda: library.run(a, b, out_dtype=call.out_dtype, fast_accum=True), device, repeats)
+
+
+def _seconds(name: str, thunk: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    trusted = Conformance(True, 0.0, 0.0)  # a ceiling is a rate, not a result
+    (timing,) = time_together([Candidate(name, [thunk], trusted)], device, repeats=repeats)
+    return timing.microseconds().value * 1e-6

@@ -1,0 +1,141 @@
+"""Inputs for tests and benchmarks: the same generators, so that what was proved right is what was timed.
+
+A distribution is zero-mean unless its name says otherwise, and every tensor is a function of (shape, distribution, seed) on a kind of device:
+
+    normal            N(0, 1)
+    uniform           U(-1, 1)
+    lognormal_rows    N(0, 1) times a factor e^(2 z) per row: rows of very different size, where a scale per tensor hurts
+    outlier_channels  N(0, 1) with 1 of 64 columns 50 times larger: range inside a scaling group
+    zero_rows         N(0, 1) with every third row zero: empty bags of a jagged batch
+    nan_row           N(0, 1) with one NaN in the middle row: it must reach exactly the outputs that depend on it
+
+Shapes: `recommendation_shapes` are the widths real rankers have (13 dense features, 27 fields, 479 dot products, ...); `wide_sweep` walks the
+whole range in steps of 16 and of 128 until its time is up, since a library can be right at one shape and silently wrong at the next.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec, block_amax, quantize, scale_from_amax
+from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.scaled_mm.call import MatmulCall
+
+DISTRIBUTIONS = ("normal", "uniform", "lognormal_rows", "outlier_channels", "zero_rows", "nan_row")
+
+WIDTHS = (13, 27, 64, 128, 256, 479, 512, 1024, 1408, 2048, 3072, 4096, 8192)
+BATCHES = (1, 7, 64, 512, 2048, 8192, 32768)
+
+Shape = tuple[int, int, int]  # M, K, N
+
+
+def draw(
+    rows: int,
+    cols: int,
+    *,
+    distribution: str = "normal",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A matrix of a named distribution."""
+    if distribution not in DISTRIBUTIONS:
+        raise ValueError(f"no distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator, device=device)
+    if distribution == "uniform":
+        x = torch.rand(rows, cols, generator=generator, device=device) * 2 - 1
+    elif distribution == "lognormal_rows":
+        x = x * torch.exp(2 * torch.randn(rows, 1, generator=generator, device=device))
+    elif distribution == "outlier_channels":
+        x[:, seed % 64 :: 64] *= 50
+    elif distribution == "zero_rows":
+        x[::3] = 0
+    elif distribution == "nan_row" and rows and cols:
+        x[rows // 2, cols // 2] = torch.nan
+    return x.to(dtype)
+
+
+def quantized(x: Tensor, spec: Spec, *, outer_major: bool = False) -> QTensor:
+    """Quantise by the law; static and delayed specs get the scale that fits x.
+
+    `outer_major` stores 2-D scales with the rows contiguous: the layout cuBLASLt and DeepGEMM read 1x128 scales in, which a quantiser
+    can write for free. Values and shape are the same.
+    """
+    if spec.mode == "dynamic":
+        q = quantize(x, spec)
+    else:
+        q = quantize(x, spec, scale=scale_from_amax(block_amax(x, spec.block), spec))
+    if outer_major and q.scale.dim() == 2:
+        q = replace(q, scale=q.scale.t().contiguous().t())
+    return q
+
+
+def matmul_operands(
+    call: MatmulCall,
+    *,
+    seed: int = 0,
+    distribution: str = "normal",
+    device: torch.device | str = "cpu",
+    outer_major: bool = False,
+) -> tuple[QTensor, QTensor]:
+    """The two quantised operands of a call. Only `a` gets the zero or NaN rows: b is the weight, and those are never ragged."""
+    weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
+    a = draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
+    b = draw(call.n, call.k, distribution=weight, seed=2 * seed + 1, device=device)
+    return (
+        quantized(a, call.a, outer_major=outer_major and call.a.block.rows == 1),
+        quantized(b, call.b, outer_major=outer_major and call.b.block.rows == 1),
+    )
+
+
+def quantize_input(
+    call: QuantizeCall, *, seed: int = 0, distribution: str = "normal", device: torch.device | str = "cpu"
+) -> Tensor:
+    """The tensor a QuantizeCall quantises."""
+    return draw(call.m, call.k, distribution=distribution, seed=seed, device=device, dtype=call.in_dtype)
+
+
+def strided(q: QTensor) -> QTensor:
+    """The same values in a non-contiguous tensor: rows inside a wider buffer, as a slice of a concatenation is."""
+    rows, cols = q.data.shape
+    wide = torch.zeros(rows, cols + 16, dtype=torch.uint8, device=q.device)
+    wide[:, :cols] = q.data.contiguous().view(torch.uint8)
+    return replace(q, data=wide[:, :cols].view(q.data.dtype))
+
+
+def recommendation_shapes(count: int | None = None, *, seed: int = 0, max_elements: int = 1 << 28) -> list[Shape]:
+    """Every (M, K, N) of real widths and batch sizes, or a seeded sample of `count`; none with a matrix beyond `max_elements`."""
+    shapes = [(m, k, n) for m in BATCHES for k in WIDTHS for n in WIDTHS if _largest((m, k, n)) <= max_elements]
+    return shapes if count is None else random.Random(seed).sample(shapes, min(count, len(shapes)))
+
+
+def wide_sweep(
+    *,
+    seed: int = 0,
+    seconds: float,
+    max_width: int = 8192,
+    max_batch: int = 65536,
+    max_elements: int = 1 << 28,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Shape]:
+    """Seeded shapes until the time is up: K and N multiples of 16 and of 128 by turns, M spread evenly over its powers of two."""
+    source = random.Random(seed)
+    end = clock() + seconds
+    turn = 0
+    while clock() < end:
+        step = (16, 128)[turn % 2]
+        turn += 1
+        k, n = (step * source.randint(1, max_width // step) for _ in range(2))
+        m = min(max_batch, int(2 ** source.uniform(0, max_batch.bit_length() - 1)) + source.randint(0, 1))
+        if _largest((m, k, n)) <= max_elements:
+            yield m, k, n
+
+
+def _largest(shape: Shape) -> int:
+    m, k, n = shape
+    return max(m * k, k * n, m * n)

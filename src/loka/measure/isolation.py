@@ -1,0 +1,163 @@
+"""Isolation: run something that may crash in a process of its own, and keep the reason.
+
+A third-party kernel can end the process (abort, segmentation fault), never end (a hang), or leave the CUDA context poisoned, after which every
+later call fails, the innocent ones too. Each of these becomes a recorded refusal here, and the parent lives on.
+
+    outcomes = map_isolated("package.module:function", cases, timeout=60)
+
+starts one child, calls `function(**case)` for each case and reads one JSON line per finished case. When the child dies or its context is
+poisoned, the case it was at is refused with the reason and a new child carries on with the next. After `max_crashes` the rest is refused
+unrun. Arguments and results are JSON values: nothing is pickled, so nothing of the parent leaks into the child.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+POISONED = 87  # exit status of a child whose CUDA context no longer works
+_CHILD = "import sys; from loka.measure.isolation import main; sys.exit(main(*sys.argv[1:]))"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case gave: a value, or the reason there is none."""
+
+    value: Any = None
+    refusal: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a value."""
+        return self.refusal is None
+
+
+def run_isolated(target: str, case: dict[str, Any], *, timeout: float) -> Outcome:
+    """Call `module:function(**case)` in a child process."""
+    return map_isolated(target, [case], timeout=timeout)[0]
+
+
+def map_isolated(
+    target: str, cases: Sequence[dict[str, Any]], *, timeout: float, case_timeout: float = 60.0, max_crashes: int = 3
+) -> list[Outcome]:
+    """Call a function for each case in child processes; `timeout` bounds all of it, `case_timeout` the wait for any one case."""
+    _resolve(target)  # a wrong name is the caller's error, not a crash
+    end = time.monotonic() + timeout
+    outcomes: list[Outcome] = []
+    crashes = 0
+    while len(outcomes) < len(cases):
+        left = end - time.monotonic()
+        if left <= 0:
+            outcomes += [Outcome(refusal=f"not run: the time box of {timeout:g} s was used up")] * (
+                len(cases) - len(outcomes)
+            )
+        elif crashes >= max_crashes:
+            outcomes += [Outcome(refusal=f"not run: crashed {crashes} times before")] * (len(cases) - len(outcomes))
+        else:
+            finished, failure = _child(target, cases[len(outcomes) :], left, case_timeout)
+            outcomes += finished
+            if failure is not None and len(outcomes) < len(cases):
+                outcomes.append(Outcome(refusal=failure))
+                crashes += 1
+            elif failure is not None:
+                crashes += 1  # it answered everything and died on the way out; the answers stand
+    return outcomes
+
+
+def _child(
+    target: str, cases: Sequence[dict[str, Any]], seconds: float, case_seconds: float
+) -> tuple[list[Outcome], str | None]:
+    """Run one child to its end; the outcomes of the cases it finished, and how it failed, if it did."""
+    with tempfile.TemporaryDirectory(prefix="loka-isolated-") as folder:
+        question, answer, noise = Path(folder) / "cases.json", Path(folder) / "outcomes.jsonl", Path(folder) / "stderr"
+        question.write_bytes(msgspec.json.encode(list(cases)))
+        answer.touch()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        with question.open("rb") as stdin, noise.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, target, str(answer)],
+                stdin=stdin, stdout=stderr, stderr=stderr, env=environment, start_new_session=True,
+            )  # fmt: skip
+            late = _wait(process, answer, seconds, case_seconds)
+        finished = [_outcome(line) for line in answer.read_bytes().split(b"\n")[:-1]]
+        tail = " ".join(noise.read_text(errors="replace").split())[-300:]
+    if late is not None:
+        return finished, late
+    if process.returncode != 0:
+        return finished, _describe(process.returncode) + (f": {tail}" if tail else "")
+    return finished, None
+
+
+def _wait(process: "subprocess.Popen[bytes]", answer: Path, seconds: float, case_seconds: float) -> str | None:
+    """Wait for the child; end it and say so when it, or one of its cases, takes too long."""
+    end = time.monotonic() + seconds
+    size, progress = 0, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.02)
+        if answer.stat().st_size != size:
+            size, progress = answer.stat().st_size, time.monotonic()
+        now = time.monotonic()
+        if now > end or now - progress > case_seconds:
+            os.killpg(process.pid, signal.SIGKILL)  # the child's own group: it leads the session it was started in
+            process.wait()
+            return f"timed out after {now - progress:.0f} s without an answer"
+    return None
+
+
+def _describe(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return "poisoned the CUDA context" if status == POISONED else f"exited with status {status}"
+
+
+def _outcome(line: bytes) -> Outcome:
+    fields = msgspec.json.decode(line)
+    return Outcome(fields.get("value"), fields.get("refusal"))
+
+
+def _resolve(target: str) -> Any:
+    module, _, name = target.partition(":")
+    function = getattr(import_module(module), name, None) if name else None
+    if not callable(function):
+        raise ValueError(f"isolation target {target!r} is not module:function of something callable")
+    return function
+
+
+def _cuda_works() -> bool:
+    """Whether a CUDA context that was used still is usable. Initialises nothing."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def main(target: str, answer: str) -> int:
+    """The child: answer each case of stdin with a line."""
+    function = _resolve(target)
+    with Path(answer).open("ab", buffering=0) as file:
+        for case in msgspec.json.decode(sys.stdin.buffer.read()):
+            try:
+                fields = {"value": function(**case)}
+                if not _cuda_works():
+                    raise RuntimeError("the CUDA context failed after the call returned")
+            except Exception as error:  # every failure of the code under test is data here
+                message = f"{type(error).__name__}: {error}"
+                if not _cuda_works():
+                    print(message, file=sys.stderr, flush=True)
+                    os._exit(POISONED)  # no clean-up: destructors on a dead context hang or abort
+                fields = {"refusal": message}
+            file.write(msgspec.json.encode(fields) + b"\n")
+    return 0
