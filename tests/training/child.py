@@ -52,7 +52,7 @@ def main() -> None:
             init_method=f"file://{options.rendezvous}",
             rank=options.rank,
             world_size=options.world,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=200),
         )
         model = torch.nn.parallel.DistributedDataParallel(model)
     callbacks = [JsonlLog(f"{options.folder}/log.jsonl"), *([Slow()] if options.slow else [])]

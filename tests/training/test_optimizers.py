@@ -1,6 +1,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from loka.training import Optimizers, RowwiseAdagrad, TrainConfig, split_parameters
 
@@ -61,6 +63,36 @@ def test_one_number_per_row_is_all_the_state():
     table = nn.Embedding(30, 5, sparse=True)
     optimizer, _ = run_steps(table, make_batches(1), lr=0.1)
     assert {name: tuple(value.shape) for name, value in optimizer.state[table.weight].items()} == {"sum": (30,)}
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the number of elements of every tensor that an operation allocates."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+            if strided and tensor.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def test_no_buffer_of_the_size_of_the_table_is_ever_made():
+    rows, width = 20_000, 8
+    table = nn.Embedding(rows, width, sparse=True)
+    optimizer = RowwiseAdagrad(table.parameters(), lr=0.1)
+    ids = torch.randint(0, rows, (300,), generator=torch.Generator().manual_seed(0))
+    with Sizes(table.weight) as sizes:
+        for _ in range(2):
+            optimizer.zero_grad()
+            table(ids).sum().backward()
+            optimizer.step()
+    assert sizes.largest == rows  # the accumulator: one number per row, made once
 
 
 def test_duplicates_are_summed_before_they_are_squared():

@@ -46,7 +46,7 @@ def test_two_processes_train_one_model_and_only_rank_0_saves(tmp_path):
         )
         for rank in range(2)
     ]
-    outputs = [child.communicate(timeout=120) for child in children]
+    outputs = [child.communicate(timeout=250) for child in children]
     assert [child.returncode for child in children] == [0, 0], outputs
     weights = [line for out, _ in outputs for line in out.splitlines() if line.startswith("weights")]
     assert len(weights) == 2

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from loka.training import (
     read_checkpoint,
     seed_everything,
 )
+from loka.training.snapshot import find_nonfinite
 
 from .child import CONFIG
 from .toy import assert_same_bits, make_data, make_model, weights_of
@@ -78,7 +80,7 @@ def run_whole(folder):
 
 def test_a_run_killed_with_sigkill_and_resumed_ends_with_the_same_bits(tmp_path):
     killed = child(tmp_path / "killed", "--slow")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while last_logged_step(tmp_path / "killed") < 25:
         assert killed.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
@@ -172,6 +174,16 @@ def test_weights_of_another_model_are_refused(tmp_path):
     Trainer(make_model(), make_data(), TrainConfig(**FAST), out=tmp_path).fit()
     with pytest.raises(ValueError, match="do not fit"):
         load_weights(make_model(labels=3), tmp_path / "checkpoints" / "step-00000012")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_parameter_that_is_not_finite_is_found(value):
+    model = make_model()
+    assert find_nonfinite(model) == []
+    with torch.no_grad():
+        model.table.weight[3, 1] = value
+        model.core[4].bias[0] = value
+    assert find_nonfinite(model) == ["table.weight", "core.4.bias"]
 
 
 def test_seeding_covers_all_generators():

@@ -16,7 +16,20 @@ from loka.training import TrainConfig, Trainer, read_checkpoint, seed_everything
 from .toy import assert_same_bits
 
 DATA = {"rows": 4000, "cardinality": 200, "categorical": 6, "dense": 4, "max_history": 5}
-OPTIONS = ["--data", "synthetic", "--batch-size", "128", "--device", "cpu", "--threads", "1", "--seed", "3"]
+OPTIONS = [
+    "--model",
+    "dlrm",
+    "--data",
+    "synthetic",
+    "--batch-size",
+    "128",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--seed",
+    "3",
+]
 OPTIONS += [part for name, value in DATA.items() for part in ("--data-option", f"{name}={value}")]
 
 
@@ -33,7 +46,7 @@ def test_a_run_prints_a_record_and_leaves_its_files(invoke, tmp_path):
     done = invoke("--steps", 60, "--evaluate-every", 20, "--log-every", 20, "--out", tmp_path / "x", "--json")
     assert done.exit_code == 0, done.stderr
     run = records.from_json(done.stdout, records.Run)
-    assert (run.model, run.data, run.steps, run.examples, run.seed) == ("wukong tiny", "synthetic", 60, 60 * 128, 3)
+    assert (run.model, run.data, run.steps, run.examples, run.seed) == ("dlrm tiny", "synthetic", 60, 60 * 128, 3)
     assert [point.step for point in run.curve] == [20, 40, 60]
     assert run.metrics["auc"] > 0.5
     assert run == records.load(tmp_path / "x" / "run.json", records.Run)
@@ -134,6 +147,7 @@ def test_options_are_json_where_they_can_be():
     assert parse_options(None) == {}
 
 
+@pytest.mark.slow
 def test_a_compiled_ranker_learns_what_an_eager_one_learns():
     data = load("synthetic", **DATA)
     losses = []

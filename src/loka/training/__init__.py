@@ -14,9 +14,10 @@ from loka.training.config import TrainConfig
 from loka.training.evaluation import evaluate, ranking_loss
 from loka.training.logs import Curve, JsonlLog, Progress, TensorBoard
 from loka.training.optimizers import Optimizers, RowwiseAdagrad, split_parameters
+from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.schedule import learning_rate_factor
 from loka.training.snapshot import load_weights, seed_everything
-from loka.training.trainer import NonFiniteLossError, Trainer, TrainResult
+from loka.training.trainer import Trainer
 
 __all__ = [
     "Callback",

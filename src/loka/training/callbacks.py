@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from loka.training.trainer import Trainer, TrainResult
+    from loka.training.result import TrainResult
+    from loka.training.trainer import Trainer
 
 __all__ = ["Callback", "CallbackState", "LogLine"]
 

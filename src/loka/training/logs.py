@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from loka.training.trainer import Trainer, TrainResult
+    from loka.training.result import TrainResult
+    from loka.training.trainer import Trainer
 
 __all__ = ["Curve", "JsonlLog", "Progress", "TensorBoard"]
 

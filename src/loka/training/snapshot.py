@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from loka.training.callbacks import CallbackState
-from loka.training.checkpoint import Snapshot, read_checkpoint
+from loka.training.checkpoint import DamagedCheckpointError, Snapshot, read_checkpoint
 from loka.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from loka.training.trainer import Trainer
 
-__all__ = ["load_weights", "restore_snapshot", "seed_everything", "take_snapshot"]
+__all__ = ["find_nonfinite", "load_weights", "restore_newest", "restore_snapshot", "seed_everything", "take_snapshot"]
 
 _COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
 
@@ -86,6 +86,33 @@ def restore_snapshot(trainer: Trainer, snapshot: Snapshot) -> None:
         _restore_generators(extra, state)
     else:
         seed_everything(hash((trainer.config.seed, trainer.ranks.rank, trainer.step)) % 2**63)
+
+
+def restore_newest(trainer: Trainer, found: list[Path], *, fallback: bool) -> tuple[int, tuple[str, ...]]:
+    """Restore the newest checkpoint, or with `fallback` the newest undamaged one: (its step, what was passed over)."""
+    damaged: list[str] = []
+    for path in reversed(found):
+        try:
+            snapshot = read_checkpoint(path)
+        except DamagedCheckpointError as error:
+            if not fallback:
+                raise DamagedCheckpointError(f"{error}; allow the fallback to use an older checkpoint") from error
+            damaged.append(str(error))
+            continue
+        restore_snapshot(trainer, snapshot)
+        return snapshot.step, tuple(damaged)
+    raise DamagedCheckpointError(f"no checkpoint can be read: {'; '.join(damaged)}")
+
+
+def find_nonfinite(model: nn.Module) -> list[str]:
+    """Names of parameters with NaN or infinite values, in one pass without a buffer of a table's size."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+    if not named:
+        return []
+    with torch.no_grad():
+        extremes = torch.stack([torch.stack(torch.aminmax(parameter)).double() for _, parameter in named])
+        good = torch.isfinite(extremes).all(dim=1).tolist()
+    return [name for (name, _), ok in zip(named, good, strict=True) if not ok]
 
 
 def load_weights(model: nn.Module, path: Path) -> int:

@@ -21,15 +21,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from loka.training.callbacks import Callback, LogLine
-from loka.training.checkpoint import DamagedCheckpointError, find_checkpoints, read_best, read_checkpoint
+from loka.training.checkpoint import find_checkpoints, read_best
 from loka.training.compilation import CompileChoice, compiled, eager
 from loka.training.config import TrainConfig
 from loka.training.evaluation import LossFn, evaluate, ranking_loss
@@ -37,38 +35,14 @@ from loka.training.monitor import Monitor
 from loka.training.optimizers import Optimizers
 from loka.training.precision import autocast, check_precision, precision_scope, resolve_device
 from loka.training.ranks import Ranks, keep_local, unwrap
+from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.saver import Saver
 from loka.training.schedule import learning_rate_factor
-from loka.training.snapshot import load_weights, restore_snapshot, seed_everything, take_snapshot
+from loka.training.snapshot import find_nonfinite, load_weights, restore_newest, seed_everything, take_snapshot
 from loka.training.stream import EpochStream, TrainData
 from loka.training.window import Window
 
-__all__ = ["NonFiniteLossError", "TrainResult", "Trainer"]
-
-
-class NonFiniteLossError(ValueError):
-    """The loss (or a weight) became NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended. `seconds` is training time alone, without evaluations and checkpoints."""
-
-    steps: int
-    examples: int
-    seconds: float
-    examples_per_s: float
-    loss: float
-    metrics: dict[str, float]
-    best: dict[str, Any] | None
-    stopped_early: bool
-    bad_batches: int
-    device: str
-    precision: str
-    compile: CompileChoice
-    resumed_from: int | None
-    damaged: tuple[str, ...]
-    checkpoint: Path | None
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -115,7 +89,7 @@ class Trainer:
         self._saver: Saver | None = None
         self._saved_step: int | None = None
         self._resumed_from: int | None = None
-        self._damaged: list[str] = []
+        self._damaged: tuple[str, ...] = ()
 
     def fit(self, *, resume: bool = False, fallback: bool = False) -> TrainResult:
         """Train to `config.steps` or an early stop.
@@ -179,24 +153,11 @@ class Trainer:
         if self.step == 0:
             seed_everything(self.config.seed + self.ranks.rank)
             if found:
-                self._restore(found, fallback)
+                self._resumed_from, self._damaged = restore_newest(self, found, fallback=fallback)
+                self._saved_step = self._resumed_from
         for callback in self.callbacks:
             callback.on_start(self)
         self._window_start = time.perf_counter()
-
-    def _restore(self, found: list[Path], fallback: bool) -> None:
-        for path in reversed(found):
-            try:
-                snapshot = read_checkpoint(path)
-            except DamagedCheckpointError as error:
-                if not fallback:
-                    raise DamagedCheckpointError(f"{error}; allow the fallback to use an older checkpoint") from error
-                self._damaged.append(str(error))
-                continue
-            restore_snapshot(self, snapshot)
-            self._saved_step = self._resumed_from = snapshot.step
-            return
-        raise DamagedCheckpointError(f"no checkpoint of {self.folder} can be read: {'; '.join(self._damaged)}")
 
     def _run(self) -> None:
         config = self.config
@@ -313,8 +274,7 @@ class Trainer:
         if self._saved_step == self.step:
             return
         with self._paused():
-            bad = [name for name, tensor in self.module.named_parameters() if not torch.isfinite(tensor).all()]
-            if bad:
+            if bad := find_nonfinite(self.module):
                 raise NonFiniteLossError(
                     f"weights of {bad[:5]} are not finite after step {self.step}; nothing was saved"
                 )
@@ -337,6 +297,6 @@ class Trainer:
             precision=self.config.precision,
             compile=self.compile_choice,
             resumed_from=self._resumed_from,
-            damaged=tuple(self._damaged),
+            damaged=self._damaged,
             checkpoint=None if self._saver is None else self._saver.last,
         )
