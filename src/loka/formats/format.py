@@ -140,7 +140,7 @@ def encode(
     if format.is_integer:
         return values.to(format.dtype)
     table = torch.tensor(_E2M1_MAGNITUDES, device=x.device)
-    return (torch.searchsorted(table, values.abs()) + 8 * values.signbit()).to(format.dtype)
+    return (torch.searchsorted(table, values.abs().contiguous()) + 8 * values.signbit()).to(format.dtype)
 
 
 def decode(data: Tensor, format: Format) -> Tensor:

@@ -1,0 +1,44 @@
+"""What every test gets: a fixed seed, reproducible hypothesis examples, and a word about the tests that need a GPU."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import settings
+
+NO_GPU = "no CUDA GPU on this machine: the tests marked `gpu` are deselected"
+
+# Derandomised: the same examples in every run, so that a red test is red for everybody. No database: nothing is left behind.
+settings.register_profile("loka", derandomize=True, deadline=None, database=None)
+settings.load_profile("loka")
+
+
+def pytest_report_header() -> list[str]:
+    return [] if torch.cuda.is_available() else [NO_GPU]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Again at the end: `-q` hides the header."""
+    if not torch.cuda.is_available():
+        terminalreporter.write_line(NO_GPU)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Every test starts from the same random state, whatever ran before it."""
+    random.seed(0)
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The best device of this machine: a test that takes it runs on both kinds."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
