@@ -145,8 +145,8 @@ def info(
         for error in damaged.values():
             typer.echo(f"\n{error}")
         if not caches:
-            typer.echo(f"not cached yet; loka data get {name}")
-    if damaged or not caches:
+            typer.echo("generated while it is read" if entry.generated else f"not cached yet; loka data get {name}")
+    if damaged or not (caches or entry.generated):
         raise typer.Exit(1)
 
 

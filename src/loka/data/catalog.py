@@ -68,6 +68,8 @@ class Entry:
     remotes: tuple[Remote, ...] = ()
     embedded: bool = False
     """The raw files come with an installed package"""
+    generated: bool = False
+    """There are no raw files, and a cache only on request"""
 
 
 _MOVIELENS = "https://files.grouplens.org/datasets/movielens"
@@ -154,6 +156,7 @@ CATALOG: dict[str, Entry] = {
             module="loka.data.synthetic",
             terms="generated",
             publisher="generated",
+            generated=True,
         ),
     )
 }
@@ -197,9 +200,9 @@ def load(
     entry = find_entry(name, "ranking")
     module = import_module(entry.module)
     chosen = _make_options(entry, module.Options, options)
-    if name == "synthetic" and not chosen.cached:
+    if entry.generated and not chosen.cached:
         if source is not None:
-            raise ValueError("synthetic data is generated; it takes no source")
+            raise ValueError(f"{name} is generated; it takes no source")
         return module.open_synthetic(chosen)  # type: ignore[no-any-return]
     build = _Build(entry, "ranking", module.build, asdict(chosen), chosen, module)
     return open_ranking(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
@@ -250,17 +253,19 @@ class _Build:
     module: Any
 
     def find_files(self, root: Path, source: str | Path | None) -> dict[str, Path]:
+        if self.entry.generated:
+            if source is not None:
+                raise ValueError(f"{self.entry.name} is generated; it takes no source")
+            return {}
         if source is not None:
             path = Path(source).expanduser()
             if not path.exists():
                 raise DataError(f"{self.entry.name}: source {path} does not exist")
             return self.module.find_files(path)  # type: ignore[no-any-return]
-        if self.entry.module == "loka.data.synthetic":
-            return {}
         if self.entry.embedded:
             return self.module.find_files(None)  # type: ignore[no-any-return]
         raw = root / "raw" / self.entry.name
-        if not raw.is_dir():
+        if not raw.is_dir() or all(path.suffix == ".part" for path in raw.iterdir()):
             way = f"loka data get {self.entry.name}" + ("" if self.entry.remotes else " --from FOLDER")
             raise DataError(
                 f"{self.entry.name}: no cache and no raw files under {root}. Run `{way}`, or pass source=FOLDER. "
@@ -302,7 +307,7 @@ def _open_or_build(
 
 
 def _run_build(build: _Build, folder: Path, files: dict[str, Path], bad: BadRows, progress: Progress) -> None:
-    if build.entry.module != "loka.data.synthetic":
+    if not build.entry.generated:
         try:
             import polars  # noqa: F401
         except ImportError:
