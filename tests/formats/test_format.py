@@ -144,8 +144,8 @@ def test_every_code_survives_a_round_trip(format: Format) -> None:
 
 def test_signs_of_zero_survive_where_there_are_two() -> None:
     zeros = torch.tensor([0.0, -0.0, 1e-30, -1e-30])
-    for format in (E4M3, E5M2, E2M1):
-        assert decode(encode(zeros, format), format).signbit().tolist() == [False, True, False, True]
+    for signed in (E4M3, E5M2, E2M1):
+        assert decode(encode(zeros, signed), signed).signbit().tolist() == [False, True, False, True]
     assert decode(encode(zeros, INT8), INT8).signbit().tolist() == [False] * 4
 
 

@@ -134,10 +134,10 @@ def test_stochastic_rounding_stays_within_a_quantum(spec: Spec, x: torch.Tensor,
 @pytest.mark.parametrize("name", FORMATS)
 def test_relative_precision_follows_from_the_mantissa(name: str) -> None:
     """Half a unit in the last place, for values that are normal in the format: a number to remember per format."""
-    format = FORMATS[name]
-    x = torch.empty(100_000).uniform_(format.smallest_normal, format.max)
+    form = FORMATS[name]
+    x = torch.empty(100_000).uniform_(form.smallest_normal, form.max)
     spec = Spec.parse(f"{name}:tensor:static")
-    error = (fake_quantize(x, spec, scale=torch.tensor(1.0)) - x).abs() / (0.5 if format.is_integer else x)
+    error = (fake_quantize(x, spec, scale=torch.tensor(1.0)) - x).abs() / (0.5 if form.is_integer else x)
     worst = error.max().item()
-    expected = 1.0 if format.is_integer else 1 / (2.0 ** (format.mantissa_bits + 1) + 1)
+    expected = 1.0 if form.is_integer else 1 / (2.0 ** (form.mantissa_bits + 1) + 1)
     assert 0.98 * expected <= worst <= expected * (1 + EPSILON)

@@ -109,7 +109,9 @@ def test_equals_the_law_by_hand(spec: Spec, shape: tuple[int, ...]) -> None:
     assert np.array_equal(q.dequantize().numpy(), values)
 
 
-@by_spec
+@pytest.mark.parametrize(
+    "spec", [Spec.parse(s) for s in ("e4m3:tensor", "int8:row", "e2m1:1x16:e4m3", "e5m2:row:pow2")], ids=str
+)
 def test_the_comparison_notices_one_changed_element(spec: Spec) -> None:
     x = wild((130, 261))
     codes, _, _ = ByHand(x, spec).run()
@@ -360,7 +362,7 @@ def test_stochastic_quantisation_is_unbiased_and_follows_its_generator() -> None
     scale = quantize(x, spec, generator=torch.Generator()).scale.double().numpy()
     low, high = TABLES["e4m3"].neighbours(x.numpy() / scale)
     quantum = torch.from_numpy((high - low) * scale)
-    fraction = torch.from_numpy((x.numpy() / scale - low)) / torch.from_numpy(high - low).clamp(min=1e-9)
+    fraction = torch.from_numpy(x.numpy() / scale - low) / torch.from_numpy(high - low).clamp(min=1e-9)
     count = 400  # five standard deviations of a mean of Bernoulli variables, and a few events where almost none are expected
     bound = quantum * (5 * (fraction * (1 - fraction) / count).clamp(min=0).sqrt() + 5 / count) + 2**-22 * x.abs()
     mean = torch.stack([draw(seed) for seed in range(count)]).double().mean(0)
