@@ -5,6 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from loka.training import Optimizers, RowwiseAdagrad, TrainConfig, split_parameters
+from loka.training import optimizers as module
 
 from .toy import make_data, make_model
 
@@ -41,6 +42,14 @@ def make_batches(count=4, rows=30, width=5, size=40, seed=3):
     ]
 
 
+@pytest.fixture(params=["cpu", "padded"])
+def sums(request, monkeypatch):
+    """Both ways to sum duplicates; the padded one is what a GPU runs."""
+    if request.param == "padded":
+        monkeypatch.setattr(module, "sum_segments", module.sum_segments_padded)
+
+
+@pytest.mark.usefixtures("sums")
 def test_touched_rows_match_the_dense_reference_and_the_rest_keep_their_bits():
     torch.manual_seed(0)
     table = nn.Embedding(30, 5, sparse=True)
@@ -82,6 +91,7 @@ class Sizes(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("sums")
 def test_no_buffer_of_the_size_of_the_table_is_ever_made():
     rows, width = 20_000, 8
     table = nn.Embedding(rows, width, sparse=True)
@@ -95,6 +105,7 @@ def test_no_buffer_of_the_size_of_the_table_is_ever_made():
     assert sizes.largest == rows  # the accumulator: one number per row, made once
 
 
+@pytest.mark.usefixtures("sums")
 def test_duplicates_are_summed_before_they_are_squared():
     table = nn.Embedding(4, 2, sparse=True)
     before = table.weight.detach().clone()
@@ -103,6 +114,7 @@ def test_duplicates_are_summed_before_they_are_squared():
     torch.testing.assert_close(table.weight.detach()[1], before[1] - 0.5)
 
 
+@pytest.mark.usefixtures("sums")
 def test_bags_and_accumulated_gradients_work():
     table = nn.EmbeddingBag(10, 3, mode="sum", sparse=True)
     before = table.weight.detach().clone()
@@ -115,6 +127,7 @@ def test_bags_and_accumulated_gradients_work():
     torch.testing.assert_close(table.weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("sums")
 def test_an_empty_lookup_changes_nothing():
     table = nn.EmbeddingBag(10, 3, mode="sum", sparse=True)
     before = table.weight.detach().clone()
@@ -177,3 +190,23 @@ def test_state_of_an_unknown_parameter_is_refused():
     optimizers = Optimizers(make_model(), TrainConfig())
     with pytest.raises(ValueError, match="elsewhere"):
         optimizers.load_state_tensors({"elsewhere:exp_avg": torch.zeros(2)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_update_equals_the_cpu_update_and_never_waits_for_the_device():
+    tables = [nn.Embedding(30, 5, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    tables[1].cuda()
+    run_steps(tables[0], make_batches(), lr=0.1)
+    batches = [(ids.cuda(), weights.cuda()) for ids, weights in make_batches()]
+    optimizer = RowwiseAdagrad(tables[1].parameters(), lr=0.1)
+    for ids, weights in batches:
+        optimizer.zero_grad()
+        (tables[1](ids) * weights).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(tables[1].weight.detach().cpu(), tables[0].weight.detach(), rtol=1e-5, atol=1e-6)

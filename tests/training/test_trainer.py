@@ -250,3 +250,28 @@ def test_speed_excludes_evaluations():
     _, result = train(evaluate_fn=slow, evaluate_every=5, log_every=10)
     assert result.seconds < 0.5  # four evaluations slept 0.8 s
     assert result.examples_per_s == pytest.approx(result.examples / result.seconds)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("compile_", ["off", "on"])
+def test_a_gpu_run_learns_saves_and_resumes(tmp_path, precision, compile_):
+    settings = {"device": "cuda", "precision": precision, "compile": compile_, "learning_rate": 1e-2}
+    settings.update(evaluate_every=50, checkpoint_every=25)
+    data = make_data(2000)
+    _, first = train(data=data, steps=100, out=tmp_path, **settings)
+    assert first.metrics["ne"] < 0.9
+    assert first.compile.enabled == (compile_ == "on")
+    longer = Trainer(make_model(), data, TrainConfig(**{**FAST, **settings, "steps": 150}), out=tmp_path)
+    second = longer.fit(resume=True)
+    assert (second.resumed_from, second.steps) == (100, 150)
+    assert second.metrics["ne"] < 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_bad_loss_on_a_gpu_is_noticed_at_the_log_line_with_its_own_step(tmp_path):
+    with pytest.raises(NonFiniteLossError, match="step 6, batch 6 "):
+        train(loss_fn=poison({6}), device="cuda", checkpoint_every=4, keep=9, out=tmp_path, log_every=10)
+    assert [path.name[-2:] for path in find_checkpoints(tmp_path / "checkpoints")] == ["04"]

@@ -7,9 +7,10 @@ gradient of row r over the batch, D its width:
     h_r <- h_r + |g_r|^2 / D
     w_r <- w_r - lr * g_r / (sqrt(h_r) + eps)
 
-Duplicate ids of a batch are summed first, since the square of a sum is not the sum of squares. This is done with
-buffers of the size of the batch (sort, segment sum) and without asking the device how many different ids there were:
-on a GPU that question would stall the queue once per table and step.
+Duplicate ids of a batch are summed first, since the square of a sum is not the sum of squares: sort, then sum segments,
+in buffers of the size of the batch. On a GPU the loop must not ask how many different ids there were, which would stall
+the queue once per table and step, so there the buffers keep the batch's length; on a CPU asking is free. GPU sums use
+atomics: their last bits vary unless torch.use_deterministic_algorithms is on.
 
 Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
 parameter is dense. Weight decay applies to dense parameters with two or more dimensions. Neither decay nor clipping
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from loka.training.config import TrainConfig
 
@@ -62,24 +64,35 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         state = self.state[table]
         if not state:
             state["sum"] = torch.full((table.shape[0],), group["initial"], dtype=torch.float32, device=table.device)
-        rows, sums = sum_duplicates(grad._indices()[0], grad._values().float())
-        if rows.numel() == 0:
+        if grad._nnz() == 0:
             return
+        rows, sums = sum_duplicates(grad._indices()[0], grad._values().float())
         history = state["sum"].index_add_(0, rows, sums.square().mean(dim=1))
         update = sums / (history[rows].sqrt() + group["eps"]).unsqueeze(1)
         table.index_add_(0, rows, (update * -group["lr"]).to(table.dtype))
 
 
 def sum_duplicates(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum `values` [n, D] over equal `rows` [n] in buffers of length n.
-
-    The first entries are the different rows with their sums. The rest, as many as there were duplicates, are zero
-    sums at rows that occur anyway, which makes them harmless to add (x + -0.0 is x, bit for bit) and keeps every
-    size known to the host.
-    """
+    """Sum `values` [n, D] over equal `rows` [n]: (different rows, their sums), in the form that suits the device."""
     ordered, order = rows.sort(stable=True)
     is_first = torch.ones_like(ordered, dtype=torch.bool)
     is_first[1:] = ordered[1:] != ordered[:-1]
+    if rows.device.type == "cpu":
+        return sum_segments(ordered, order, is_first, values)
+    return sum_segments_padded(ordered, order, is_first, values)
+
+
+def sum_segments(ordered: Tensor, order: Tensor, is_first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Exactly the different rows. A bag per segment: 0.4 ms where index_add_ takes 17 (40,960 ids of width 32, one core)."""
+    starts = is_first.nonzero().squeeze(1)
+    return ordered[starts], F.embedding_bag(order, values, starts, mode="sum")
+
+
+def sum_segments_padded(ordered: Tensor, order: Tensor, is_first: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The different rows first, then as many zero sums as there were duplicates, so that every size is known to the host.
+
+    The zero sums stand at rows that occur anyway, which makes them harmless to add: x + -0.0 is x, bit for bit.
+    """
     segment = is_first.cumsum(0) - 1
     sums = torch.zeros_like(values).index_add_(0, segment, values[order])
     return ordered.scatter(0, segment, ordered), sums
