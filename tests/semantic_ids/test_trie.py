@@ -117,3 +117,21 @@ def test_bad_requests() -> None:
         trie.mask(torch.tensor([0]), 4)
     with pytest.raises(ValueError, match="expected a vector"):
         trie.allowed_ragged(torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_decoding_compiles_to_one_graph() -> None:
+    """No data-dependent shape and no host read: one graph without breaks, which is what a captured decoding step needs."""
+    codes, numbers, trie = make()
+
+    def decode(choices: torch.Tensor) -> torch.Tensor:
+        nodes = torch.zeros(choices.shape[0], dtype=torch.int64)
+        for level in range(4):
+            allowed, children = trie.allowed(nodes, level)
+            found = allowed == choices[:, level, None]
+            stepped = torch.where(found, children, -1).amax(1)
+            nodes = torch.where(trie.mask(nodes, level).any(1), trie.step(nodes, choices[:, level]), -1)
+            nodes = torch.where(stepped == nodes, nodes, -2)
+        return trie.items(nodes)
+
+    compiled = torch.compile(decode, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(codes), numbers)

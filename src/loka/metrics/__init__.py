@@ -5,7 +5,8 @@ exactly over torch.distributed. Values that are undefined (nothing seen, one cla
 
     LogLoss, NormalizedEntropy, RelativeLogLoss, AUC (exact), HistogramAUC (bounded memory), GAUC, Calibration
     TopK (HR@K, recall@K, NDCG@K, MRR), BeamOverlap
-    compare_paired -> Comparison (better / worse / equivalent / inconclusive), check_sample_ratio -> SampleRatio
+    compare_paired, compare_auc -> Comparison (better / worse / equivalent / inconclusive)
+    check_sample_ratio -> SampleRatio
 """
 
 from loka.metrics.accumulator import Metric, all_reduce
@@ -14,6 +15,7 @@ from loka.metrics.beams import BeamOverlap, BeamOverlapResult
 from loka.metrics.binary import log_losses
 from loka.metrics.calibration import Calibration, CalibrationResult
 from loka.metrics.compare import Comparison, Verdict, compare_paired, decide, minimum_detectable_effect
+from loka.metrics.compare_auc import compare_auc
 from loka.metrics.logloss import LogLoss, NormalizedEntropy, RelativeLogLoss, relative_change
 from loka.metrics.sample_ratio import SampleRatio, check_sample_ratio
 from loka.metrics.topk import TopK, TopKResult, rank_target
@@ -38,6 +40,7 @@ __all__ = [
     "Verdict",
     "all_reduce",
     "check_sample_ratio",
+    "compare_auc",
     "compare_paired",
     "decide",
     "log_losses",

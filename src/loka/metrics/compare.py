@@ -19,7 +19,7 @@ A 95 % interval inside the margin is two one-sided tests (TOST) at 2.5 % each. E
 The minimum detectable effect, MDE = (q(1 - alpha/2) + q(power)) SE, is the true difference that this many units would find with the given power; q is the
 normal quantile, Student's for the `student` method. When the MDE exceeds the margin, collect more data before arguing.
 
-What this does not do: metrics that are no mean over units (AUC of all examples): compare them per seed, or per user as in GAUC. If every unit shows
+What this does not do: metrics that are no mean over units. For the AUC of all examples there is `loka.metrics.compare_auc`; others compare per seed or per user. If every unit shows
 exactly the same difference, the interval has width 0: true of bit-identical runs, optimistic for a handful of rare 0/1 outcomes.
 """
 

@@ -147,7 +147,7 @@ def _pass_minibatches(points: Tensor, centroids: Tensor, batch_size: int, genera
         codes, _ = assign_nearest(batch, centroids)
         means, counts = average_clusters(batch, codes, centroids)
         seen += counts
-        rate = (counts / seen.clamp(min=1)).to(points.dtype)
+        rate = (counts.double() / seen.clamp(min=1)).to(points.dtype)
         centroids = centroids + rate[:, None] * (means - centroids)
     return centroids
 
