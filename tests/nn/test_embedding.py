@@ -55,6 +55,14 @@ def test_pad_recent_without_values():
     assert lengths.tolist() == [0, 0]
 
 
+def test_pad_recent_can_skip_the_most_recent_and_keeps_what_a_value_is_made_of():
+    values = torch.arange(12).view(6, 2)
+    ids, lengths = pad_recent(values, torch.tensor([0, 4, 5, 6]), 2, skip=1)
+    assert lengths.tolist() == [2, 0, 0]
+    assert ids[0].tolist() == [[2, 3], [4, 5]]
+    assert ids[1:].eq(0).all()
+
+
 @pytest.mark.parametrize(("bad", "message"), [(7, "'item' got id 7 .row 1.*0 to 6"), (-1, "'item' got id -1")])
 def test_id_out_of_range_names_field_id_and_range(tables, bad, message):
     ids = torch.tensor([[0, 0, 0], [1, bad, 1]])

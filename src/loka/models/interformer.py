@@ -26,6 +26,7 @@ from loka.nn import (
     MLP,
     DotInteraction,
     DotProductAttention,
+    Seeds,
     SelfAttention,
     Style,
     check_heads,
@@ -99,19 +100,6 @@ class MaskNet(nn.Module):
         """Merge the histories of every step."""
         out: Tensor = self.project(s * self.mask(s))
         return out
-
-
-class Seeds(nn.Module):
-    """Learned query vectors, `weight` [count, d]."""
-
-    def __init__(self, count: int, d: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, d))
-        nn.init.normal_(self.weight, std=d**-0.5)
-
-    def forward(self, batch: int) -> Tensor:
-        """The seeds for every example, [B, count, d], without a copy."""
-        return self.weight.expand(batch, -1, -1)
 
 
 class SeedPooling(nn.Module):

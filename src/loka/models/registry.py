@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from loka.models import dcn, dhen, dlrm, elfm, hstu, interformer, wukong
+from loka.models import dcn, dhen, dlrm, elfm, hstu, interformer, onerec, wukong
 from loka.models.ranker import Core, Ranker, count_vectors
 from loka.nn import Style
 
@@ -37,6 +37,7 @@ FAMILIES = {
     "elfm": Family(elfm.ELFMConfig, elfm.ELFM, elfm.SIZES),
     "hstu": Family(hstu.HSTUConfig, hstu.HSTU, hstu.SIZES),
     "interformer": Family(interformer.InterFormerConfig, interformer.InterFormer, interformer.SIZES),
+    "onerec": Family(onerec.OneRecConfig, onerec.OneRec, onerec.SIZES),
     "wukong": Family(wukong.WukongConfig, wukong.Wukong, wukong.SIZES),
 }
 

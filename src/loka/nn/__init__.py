@@ -18,7 +18,9 @@ from loka.nn.attention import (
     rotate,
     split_heads,
 )
-from loka.nn.embedding import EmbeddingTables, pad_recent
+from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
+from loka.nn.experts import MixtureOfExperts, SwiGLU
+from loka.nn.grouped import GroupedLinear, grouped_linear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, EPS, BlockNorm, LayerNorm, NormKind, RMSNorm, make_norm, rms_normalize
 from loka.nn.tower import MLP, Layer, Style, make_head
@@ -35,18 +37,23 @@ __all__ = [
     "FactorizationMachine",
     "FeatureMix",
     "GateKind",
+    "GroupedLinear",
     "HardSigmoid",
     "HardSwish",
     "Layer",
     "LayerNorm",
+    "MixtureOfExperts",
     "NormKind",
     "RMSNorm",
+    "Seeds",
     "SelfAttention",
     "Sigmoid",
     "Style",
+    "SwiGLU",
     "check_heads",
     "compute_dtype",
     "gate_for",
+    "grouped_linear",
     "make_activation",
     "make_gate",
     "make_head",

@@ -28,9 +28,13 @@ class DotProductAttention(nn.Module):
         """Attend."""
         if mask is not None and self.causal:
             raise ValueError("a causal DotProductAttention takes no mask of keys; use causal=False with a mask")
+        if self.causal and q.shape[2] not in (1, k.shape[2]):
+            raise ValueError(f"causal attention takes all {k.shape[2]} queries or the newest one, got {q.shape[2]}")
+        # The newest query alone sees every key; torch's causal mask would align it with the first.
+        causal = self.causal and q.shape[2] > 1
         seen = None if mask is None else mask[:, None, None, :]
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
 
     def extra_repr(self) -> str:
@@ -56,6 +60,18 @@ class SelfAttention(nn.Module):
             q, k = rotate(q), rotate(k)
         out: Tensor = self.out(merge_heads(self.attention(q, k, v, mask)))
         return out
+
+    def extend(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One more position, x [B, 1, d], after the keys and values of the earlier ones; returns them with its own appended."""
+        if self.rotary or x.shape[1] != 1:
+            raise ValueError(
+                f"extend takes one position without rotary angles, got {x.shape[1]} and rotary={self.rotary}"
+            )
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        out: Tensor = self.out(merge_heads(self.attention(q, k, v)))
+        return out, (k, v)
 
 
 def check_heads(d: int, heads: int) -> None:

@@ -4,6 +4,7 @@ All fields share one width, so their tables are stacked into a single `nn.Embedd
 first_row[f] ... first_row[f] + cardinality[f] - 1. One gather then serves the whole [B, n] id matrix, and one sparse gradient comes back.
 
     lookup(ids)                  [B, n] ids         -> [B, n, d]
+    take(name, ids)              ids of one field   -> [..., d]
     pool(name, values, offsets)  ragged ids         -> [B, d], the mean of the row's embeddings; zero for an empty row
     pad(name, values, offsets)   ragged ids         -> [B, T, d] and lengths [B], the T most recent, padded at the end
 
@@ -60,6 +61,13 @@ class EmbeddingTables(nn.Module):
         out: Tensor = self.table(ids + self.first_row[:n])
         return out
 
+    def take(self, name: str, ids: Tensor) -> Tensor:
+        """ids of one field, of any shape -> [..., width]."""
+        f = self._field(name)
+        self._check(ids, self.cardinality[f], (name,))
+        out: Tensor = self.table(ids + self.starts[f])
+        return out
+
     def pool(self, name: str, values: Tensor, offsets: Tensor) -> Tensor:
         """The mean embedding of every ragged row, [B, width]; zero for an empty row."""
         f = self._field(name)
@@ -100,14 +108,31 @@ class EmbeddingTables(nn.Module):
         return f"{len(self.names)} fields, width={self.width}"
 
 
-def pad_recent(values: Tensor, offsets: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The last `length` values of every ragged row, in order, as [B, length] padded with 0 at the end, and their counts [B]."""
-    lengths = (offsets[1:] - offsets[:-1]).clamp(max=length)
+class Seeds(nn.Module):
+    """Learned query vectors, `weight` [count, d]."""
+
+    def __init__(self, count: int, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, d))
+        nn.init.normal_(self.weight, std=d**-0.5)
+
+    def forward(self, batch: int) -> Tensor:
+        """The seeds for every example, [B, count, d], without a copy."""
+        return self.weight.expand(batch, -1, -1)
+
+
+def pad_recent(values: Tensor, offsets: Tensor, length: int, *, skip: int = 0) -> tuple[Tensor, Tensor]:
+    """The last `length` values of every ragged row before its `skip` last, in order, and how many there are, [B].
+
+    values [total, ...] give [B, length, ...], padded with 0 at the end.
+    """
+    ends = torch.maximum(offsets[1:] - skip, offsets[:-1])
+    lengths = (ends - offsets[:-1]).clamp(max=length)
     steps = torch.arange(length, device=values.device)
-    at = (offsets[1:] - lengths)[:, None] + steps
+    at = (ends - lengths)[:, None] + steps
     # One zero behind the last value gives padding somewhere to point at, even when there is no value at all.
     at = torch.where(steps < lengths[:, None], at, values.shape[0])
-    return torch.cat([values, values.new_zeros(1)])[at], lengths
+    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])[at], lengths
 
 
 def _describe(ids: Tensor, bad: Tensor, cardinality: Tensor, names: tuple[str, ...]) -> str:

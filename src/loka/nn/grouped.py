@@ -1,0 +1,106 @@
+"""GroupedLinear: one linear per expert, each applied to its own rows of one matrix.
+
+    y_r = W_e x_r      for the rows r of expert e; rows are sorted by expert, and ends[e] is where the rows of expert e end
+
+All experts are one `weight` [E, out, in] and one op, `loka::grouped_linear`, with a gradient. On a GPU in 16 bits it is torch's grouped GEMM,
+which needs widths that are multiples of 8; elsewhere, and in other dtypes, it is a loop over the experts. Experts without rows cost nothing.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from loka.nn.mix import compute_dtype
+
+
+def _grouped_gemm(*operands: Tensor) -> bool:
+    return all(t.is_cuda and t.dtype in (torch.bfloat16, torch.float16) for t in operands)
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    return list(pairwise([0, *ends.tolist()]))
+
+
+@torch.library.custom_op("loka::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [N, in], weight [E, out, in], ends int32 [E] -> [N, out]."""
+    if _grouped_gemm(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for expert, (start, stop) in enumerate(_spans(ends)):
+        torch.mm(x[start:stop], weight[expert].t(), out=out[start:stop])
+    return out
+
+
+@grouped_linear.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("loka::grouped_linear_weight_grad", mutates_args=())
+def grouped_linear_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """grad [N, out], x [N, in] -> dW [E, out, in]; zero for an expert without rows."""
+    if _grouped_gemm(grad, x):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    out = x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+    for expert, (start, stop) in enumerate(_spans(ends)):
+        torch.mm(grad[start:stop].t(), x[start:stop], out=out[expert])
+    return out
+
+
+@grouped_linear_weight_grad.register_fake
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    dx = grouped_linear(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    dw = grouped_linear_weight_grad(grad, x, ends) if ctx.needs_input_grad[1] else None
+    return dx, dw, None
+
+
+grouped_linear.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.loka.grouped_linear)
+def _flops(x: torch.Size, weight: torch.Size, ends: torch.Size, *args: Any, **kwargs: Any) -> int:
+    # Every row meets the weight of exactly one expert: the experts it does not visit cost nothing.
+    return 2 * x[0] * x[1] * weight[1]
+
+
+class GroupedLinear(nn.Module):
+    """E linears without bias; the state_dict is a plain `weight` [E, out, in]."""
+
+    def __init__(self, experts: int, width_in: int, width_out: int) -> None:
+        super().__init__()
+        if experts < 1 or width_in < 1 or width_out < 1:
+            raise ValueError(f"GroupedLinear needs positive sizes, got {experts} experts of {width_in} -> {width_out}")
+        if width_in % 8 or width_out % 8:
+            raise ValueError(f"grouped GEMMs need widths that are multiples of 8, got {width_in} -> {width_out}")
+        self.experts, self.width_in, self.width_out = experts, width_in, width_out
+        self.weight = nn.Parameter(torch.empty(experts, width_out, width_in))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(in), as `nn.Linear`."""
+        nn.init.uniform_(self.weight, -(self.width_in**-0.5), self.width_in**-0.5)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [N, in] sorted by expert, ends int32 [E] -> [N, out]."""
+        dtype = compute_dtype(x)
+        out: Tensor = grouped_linear(x.to(dtype), self.weight.to(dtype), ends)
+        return out
+
+    def extra_repr(self) -> str:
+        """Experts and widths."""
+        return f"experts={self.experts}, {self.width_in} -> {self.width_out}"
