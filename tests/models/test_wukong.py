@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka import models
 from loka.models.wukong import Wukong, WukongConfig
@@ -82,3 +83,22 @@ def test_wrong_shape_and_bad_config_say_what_was_expected():
         Wukong(CONFIG)(torch.randn(2, 6, 4))
     with pytest.raises(ValueError, match=r"WukongConfig.k is 0"):
         WukongConfig(k=0)
+
+
+def test_no_tensor_of_vectors_is_copied_or_transposed_in_memory():
+    """Forward and backward are products, norms, sums and one concat: nothing is cloned only to lie differently."""
+    seen = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 3:
+                seen.append(func)
+            return out
+
+    model = Wukong(WukongConfig(n=7, d=4, layers=2, n_l=2, n_f=3, k=2, hidden=6, top=(6, 3)))
+    with Record():
+        model(torch.randn(3, 7, 4, requires_grad=True)).sum().backward()
+    copies = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+    assert torch.ops.aten.bmm.default in seen
+    assert not copies & set(seen)

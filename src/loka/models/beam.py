@@ -1,0 +1,71 @@
+"""Beam search over semantic ids: the most probable ids of a OneRec model, optionally only valid ones.
+
+    score(c_1 ... c_p) = sum_i log softmax(logits_i)[c_i];    per level the `beams` best continuations of all beams survive
+
+With `valid`, continuations that lead to no item are removed before they compete: their score is -inf, and a request with fewer valid ids than
+beams ends with beams of score -inf and item -1. Shapes depend on sizes only, never on data.
+
+This is the plain search, written to be checked against; it keeps log-probabilities in float32 and sorts with torch.topk.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loka.models.onerec import Context, OneRec, Past, reorder
+
+
+class ValidIds(Protocol):
+    """The trie of valid ids, as `loka.semantic_ids.Trie` has it; node 0 is the root, -1 no valid prefix."""
+
+    def step(self, nodes: Tensor, codes: Tensor) -> Tensor:
+        """The node that each node reaches by each code, -1 where there is none."""
+        ...
+
+    def mask(self, nodes: Tensor, level: int) -> Tensor:
+        """Which codes of the level may follow, [..., codebook]."""
+        ...
+
+    def items(self, nodes: Tensor) -> Tensor:
+        """The item of each leaf, -1 for other nodes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Ids and log-probabilities, best first; items where valid ids were given."""
+
+    codes: Tensor
+    """int64 [B, W, levels]"""
+    scores: Tensor
+    """float32 [B, W]"""
+    items: Tensor | None = None
+    """int64 [B, W], -1 for a beam that is no item"""
+
+
+@torch.no_grad()
+def search(model: OneRec, context: Context, *, beams: int, valid: ValidIds | None = None) -> Beams:
+    """The `beams` most probable ids of every request (fewer where there are not so many)."""
+    if beams < 1:
+        raise ValueError(f"beam search needs at least one beam, got {beams}")
+    requests, device = context.mask.shape[0], context.mask.device
+    scores = torch.zeros(requests, 1, device=device)
+    nodes = torch.zeros(requests, 1, dtype=torch.int64, device=device)
+    spelled = torch.empty(requests, 1, 0, dtype=torch.int64, device=device)
+    past: list[Past] | None = None
+    codes: Tensor | None = None
+    for level in range(model.config.levels):
+        logits, carried = model.step(context, codes, past)
+        total = scores[..., None] + logits.log_softmax(-1)
+        if valid is not None:
+            total = total.masked_fill(~valid.mask(nodes, level), float("-inf"))
+        width = total.shape[2]
+        scores, best = total.flatten(1).topk(min(beams, total.shape[1] * width), dim=1)
+        parents, codes = best // width, best % width
+        past = reorder(carried, parents)
+        spelled = torch.cat([spelled.gather(1, parents[..., None].expand(-1, -1, level)), codes[..., None]], 2)
+        if valid is not None:
+            nodes = torch.where(scores > float("-inf"), valid.step(nodes.gather(1, parents), codes), -1)
+    return Beams(spelled, scores, None if valid is None else valid.items(nodes))
