@@ -8,8 +8,11 @@ A plan that does not fit the model is refused before anything is changed, and th
 mention, or keeps in high precision throughout, are left alone.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -121,3 +124,13 @@ def _swap(model: nn.Module, replacements: dict[str, Callable[..., nn.Module]]) -
         if id(module) in made:
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, made[id(module)])
+
+
+class _CallableModule(ModuleType):
+    """`loka.convert` is this module and, as everybody writes it, the function: importing one must not hide the other."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Summary:
+        return convert(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from loka.dispatch import recipe_named
+from loka.formats import Spec
 from loka.probe.evaluate import evaluate_candidate, problem_of
 from loka.probe.report import Report
 from loka.probe.verdict import judge
 from loka.probe.watch import Watch
-from loka.records import Candidate, FlopsOf, GemmVerdict, ProbeReport, Site, capture_environment
+from loka.records import Candidate, FlopsOf, FormatRange, GemmVerdict, ProbeReport, Site, capture_environment
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
@@ -141,6 +142,7 @@ class Probe:
             max_gradient_error=max_gradient_error,
             flops_of=self._flops_of,
             rows=self.rows,
+            formats=_describe_formats(sites),
             sites=sites,
             environment=capture_environment(
                 command=command, device=_name_device(self.model), threads=torch.get_num_threads()
@@ -220,6 +222,14 @@ def _evaluate_site(
                 if found is not None:
                     candidates.append(found)
     return candidates
+
+
+def _describe_formats(sites: Sequence[Site]) -> list[FormatRange]:
+    used = {Spec.parse(text).format for site in sites for c in site.candidates for text in (c.a, c.b)}
+    return [
+        FormatRange(name=f.name, max=f.max, smallest_normal=f.smallest_normal, smallest_subnormal=f.smallest_subnormal)
+        for f in sorted(used, key=str)
+    ]
 
 
 def _name_device(model: nn.Module) -> str:

@@ -35,6 +35,11 @@ class KernelRow(Part, frozen=True):
                 f"{self.backend} on {self.call} was refused ({self.refusal}) and timed: one of them is wrong"
             )
 
+    @property
+    def red(self) -> bool:
+        """Whether it ran and was wrong."""
+        return self.tolerance is not None and (self.error is None or self.error > self.tolerance)
+
 
 class KernelBench(Record, frozen=True, tag="kernel_bench"):
     """One run of the kernel benchmark."""

@@ -31,6 +31,15 @@ class TensorStats(Part, frozen=True):
     histogram: list[int]
 
 
+class FormatRange(Part, frozen=True):
+    """The magnitudes a number format holds, so that a report can draw them beside a histogram."""
+
+    name: str
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+
+
 class Candidate(Part, frozen=True):
     """One way to run one GEMM of a site, and how it did."""
 
@@ -90,5 +99,6 @@ class ProbeReport(Record, frozen=True, tag="probe"):
         FlopsOf  # shares are of every GEMM of the model, or (where those were not counted) of the probed sites only
     )
     rows: int  # real rows kept per site, at most; errors are measured on them
+    formats: list[FormatRange]  # those the candidates use
     sites: list[Site]
     environment: Environment

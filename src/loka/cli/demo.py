@@ -1,0 +1,125 @@
+"""`loka demo`: the whole job in one command, on the embedded real data.
+
+    loka demo
+    loka demo --out runs/mine --steps 800 --seed 3
+
+Trains a small Wukong, probes it, makes a plan, converts, trains on in FP8 (emulated on a CPU) and in naive FP8, compares, and writes
+OUT/report.html. Interrupted and run again it continues.
+"""
+
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["demo"]
+
+_LABELS = {
+    "train": "train in float32, probe attached",
+    "probe": "evaluate every linear in FP8",
+    "plan": "make the plan",
+    "high": "train on in float32",
+    "planned": "train on in planned FP8",
+    "naive": "train on in naive FP8",
+    "compare": "compare on the test split",
+    "report": "write the report",
+}
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, records and the report.")] = Path("runs/demo"),
+    steps: Annotated[int | None, typer.Option(help="Steps in float32 before the fork.")] = None,
+    more_steps: Annotated[int | None, typer.Option(help="Steps of each continuation.")] = None,
+    size: Annotated[str | None, typer.Option(help="Size of the Wukong: tiny or small.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and resampling.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train, probe, plan, convert, compare, report: the whole job on real data, in about three minutes."""
+    from loka.demo import Demo, DemoConfig
+
+    given = {"steps": steps, "more_steps": more_steps, "size": size, "seed": seed}
+    config = DemoConfig(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    words = ["loka", "demo", *_spell(given), *(["--out", str(out)] if out != Path("runs/demo") else [])]
+    with _progress() as bar:
+        result = Demo(out, config, talk=_Talk(bar), command=shlex.join(words)).run()
+    if result.restarted:
+        typer.echo(result.restarted, err=True)
+    if result.resumed:
+        typer.echo(f"already finished: {', '.join(result.resumed)}", err=True)
+    if json_:
+        typer.echo(json.dumps(_to_json(result), indent=1))
+    else:
+        typer.echo("\n".join(result.lines()))
+
+
+def _spell(given: dict[str, Any]) -> list[str]:
+    """The options that were given, as one would type them; the default seed is not worth saying."""
+    return [
+        word
+        for name, value in given.items()
+        if value is not None and (name, value) != ("seed", 0)
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def _to_json(result: Any) -> dict[str, Any]:
+    import msgspec
+
+    return {
+        "report": str(result.report),
+        "converted": result.converted,
+        "linears": result.linears,
+        "low_precision_flops_share": result.plan.low_precision_share,
+        "comparisons": [msgspec.to_builtins(comparison) for comparison in result.comparisons],
+        "resumed": list(result.resumed),
+        "restarted": result.restarted,
+    }
+
+
+def _progress() -> "Progress":
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description:<34}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+class _Talk:
+    """One bar per station, moved at most ten times a second."""
+
+    def __init__(self, bar: "Progress") -> None:
+        self._bar, self._task, self._station, self._drawn = bar, None, "", 0.0  # type: Progress, Any, str, float
+
+    def __call__(self, station: str, done: int, total: int | None) -> None:
+        if station != self._station:
+            if self._task is not None:
+                self._finish()
+            self._station = station
+            self._task = self._bar.add_task(_LABELS.get(station, station), total=total)
+        now = time.monotonic()
+        if now - self._drawn > 0.1 or done == total:
+            self._bar.update(self._task, completed=done, total=total)
+            self._drawn = now
+
+    def _finish(self) -> None:
+        task = self._bar.tasks[self._task]
+        self._bar.update(self._task, total=task.total or 1, completed=task.total or 1)

@@ -1,0 +1,402 @@
+"""The whole job on real data: train, probe, plan, convert, train on, compare, report.
+
+    train      a small Wukong on Complete Journey in float32, with Probe attached
+    probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
+    plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere
+    high, planned, naive     three continuations of the *same* checkpoint (weights, optimiser, position in the data)
+    compare    per-example log loss on the test split, paired, households resampled
+    report     one HTML file from the records
+
+Every station leaves records or a checkpoint below `out`; run again, the job continues after the last finished one, and inside a training
+station at its last checkpoint. Other settings than the stored ones start it anew, and it says so.
+
+On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured".
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka import records
+from loka.convert import convert
+from loka.data import RankingData, load
+from loka.dispatch import uniform_plan
+from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
+from loka.models import build_ranker
+from loka.probe import Probe, Report
+from loka.records import Comparison, Environment, Interval, Plan, Point, ProbeReport, Progress, Run, capture_environment
+from loka.report import Results, write_html
+from loka.training import Callback, CallbackState, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
+from loka.training.checkpoint import Snapshot, read_checkpoint
+
+ARMS = {"high": "high precision", "planned": "planned FP8", "naive": "naive FP8"}
+PREDICTION_LAYER = "core.head.last"
+Talk = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What the demo is asked to do. The defaults take about three minutes on two cores."""
+
+    data: str = "complete-journey"
+    family: str = "wukong"
+    size: str = "small"
+    steps: int = 400
+    more_steps: int = 150
+    batch_size: int = 512
+    learning_rate: float = 2e-3
+    probe_every: int = 50
+    rows: int = 512
+    samples: int = 20
+    max_error: float = 0.2
+    max_gradient_error: float = 0.1
+    margin: float = 0.001
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "more_steps", "batch_size", "probe_every", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}, expected at least 1")
+        if not 0 < self.margin < 1:
+            raise ValueError(f"margin={self.margin}, expected a share of the log loss, e.g. 0.001 for 0.1 %")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Where the report is, and what it rests on."""
+
+    report: Path
+    plan: Plan
+    comparisons: tuple[Comparison, ...]
+    converted: int
+    linears: int
+    resumed: tuple[str, ...]  # stations that were already finished
+    restarted: str | None  # why earlier results were not used
+
+    def lines(self) -> list[str]:
+        """What happened, in five lines."""
+        planned, naive = self.comparisons
+        share = self.plan.low_precision_share
+        return [
+            f"{self.converted} of {self.linears} linears run in FP8 (emulated): {share:.1%} of the model's GEMM FLOPs",
+            f"planned FP8: {spell_comparison(planned)}",
+            f"naive FP8:   {spell_comparison(naive)}",
+            f"smallest change this test would find: {planned.minimum_detectable:.3%}; speed: not measured on a CPU",
+            f"report: {self.report}",
+        ]
+
+
+def spell_comparison(found: Comparison) -> str:
+    """A comparison in one clause."""
+    change = found.relative_change
+    return (
+        f"{found.outcome}, {change.value:+.3%} log loss [{change.low:+.3%}, {change.high:+.3%}] "
+        f"against high precision, margin {found.margin:.1%}"
+    )
+
+
+class ProbeCallback(Callback):
+    """Keeps a Probe in step with a Trainer, compiled models and checkpoints included."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+
+    @property
+    def name(self) -> str:
+        """Key of the probe's part of a checkpoint."""
+        return "probe"
+
+    def wants_eager(self, step: int) -> bool:
+        """Hooks fire in eager steps only."""
+        return self.probe.sampling
+
+    def on_step_end(self, trainer: Trainer, log: Any) -> None:
+        """Count the step."""
+        self.probe.step()
+
+    def on_checkpoint(self, trainer: Trainer) -> CallbackState:
+        """What was seen so far."""
+        return CallbackState(tensors=self.probe.state_dict())
+
+    def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
+        """Continue from it."""
+        self.probe.load_state_dict(state.tensors)
+
+
+class StepTalk(Callback):
+    """Tells how far a training station is."""
+
+    def __init__(self, station: str, talk: Talk) -> None:
+        self._station, self._talk = station, talk
+
+    def on_step_end(self, trainer: Trainer, log: Any) -> None:
+        """One step done."""
+        self._talk(self._station, trainer.step, trainer.config.steps)
+
+
+def _say_nothing(station: str, done: int, total: int | None) -> None:
+    """The default Talk."""
+
+
+class Demo:
+    """One demo below one folder. `run` goes through the stations that are not finished."""
+
+    def __init__(
+        self,
+        out: str | Path = "runs/demo",
+        config: DemoConfig | None = None,
+        *,
+        talk: Talk = _say_nothing,
+        command: str | None = None,
+        load_data: Callable[[str], RankingData] = load,
+    ) -> None:
+        self.out, self.config, self._talk = Path(out), config or DemoConfig(), talk
+        self._command, self._load_data = command, load_data
+        self._loaded: RankingData | None = None
+        self._done: list[str] = []
+        self.restarted: str | None = None
+
+    @property
+    def stations(self) -> dict[str, Callable[[], None]]:
+        """Name -> job, in order."""
+        arms = {arm: (lambda arm=arm: self._train_arm(arm)) for arm in ARMS}
+        return {
+            "train": self._train,
+            "probe": self._probe,
+            "plan": self._plan,
+            **arms,
+            "compare": self._compare,
+            "report": self._report,
+        }
+
+    def run(self) -> DemoResult:
+        """Run or continue the job."""
+        self._resume()
+        resumed = tuple(self._done)
+        for name, job in self.stations.items():
+            if name not in self._done:
+                self._talk(name, 0, None)
+                job()
+                self._done.append(name)
+                self._save_progress()
+        plan = records.load(self._record("plan"), Plan)
+        converted = sum(any(c.quantized for c in site.choices) for site in plan.sites)
+        comparisons = tuple(records.load(self._record(f"comparison-{arm}"), Comparison) for arm in ("planned", "naive"))
+        return DemoResult(
+            self.out / "report.html", plan, comparisons, converted, len(plan.sites), resumed, self.restarted
+        )
+
+    # Stations
+
+    def _train(self) -> None:
+        model = self._build()
+        probe = Probe(model, every=self.config.probe_every, rows=self.config.rows, seed=self.config.seed)
+        self._fit("train", model, self.config.steps, [ProbeCallback(probe)])
+        probe.detach()
+
+    def _probe(self) -> None:
+        model, snapshot = self._build(), self._checkpoint("train")
+        model.load_state_dict(snapshot.tensors["model"])
+        probe = Probe(model, every=self.config.probe_every, rows=self.config.rows, seed=self.config.seed)
+        prefix = "callback/probe/"
+        seen = {k.removeprefix(prefix): v for k, v in snapshot.tensors["extra"].items() if k.startswith(prefix)}
+        probe.load_state_dict(seen)
+        batch = next(self._data.train.batches(self.config.batch_size, shuffle=True, seed=self.config.seed))
+        probe.count_flops(lambda: ranking_loss(model, batch)[0].backward())  # type: ignore[no-untyped-call]
+        report = probe.evaluate(
+            samples=self.config.samples,
+            max_error=self.config.max_error,
+            max_gradient_error=self.config.max_gradient_error,
+            model_name=f"{self.config.family} {self.config.size}",
+            command=self._command,
+            progress=lambda _, done, total: self._talk("probe", done, total),
+        )
+        report.to_json(self._record("probe"))
+
+    def _plan(self) -> None:
+        report = records.load(self._record("probe"), ProbeReport)
+        plan = Report(report).plan(min_speedup=None, overrides={PREDICTION_LAYER: "high"})
+        records.save(plan, self._record("plan"))
+        records.save(uniform_plan(report, "tensorwise"), self._record("plan-naive"))
+
+    def _train_arm(self, arm: str) -> None:
+        model, snapshot = self._build(), self._checkpoint("train")
+        model.load_state_dict(snapshot.tensors["model"])
+        plan = None
+        if arm != "high":
+            plan = records.load(self._record("plan" if arm == "planned" else "plan-naive"), Plan)
+            convert(model, plan)
+        trainer = self._fit(arm, model, self.config.more_steps, [], fork=snapshot)
+        self._talk(f"{arm}: test", 0, None)
+        scores, metrics = self._score(model)
+        _save_tensors(self.out / arm / "test.safetensors", scores)
+        precision = "fp32" if plan is None else f"{plan.recipe} FP8 (emulated), fp32 elsewhere"
+        run = Run(
+            name=ARMS[arm],
+            model=f"{self.config.family} {self.config.size}",
+            data=self._data.name,
+            precision=precision,
+            seed=self.config.seed,
+            steps=self.config.more_steps,
+            examples=trainer.examples,
+            seconds=trainer.train_seconds,
+            curve=_read_curve(self.out / arm / "log.jsonl", offset=self.config.steps),
+            metrics=metrics,
+            low_precision_flops_share=0.0 if plan is None else plan.low_precision_share,
+            environment=self._environment(),
+        )
+        records.save(run, self._record(f"run-{arm}"))
+
+    def _compare(self) -> None:
+        scores = {arm: _load_tensors(self.out / arm / "test.safetensors") for arm in ARMS}
+        for arm in ("planned", "naive"):
+            found = compare_paired(
+                scores[arm]["losses"],
+                scores["high"]["losses"],
+                margin=100 * self.config.margin,
+                metric="log loss",
+                lower_is_better=True,
+                groups=scores["high"]["group"],
+                relative=True,
+                seed=self.config.seed,
+            )
+            run = records.load(self._record(f"run-{arm}"), Run)
+            interval = (found.estimate / 100, found.low / 100, found.high / 100)
+            comparison = Comparison(
+                metric=found.metric,
+                baseline=ARMS["high"],
+                candidate=ARMS[arm],
+                relative_change=Interval(value=interval[0], low=min(interval[:2]), high=max(interval[0], interval[2])),
+                margin=self.config.margin,
+                minimum_detectable=found.mde / 100,
+                outcome=found.verdict,
+                pairs=found.pairs,
+                clusters=found.units,
+                method=found.method,
+                low_precision_flops_share=run.low_precision_flops_share,
+            )
+            records.save(comparison, self._record(f"comparison-{arm}"))
+
+    def _report(self) -> None:
+        write_html(Results.load(self.out / "records"), self.out / "report.html")
+
+    # Parts
+
+    @property
+    def _data(self) -> RankingData:
+        if self._loaded is None:
+            self._loaded = self._load_data(self.config.data)
+        return self._loaded
+
+    def _build(self) -> nn.Module:
+        torch.manual_seed(self.config.seed)
+        return build_ranker(self._data.schema, self.config.family, self.config.size)
+
+    def _fit(
+        self, name: str, model: nn.Module, steps: int, callbacks: list[Callback], fork: Snapshot | None = None
+    ) -> Trainer:
+        """Train below out/<name>, from `fork` where given; continues at the last checkpoint where there is one."""
+        config = TrainConfig(
+            steps=steps,
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            device="cpu",
+            learning_rate=self.config.learning_rate,
+            log_every=10,
+            checkpoint_every=100,
+            keep=1,
+        )
+        folder = self.out / name
+        watchers = [JsonlLog(folder / "log.jsonl"), StepTalk(name, self._talk)]
+        trainer = Trainer(model, self._data, config, callbacks=[*callbacks, *watchers], out=folder)
+        if fork is not None:
+            trainer.optimizers.load_state_tensors(fork.tensors["optimizer"])
+            trainer.stream.load_state_dict(fork.state["stream"])
+        trainer.fit(resume=True)
+        return trainer
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Log loss and household of every test example, in order; and the metrics of the whole split."""
+        model.eval()
+        losses, groups = [], []
+        metrics: dict[str, LogLoss | NormalizedEntropy | AUC] = {
+            "log_loss": LogLoss(),
+            "ne": NormalizedEntropy(),
+            "auc": AUC(),
+        }
+        for batch in self._data.test.batches(4096, shuffle=False, seed=0):
+            logits, labels = model(batch).reshape(-1), batch.labels.reshape(-1)
+            losses.append(log_losses(logits, labels))
+            groups.append(batch.group)
+            for metric in metrics.values():
+                metric.update(logits, labels)
+        scores = {"losses": torch.cat(losses), "group": torch.cat(groups)}
+        return scores, {name: metric.compute() for name, metric in metrics.items()}
+
+    def _checkpoint(self, name: str) -> Snapshot:
+        return read_checkpoint(find_checkpoints(self.out / name / "checkpoints")[-1])
+
+    def _environment(self) -> Environment:
+        return capture_environment(command=self._command, threads=torch.get_num_threads())
+
+    # Progress
+
+    def _record(self, name: str) -> Path:
+        return self.out / "records" / f"{name}.json"
+
+    def _resume(self) -> None:
+        """Take over finished stations of the same settings; anything else is removed, and the reason kept."""
+        path = self.out / "progress.json"
+        if not path.exists():
+            if self.out.exists() and any(self.out.iterdir()):
+                raise ValueError(f"{self.out} holds other files; choose an empty folder with --out")
+            self._save_progress()
+            return
+        stored = records.load(path, Progress)
+        changes = _list_changes(stored.settings, asdict(self.config))
+        if not changes:
+            self._done = [name for name in self.stations if name in stored.done]
+            return
+        self.restarted = f"settings changed ({changes}); earlier results under {self.out} are replaced"
+        for name in ("records", "train", *ARMS):
+            shutil.rmtree(self.out / name, ignore_errors=True)
+        (self.out / "report.html").unlink(missing_ok=True)
+        self._save_progress()
+
+    def _save_progress(self) -> None:
+        records.save(
+            Progress(job="demo", settings=asdict(self.config), done=list(self._done)), self.out / "progress.json"
+        )
+
+
+def _list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    names = [n for n in sorted(before.keys() | after.keys()) if before.get(n) != after.get(n)]
+    return ", ".join(f"{name}: {before.get(name)} -> {after.get(name)}" for name in names)
+
+
+def _read_curve(path: Path, *, offset: int) -> list[Point]:
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        Point(step=offset + line["step"], loss=line["loss"], examples_per_second=line["examples_per_s"])
+        for line in lines
+        if line.get("loss") is not None
+    ]
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    records.write_atomically(path, save(tensors))
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path)
