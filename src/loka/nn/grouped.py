@@ -2,7 +2,7 @@
 
     y_r = W_e x_r      for the rows r of expert e; rows are sorted by expert, and ends[e] is where the rows of expert e end
 
-All experts are one `weight` [E, out, in] and one op, `loka::grouped_linear`, with a gradient. On a GPU in 16 bits it is torch's grouped GEMM,
+All experts are one `weight` [E, out, in] and one op, `loka::grouped_linear`, with a gradient. On a GPU in bf16 it is torch's grouped GEMM,
 which needs widths that are multiples of 8; elsewhere, and in other dtypes, it is a loop over the experts. Experts without rows cost nothing.
 """
 
@@ -18,7 +18,7 @@ from loka.nn.mix import compute_dtype
 
 
 def _grouped_gemm(*operands: Tensor) -> bool:
-    return all(t.is_cuda and t.dtype in (torch.bfloat16, torch.float16) for t in operands)
+    return all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[0] > 0 for t in operands)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
