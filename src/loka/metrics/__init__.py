@@ -1,7 +1,8 @@
 """Recommendation metrics and honest comparison of runs: pure torch, float64, streaming, mergeable across processes.
 
-Every metric has `update(...)`, `merge(other)`, `compute()`, `state_dict()` / `load_state_dict()`; `all_reduce(metric)` gathers
-exactly over torch.distributed. Values that are undefined (nothing seen, one class) are NaN; bad input raises or is counted.
+Every metric has `update(...)`, `merge(other)`, `compute()`, `state_dict()` / `load_state_dict()`; `all_reduce(metric)`
+gathers exactly over torch.distributed. Values that are undefined (nothing seen, one class) are NaN; bad input raises or
+is counted.
 
     LogLoss, NormalizedEntropy, RelativeLogLoss, AUC (exact), HistogramAUC (bounded memory), GAUC, Calibration
     TopK (HR@K, recall@K, NDCG@K, MRR), BeamOverlap

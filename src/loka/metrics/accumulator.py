@@ -5,12 +5,13 @@ A metric keeps its state in two kinds of tensors:
 - *sums*, of a fixed shape, where merging is addition (log loss, histograms, calibration bins);
 - *rows*, one entry per example, where merging is concatenation (the exact AUC and GAUC, which need every score).
 
-Sums are float64 (or int64 for counts): a float32 sum of 1e8 losses is wrong in the fourth digit. State lives on the device of
-the first update, so a metric on the GPU does not force a copy per step.
+Sums are float64 (or int64 for counts): a float32 sum of 1e8 losses is wrong in the fourth digit. State lives on the
+device of the first update, so a metric on the GPU does not force a copy per step.
 
-`all_reduce` gathers every process's state and merges it in rank order. The result is therefore bit for bit what one process would
-get by calling `merge` in that order, and identical on every rank; a floating-point all-reduce promises neither. It returns a new
-metric and leaves the local one as it was, so that calling it twice does not count anything twice.
+`all_reduce` gathers every process's state and merges it in rank order. The result is therefore bit for bit what one
+process would get by calling `merge` in that order, and identical on every rank; a floating-point all-reduce promises
+neither. It returns a new metric and leaves the local one as it was, so that calling it twice does not count anything
+twice.
 
 What this does not do: sample weights, and any silent repair. Bad input raises or is counted, see `loka.metrics.binary`.
 """

@@ -4,14 +4,16 @@ AUC is the probability that a random positive scores above a random negative, a 
 
     AUC = [ #(s+ > s-) + #(s+ = s-) / 2 ] / (P N)
 
-`AUC` is exact: it keeps every score (9 bytes per example), sorts once, and counts pairs in integers, so the only rounding is the last
-division. `HistogramAUC` has bounded memory: it counts positives and negatives in bins of the logit and treats a bin as a tie. Each pair
-inside one bin is wrong by at most one half, so its error is at most sum_b P_b N_b / (2 P N), which it reports as `error_bound()`.
+`AUC` is exact: it keeps every score (9 bytes per example), sorts once, and counts pairs in integers, so the only
+rounding is the last division. `HistogramAUC` has bounded memory: it counts positives and negatives in bins of the logit
+and treats a bin as a tie. Each pair inside one bin is wrong by at most one half, so its error is at most sum_b P_b N_b
+/ (2 P N), which it reports as `error_bound()`.
 
-`GAUC` is the mean of the exact AUC of each group (user) weighted by the group's impressions. A group without both classes has no AUC: it is
-excluded, and counted. It keeps 17 bytes per example.
+`GAUC` is the mean of the exact AUC of each group (user) weighted by the group's impressions. A group without both
+classes has no AUC: it is excluded, and counted. It keeps 17 bytes per example.
 
-With one class, or nothing, AUC is NaN; GAUC is NaN when no group has both classes. `error_bound` is NaN where the AUC is.
+With one class, or nothing, AUC is NaN; GAUC is NaN when no group has both classes. `error_bound` is NaN where the AUC
+is.
 """
 
 import math

@@ -4,9 +4,10 @@ For each query and each n: with A the first n beams of the reference and B those
 
     overlap@n = |A and B| / max(|A|, |B|)        jaccard@n = |A and B| / |A or B|
 
-averaged over queries. For full beams max(|A|, |B|) = n. A beam is an item id ([B, N]) or a tuple of codes ([B, N, levels]); a
-negative id, or a tuple with a negative code, is padding. Repeated beams count once. A query where both sets are empty is left out and counted.
-Order inside the first n does not matter here; for order use `TopK` with the reference's list as targets.
+averaged over queries. For full beams max(|A|, |B|) = n. A beam is an item id ([B, N]) or a tuple of codes ([B, N,
+levels]); a negative id, or a tuple with a negative code, is padding. Repeated beams count once. A query where both sets
+are empty is left out and counted. Order inside the first n does not matter here; for order use `TopK` with the
+reference's list as targets.
 """
 
 import math

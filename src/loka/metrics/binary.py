@@ -1,13 +1,16 @@
 """The screen that every metric of (prediction, 0/1 label) pairs passes its input through.
 
-Predictions are logits by default, because that is what a ranker emits and because log loss from logits does not lose digits near
-0 and 1; pass `inputs="probabilities"` for the other kind. Metrics that only need an order (AUC, GAUC) take any real score as a logit.
+Predictions are logits by default, because that is what a ranker emits and because log loss from logits does not lose
+digits near 0 and 1; pass `inputs="probabilities"` for the other kind. Metrics that only need an order (AUC, GAUC) take
+any real score as a logit.
 
 What happens to bad input, always one of two things, never nothing:
 
-- a prediction that is NaN or infinite: `nonfinite="raise"` (the default) raises in `update`; `nonfinite="count"` leaves the example
-  out and counts it in `nonfinite_count`. "raise" costs one device synchronisation per update, "count" costs none for the sums;
-- a label that is not 0 or 1, or a probability outside [0, 1]: raises, in `update` under "raise", in `compute` under "count".
+- a prediction that is NaN or infinite: `nonfinite="raise"` (the default) raises in `update`; `nonfinite="count"` leaves
+  the example out and counts it in `nonfinite_count`. "raise" costs one device synchronisation per update, "count" costs
+  none for the sums;
+- a label that is not 0 or 1, or a probability outside [0, 1]: raises, in `update` under "raise", in `compute` under
+  "count".
 """
 
 from typing import Any, Generic, Literal, TypeVar

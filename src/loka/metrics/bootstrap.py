@@ -1,20 +1,23 @@
 """Intervals for a ratio of sums over independent units, by bootstrap or by Student's t; and the quantiles they need.
 
-Units (examples, users, seeds) carry a numerator D_i and a denominator Q_i; the estimate is theta = sum D / sum Q. A mean is the case Q_i = number
-of examples of the unit; a relative change is the case Q_i = loss of the baseline. Linearised (delta method), unit i moves theta by
-e_i / sum Q with e_i = D_i - theta Q_i, hence
+Units (examples, users, seeds) carry a numerator D_i and a denominator Q_i; the estimate is theta = sum D / sum Q. A
+mean is the case Q_i = number of examples of the unit; a relative change is the case Q_i = loss of the baseline.
+Linearised (delta method), unit i moves theta by e_i / sum Q with e_i = D_i - theta Q_i, hence
 
     SE = sqrt( n / (n - 1) * sum e_i^2 ) / sum Q
 
 Intervals:
 
-- `bca`: bootstrap, bias-corrected and accelerated. Resample units with replacement, take quantiles of the replicates at levels shifted by the
-  bias z0 (how far the replicates' median lies from theta) and the acceleration a = sum e^3 / (6 (sum e^2)^1.5) (skewness). Right for many units.
+- `bca`: bootstrap, bias-corrected and accelerated. Resample units with replacement, take quantiles of the replicates at
+  levels shifted by the bias z0 (how far the replicates' median lies from theta) and the acceleration a = sum e^3 / (6
+  (sum e^2)^1.5) (skewness). Right for many units.
 - `percentile`: the same without the shifts.
-- `student`: theta +- t_{n-1} SE. For few units, where any bootstrap is too narrow (five seeds: a percentile interval "of 95 %" covers about 80 %).
+- `student`: theta +- t_{n-1} SE. For few units, where any bootstrap is too narrow (five Gaussian units: a
+  percentile interval of 95 % covered 84 % of the time).
 
-Bounded work: above `MAX_UNITS` units, units are first dealt at random (seeded) into MAX_UNITS blocks of near-equal size, and blocks are
-resampled. The sums are unchanged; only the precision of the estimated variance is then that of MAX_UNITS units, about 0.7 %.
+Bounded work: above `MAX_UNITS` units, units are first dealt at random (seeded) into MAX_UNITS blocks of near-equal
+size, and blocks are resampled. The sums are unchanged; the width of the interval is then estimated as from MAX_UNITS
+units, to about 1 / sqrt(2 MAX_UNITS) = 0.7 %.
 """
 
 import math

@@ -3,11 +3,12 @@
     ratio = sum p / sum y                              1 is calibrated on average, above 1 over-predicts
     ECE   = sum_b (n_b / n) | mean p in b - mean y in b |   expected calibration error over bins of p
 
-Bins are fixed, so the state is a few sums and merges exactly: `spacing="uniform"` cuts [0, 1] into equal widths (the common
-definition), `spacing="logit"` cuts the logit over [-12, 12], which still resolves click rates near 0 where all of them would share the first uniform
-bin. A bin includes its lower edge; the last includes 1.
+Bins are fixed, so the state is a few sums and merges exactly: `spacing="uniform"` cuts [0, 1] into equal widths (the
+common definition), `spacing="logit"` cuts the logit over [-12, 12], which still resolves click rates near 0 where all
+of them would share the first uniform bin. A bin includes its lower edge; the last includes 1.
 
-Undefined values are NaN: everything when nothing was seen, the ratio when there is no positive. Bins of equal mass need all scores and are not offered.
+Undefined values are NaN: everything when nothing was seen, the ratio when there is no positive. Bins of equal mass need
+all scores and are not offered.
 """
 
 import math

@@ -1,13 +1,15 @@
 """Paired comparison of two AUCs on the same examples (DeLong), per example or per cluster.
 
-AUC is no mean over examples, but its error is one to first order. Let V_i be the share of the other class that example i is on the right side of (a tie
-counts one half): for a positive, the share of negatives below it; for a negative, the share of positives above it. Then AUC = mean of V over the positives =
-mean of V over the negatives, and with D_i = V_i(candidate) - V_i(baseline) and delta = the difference of the AUCs, example i moves delta by
+AUC is no mean over examples, but its error is one to first order. Let V_i be the share of the other class that example
+i is on the right side of (a tie counts one half): for a positive, the share of negatives below it; for a negative, the
+share of positives above it. Then AUC = mean of V over the positives = mean of V over the negatives, and with D_i =
+V_i(candidate) - V_i(baseline) and delta = the difference of the AUCs, example i moves delta by
 
     (D_i - delta) / P  for a positive,   (D_i - delta) / N  for a negative.
 
-Summed per cluster (user), squared and added up, these give the variance; the interval is Student's t with one degree of freedom per cluster, less one. This costs two sorts per model, no
-resampling. The verdict is that of `loka.metrics.compare`.
+Summed per cluster (user), squared and added up, these give the variance; the interval is Student's t with one degree of
+freedom per cluster, less one. This costs two sorts per model, no resampling. The verdict is that of
+`loka.metrics.compare`.
 """
 
 import torch

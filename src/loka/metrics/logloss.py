@@ -6,8 +6,8 @@
 
 On the same examples the relative change of NE equals the relative change of log loss: the denominator cancels.
 
-Undefined values are NaN: log loss of no examples; NE of no examples or of a single class (the base-rate entropy is 0); the relative
-change when the baseline's loss is 0. `examples`, `positives` and `nonfinite_count` tell why.
+Undefined values are NaN: log loss of no examples; NE of no examples or of a single class (the base-rate entropy is 0);
+the relative change when the baseline's loss is 0. `examples`, `positives` and `nonfinite_count` tell why.
 """
 
 import math

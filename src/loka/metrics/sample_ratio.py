@@ -1,8 +1,9 @@
 """Sample-ratio mismatch: did the traffic split that was asked for actually happen?
 
-Pearson's chi-square over the arms, chi2 = sum (observed - expected)^2 / expected, with k - 1 degrees of freedom; the p-value is the upper
-regularised incomplete gamma function Q((k-1)/2, chi2/2). A split that fails this test has a bug in assignment or logging, and no metric of the
-experiment can be trusted, so the usual threshold is strict (0.001): a false alarm once in a thousand experiments.
+Pearson's chi-square over the arms, chi2 = sum (observed - expected)^2 / expected, with k - 1 degrees of freedom; the
+p-value is the upper regularised incomplete gamma function Q((k-1)/2, chi2/2). A split that fails this test has a bug in
+assignment or logging, and no metric of the experiment can be trusted, so the usual threshold is strict (0.001): a false
+alarm once in a thousand experiments.
 """
 
 import math

@@ -9,13 +9,15 @@ With T the relevant items of a query and r the 0-based position of an item:
 
 Two ways in, into the same sums:
 
-- `update_scores(scores [B, C], target [B])`: one relevant item, the full catalogue scored. Tied scores are averaged over all their
-  orders (the expectation under random tie-breaking), so a model that scores everything alike gets K / C and not 1. For catalogues too large for
-  one matrix, `update_ranks(better, tied)` takes the two counts that decide it; `rank_target` computes them.
-- `update(recommended [B, N], targets [B, T])`: ordered lists, as beam search returns them, both padded with -1. MRR is then
-  truncated at N: a target outside the list scores 0.
+- `update_scores(scores [B, C], target [B])`: one relevant item, the full catalogue scored. Tied scores are averaged
+  over all their orders (the expectation under random tie-breaking), so a model that scores everything alike gets K / C
+  and not 1. For catalogues too large for one matrix, `update_ranks(better, tied)` takes the two counts that decide it;
+  `rank_target` computes them.
+- `update(recommended [B, N], targets [B, T])`: ordered lists, as beam search returns them, both padded with -1. MRR is
+  then truncated at N: a target outside the list scores 0.
 
-A query without a relevant item is left out and counted. K above the list or catalogue length raises: HR@50 of ten items is not HR@50.
+A query without a relevant item is left out and counted. K above the list or catalogue length raises: HR@50 of ten items
+is not HR@50.
 """
 
 import math

@@ -6,8 +6,8 @@
     index.save("items.safetensors");  load_index("items.safetensors")
     nodes = index.trie.step(nodes, codes)                             # constrained decoding; index.trie.items(nodes) at the end
 
-`read_token_table` reads the JSON tables ("<a_12>", "<b_7>", ...) that public work exchanges. Depends on torch and safetensors only; scikit-learn
-is imported by `embed_text` alone.
+`read_token_table` reads the JSON tables ("<a_12>", "<b_7>", ...) that public work exchanges. Depends on torch and
+safetensors only; scikit-learn is imported by `embed_text` alone.
 """
 
 from loka.semantic_ids.balance import assign_balanced, fit_balanced_kmeans

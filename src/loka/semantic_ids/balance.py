@@ -1,11 +1,13 @@
 """Capacity-limited k-means: no code may hold more than `capacity` points.
 
-Assignment under capacities is a transportation problem. It is solved by an auction (Bertsekas): every unassigned point bids for the centroid with the
-lowest distance plus price, and raises the price it offers by what it would lose by going to its second choice, plus epsilon. A centroid keeps its
-`capacity` highest bids; when it is full, its price is the lowest of them. Prices start at 0 and only rise, so the auction ends, and the total squared
-distance is then within n epsilon of the optimum. All bids of a pass are placed at once, so a pass is a few tensor operations.
+Assignment under capacities is a transportation problem. It is solved by an auction (Bertsekas): every unassigned point
+bids for the centroid with the lowest distance plus price, and raises the price it offers by what it would lose by going
+to its second choice, plus epsilon. A centroid keeps its `capacity` highest bids; when it is full, its price is the
+lowest of them. Prices start at 0 and only rise, so the auction ends, and the total squared distance is then within n
+epsilon of the optimum. All bids of a pass are placed at once, so a pass is a few tensor operations.
 
-Why balance: a skewed first code makes a long-tailed softmax and a deep, thin trie; equal use gives every code the same share of training signal.
+Why balance: a skewed first code makes a long-tailed softmax and a deep, thin trie; equal use gives every code the same
+share of training signal.
 """
 
 import math
@@ -17,8 +19,9 @@ from loka.semantic_ids.kmeans import CHUNK, Clustering, average_clusters, check_
 
 __all__ = ["assign_balanced", "fit_balanced_kmeans"]
 
-# Both relative to the mean squared distance. On 4,344 points and 256 codes with no place to spare, an auction took 31 passes at 1.0, 203 at 0.3 and 723
-# at 0.1, for totals of 1164, 1070 and 972; after six rounds of averaging the rough value ends 8 % above 0.3, so only the last rounds are fine.
+# Both relative to the mean squared distance. On 4,344 points and 256 codes with no place to spare, an auction took 31
+# passes at 1.0, 203 at 0.3 and 723 at 0.1, for totals of 1164, 1070 and 972. After six rounds of averaging the rough
+# value ended 8 % above 0.3, so only the last two rounds are fine.
 _ROUGH, _FINE = 1.0, 0.3
 
 
@@ -57,9 +60,9 @@ def fit_balanced_kmeans(
     tolerance: float = 1e-4,
     batch_size: int | None = None,
 ) -> Clustering:
-    """K-means first, then `rounds` of balanced assignment (rough, the last two finer) and averaging; capacity is ceil(slack n / clusters).
+    """K-means first, then `rounds` of balanced assignment (rough, the last two finer) and averaging.
 
-    The centroids are the means of the final codes, so a point's code is not always its nearest centroid.
+    The capacity is ceil(slack n / clusters). The centroids are the means of the final codes, so a point's code is not always its nearest centroid.
     """
     check_points(points, clusters)
     if slack < 1 or rounds < 1:

@@ -2,11 +2,12 @@
 
 Two ways, to be asked for by name:
 
-- `level`: append one level that numbers the items sharing a tuple 0, 1, 2, ... in the order of their rows; its codebook is as large as the largest such
-  group. Always possible, changes no existing code, but the added code carries no meaning and every id is one step longer.
-- `nearest`: keep the length. Of the items sharing a tuple, the one nearest to its last centroid stays; the others move to the nearest last code that no
-  item with the same prefix uses, closest pairs first. Items that did not collide keep their codes. Needs the centroids and the embeddings, and room: a
-  prefix with more items than last codes raises.
+- `level`: append one level that numbers the items sharing a tuple 0, 1, 2, ... in the order of their rows; its codebook
+  is as large as the largest such group. Always possible, changes no existing code, but the added code carries no
+  meaning and every id is one step longer.
+- `nearest`: keep the length. Of the items sharing a tuple, the one nearest to its last centroid stays; the others move
+  to the nearest last code that no item with the same prefix uses, closest pairs first. Items that did not collide keep
+  their codes. Needs the centroids and the embeddings, and room: a prefix with more items than last codes raises.
 """
 
 from dataclasses import replace

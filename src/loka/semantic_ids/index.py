@@ -3,8 +3,9 @@
     codes  [n_items, levels]   code of item `items[row]` at each level, coarse to fine
     items  [n_items]           item numbers; any distinct non-negative integers (a data set that keeps 0 for padding starts at 1)
 
-The file holds the tensors and, in the safetensors header, one JSON object (key "loka") with the schema version and the codebook sizes. Centroids are
-optional: an index read from someone else's file has none, and a level added to tell colliding items apart never has.
+The file holds the tensors and, in the safetensors header, one JSON object (key "loka") with the schema version and the
+codebook sizes. Centroids are optional: an index read from someone else's file has none, and a level added to tell
+colliding items apart never has.
 
 Two items may share their codes (a collision). Lookups from codes to items, and the trie, then have no answer and raise:
 call `loka.semantic_ids.resolve_collisions` first.

@@ -2,15 +2,18 @@
 
     minimise  sum_i || x_i - c_{a(i)} ||^2   over centroids c and assignments a
 
-Distances are computed in chunks, so memory stays near `CHUNK` entries whatever the number of points and clusters. Means are summed in float64.
+Distances are computed in chunks, so memory stays near `CHUNK` entries whatever the number of points and clusters. Means
+are summed in float64.
 
-Deterministic for a seed on a given device: random numbers come from a CPU generator, sampling uses an integer cumulative sum and means a
-segmented sum, because floating-point `cumsum` and `index_add` on a GPU change from run to run.
+Deterministic for a seed on a given device: random numbers come from a CPU generator, sampling uses an integer
+cumulative sum and means a segmented sum, because floating-point `cumsum` and `index_add` on a GPU change from run to
+run.
 
-A cluster that loses all its points moves to the point that is farthest from its own centroid. Clusters stay empty only when there are fewer distinct points
-than clusters.
+A cluster that loses all its points moves to the point that is farthest from its own centroid. Clusters stay empty only
+when there are fewer distinct points than clusters.
 
-What this does not do: restarts from several seeds (greedy seeding makes them rarely worth their cost) and cosine distance (normalise the points first).
+What this does not do: restarts from several seeds (greedy seeding makes them rarely worth their cost) and cosine
+distance (normalise the points first).
 """
 
 import math

@@ -2,10 +2,12 @@
 
     r_0 = x;   code_l = cluster of r_l among K_l centroids;   r_{l+1} = r_l - centroid_l[code_l]
 
-so that x ~ sum of the chosen centroids, and items that share a prefix are similar. OneRec's sizes are (8192, 8192, 8192); (256, 256, 256) is common for
-catalogues of some ten thousand items. With `balanced`, every code of a level is used by at most ceil(slack n / K) items.
+so that x ~ sum of the chosen centroids, and items that share a prefix are similar. OneRec's sizes are (8192, 8192,
+8192); (256, 256, 256) is common for catalogues of some ten thousand items. With `balanced`, every code of a level is
+used by at most ceil(slack n / K) items.
 
-Codes are not unique by themselves: choose what to do about collisions with `collisions=` (see `loka.semantic_ids.collisions`).
+Codes are not unique by themselves: choose what to do about collisions with `collisions=` (see
+`loka.semantic_ids.collisions`).
 """
 
 from dataclasses import dataclass

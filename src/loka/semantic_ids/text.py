@@ -1,9 +1,11 @@
-"""Item embeddings from item text, offline and without a language model: TF-IDF and a truncated SVD (latent semantic analysis).
+"""Item embeddings from item text, offline and without a language model: TF-IDF and a truncated SVD (latent semantic
+analysis).
 
     A[i, w] = (1 + ln tf) * idf(w), rows of unit length;   A ~ U S V^T with d columns;   x_i = (U S)_i / ||(U S)_i||
 
-Plain on purpose: no download, seconds for ten thousand items, the same vectors for the same seed. A text encoder gives better neighbours; pass its
-vectors to `fit_semantic_ids` instead. scikit-learn does the work and is imported only when this is called.
+Plain on purpose: no download, seconds for ten thousand items, the same vectors for the same seed. A text encoder gives
+better neighbours; pass its vectors to `fit_semantic_ids` instead. scikit-learn does the work and is imported only when
+this is called.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Indexes as token tables: the JSON that public semantic-ID work exchanges.
 
-    {"0": ["<a_171>", "<b_42>", "<c_207>", "<d_126>"], "1": [...], ...}
+    {"0": ["<a_12>", "<b_7>", "<c_40>", "<d_3>"], "1": [...], ...}
 
-An item number, and one token per level: a letter prefix that names the level, and the code. Any number of levels, the same for all items. The table
-holds neither codebook sizes (the largest code + 1 is taken unless given) nor centroids. Many published tables contain collisions; the reader keeps them, and
-`SemanticIndex.colliding` counts them.
+An item number, and one token per level: a letter prefix that names the level, and the code. Any number of levels, the
+same for all items. The table holds neither codebook sizes (the largest code + 1 is taken unless given) nor centroids.
+Many published tables contain collisions; the reader keeps them, and `SemanticIndex.colliding` counts them.
 """
 
 import json

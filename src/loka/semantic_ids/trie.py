@@ -1,14 +1,15 @@
 """The trie of valid ids as flat tensors, for constrained beam search on the GPU.
 
-Nodes are numbered breadth first: 0 is the root, then all first codes, then all pairs, and so on; inside a level in the order of their codes. Every
-node but the root hangs on one edge, so edge e leads to node e + 1 and the whole tree is one CSR structure:
+Nodes are numbered breadth first: 0 is the root, then all first codes, then all pairs, and so on; inside a level in the
+order of their codes. Every node but the root hangs on one edge, so edge e leads to node e + 1 and the whole tree is one
+CSR structure:
 
     codes of the children of node v:   codes[offsets[v] : offsets[v + 1]]   (ascending)
     the children themselves:           offsets[v] + 1 ... offsets[v + 1]
 
-A step looks up the key (node, code) by binary search in the sorted keys node * width + code. `step`, `allowed`, `mask` and `items` have static shapes
-and never copy to the host, so they can sit inside a captured or compiled decoding step. Node -1 means "not a valid prefix": it has no
-children, and stepping from it gives -1.
+A step looks up the key (node, code) by binary search in the sorted keys node * width + code. `step`, `allowed`, `mask`
+and `items` have static shapes and never copy to the host, so they can sit inside a captured or compiled decoding step.
+Node -1 means "not a valid prefix": it has no children, and stepping from it gives -1.
 """
 
 from dataclasses import dataclass, replace
