@@ -17,11 +17,12 @@ START = 956_703_932
 def write_movielens(folder: Path, *, ratings: int = 3000, users: int = 40, movies: int = 60, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = []
     # A coarse clock, so that many ratings of a user share a second.
     times = START + np.sort(rng.integers(0, ratings // 8, ratings)) * 3600
-    for time in rng.permutation(times):
-        lines.append(f"{rng.integers(1, users + 1)}::{rng.integers(1, movies + 1)}::{rng.integers(1, 6)}::{time}")
+    lines = [
+        f"{rng.integers(1, users + 1)}::{rng.integers(1, movies + 1)}::{rng.integers(1, 6)}::{time}"
+        for time in rng.permutation(times)
+    ]
     (folder / "ratings.dat").write_text("\n".join(lines) + "\n")
     people = [f"{u}::{'MF'[u % 2]}::{(1, 18, 25)[u % 3]}::{u % 21}::{10000 + u * 371}" for u in range(1, users + 1)]
     (folder / "users.dat").write_text("\n".join(people) + "\n")
@@ -33,7 +34,15 @@ def write_movielens(folder: Path, *, ratings: int = 3000, users: int = 40, movie
 
 def census_line(rng: np.random.Generator) -> str:
     values = dict.fromkeys(COLUMNS, "Not in universe")
-    numbers = ("age", "wage_per_hour", "capital_gains", "capital_losses", "dividends", "persons_at_employer", "weeks_worked")
+    numbers = (
+        "age",
+        "wage_per_hour",
+        "capital_gains",
+        "capital_losses",
+        "dividends",
+        "persons_at_employer",
+        "weeks_worked",
+    )
     values |= {name: str(rng.integers(0, 90)) for name in numbers}
     values["instance_weight"] = f"{rng.random() * 2000:.2f}"
     values["education"] = ["Children", "High school graduate", "Bachelors degree(BA AB BS)"][rng.integers(3)]
@@ -89,8 +98,8 @@ def write_journey(folder: Path, *, households: int = 15, products: int = 40, bas
     for basket, offset in enumerate(seconds):
         household = int(rng.integers(1, households + 1))
         moment = start + timedelta(seconds=int(offset))
-        for product in rng.choice(products, rng.integers(1, 6), replace=False):
-            rows.append((household, int(rng.integers(1, 4)), basket, int(product) * 7, moment))
+        chosen = rng.choice(products, rng.integers(1, 6), replace=False)
+        rows += [(household, int(rng.integers(1, 4)), basket, int(product) * 7, moment) for product in chosen]
     names = ["household_id", "store_id", "basket_id", "product_id", "transaction_timestamp"]
     pl.DataFrame(rows, schema=names, orient="row").write_parquet(folder / "transactions.parquet")
     described = range(products - 2)  # two products are sold but not described

@@ -24,7 +24,7 @@ def test_size_and_device() -> None:
 
 def test_parts_must_agree() -> None:
     batch = make_batch()
-    with pytest.raises(ValueError, match="disagree.*'group': 2"):
+    with pytest.raises(ValueError, match=r"disagree.*'group': 2"):
         Batch(batch.dense, batch.categorical, batch.sequences, batch.labels, torch.arange(2))
 
 

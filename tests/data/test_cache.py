@@ -53,20 +53,24 @@ def test_the_same_data_gives_the_same_files(tmp_path: Path) -> None:
         assert path.read_bytes() == (two / path.relative_to(one)).read_bytes()
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="boom"), CacheWriter(tmp_path / "c", name="x", kind="ranking", options={}) as w:
-        w.append("train/group", np.arange(3), np.int64)
+def fail(target: Path) -> None:
+    with CacheWriter(target, name="x", kind="ranking", options={}) as writer:
+        writer.append("train/group", np.arange(3), np.int64)
         raise RuntimeError("boom")
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="boom"):
+        fail(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_rebuild_keeps_the_old_cache(tmp_path: Path) -> None:
     folder = write(tmp_path / "c")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    with pytest.raises(RuntimeError), CacheWriter(folder, name="x", kind="ranking", options={}) as writer:
-        writer.append("train/group", np.arange(3), np.int64)
-        raise RuntimeError
-    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+    with pytest.raises(RuntimeError, match="boom"):
+        fail(folder)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_a_finished_rebuild_replaces_it(tmp_path: Path) -> None:
@@ -84,7 +88,10 @@ def test_an_unfinished_build_is_not_a_cache(tmp_path: Path) -> None:
 
 
 def test_lossy_values_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="do not fit"), CacheWriter(tmp_path / "c", name="x", kind="r", options={}) as w:
+    with (
+        pytest.raises(ValueError, match="do not fit"),
+        CacheWriter(tmp_path / "c", name="x", kind="r", options={}) as w,
+    ):
         w.append("train/a", np.array([1 << 40]), np.int32)
     with pytest.raises(ValueError, match="2 rows"), CacheWriter(tmp_path / "c", name="x", kind="r", options={}) as w:
         w.append_rows("t", dense={"x": np.ones(2)}, categorical={}, labels={}, group=np.zeros(3))
@@ -116,7 +123,13 @@ def test_a_changed_manifest_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "c")
     path = folder / "manifest.json"
     original = json.loads(path.read_text())
-    for key, value in (("version", 99), ("version", None), ("rows", {"train": 5}), ("schema", {"dense": 3}), ("name", 7)):
+    for key, value in (
+        ("version", 99),
+        ("version", None),
+        ("rows", {"train": 5}),
+        ("schema", {"dense": 3}),
+        ("name", 7),
+    ):
         path.write_text(json.dumps({**original, key: value}))
         with pytest.raises(DataError, match=r"manifest\.json"):
             open_cache(folder, verify=False)

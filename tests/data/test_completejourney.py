@@ -136,6 +136,7 @@ def test_sequences_hold_out_the_next_basket(folder: Path, tmp_path: Path, events
     assert train.targets.values.numel() == 0
 
 
+@pytest.mark.slow
 def test_the_real_data_carries_signal_that_is_not_trivial(tmp_path: Path) -> None:
     data = load("complete-journey", root=tmp_path)
     assert (len(data.train), len(data.valid), len(data.test)) == (319_699, 47_985, 119_981)

@@ -96,13 +96,33 @@ def test_bad_lines_are_counted_and_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="4 of 3004 rows are bad") as caught:
         load("ml-1m", root=tmp_path, source=broken)
     message = str(caught.value)
-    for expected in ("ratings.dat:5: expected 4 parts", "ratings.dat:6: bad rating", "ratings.dat:7: bad user", ":8: bad user"):
+    for expected in (
+        "ratings.dat:5: expected 4 parts",
+        "ratings.dat:6: bad rating",
+        "ratings.dat:7: bad user",
+        ":8: bad user",
+    ):
         assert expected in message
     assert not list((tmp_path / "ml-1m").iterdir()), "a failed build leaves no cache"
     tolerant = load("ml-1m", root=tmp_path, source=broken, max_bad=0.01, max_history=10)
     assert tolerant.info["bad_rows"] == 4
     clean = load("ml-1m", root=tmp_path / "clean", source=folder, max_history=10)
     assert tolerant.train.source.fingerprint() == clean.train.source.fingerprint()
+
+
+def test_truncated_files_are_named(tmp_path: Path) -> None:
+    folder = raw.write_movielens(tmp_path / "raw")
+    for name in ("ratings", "users", "movies"):
+        path = folder / f"{name}.dat"
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rindex(b"::")])
+        with pytest.raises(DataError, match=rf"{name}\.dat: ends in the middle of line \d+, so the file is truncated"):
+            load("ml-1m", root=tmp_path, source=folder, max_bad=0.5)
+        path.write_bytes(content)
+    path = folder / "ratings.dat"
+    path.write_bytes(path.read_bytes()[:-5])  # what is left of the time still looks like a number
+    with pytest.raises(DataError, match=r"ratings\.dat: ends in the middle"):
+        load("ml-1m", root=tmp_path, source=folder)
 
 
 def test_sequences_leave_the_last_out(folder: Path, tmp_path: Path) -> None:

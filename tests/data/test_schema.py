@@ -6,7 +6,7 @@ from loka.data import Field, Schema, SequenceField
 def test_a_valid_schema() -> None:
     schema = Schema(("x",), (Field("item", 5),), (SequenceField("history", 5, 10, "item"),), ("click",))
     assert schema.field("item").cardinality == 5
-    with pytest.raises(ValueError, match="no categorical field 'user'.*item"):
+    with pytest.raises(ValueError, match=r"no categorical field 'user'.*item"):
         schema.field("user")
 
 

@@ -84,7 +84,7 @@ def test_columns_stay_together() -> None:
 def test_ranks_share_the_work(world: int) -> None:
     split = make_split(20_003)
     parts = [rows_of(split.batches(64, shuffle=True, seed=5, rank=r, world=world)) for r in range(world)]
-    assert sorted(sum(parts, [])) == list(range(20_003))
+    assert sorted(row for part in parts for row in part) == list(range(20_003))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     streams = [split.batches(64, shuffle=True, seed=5, rank=r, world=world, drop_last=True) for r in range(world)]
     assert len({len(stream) for stream in streams}) == 1

@@ -12,6 +12,7 @@ sets of this room, not for a full click log; `max_examples` caps the training ro
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ class Baseline:
     log_loss: float
     entropy: float
     """Log loss of always predicting the test split's positive rate"""
+    converged: bool
+    """Whether the optimum was reached within max_iterations"""
 
 
 def fit_baseline(
@@ -54,6 +57,7 @@ def fit_baseline(
     max_examples: int | None = None,
 ) -> Baseline:
     """Fit on train, score on test. `dense=False` leaves the dense features out; `bins` adds them as quantile bins too."""
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import log_loss, roc_auc_score
 
@@ -69,7 +73,9 @@ def fit_baseline(
             raise ValueError(f"{data.name}: the {name} split has only one class of {label!r}; AUC is not defined")
     # C is per example in scikit-learn's objective (a sum, not a mean), so it does not have to follow the data's size.
     model = LogisticRegression(C=C, max_iter=max_iterations, tol=1e-4)
-    model.fit(train, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # said by `converged` instead
+        model.fit(train, target)
     predicted = model.predict_proba(test)[:, 1]
     rate = float(truth.mean())
     return Baseline(
@@ -81,6 +87,7 @@ def fit_baseline(
         positive_rate=rate,
         auc=float(roc_auc_score(truth, predicted)),
         log_loss=float(log_loss(truth, predicted)),
+        converged=bool(model.n_iter_[0] < max_iterations),
         entropy=float(-(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))),
     )
 

@@ -99,7 +99,7 @@ def open_ranking(folder: Path, manifest: Manifest) -> RankingData:
     train, valid, test = (
         Split(s, schema, CachedSource(folder, manifest, schema, s)) for s in ("train", "valid", "test")
     )
-    info = {
+    info: dict[str, Any] = {
         "folder": str(folder),
         "options": manifest.options,
         "source": [{"name": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in manifest.source],

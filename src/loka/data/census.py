@@ -150,7 +150,7 @@ def _read_people(path: Path, bad: BadRows) -> pl.DataFrame:
         .then((pl.col("marital_status") == "Never married").cast(pl.Float64))
         .alias("never_married"),
     )
-    good = explain_bad(raw, parsed, path.name, bad, len(COLUMNS))
+    good = explain_bad(raw, parsed, path.name, bad, len(COLUMNS), ended=content.endswith(b"\n"))
     bad.check(f"census-income-kdd {path.name}")
     missing = [pl.when(pl.col(name) != "?").then(pl.col(name)).alias(name) for name in _CATEGORICAL]
     return pl.concat([parsed, raw.select(missing)], how="horizontal").filter(good)

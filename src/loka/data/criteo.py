@@ -185,7 +185,7 @@ def _parse(block: bytes, begin: int, end: int, offset: int, name: str, bad: BadR
         *(pl.when(pl.col(c) == "").then(0).otherwise(v).alias(c) for c, v in zip(_INTEGERS, whole, strict=True)),
         *(pl.when(pl.col(c) == "").then(_MISSING).otherwise(_hexadecimal(c)).alias(c) for c in _CATEGORIES),
     )
-    return parsed.filter(explain_bad(raw, parsed, name, bad, len(_COLUMNS)))
+    return parsed.filter(explain_bad(raw, parsed, name, bad, len(_COLUMNS), ended=block.endswith(b"\n")))
 
 
 def _hexadecimal(column: str) -> pl.Expr:

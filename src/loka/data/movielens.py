@@ -41,6 +41,8 @@ __all__ = ["Options", "SequenceOptions", "build", "build_sequences", "find_files
 
 _DAY = 86_400
 _LIKED = 4
+_EPOCH = 788_918_400
+"""1995 began then; MovieLens did not exist earlier, so an older time is a damaged one"""
 _PARTS = ("ratings", "users", "movies")
 _MAX_GENRES = 8
 _USER_FIELDS = ("gender", "age", "occupation", "zip")
@@ -165,22 +167,32 @@ def read_tables(files: dict[str, Path], bad: BadRows) -> dict[str, pl.DataFrame]
     """Parse the three files; ratings keep the order of the file."""
     import polars as pl
 
-    raw = split_lines(_read(files, "ratings"), "::", ("user", "movie", "rating", "time"))
+    text = _read(files, "ratings")
+    raw = split_lines(text, "::", ("user", "movie", "rating", "time"))
     ratings = raw.select(_whole(name) for name in ("user", "movie", "rating", "time")).with_columns(
         pl.when(pl.col("rating").is_between(1, 5)).then(pl.col("rating")),
-        *(pl.when(pl.col(name) >= 0).then(pl.col(name)) for name in ("user", "movie", "time")),
+        *(
+            pl.when(pl.col(name) >= low).then(pl.col(name))
+            for name, low in (("user", 1), ("movie", 1), ("time", _EPOCH))
+        ),
     )
-    ratings = ratings.filter(explain_bad(raw, ratings, "ratings.dat", bad, 4))
+    ratings = ratings.filter(explain_bad(raw, ratings, "ratings.dat", bad, 4, ended=text.endswith(b"\n")))
     bad.check("ml-1m ratings.dat")
-    raw = split_lines(_read(files, "users"), "::", ("user", *_USER_FIELDS))
+    text = _read(files, "users")
+    raw = split_lines(text, "::", ("user", *_USER_FIELDS))
     # The first three digits of a zip code are the region; whole codes are nearly one per user.
     users = raw.select(_whole("user"), *_USER_FIELDS[:3], pl.col("zip").str.slice(0, 3))
-    users = users.filter(explain_bad(raw, users, "users.dat", bad, 5)).unique("user", keep="first")
+    users = users.filter(explain_bad(raw, users, "users.dat", bad, 5, ended=text.endswith(b"\n"))).unique(
+        "user", keep="first"
+    )
     bad.check("ml-1m users.dat")
-    raw = split_lines(_read(files, "movies"), "::", ("movie", "title", "genres"), encoding="latin-1")
+    text = _read(files, "movies")
+    raw = split_lines(text, "::", ("movie", "title", "genres"), encoding="latin-1")
     decade = pl.col("title").str.extract(r"\((\d{3})\d\)\s*$").alias("decade")
     movies = raw.select(_whole("movie"), "title", pl.col("genres").str.split("|"))
-    movies = movies.filter(explain_bad(raw, movies, "movies.dat", bad, 3)).with_columns(decade)
+    movies = movies.filter(explain_bad(raw, movies, "movies.dat", bad, 3, ended=text.endswith(b"\n"))).with_columns(
+        decade
+    )
     bad.check("ml-1m movies.dat")
     return {"ratings": ratings, "users": users, "movies": movies.unique("movie", keep="first")}
 

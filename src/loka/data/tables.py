@@ -67,14 +67,22 @@ def split_lines(content: bytes, separator: str, names: Sequence[str], *, encodin
     ).drop("__parts", "__count")
 
 
-def explain_bad(raw: pl.DataFrame, parsed: pl.DataFrame, file: str, bad: BadRows, width: int) -> pl.Series:
+def explain_bad(
+    raw: pl.DataFrame, parsed: pl.DataFrame, file: str, bad: BadRows, width: int, *, ended: bool
+) -> pl.Series:
     """Count the lines of `raw` for which `parsed` has a null, keep a few examples, and return which lines are good.
 
-    `parsed` holds the required columns after casting, row by row the same lines as `raw`.
+    `parsed` holds the required columns after casting, row by row the same lines as `raw`. `ended` says whether the text ends with a
+    line end: a bad last line without one means that the file was cut, which is no matter of a few bad rows.
     """
     import polars as pl
 
     good = parsed.select(pl.all_horizontal(pl.all().is_not_null()).alias("good"))["good"]
+    if raw.height and not ended and not good[-1]:
+        raise DataError(
+            f"{file}: ends in the middle of line {raw['__line'][-1]}, so the file is truncated; get it again, or remove that line to "
+            "use what is there"
+        )
     bad.seen(raw.height)
     wrong = raw.filter(~good)
     details = parsed.filter(~good)
