@@ -212,8 +212,8 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
     described = adapter.decode(call)
     count = sets_needed(adapter.bytes_moved(described), target)
     sets = [adapter.operands(described, seed=s, distribution="normal", device=target) for s in range(count)]
-    bases = [adapter.baseline(described, operands) for operands in sets]
-    candidates = [Candidate(BASELINE, [thunk for thunk, _ in bases], bases[0][1])]
+    thunks = [adapter.baseline(described, operands) for operands in sets]
+    candidates = [Candidate(BASELINE, thunks, adapter.check_baseline(described, sets[0]))]
     answers: dict[str, Any] = {}
     for name in backends:
         kernel = registry.backend(op, name)

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loka import __version__
 from loka.formats import E4M3, TENSOR, Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
@@ -31,7 +31,7 @@ def snapshot(command: str | None = None) -> Environment:
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command if command is not None else " ".join(sys.argv),
-        loka=__version__,
+        loka=import_module("loka").__version__,  # by name: the package's front door opens rooms above this one
         commit=_commit(),
         python=platform.python_version(),
         torch=str(torch.__version__),

@@ -25,7 +25,6 @@ from typing import Any
 import msgspec
 
 POISONED = 87  # exit status of a child whose CUDA context no longer works
-_CHILD = "import sys; from loka.measure.isolation import main; sys.exit(main(*sys.argv[1:]))"
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _child(
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         with question.open("rb") as stdin, noise.open("wb") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, target, str(answer)],
+                [sys.executable, "-P", __file__, target, str(answer)],
                 stdin=stdin, stdout=stderr, stderr=stderr, env=environment, start_new_session=True,
             )  # fmt: skip
             late = _wait(process, answer, seconds, case_seconds)
@@ -161,3 +160,7 @@ def main(target: str, answer: str) -> int:
                 fields = {"refusal": message}
             file.write(msgspec.json.encode(fields) + b"\n")
     return 0
+
+
+if __name__ == "__main__":  # run as a file and not as a module: the child imports what its target needs and no more
+    sys.exit(main(*sys.argv[1:]))

@@ -30,6 +30,7 @@ from loka.records import Interval
 GRAPH_SECONDS = 200e-6
 L2_MULTIPLE = 3
 MAX_SETS = 64
+MAX_CALLS = 512  # per graph: beyond that capture time grows and nothing else
 DEFAULT_REPEATS = 31
 
 Thunk = Callable[[], Any]
@@ -118,26 +119,32 @@ def time_together(
 
 
 def _calls(seconds_per_call: float, sets: int) -> int:
-    """Calls per measurement: a multiple of the operand sets, long enough for the clock."""
-    rounds = math.ceil(GRAPH_SECONDS / max(seconds_per_call * sets, 1e-9))
-    return sets * max(1, min(rounds, 2000 // sets or 1))
+    """Calls per measurement: a multiple of the operand sets, long enough for the clock and the launch of the graph."""
+    wanted = min(MAX_CALLS, math.ceil(GRAPH_SECONDS / max(seconds_per_call, 1e-9)))
+    return sets * max(1, math.ceil(wanted / sets))
 
 
 def _graph(candidate: Candidate, device: torch.device) -> Callable[[], float]:
-    """Capture the calls; the runner replays them once and returns seconds per call."""
+    """Capture enough calls; the runner replays them once and returns seconds per call."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(
         stream
     ):  # compilation, autotuning and handles happen here, on the stream the capture will use
-        for thunk in candidate.thunks[:3]:
-            thunk()
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        for thunk in candidate.thunks[:3]:
-            thunk()
-        torch.cuda.synchronize(device)
-    calls = _calls((time.perf_counter() - begin) / len(candidate.thunks[:3]), len(candidate.thunks))
+        for _ in range(2):
+            begin = time.perf_counter()
+            candidate.thunks[0]()
+            torch.cuda.synchronize(device)
+        from_host = time.perf_counter() - begin  # an upper bound: for small kernels mostly the cost of launching
+    replay = _capture(
+        candidate, device, stream, calls=_calls(max(from_host, GRAPH_SECONDS / 16), len(candidate.thunks))
+    )
+    replay()
+    calls = _calls(replay(), len(candidate.thunks))
+    return _capture(candidate, device, stream, calls=calls)
+
+
+def _capture(candidate: Candidate, device: torch.device, stream: Any, *, calls: int) -> Callable[[], float]:
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):

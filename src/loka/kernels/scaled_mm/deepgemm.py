@@ -15,7 +15,7 @@ from torch import Tensor
 from loka.formats import E4M3, Block, QTensor
 from loka.kernels.backend import Verdict, no
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, up
+from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, up, with_ones
 
 OUTER_MAJOR_SCALES = True
 
@@ -46,14 +46,9 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
         return a.data.new_zeros(m, n, dtype=out_dtype)
     inner, columns = up(k, 128), up(n, 64)
     square = b.spec.block == _SQUARE
-    scale_b = b.scale if square else _padded_rows(b.scale, columns)
+    scale_b = b.scale if square else with_ones(b.scale.t(), columns - n).t()
     out = _gemm(aligned(a.data, m, inner), a.scale, aligned(b.data, columns, inner), scale_b, square)
     return cut(out, m, n)
-
-
-def _padded_rows(scale: Tensor, rows: int) -> Tensor:
-    missing = rows - scale.shape[0]
-    return torch.nn.functional.pad(scale, (0, 0, 0, missing), value=1.0) if missing else scale
 
 
 @torch.library.custom_op("loka::deepgemm_scaled_mm", mutates_args=())

@@ -16,7 +16,17 @@ from torch import Tensor
 from loka.formats import E4M3, ROW, TENSOR, Block, QTensor
 from loka.kernels.backend import Verdict, no
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, library, row_scales, up
+from loka.kernels.scaled_mm.layout import (
+    GRANULE,
+    aligned,
+    cut,
+    float_scales,
+    fp8_gpu,
+    library,
+    row_scales,
+    up,
+    with_ones,
+)
 
 OUTER_MAJOR_SCALES = True
 
@@ -70,8 +80,7 @@ def _scales(kernel: str, a: QTensor, b: QTensor, rows: int, columns: int) -> tup
         return row_scales(a, rows).reshape(-1), row_scales(b, columns).reshape(-1)
     if kernel == "f8f8bf16_blockwise":
         return a.scale.contiguous(), b.scale.contiguous()
-    padded = torch.nn.functional.pad(a.scale.t(), (0, rows - a.shape[0]), value=1.0)
-    return padded.contiguous(), b.scale.t().contiguous()
+    return with_ones(a.scale.t(), rows - a.shape[0]).contiguous(), b.scale.t().contiguous()
 
 
 @torch.library.custom_op("loka::fbgemm_scaled_mm", mutates_args=())

@@ -29,15 +29,20 @@ def aligned(data: Tensor, rows: int, cols: int) -> Tensor:
     return data.clone() if data.is_contiguous() and data.storage_offset() % GRANULE else data.contiguous()
 
 
+def with_ones(scale: Tensor, count: int) -> Tensor:
+    """Scales with `count` ones after the last along the last dimension; itself for none, where F.pad would copy."""
+    return F.pad(scale, (0, count), value=1.0) if count else scale
+
+
 def row_scales(q: QTensor, rows: int) -> Tensor:
     """One scale per row [rows, 1] of an operand scaled per row or per tensor; padded rows get 1."""
-    scale = q.scale.expand(q.shape[0]) if q.scale.dim() == 0 else q.scale.reshape(-1)
-    return F.pad(scale, (0, rows - q.shape[0]), value=1.0).reshape(rows, 1).contiguous()
+    scale = q.scale.repeat(q.shape[0]) if q.scale.dim() == 0 else q.scale.reshape(-1)
+    return with_ones(scale, rows - q.shape[0]).reshape(rows, 1).contiguous()
 
 
 def outer_major(scale: Tensor, rows: int) -> Tensor:
     """1x128 scales [rows, K / 128] stored with the rows contiguous; free where the quantiser already wrote them so."""
-    return F.pad(scale.t(), (0, rows - scale.shape[0]), value=1.0).contiguous().t()
+    return with_ones(scale.t(), rows - scale.shape[0]).contiguous().t()
 
 
 def cut(out: Tensor, m: int, n: int) -> Tensor:

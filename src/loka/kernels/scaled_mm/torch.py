@@ -20,7 +20,17 @@ from torch.nn.functional import ScalingType
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor
 from loka.kernels.backend import Verdict, no
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, outer_major, row_scales, up
+from loka.kernels.scaled_mm.layout import (
+    GRANULE,
+    aligned,
+    cut,
+    float_scales,
+    fp8_gpu,
+    outer_major,
+    row_scales,
+    up,
+    with_ones,
+)
 
 OUTER_MAJOR_SCALES = True  # 1x128 scales arrive without a copy when their rows are contiguous
 
@@ -83,5 +93,5 @@ def _block_operand(q: QTensor, inner: int) -> tuple[Tensor, ScalingType, Tensor]
         rows = up(q.shape[0], GRANULE)
         return aligned(q.data, rows, inner), ScalingType.BlockWise1x128, outer_major(q.scale, rows)
     steps = q.scale.shape[1]
-    scale = F.pad(q.scale, (0, up(steps, 4) - steps), value=1.0).contiguous().t()
+    scale = with_ones(q.scale, up(steps, 4) - steps).contiguous().t()
     return aligned(q.data, up(q.shape[0], 128), inner), ScalingType.BlockWise128x128, scale

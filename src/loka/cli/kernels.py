@@ -1,0 +1,68 @@
+"""`loka bench kernels`: every backend of an op against the law and against the clock.
+
+    loka bench kernels                                    scaled_mm on the default shapes, GPU
+    loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton
+    loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json
+    loka bench kernels --device cpu --no-isolate          emulation only: the label says so
+
+Prints bf16, each backend and the roofline per call, then what refused and why. A wrong kernel is not timed: it is listed, and the exit status is 1.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["kernels", "parse_shapes"]
+
+
+def kernels(
+    op: Annotated[str, typer.Option(help="Which op: scaled_mm, quantize.")] = "scaled_mm",
+    shapes: Annotated[
+        str, typer.Option(help="MxKxN, comma-separated.")
+    ] = "2048x1024x1024,8192x1024x1024,8192x4096x4096",
+    variants: Annotated[str, typer.Option(help="Specs, comma-separated, e.g. 'e4m3:row@e4m3:row|fast'.")] = "",
+    backends: Annotated[str, typer.Option(help="Comma-separated; default: all but the reference.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for the emulation.")] = "cuda",
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats per call.")] = 31,
+    seconds: Annotated[float, typer.Option(help="Time box of the whole run.")] = 600.0,
+    isolate: Annotated[bool, typer.Option(help="Run backends in child processes.")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the record to this file.")] = None,
+) -> None:
+    """Check and time the kernels of an op."""
+    from loka.measure import bench
+    from loka.records import save, to_json
+
+    config = bench.BenchConfig(
+        op=op,
+        shapes=parse_shapes(shapes),
+        variants=_list(variants),
+        backends=_list(backends),
+        device=device,
+        repeats=repeats,
+        seconds=seconds,
+        isolate=isolate,
+    )
+    record = bench.run(config)
+    if out is not None:
+        save(record, out)
+    typer.echo(to_json(record).decode() if json_ else bench.table(record))
+    if any(row.red for row in record.rows):
+        raise typer.Exit(1)
+
+
+def _list(text: str) -> tuple[str, ...] | None:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) or None
+
+
+def parse_shapes(text: str) -> list[tuple[int, int, int]]:
+    """ "MxKxN,MxKxN" as tuples."""
+    shapes = []
+    for part in text.split(","):
+        numbers = part.strip().split("x")
+        if len(numbers) != 3 or not all(number.isdigit() for number in numbers):
+            raise ValueError(f"shape {part!r} is not MxKxN, e.g. 2048x1024x1024")
+        m, k, n = (int(number) for number in numbers)
+        shapes.append((m, k, n))
+    return shapes
