@@ -170,11 +170,16 @@ def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
     if spec.scale == "e4m3":
         raise ValueError(f"{spec} has two levels of scales; hint: quantize makes both")
     amax = _to_float32(amax)
-    scale = (amax / spec.format.max).clamp(min=SMALLEST_SCALE)
+    scale = _divide(amax, spec.format.max).clamp(min=SMALLEST_SCALE)
     if spec.scale in ("pow2", "e8m0"):
         scale = _round_up_to_power_of_two(scale)
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
     return torch.where(amax.isfinite(), scale, torch.full_like(scale, torch.nan))
+
+
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """A correctly rounded quotient on every device: on CUDA torch turns division by a number into a product with its reciprocal."""
+    return x / torch.full_like(x, divisor)
 
 
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
@@ -186,9 +191,9 @@ def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
 def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """NVFP4's pair: E4M3 block scales under one float32 scale, whose product is at least SMALLEST_SCALE."""
     total = amax.amax() if amax.numel() else amax.new_zeros(())
-    outer = (total / (format.max * E4M3.max)).clamp(min=SMALLEST_SCALE / E4M3.smallest_subnormal)
+    outer = _divide(total, format.max * E4M3.max).clamp(min=SMALLEST_SCALE / E4M3.smallest_subnormal)
     outer = torch.where(total > 0, outer, torch.ones_like(outer))
-    inner = round_to(amax / format.max / outer, E4M3).clamp(min=E4M3.smallest_subnormal)
+    inner = round_to(_divide(amax, format.max) / outer, E4M3).clamp(min=E4M3.smallest_subnormal)
     return torch.where(amax > 0, inner, torch.ones_like(inner)), outer
 
 

@@ -82,6 +82,9 @@ def to_fp8(
             sign = tl.where(x < 0, 0x80, 0).to(tl.uint8)
             infinite = tl.abs(x) == float("inf")
             return tl.where(infinite, sign | 0x7C, q.to(tl.uint8, bitcast=True)).to(tl.float8e5, bitcast=True)
+    elif PREROUND:  # the interpreter also turns NaN into 384
+        bits = tl.where(y == y, y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), 0x7F)
+        return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
         return y.to(tl.float8e4nv)
 

@@ -1,13 +1,15 @@
 """Quantisers that run at the speed of a copy.
 
-Three kernels cover every granularity:
+Four kernels cover every granularity:
 
 * `_rows`   one scale per row. A row (up to 16384 wide) stays in registers between its amax and its cast: one read, one write.
-* `_tiles`  a 128-wide tile in registers; scales are computed in it (1x128, 128x128) or given (tensor, row); writes the tensor, its transpose, or both
-            from one read. The transpose goes through shared memory, so that both writes are whole 128-byte lines.
+* `_tiles`  a 128-wide tile in registers; scales are computed in it (1x128, 128x128) or given (tensor, row).
+* `_both`   the same from one read for the tensor and its transpose. Transposing bytes is slow (33 % of copy bandwidth on an H200), so four consecutive rows
+            are loaded as four tiles of one layout, their bytes packed into 32-bit words inside a thread, and words are transposed.
 * `_amax`   row, column and tensor maxima in one read, for the scales no tile can know alone: dynamic `tensor`, and `row` of the transpose.
 
-So dynamic `tensor`, and `row` together with its transpose, take two reads; everything else takes one.
+So dynamic `tensor`, and `row` together with its transpose, take two reads; everything else takes one. Rows of the results start at multiples of 16 elements,
+so that any width can be read by TMA without a copy.
 """
 
 import torch
@@ -21,8 +23,7 @@ GROUP = 128
 WIDEST_ROW = 16384  # elements one program keeps in registers
 
 # Where a tile's scales come from.
-ABSENT, SCALAR, VECTOR, GROUPED, SQUARE = 0, 1, 2, 3, 4
-_NO_OUTPUT = tl.constexpr(0)
+SCALAR, VECTOR, GROUPED, SQUARE = 1, 2, 3, 4
 _SCALAR = tl.constexpr(1)
 _VECTOR = tl.constexpr(2)
 _GROUPED = tl.constexpr(3)
@@ -30,7 +31,7 @@ _SQUARE = tl.constexpr(4)
 
 
 @triton.jit
-def _rows(x_ptr, q_ptr, s_ptr, M, K, stride_x, seed,
+def _rows(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, seed,
           ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -40,10 +41,9 @@ def _rows(x_ptr, q_ptr, s_ptr, M, K, stride_x, seed,
         x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0).to(tl.float32)
         amax = tl.max(finite_magnitude(x), 1)
         scale = scale_of(amax, E5M2, POW2)
-        offset = row[:, None] * K + column[None, :]
-        noise = tl.randint(seed, offset) if STOCHASTIC else 0
+        noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
         q = to_fp8(x, inverse(scale)[:, None], noise, E5M2, STOCHASTIC, PREROUND)
-        tl.store(q_ptr + offset, q, inside)
+        tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, inside)
         tl.store(s_ptr + row, scale, row < M)
     else:
         amax = tl.zeros((ROWS,), tl.float32)
@@ -57,9 +57,9 @@ def _rows(x_ptr, q_ptr, s_ptr, M, K, stride_x, seed,
         for start in range(0, K, BLOCK):
             inside = (row < M)[:, None] & (start + column < K)[None, :]
             x = tl.load(x_ptr + row[:, None] * stride_x + (start + column)[None, :], inside, other=0.0)
-            offset = row[:, None] * K + (start + column)[None, :]
-            noise = tl.randint(seed, offset) if STOCHASTIC else 0
-            tl.store(q_ptr + offset, to_fp8(x.to(tl.float32), inv, noise, E5M2, STOCHASTIC, PREROUND), inside)
+            noise = tl.randint(seed, row[:, None] * K + (start + column)[None, :]) if STOCHASTIC else 0
+            q = to_fp8(x.to(tl.float32), inv, noise, E5M2, STOCHASTIC, PREROUND)
+            tl.store(q_ptr + row[:, None] * stride_q + (start + column)[None, :], q, inside)
 
 
 @triton.jit
@@ -73,10 +73,9 @@ def _group_scale(
 
 
 @triton.jit
-def _tiles(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, seed,
-           BM: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, TSCALE: tl.constexpr,
-           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr,
-           T_E5M2: tl.constexpr, T_POW2: tl.constexpr, T_STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, seed,
+           BM: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr,
+           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     wide = tl.cdiv(K, BK)
     tile_m = (tl.program_id(0) // wide).to(tl.int64)
     tile_k = (tl.program_id(0) % wide).to(tl.int64)
@@ -84,71 +83,152 @@ def _tiles(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, seed,
     column = tile_k * BK + tl.arange(0, BK)
     inside = (row < M)[:, None] & (column < K)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0).to(tl.float32)
-    magnitude = finite_magnitude(x)
-    if SCALE != _NO_OUTPUT:
-        if SCALE == _SCALAR:
-            inv = inverse(tl.load(s_ptr))
-        elif SCALE == _VECTOR:
-            inv = inverse(tl.load(s_ptr + row, row < M, other=1.0))[:, None]
-        elif SCALE == _GROUPED:
-            inv = inverse(_group_scale(magnitude, s_ptr, tile_k, row, M, wide, 1, E5M2, POW2))[:, None]
-        else:
-            scale = scale_of(tl.max(magnitude), E5M2, POW2)
-            tl.store(s_ptr + tile_m * wide + tile_k, scale)
-            inv = inverse(scale)
-        offset = row[:, None] * K + column[None, :]
-        noise = tl.randint(seed, offset) if STOCHASTIC else 0
-        q = to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND)
-        tl.store(q_ptr + offset, q, inside)
-    if TSCALE != _NO_OUTPUT:
-        high = tl.cdiv(M, BM)
+    if SCALE == _SCALAR:
+        inv = inverse(tl.load(s_ptr))
+    elif SCALE == _VECTOR:
+        inv = inverse(tl.load(s_ptr + row, row < M, other=1.0))[:, None]
+    elif SCALE == _GROUPED:
+        scale = scale_of(tl.max(finite_magnitude(x), 1), E5M2, POW2)
+        tl.store(s_ptr + row * wide + tile_k, scale, row < M)
+        inv = inverse(scale)[:, None]
+    else:
+        scale = scale_of(tl.max(finite_magnitude(x)), E5M2, POW2)
+        tl.store(s_ptr + tile_m * wide + tile_k, scale)
+        inv = inverse(scale)
+    noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
+    tl.store(q_ptr + row[:, None] * stride_q + column[None, :], to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND), inside)
+
+
+@triton.jit
+def _load_rows(x_ptr, row, column, M, K, stride_x):
+    inside = (row < M)[:, None] & (column < K)[None, :]
+    return tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row_inverse(x, s_ptr, row, M, tile_k, wide, square, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr):
+    """Inverse scales of some rows of a tile, made and stored where they belong to the tile."""
+    if SCALE == _SCALAR:
+        return inverse(tl.load(s_ptr))
+    elif SCALE == _VECTOR:
+        return inverse(tl.load(s_ptr + row, row < M, other=1.0))[:, None]
+    elif SCALE == _GROUPED:
+        scale = scale_of(tl.max(finite_magnitude(x), 1), E5M2, POW2)
+        tl.store(s_ptr + row * wide + tile_k, scale, row < M)
+        return inverse(scale)[:, None]
+    else:
+        return inverse(scale_of(square, E5M2, POW2))
+
+
+@triton.jit
+def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):
+    noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
+    q = to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND)
+    tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < K)[None, :])
+    return q.to(tl.uint8, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def _byte(x, inv, row, column, K, seed, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):
+    noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
+    return to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
+
+
+@triton.jit
+def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, seed,
+          BM: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, TSCALE: tl.constexpr, SAME: tl.constexpr,
+          E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr,
+          T_E5M2: tl.constexpr, T_POW2: tl.constexpr, T_STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    wide, high = tl.cdiv(K, BK), tl.cdiv(M, BM)
+    tile_m = (tl.program_id(0) // wide).to(tl.int64)
+    tile_k = (tl.program_id(0) % wide).to(tl.int64)
+    word = tile_m * (BM // 4) + tl.arange(0, BM // 4)
+    column = tile_k * BK + tl.arange(0, BK)
+    # Rows 4i, 4i + 1, 4i + 2, 4i + 3 in four tiles of one layout: their bytes pack into words without leaving the thread.
+    row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
+    x0 = _load_rows(x_ptr, row0, column, M, K, stride_x)
+    x1 = _load_rows(x_ptr, row1, column, M, K, stride_x)
+    x2 = _load_rows(x_ptr, row2, column, M, K, stride_x)
+    x3 = _load_rows(x_ptr, row3, column, M, K, stride_x)
+    largest = tl.maximum(
+        tl.maximum(finite_magnitude(x0), finite_magnitude(x1)), tl.maximum(finite_magnitude(x2), finite_magnitude(x3))
+    )
+    square = tl.max(largest) if SCALE == _SQUARE or TSCALE == _SQUARE else 0.0
+    if SCALE == _SQUARE:
+        tl.store(s_ptr + tile_m * wide + tile_k, scale_of(square, E5M2, POW2))
+    i0 = _row_inverse(x0, s_ptr, row0, M, tile_k, wide, square, SCALE, E5M2, POW2)
+    i1 = _row_inverse(x1, s_ptr, row1, M, tile_k, wide, square, SCALE, E5M2, POW2)
+    i2 = _row_inverse(x2, s_ptr, row2, M, tile_k, wide, square, SCALE, E5M2, POW2)
+    i3 = _row_inverse(x3, s_ptr, row3, M, tile_k, wide, square, SCALE, E5M2, POW2)
+    b0 = _store_rows(q_ptr, x0, i0, row0, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
+    b1 = _store_rows(q_ptr, x1, i1, row1, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
+    b2 = _store_rows(q_ptr, x2, i2, row2, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
+    b3 = _store_rows(q_ptr, x3, i3, row3, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
+    if TSCALE == _SQUARE:
+        tl.store(st_ptr + tile_k * high + tile_m, scale_of(square, T_E5M2, T_POW2))
+    if not SAME:
         if TSCALE == _SCALAR:
             inv = inverse(tl.load(st_ptr))
         elif TSCALE == _VECTOR:
             inv = inverse(tl.load(st_ptr + column, column < K, other=1.0))[None, :]
         elif TSCALE == _GROUPED:
-            inv = inverse(_group_scale(magnitude, st_ptr, tile_m, column, K, high, 0, T_E5M2, T_POW2))[None, :]
+            scale = scale_of(tl.max(largest, 0), T_E5M2, T_POW2)
+            tl.store(st_ptr + column * high + tile_m, scale, column < K)
+            inv = inverse(scale)[None, :]
         else:
-            scale = scale_of(tl.max(magnitude), T_E5M2, T_POW2)
-            tl.store(st_ptr + tile_k * high + tile_m, scale)
-            inv = inverse(scale)
-        noise = tl.randint(seed + 1, row[:, None] * K + column[None, :]) if T_STOCHASTIC else 0
-        q = to_fp8(x, inv, noise, T_E5M2, T_STOCHASTIC, PREROUND)
-        tl.store(qt_ptr + column[:, None] * M + row[None, :], tl.trans(q), tl.trans(inside))
+            inv = inverse(scale_of(square, T_E5M2, T_POW2))
+        b0 = _byte(x0, inv, row0, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
+        b1 = _byte(x1, inv, row1, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
+        b2 = _byte(x2, inv, row2, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
+        b3 = _byte(x3, inv, row3, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
+    packed = tl.trans(b0 | (b1 << 8) | (b2 << 16) | (b3 << 24))
+    there = (column < K)[:, None] & (word < words)[None, :]
+    tl.store(qt_ptr + column[:, None] * words + word[None, :], packed.to(tl.int32, bitcast=True), there)
 
 
 @triton.jit
 def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
           BM: tl.constexpr, BK: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, TENSOR: tl.constexpr):  # fmt: skip
-    """Maxima of |x|. Non-negative floats order like their bits, so the atomics are on integers."""
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    per_row = tl.zeros((BM,), tl.float32)
-    for start in range(0, K, BK):
-        column = start + tl.arange(0, BK)
-        inside = (row < M)[:, None] & (column < K)[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0).to(tl.float32)
-        magnitude = finite_magnitude(x)
-        per_row = tl.maximum(per_row, tl.max(magnitude, 1))
-        if COLUMN:
-            per_column = tl.max(magnitude, 0)
-            tl.atomic_max(column_ptr + column, per_column.to(tl.int32, bitcast=True), column < K, sem="relaxed")
+    """Maxima of a tile, one partial result per tile: no atomics, nothing to clear, the same every time."""
+    wide = tl.cdiv(K, BK)
+    tile_m = (tl.program_id(0) // wide).to(tl.int64)
+    tile_k = (tl.program_id(0) % wide).to(tl.int64)
+    row = tile_m * BM + tl.arange(0, BM)
+    column = tile_k * BK + tl.arange(0, BK)
+    magnitude = finite_magnitude(_load_rows(x_ptr, row, column, M, K, stride_x))
     if ROW:
-        tl.store(row_ptr + row, per_row, row < M)
+        tl.store(row_ptr + tile_k * M + row, tl.max(magnitude, 1), row < M)
+    if COLUMN:
+        tl.store(column_ptr + tile_m * K + column, tl.max(magnitude, 0), column < K)
     if TENSOR:
-        tl.atomic_max(tensor_ptr, tl.max(per_row).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.store(tensor_ptr + tl.program_id(0), tl.max(magnitude))
 
 
 @triton.jit
-def _scales(amax_ptr, s_ptr, count, BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr):
+def _scales(partial_ptr, s_ptr, parts, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr):
+    """Scales from partial maxima [parts, count]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    amax = tl.load(amax_ptr + index, index < count, other=0.0)
-    tl.store(s_ptr + index, scale_of(amax, E5M2, POW2), index < count)
+    amax = tl.zeros((PARTS, BLOCK), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = (start + tl.arange(0, PARTS)).to(tl.int64)
+        inside = (part < parts)[:, None] & (index < count)[None, :]
+        amax = tl.maximum(amax, tl.load(partial_ptr + part[:, None] * count + index[None, :], inside, other=0.0))
+    tl.store(s_ptr + index, scale_of(tl.max(amax, 0), E5M2, POW2), index < count)
+
+
+def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty [rows, columns] whose rows start at multiples of 16 elements, as TMA wants FP8 operands."""
+    return torch.empty(rows, -(-columns // 16) * 16, dtype=dtype, device=device)[:, :columns]
+
+
+def _fp8(e5m2: bool) -> torch.dtype:
+    return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
 
 
 def quantize_rows(x: Tensor, *, e5m2: bool, pow2: bool, stochastic: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Per-row scales; x [M, K] with unit stride along K."""
     m, k = x.shape
-    q = torch.empty(m, k, device=x.device, dtype=torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
+    q = aligned(m, k, _fp8(e5m2), x.device)
     scale = torch.empty(m, 1, device=x.device, dtype=torch.float32)
     if m == 0 or k == 0:
         return q, scale.fill_(1.0)
@@ -157,35 +237,55 @@ def quantize_rows(x: Tensor, *, e5m2: bool, pow2: bool, stochastic: bool, seed: 
     rows = max(1, min(32, 4096 // block)) if whole else 1
     warps = 4 if block * rows <= 4096 else 8
     _rows[(triton.cdiv(m, rows),)](
-        x, q, scale, m, k, x.stride(0), seed, rows, block, whole, e5m2, pow2, stochastic, INTERPRETED, num_warps=warps
+        x, q, scale, m, k, x.stride(0), q.stride(0), seed,
+        rows, block, whole, e5m2, pow2, stochastic, INTERPRETED, num_warps=warps,
     )  # fmt: skip
     return q, scale
 
 
-def maxima(x: Tensor, *, row: bool, column: bool, tensor: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest finite magnitudes per row [M], per column [K] and of the tensor [], float32, in one read."""
+def global_scales(x: Tensor, *, row: bool, column: bool, tensor: bool, options: list[tuple[bool, bool]]) -> list[Tensor]:
+    """Scales no tile can know alone, from one read of x: per row [M], per column [K], of the tensor [], each as asked for.
+
+    `options` holds (e5m2, pow2) for each scale asked for, in that order.
+    """
     m, k = x.shape
-    per_row = torch.zeros(m if row else 0, device=x.device, dtype=torch.float32)
-    per_column = torch.zeros(k if column else 0, device=x.device, dtype=torch.float32)
-    total = torch.zeros((), device=x.device, dtype=torch.float32)
+    bm, bk = 64, 256
+    high, wide = triton.cdiv(m, bm), triton.cdiv(k, bk)
+    sizes = [(wide, m) if row else None, (high, k) if column else None, (high * wide, 1) if tensor else None]
+    partial = [torch.empty(size or (0, 0), device=x.device, dtype=torch.float32) for size in sizes]
     if m and k:
-        bm = 64 if column else (16 if m >= 4096 else 4)
-        _amax[(triton.cdiv(m, bm),)](
-            x, per_row, per_column.view(torch.int32), total.view(torch.int32), m, k, x.stride(0),
-            bm, 128 if column else 512, row, column, tensor, num_warps=8,
-        )  # fmt: skip
-    return per_row, per_column, total
-
-
-def scales_from(amax: Tensor, *, e5m2: bool, pow2: bool) -> Tensor:
-    """Scales of given maxima, by the law, on the device."""
-    scale = torch.empty_like(amax)
-    if amax.numel():
-        _scales[(triton.cdiv(amax.numel(), 1024),)](amax, scale, amax.numel(), 1024, e5m2, pow2)
-    return scale
+        _amax[(high * wide,)](x, *partial, m, k, x.stride(0), bm, bk, row, column, tensor, num_warps=8)
+    scales = []
+    for part, (e5m2, pow2) in zip([p for p, size in zip(partial, sizes, strict=True) if size], options, strict=True):
+        count = part.shape[1]
+        scale = torch.ones(count, device=x.device, dtype=torch.float32)
+        if m and k:
+            block = 64 if count > 1 else 1
+            parts = 64 if count > 1 else 4096
+            _scales[(triton.cdiv(count, block),)](part, scale, part.shape[0], count, parts, block, e5m2, pow2)
+        scales.append(scale)
+    return scales
 
 
 def quantize_tiles(
+    x: Tensor, *, source: int, scale: Tensor | None, e5m2: bool, pow2: bool, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Tiles of x [M, K] with scales that are given, or made in the tile."""
+    m, k = x.shape
+    high, wide = triton.cdiv(m, GROUP), triton.cdiv(k, GROUP)
+    q = aligned(m, k, _fp8(e5m2), x.device)
+    if scale is None:
+        scale = torch.empty(m if source == GROUPED else high, wide, device=x.device, dtype=torch.float32)
+    if m and k:
+        bm = GROUP if source == SQUARE else 32  # shallow tiles keep more loads in flight
+        _tiles[(triton.cdiv(m, bm) * wide,)](
+            x, q, scale, m, k, x.stride(0), q.stride(0), seed,
+            bm, GROUP, source, e5m2, pow2, stochastic, INTERPRETED, num_warps=4 if bm == 32 else 8,
+        )  # fmt: skip
+    return q, scale
+
+
+def quantize_both(
     x: Tensor,
     *,
     source: int,
@@ -198,25 +298,23 @@ def quantize_tiles(
     t_e5m2: bool,
     t_pow2: bool,
     t_stochastic: bool,
+    same: bool,
     seed: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Quantise tiles of x [M, K] into q [M, K] and / or the transpose qt [K, M], with scales given or made in the tile."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [M, K] and the transpose qt [K, M] from one read of x. `same`: both have the same elements, so they are rounded once."""
     m, k = x.shape
     high, wide = triton.cdiv(m, GROUP), triton.cdiv(k, GROUP)
-    q = qt = None
-    if source != ABSENT:
-        q = torch.empty(m, k, device=x.device, dtype=torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
-        if source in (GROUPED, SQUARE):
-            scale = torch.empty(m if source == GROUPED else high, wide, device=x.device, dtype=torch.float32)
-    if t_source != ABSENT:
-        qt = torch.empty(k, m, device=x.device, dtype=torch.float8_e5m2 if t_e5m2 else torch.float8_e4m3fn)
-        if t_source in (GROUPED, SQUARE):
-            t_scale = torch.empty(k if t_source == GROUPED else wide, high, device=x.device, dtype=torch.float32)
+    new = {"device": x.device, "dtype": torch.float32}
+    q, qt = aligned(m, k, _fp8(e5m2), x.device), aligned(k, m, _fp8(t_e5m2), x.device)
+    if scale is None:
+        scale = torch.empty(m if source == GROUPED else high, wide, **new)
+    if t_scale is None:
+        t_scale = torch.empty(k if t_source == GROUPED else wide, high, **new)
     if m and k:
-        # A tile must hold whole groups: 128 along K for 1x128, 128 along M for its transpose. Without a transpose, shallow tiles keep more loads in flight.
-        bm = 32 if t_source == ABSENT and source != SQUARE else GROUP
-        _tiles[(triton.cdiv(m, bm) * wide,)](
-            x, q, scale, qt, t_scale, m, k, x.stride(0), seed, bm, GROUP, source, t_source,
-            e5m2, pow2, stochastic, t_e5m2, t_pow2, t_stochastic, INTERPRETED, num_warps=4 if bm == 32 else 8,
+        words = qt.stride(0) // 4
+        _both[(high * wide,)](
+            x, q, scale, torch.as_strided(qt, (k, words * 4), (words * 4, 1)).view(torch.int32), t_scale,
+            m, k, x.stride(0), q.stride(0), words, seed, GROUP, GROUP, source, t_source, same,
+            e5m2, pow2, stochastic, t_e5m2, t_pow2, t_stochastic, INTERPRETED, num_warps=8,
         )  # fmt: skip
     return q, scale, qt, t_scale

@@ -23,19 +23,28 @@ def quantize(
     want = Spec.parse(spec)
     want_t = Spec.parse(transpose) if transpose else None
     if want_t is None and want.block == ROW and want.mode == "dynamic":
-        q, made = kernels.quantize_rows(x, seed=seed, **_options(want))
-        return q, made, *_nothing(x)
+        return *kernels.quantize_rows(x, seed=seed, **_options(want)), *_nothing(x)
+    same = want_t is not None and scale is None and transpose_scale is None and _same_elements(want, want_t)
     scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
-    options = {f"t_{key}": value for key, value in _options(want_t or want).items()}
-    q, made, qt, t_made = kernels.quantize_tiles(
-        x, source=_source(want), scale=scale, t_source=_source(want_t) if want_t else kernels.ABSENT,
-        t_scale=transpose_scale, seed=seed, **_options(want), **options,
-    )  # fmt: skip
-    made = made.reshape(scale_shape(x.shape, want.block)) if want.mode == "dynamic" else _nothing(x)[1]
     if want_t is None:
-        return q, made, *_nothing(x)
-    shape_t = scale_shape((x.shape[1], x.shape[0]), want_t.block)
-    return q, made, qt, t_made.reshape(shape_t) if want_t.mode == "dynamic" else _nothing(x)[1]
+        q, made = kernels.quantize_tiles(x, source=_source(want), scale=scale, seed=seed, **_options(want))
+        return q, _made(made, x.shape, want), *_nothing(x)
+    options = {f"t_{key}": value for key, value in _options(want_t).items()}
+    q, made, qt, t_made = kernels.quantize_both(
+        x, source=_source(want), scale=scale, t_source=_source(want_t), t_scale=transpose_scale, same=same, seed=seed,
+        **_options(want), **options,
+    )  # fmt: skip
+    t_made = t_made.clone() if t_made is made else t_made  # an op's outputs may not alias one another
+    return q, _made(made, x.shape, want), qt, _made(t_made, (x.shape[1], x.shape[0]), want_t)
+
+
+def _same_elements(spec: Spec, spec_t: Spec) -> bool:
+    """Whether the transpose holds the very same elements: scales of the same values, rounded the same way."""
+    return spec == spec_t and spec.block in (TENSOR, Block(128, 128)) and spec.rounding == "nearest"
+
+
+def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
+    return scale.reshape(scale_shape(shape, spec.block)) if spec.mode == "dynamic" else scale.new_empty(0)
 
 
 @quantize.register_fake
@@ -49,7 +58,7 @@ def _(x, spec, scale, transpose, transpose_scale, seed):  # type: ignore[no-unty
 
 def _fake(x: Tensor, shape: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
     scale = scale_shape(shape, spec.block) if spec.mode == "dynamic" else (0,)
-    return x.new_empty(shape, dtype=spec.format.dtype), x.new_empty(scale, dtype=torch.float32)
+    return kernels.aligned(*shape, spec.format.dtype, x.device), x.new_empty(scale, dtype=torch.float32)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,14 +83,22 @@ def _global_scales(
 
     row, column = needed(spec, ROW), needed(spec_t, ROW)
     tensor = needed(spec, TENSOR) or needed(spec_t, TENSOR)
-    if row or column or tensor:
-        per_row, per_column, total = kernels.maxima(x, row=row, column=column, tensor=tensor)
     scale = None if scale is None else scale.to(x.device, torch.float32).contiguous()
     scale_t = None if scale_t is None else scale_t.to(x.device, torch.float32).contiguous()
+    if not (row or column or tensor):
+        return scale, scale_t
+    owners = [spec] * row + [spec_t] * column + [spec if needed(spec, TENSOR) else spec_t] * tensor
+    options = [_pair(owner) for owner in owners]
+    made = kernels.global_scales(x, row=row, column=column, tensor=tensor, options=options)
+    total = made.pop() if tensor else None
     if row or needed(spec, TENSOR):
-        options = _options(spec)
-        scale = kernels.scales_from(per_row if row else total, e5m2=options["e5m2"], pow2=options["pow2"])
-    if spec_t is not None and (column or needed(spec_t, TENSOR)):
-        options = _options(spec_t)
-        scale_t = kernels.scales_from(per_column if column else total, e5m2=options["e5m2"], pow2=options["pow2"])
+        scale = made.pop(0) if row else total
+    if column or needed(spec_t, TENSOR):
+        scale_t = made.pop() if column else total
+        if not column and needed(spec, TENSOR) and _options(spec) != _options(spec_t):
+            scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_pair(spec_t)])[0]
     return scale, scale_t
+
+
+def _pair(spec: Spec) -> tuple[bool, bool]:
+    return spec.format == E5M2, spec.scale in ("pow2", "e8m0")
