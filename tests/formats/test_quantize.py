@@ -345,6 +345,18 @@ def test_scales_that_cannot_be_meant_are_refused(text: str, scale: torch.Tensor 
         quantize(torch.ones(2, 3), Spec.parse(text), scale=scale)
 
 
+@pytest.mark.parametrize("format", TABLES)
+def test_a_small_given_scale_saturates_even_beyond_float32(format: str) -> None:
+    """x / scale is infinite in float32; x was not."""
+    spec = Spec.parse(f"{format}:tensor:static")
+    x = torch.tensor([3e38, -3e38, 1e5, 0.0, -0.0])
+    q = quantize(x, spec, scale=torch.tensor(SMALLEST_SCALE))
+    assert torch.equal(q.dequantize(), torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0]) * (spec.format.max * SMALLEST_SCALE))
+    special = quantize(torch.tensor([math.inf, math.nan]), Spec.parse("e5m2:tensor:static"), scale=torch.tensor(0.5))
+    assert special.dequantize()[0] == math.inf
+    assert special.dequantize()[1].isnan()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.complex64])
 def test_only_floating_tensors_are_quantised(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"quantize takes a floating tensor, got {dtype}"):
@@ -428,3 +440,15 @@ class TestQTensor:
         assert q.device == torch.device("cpu")
         assert q.nbytes == 4 * 40 + 4 * 4
         assert torch.equal(dequantize(q, torch.bfloat16), q.dequantize().bfloat16())
+
+
+@pytest.mark.gpu
+@by_spec
+def test_the_gpu_computes_the_same_bits(spec: Spec) -> None:
+    """Division by a constant and powers of two are where devices differ, and a last bit of a scale moves codes."""
+    for shape in [(13,), (0, 5), (5, 0), (130, 261), (2, 3, 37)]:
+        x = wild(shape) * torch.exp(20 * torch.randn(shape))
+        here, there = quantize(x, spec), quantize(x.cuda(), spec)
+        assert torch.equal(there.scale.cpu(), here.scale)
+        assert torch.equal(there.data.cpu().view(torch.uint8), here.data.view(torch.uint8))
+        assert torch.equal(there.dequantize().cpu(), here.dequantize())

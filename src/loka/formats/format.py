@@ -80,8 +80,12 @@ def _quantum(magnitude: Tensor, format: Format) -> Tensor:
     if format.is_integer:
         return torch.ones_like(magnitude)
     exponent = torch.frexp(magnitude).exponent - 1  # floor(log2), also for float32 subnormals
-    exponent = exponent.clamp(min=1 - format.bias) - format.mantissa_bits
-    return torch.ldexp(torch.ones_like(magnitude), exponent)
+    return power_of_two(exponent.clamp(min=1 - format.bias) - format.mantissa_bits)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent as float32, for -126 <= exponent <= 127. Exact on every device: torch.ldexp takes a pow, which need not be."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def round_to(

@@ -27,11 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.formats.format import E4M3, Format, decode, encode, round_to
+from loka.formats.format import E4M3, Format, decode, encode, power_of_two, round_to
 from loka.formats.spec import TENSOR, WHOLE, Block, Spec
 
 SMALLEST_SCALE = 2.0**-126  # smallest normal float32: its reciprocal is finite, and no flush-to-zero turns it into 0
-LARGEST_POWER = 2.0**127
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +184,7 @@ def _divide(x: Tensor, divisor: float) -> Tensor:
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, 0.5 <= mantissa < 1
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    return torch.ldexp(torch.ones_like(scale), exponent).clamp(SMALLEST_SCALE, LARGEST_POWER)
+    return power_of_two(exponent.clamp(-126, 127))
 
 
 def _two_level_scale(amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -237,7 +236,10 @@ def quantize(
         scale = _given_scale(scale, x, spec)
     multiplier = scale if tensor_scale is None else scale * tensor_scale
     inverse = expand_scale(1.0 / multiplier.clamp(min=SMALLEST_SCALE), x.shape, spec.block)
-    data = encode(x * inverse, spec.format, rounding=spec.rounding, generator=generator)
+    scaled = x * inverse
+    if spec.mode != "dynamic":  # a small given scale may push a finite x beyond float32: that is saturation, not Inf
+        scaled = torch.where(x.isfinite(), scaled.clamp(-spec.format.max, spec.format.max), x)
+    data = encode(scaled, spec.format, rounding=spec.rounding, generator=generator)
     if not spec.format.has_nan:
         poisoned = _reduce_blocks((~x.isfinite()).float(), spec.block) > 0
         scale = torch.where(poisoned, torch.full_like(scale, torch.nan), scale)
