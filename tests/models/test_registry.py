@@ -6,10 +6,14 @@ from loka.models.registry import FAMILIES
 
 
 @pytest.mark.parametrize("family", models.names())
-def test_every_size_of_every_family_is_counted_without_being_allocated(family):
+def test_every_size_of_every_family_is_built_and_counted_without_being_allocated(family):
     for size in models.sizes(family):
+        with torch.device("meta"):
+            model = models.build(family, size)
+        assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    for size in models.sizes(family)[:3]:
         cost = models.count(models.configure(family, size))
-        assert cost.flops_forward > 0
+        assert cost.flops_forward > cost.active_parameters, "every weight is multiplied and added at least once"
         assert 0 < cost.active_parameters <= cost.parameters
 
 

@@ -13,7 +13,7 @@ def plain_experts(moe, x):
     rows = []
     for token in x:
         scores = 1 / (1 + (-(moe.router.weight @ token)).exp())
-        chosen = sorted(range(len(scores)), key=lambda e: -float(scores[e].detach() + moe.balance[e]))[: moe.top]
+        chosen = sorted(range(len(scores)), key=lambda e: -float(scores[e].detach() + moe.balance[e] * 1e-6))[: moe.top]
         total = sum(scores[e] for e in chosen)
         out = 0
         for e in chosen:
@@ -29,7 +29,7 @@ def plain_experts(moe, x):
 @pytest.mark.parametrize("shared", [0, 2])
 def test_mixture_is_its_formula_with_gradients(shared):
     moe = MixtureOfExperts(8, 16, routed=5, top=2, shared=shared).double()
-    moe.balance.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1, 0.0]))
+    moe.balance.copy_(torch.tensor([300_000, -200_000, 0, 100_000, 0]))
     x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     tensors = (x, *moe.parameters())
     out, expected = moe(x), plain_experts(moe, x)
@@ -49,7 +49,7 @@ def test_swiglu():
 def test_balance_changes_who_is_chosen_but_not_how_much_it_counts():
     moe = MixtureOfExperts(8, 8, routed=4, top=1)
     x = torch.randn(32, 8)
-    moe.balance[3] = 10.0
+    moe.balance[3] = 10_000_000
     chosen, gates = moe.route(x)
     assert chosen.eq(3).all()
     assert gates.eq(1).all()
@@ -73,6 +73,16 @@ def test_updates_of_the_balance_even_out_the_load():
     assert before.max() > 200
     assert after.max() < 110
     assert "balance" in moe.state_dict()
+
+
+def test_small_updates_survive_a_cast_to_bf16():
+    moe = MixtureOfExperts(8, 8, routed=2, top=1).bfloat16()
+    for _ in range(1000):
+        moe.load.copy_(torch.tensor([3, 1]))
+        moe.update_balance(1e-3)
+    assert moe.balance.tolist() == [-1_000_000, 1_000_000]
+    with pytest.raises(ValueError, match="smallest is 1e-06"):
+        moe.update_balance(1e-9)
 
 
 def test_evaluation_counts_no_load():

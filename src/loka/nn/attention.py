@@ -33,9 +33,11 @@ class DotProductAttention(nn.Module):
         # The newest query alone sees every key; torch's causal mask would align it with the first.
         causal = self.causal and q.shape[2] > 1
         seen = None if mask is None else mask[:, None, None, :]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if causal:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        # Heads that share keys become more queries of one head: with a mask, torch's GQA only has a kernel that writes the scores to memory.
+        folded = q.reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
+        return F.scaled_dot_product_attention(folded, k, v, attn_mask=seen).view(*q.shape[:3], v.shape[3])
 
     def extra_repr(self) -> str:
         """Whether causal."""

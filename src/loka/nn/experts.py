@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from loka.nn.activation import ActivationKind, make_activation
 from loka.nn.grouped import GroupedLinear
 
+# `balance` counts b in these units, as an integer: a model cast to bf16 would round small updates of a float away.
+UNIT = 1e-6
+
 
 class SwiGLU(nn.Module):
     """W_down (act(W_gate x) * W_up x); `gate_up` holds W_gate above W_up."""
@@ -54,7 +57,7 @@ class MixtureOfExperts(nn.Module):
         self.activation = make_activation(activation)
         self.down = GroupedLinear(routed, hidden, d)
         self.shared = SwiGLU(d, shared * hidden, activation=activation) if shared else None
-        self.register_buffer("balance", torch.zeros(routed, dtype=torch.float32))
+        self.register_buffer("balance", torch.zeros(routed, dtype=torch.int64))
         self.register_buffer("load", torch.zeros(routed, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,15 +82,18 @@ class MixtureOfExperts(nn.Module):
         """The experts of every token, [N, top], and how much each counts (they sum to one)."""
         logits = self.router(rows)
         scores = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-        chosen = (scores + self.balance).topk(self.top, -1).indices
+        chosen = (scores + self.balance * UNIT).topk(self.top, -1).indices
         gates = scores.gather(1, chosen)
         return chosen, gates / gates.sum(-1, keepdim=True)
 
     @torch.no_grad()
     def update_balance(self, rate: float) -> None:
         """Move the choice towards experts with less than the mean load, and start counting anew."""
-        load = self.load.to(self.balance.dtype)
-        self.balance.add_(rate * torch.sign(load.mean() - load))
+        steps = round(rate / UNIT)
+        if steps < 1:
+            raise ValueError(f"the rate of balancing is {rate}; the smallest is {UNIT}")
+        below = self.load.sum() - self.load * len(self.load)  # mean load - load, without a division
+        self.balance.add_(steps * torch.sign(below))
         self.load.zero_()
 
     def active_parameters(self) -> int:
