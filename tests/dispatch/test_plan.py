@@ -1,0 +1,99 @@
+"""Plans can be compared, explained and checked against a model."""
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from loka.dispatch import Policy, check, diff, explain, make_plan, spell
+from loka.records import Plan
+
+from .evidence import candidate, report, site
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def make(error: float = 0.05, limit: float = 0.2) -> Plan:
+    evidence = report(
+        site("0", *(candidate(gemm=g, error=error) for g in GEMMS), k=16, n=8),
+        site("2", *(candidate(gemm=g) for g in GEMMS), k=8, n=4),
+    )
+    return make_plan(evidence, Policy(min_speedup=None, max_error=limit))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def test_a_plan_does_not_differ_from_itself() -> None:
+    assert diff(make(), make()) == ""
+
+
+def test_diff_names_each_change() -> None:
+    text = diff(make(), make(error=0.5, limit=0.25))
+    assert "max_error: 0.2 -> 0.25" in text
+    assert "~ 0 fprop: e4m3:tensor @ e4m3:tensor on reference, fast accumulation -> high precision" in text
+    assert "2 fprop" not in text
+
+
+def test_diff_names_sites_that_come_and_go() -> None:
+    whole = make()
+    part = msgspec.structs.replace(whole, sites=whole.sites[:1])
+    assert diff(whole, part) == "- 2: gone"
+    assert diff(part, whole).startswith("+ 2: new, fprop e4m3:tensor")
+
+
+def test_explain_gives_reason_and_refusals() -> None:
+    text = explain(make(error=0.5), "0")
+    assert "fprop: high precision" in text
+    assert "error up to 0.51 exceeds 0.2" in text
+    assert "accuracy only" in text
+    with pytest.raises(ValueError, match="its sites are 0, 2"):
+        explain(make(), "1")
+
+
+def test_a_fitting_plan_has_no_problems() -> None:
+    assert check(make(), model()) == []
+
+
+def test_every_mismatch_is_named() -> None:
+    plan = make()
+    other = nn.Sequential(nn.Linear(16, 9), nn.Linear(3, 3))
+    problems = check(plan, other)
+    assert len(problems) == 2
+    assert "0: the model has K 16, N 9, the plan K 16, N 8" in problems
+    assert "2: the model has no such module" in problems
+    assert check(plan, nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Identity())) == [
+        "2: is a Identity, expected an nn.Linear"
+    ]
+
+
+def test_damaged_choices_are_named() -> None:
+    plan = make()
+    first = plan.sites[0]
+    broken = msgspec.structs.replace(first.choices[0], backend="nobody")
+    odd = msgspec.structs.replace(first.choices[1], a="e9m9:row")
+    sites = [msgspec.structs.replace(first, choices=[broken, odd, first.choices[2], first.choices[2]]), plan.sites[1]]
+    problems = check(msgspec.structs.replace(plan, sites=[*sites, plan.sites[1]]), model())
+    text = "\n".join(problems)
+    assert "2: the plan names it 2 times" in text
+    assert "0 wgrad: the plan chooses 2 times" in text
+    assert "no backend 'nobody'" in text
+    assert "e9m9" in text
+
+
+def test_a_backend_that_cannot_run_here_is_named() -> None:
+    plan = make()
+    first = plan.sites[0]
+    choices = [msgspec.structs.replace(c, backend="torch") for c in first.choices]
+    sites = [msgspec.structs.replace(first, choices=choices), plan.sites[1]]
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here: the backend may run")
+    problems = check(msgspec.structs.replace(plan, sites=sites), model())
+    assert len(problems) == 3
+    assert all("torch cannot run" in problem for problem in problems)
+
+
+def test_spelling() -> None:
+    choices = make(error=0.5).sites[0].choices
+    assert spell(choices[0]) == "high precision"

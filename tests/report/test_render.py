@@ -1,0 +1,119 @@
+"""A report is one file that says what the records say, and asks the network for nothing."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from loka import records
+from loka.records import RecordError
+from loka.report import Results, render, write_html
+
+from .job import make_comparison, make_results
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return render(make_results())
+
+
+def embedded(page: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    data: dict[str, object] = json.loads(found[1])
+    return data
+
+
+def test_it_says_what_the_comparison_says(page: str) -> None:
+    assert "80 % of the GEMM work in FP8, and the log loss stays where it was" in page
+    assert "+0.010 %" in page
+    assert "Naive FP8: +0.310 %, worse." in page
+    assert "not measured" in page
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"), [("worse", "makes the log loss worse"), ("inconclusive", "too uncertain to call")]
+)
+def test_the_headline_follows_the_verdict(outcome: str, words: str) -> None:
+    results = make_results()
+    changed = (make_comparison("planned FP8", 0.002, outcome),)
+    assert words in render(Results(results.probe, results.plans, results.runs, changed))
+
+
+def test_it_is_self_contained(page: str) -> None:
+    """No reference that a browser would fetch; the namespace and schema addresses in the library are names, not links."""
+    assert "default-src 'none'" in page
+    own = page.replace(page[page.index("<script>") : page.rindex("<script>")], "")
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#)""", own)
+    assert "@import" not in own
+    assert "url(" not in own
+    assert "/root" not in own
+    assert len(page) < 3_000_000
+
+
+def test_hostile_names_stay_text() -> None:
+    results = make_results(2)
+    assert results.probe is not None
+    site = msgspec.structs.replace(results.probe.sites[0], name="</script><script>alert(1)</script>")
+    probe = msgspec.structs.replace(results.probe, sites=[site], model="<b>bold</b>")
+    page = render(Results(probe=probe))
+    assert "alert(1)</script>" not in page
+    assert "<b>bold" not in page
+    assert embedded(page)["sites"][0]["name"] == site.name  # type: ignore[index]
+
+
+def test_every_site_and_choice_travels_with_the_page(page: str) -> None:
+    data = embedded(page)
+    assert len(data["sites"]) == 10  # type: ignore[arg-type]
+    assert set(data["choices"]) == {f"core.layers.{i}.linear" for i in range(10)}  # type: ignore[call-overload]
+    assert set(data["charts"]) == {"histogram", "comparisons", "curves", "gaps", "sites"}  # type: ignore[call-overload]
+
+
+def test_parts_may_be_absent() -> None:
+    results = make_results()
+    only_probe = render(Results(probe=results.probe))
+    assert "16 of 30 GEMMs" not in only_probe
+    assert "24 of 30 GEMMs are accurate enough in FP8" in only_probe
+    assert 'id="plan"' not in only_probe
+    only_runs = render(Results(runs=results.runs[:1]))
+    assert 'id="sites"' not in only_runs
+    assert "Training loss" in only_runs
+
+
+def test_a_folder_of_records_is_read_by_kind(tmp_path: Path) -> None:
+    results = make_results()
+    assert results.probe is not None
+    for name, record in {
+        "a": results.probe,
+        "b": results.plans[0],
+        **{f"run{i}": run for i, run in enumerate(results.runs)},
+        **{f"cmp{i}": c for i, c in enumerate(results.comparisons)},
+    }.items():
+        records.save(record, tmp_path / f"{name}.json")
+    loaded = Results.load(tmp_path)
+    assert loaded.probe == results.probe
+    assert [c.candidate for c in loaded.ordered_comparisons] == ["planned FP8", "naive FP8"]
+    assert [run.name for run in loaded.ordered_runs] == ["high precision", "planned FP8", "naive FP8"]
+    write_html(loaded, tmp_path / "out" / "report.html")
+    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no records"):
+        Results.load(tmp_path)
+    (tmp_path / "x.json").write_text('{"kind": "soup"}')
+    with pytest.raises(RecordError, match=r"x\.json.*'soup'"):
+        Results.load(tmp_path)
+    (tmp_path / "x.json").write_text('{"kind": "plan", "sch')
+    with pytest.raises(RecordError, match="truncated or damaged"):
+        Results.load(tmp_path)
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, loka.report; assert not {'torch', 'numpy', 'vl_convert'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

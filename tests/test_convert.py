@@ -1,0 +1,170 @@
+"""Conversion swaps modules and nothing else; reverting puts everything back."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loka
+from loka.convert import convert, revert
+from loka.nn.linear import Linear
+from loka.probe import Probe
+from loka.records import Plan
+
+
+class Tower(nn.Module):
+    """Two linears, one of them under two names, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.again = self.body[2]
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.again(torch.tanh(self.body(x)))))
+        return out
+
+
+@pytest.fixture
+def model() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def plan_for(model: nn.Module, **options: object) -> Plan:
+    probe = Probe(model, every=1, rows=64)
+    model(torch.randn(64, 16)).square().mean().backward()
+    model.zero_grad(set_to_none=True)
+    probe.step()
+    probe.detach()
+    options = {"max_error": 1.0, "max_gradient_error": 1.0, **options}
+    return probe.evaluate(["rowwise"], samples=2).plan(min_speedup=None, **options)  # type: ignore[arg-type]
+
+
+def test_the_state_dict_does_not_change(model: Tower) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    summary = convert(model, plan_for(model))
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert set(summary.converted) == {"body.0", "body.2", "head"}
+    assert summary.low_precision_share == pytest.approx(1.0)
+    assert isinstance(model.body[0], Linear)
+
+
+def test_it_computes_in_low_precision_forward_and_backward(model: Tower) -> None:
+    x = torch.randn(64, 16, requires_grad=True)
+    exact = model(x)
+    (exact_grad,) = torch.autograd.grad(exact.sum(), x)
+    convert(model, plan_for(model))
+    low = model(x)
+    (low_grad,) = torch.autograd.grad(low.sum(), x)
+    assert not torch.equal(low, exact)
+    assert not torch.equal(low_grad, exact_grad)
+    assert float((low - exact).detach().norm() / exact.detach().norm()) < 0.1
+    assert float((low_grad - exact_grad).norm() / exact_grad.norm()) < 0.2
+
+
+def test_a_module_under_two_names_stays_one_module(model: Tower) -> None:
+    convert(model, plan_for(model))
+    assert model.again is model.body[2]
+    assert isinstance(model.again, Linear)
+
+
+def test_reverting_restores_the_results(model: Tower) -> None:
+    x = torch.randn(8, 16)
+    exact = model(x)
+    convert(model, recipe="tensorwise")
+    assert revert(model) == 3
+    assert type(model.body[0]) is nn.Linear
+    assert model.again is model.body[2]
+    assert torch.equal(model(x), exact)
+    assert revert(model) == 0
+
+
+def test_kept_sites_say_why(model: Tower) -> None:
+    summary = convert(model, plan_for(model, overrides={"head": "high"}))
+    assert list(summary.kept) == ["head"]
+    assert "override" in summary.kept["head"]
+    assert type(model.head) is nn.Linear
+    assert summary.low_precision_share is not None
+    assert summary.low_precision_share < 1
+    assert "2 of 3 linears converted" in str(summary)
+    assert "kept head" in str(summary)
+
+
+def test_sites_the_plan_does_not_know_are_kept(model: Tower) -> None:
+    plan = plan_for(model)
+    summary = convert(model, msgspec.structs.replace(plan, sites=plan.sites[:1]))
+    assert summary.kept == {"body.2": "not in the plan", "head": "not in the plan"}
+
+
+def test_a_plan_that_does_not_fit_changes_nothing_and_names_everything(model: Tower) -> None:
+    plan = plan_for(model)
+    other = nn.Sequential(nn.Linear(16, 32))
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        convert(other, plan)
+    assert str(caught.value).count("\n") == 3
+    assert type(other[0]) is nn.Linear
+
+
+def test_a_recipe_with_a_filter(model: Tower) -> None:
+    summary = convert(model, recipe="blockwise", module_filter_fn=lambda module, name: name != "head")
+    assert set(summary.converted) == {"body.0", "body.2"}
+    assert summary.low_precision_share is None
+    assert "1x128" in summary.converted["body.0"]
+
+
+def test_training_mode_is_kept(model: Tower) -> None:
+    model.eval()
+    convert(model, recipe="rowwise")
+    assert not model.head.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one"),
+        ({"recipe": "fastest"}, "no recipe 'fastest'"),
+    ],
+)
+def test_requests_that_make_no_sense(model: Tower, arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(model, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_bare_linear_and_a_converted_model_are_refused(model: Tower) -> None:
+    with pytest.raises(ValueError, match=r"wrap it in nn\.Sequential"):
+        convert(nn.Linear(2, 2), recipe="rowwise")
+    plan = plan_for(model)
+    convert(model, plan)
+    with pytest.raises(ValueError, match="already converted"):
+        convert(model, plan)
+    revert(model)
+    with pytest.raises(ValueError, match="neither beside it"):
+        convert(model, plan, backend="reference")
+
+
+@pytest.mark.parametrize(
+    "first", ["import loka.convert", "from loka.convert import revert", "import loka.demo", "pass"]
+)
+def test_loka_convert_is_always_callable(first: str) -> None:
+    """The module of the same name must not hide the function, whoever imports it first."""
+    code = (
+        f"{first}\nimport loka, torch\nm = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
+        "for _ in range(2):\n    loka.convert(m, recipe='rowwise'); loka.revert(m)\nprint('fine')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_public_names_resolve() -> None:
+    for name in loka.__all__:
+        assert getattr(loka, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = loka.nothing
