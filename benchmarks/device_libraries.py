@@ -8,9 +8,12 @@ on the path of this process and of its children: for machines where nothing can 
     1. conformance: each backend in its own child process, all at once, on real and odd shapes, several Specs and output types; refusals,
        crashes and wrong results are listed by backend with their reasons
     2. timing: what was green on the timed call, bf16 beside it, one after the other, alone on the GPU
+
+With `--sweep N` it only checks, on N seeded shapes of the whole range (K and N in steps of 16 and 128, M from 1 to 65536), as far as --seconds reach.
 """
 
 import argparse
+import itertools
 import sys
 import time
 import zipfile
@@ -54,6 +57,16 @@ def unpack(wheels: str | None, site: str | None) -> None:
     sys.path.append(str(Path(site).resolve()))
 
 
+def sweep_cases(backend: str, device: str, count: int, seed: int) -> list[dict]:
+    from loka.measure.adapter import ADAPTERS
+    from loka.measure.inputs import wide_sweep
+
+    adapter = ADAPTERS["scaled_mm"]
+    shapes = list(itertools.islice(wide_sweep(seed=seed, seconds=3600, max_elements=1 << 27), count))
+    common = {"op": "scaled_mm", "backend": backend, "device": device, "distributions": ["normal"]}
+    return [{**common, "call": adapter.encode(call)} for call in adapter.calls(shapes, adapter.VARIANTS)]
+
+
 def cases(backend: str, device: str) -> list[dict]:
     from loka.measure.adapter import ADAPTERS
 
@@ -70,14 +83,13 @@ def cases(backend: str, device: str) -> list[dict]:
     return [{**common, "call": adapter.encode(call)} for call in calls]
 
 
-def conformance(backends: list[str], device: str, seconds: float) -> dict[str, list[dict]]:
-    """Every backend's answers, with the call they belong to."""
+def conformance(work: dict[str, list[dict]], seconds: float) -> dict[str, list[dict]]:
+    """Every backend's answers to its cases, with the call they belong to."""
     from loka.measure.adapter import ADAPTERS
     from loka.measure.isolation import map_isolated
 
     decode = ADAPTERS["scaled_mm"].decode
-    work = {name: cases(name, device) for name in backends}
-    with ThreadPoolExecutor(len(backends)) as pool:
+    with ThreadPoolExecutor(len(work)) as pool:
         futures = {
             n: pool.submit(map_isolated, "loka.measure.bench:check_case", w, timeout=seconds) for n, w in work.items()
         }
@@ -125,6 +137,8 @@ def main() -> None:
     parser.add_argument("--backends", help="comma-separated; default: all of the registry but the reference")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--sweep", type=int, default=0, help="check N shapes of the wide sweep instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the sweep")
     options = parser.parse_args()
     begin = time.monotonic()
     unpack(options.wheels, options.site)
@@ -140,7 +154,13 @@ def main() -> None:
     backends = (
         options.backends.split(",") if options.backends else [n for n in BACKENDS["scaled_mm"] if n != "reference"]
     )
-    report = conformance(backends, options.device, 0.5 * options.seconds)
+    if options.sweep:
+        work = {name: sweep_cases(name, options.device, options.sweep, options.seed) for name in backends}
+        report = conformance(work, 0.9 * options.seconds)
+        summarize(report)
+        write_atomically(options.out, msgspec.json.format(msgspec.json.encode({"sweep": report}), indent=1))
+        return
+    report = conformance({name: cases(name, options.device) for name in backends}, 0.5 * options.seconds)
     summarize(report)
     print(f"\nconformance took {time.monotonic() - begin:.0f} s", flush=True)
     left = options.seconds - (time.monotonic() - begin)
