@@ -1,0 +1,191 @@
+"""The registry: every row has its file, nothing is substituted, everything that refuses is heard."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import loka.kernels
+from loka.formats import Spec
+from loka.kernels import BACKENDS, UnsupportedError, Verdict, pick, registry, verdicts
+from loka.kernels.backend import YES, no, require_library
+from loka.kernels.quantize import QuantizeCall, quantize
+from loka.kernels.scaled_mm import MatmulCall, scaled_mm
+
+CPU = torch.device("cpu")
+ROWS = [(op, name) for op, names in BACKENDS.items() for name in names]
+every_row = pytest.mark.parametrize(("op", "name"), ROWS, ids=lambda part: part)
+
+
+def a_call(op: str, spec: str = "e4m3:row") -> QuantizeCall | MatmulCall:
+    if op == "quantize":
+        return QuantizeCall(4, 32, Spec.parse(spec))
+    return MatmulCall(4, 32, 8, Spec.parse(spec), Spec.parse(spec))
+
+
+@every_row
+def test_every_row_has_its_file(op: str, name: str) -> None:
+    """Found without importing it: a library's backend is a file even where the library is not."""
+    assert importlib.util.find_spec(f"loka.kernels.{op}.{name}") is not None
+
+
+@every_row
+def test_every_backend_meets_the_interface(op: str, name: str) -> None:
+    module = registry.backend(op, name)
+    assert callable(module.supports)
+    assert callable(module.run)
+    assert module.__doc__
+
+
+def test_a_row_without_a_file_is_noticed(monkeypatch) -> None:
+    monkeypatch.setitem(BACKENDS, "quantize", ("missing", *BACKENDS["quantize"]))
+    assert importlib.util.find_spec("loka.kernels.quantize.missing") is None
+    with pytest.raises(ModuleNotFoundError, match=r"loka\.kernels\.quantize\.missing"):
+        registry.backend("quantize", "missing")
+
+
+def test_every_op_folder_has_a_row_and_ends_with_the_law() -> None:
+    folders = {path.parent.name for path in Path(loka.kernels.__file__).parent.glob("*/reference.py")}
+    assert folders == set(BACKENDS), "an op without a row cannot be asked for"
+    for names in BACKENDS.values():
+        assert names[-1] == "reference"
+        assert len(set(names)) == len(names)
+        assert "auto" not in names
+
+
+@pytest.mark.xfail(
+    not torch.cuda.is_available(),
+    strict=True,
+    reason="triton_runs_on(cuda) raises where torch has no CUDA; a plan for a GPU could not be made there",
+)
+@pytest.mark.parametrize("op", ["quantize", "scaled_mm"])
+def test_supports_never_raises_and_explains_every_no(op: str) -> None:
+    specs = ["e4m3:row", "e5m2:tensor", "int4:3x5", "e2m1:1x16:e4m3", "e4m3:1x32:e8m0", "e5m2:*x7:static:stochastic"]
+    for spec in specs:
+        for kind in ("cpu", "cuda", "meta", "xpu"):
+            for name, verdict in verdicts(op, a_call(op, spec), torch.device(kind)).items():
+                assert isinstance(verdict, Verdict)
+                assert verdict.ok or len(verdict.reason) > 10, name
+    assert verdicts(op, a_call(op), CPU)["reference"].ok
+
+
+def test_a_refusal_needs_a_reason() -> None:
+    with pytest.raises(ValueError, match="a refusal needs a reason"):
+        Verdict(False)
+    assert not no("because")
+    assert YES
+
+
+def test_unknown_names_are_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match=r"no op 'matmul'; ops are .*quantize.*scaled_mm"):
+        registry.backend("matmul", "reference")
+    with pytest.raises(ValueError, match=r"quantize has no backend 'cutlass'; backends are .*reference"):
+        quantize(torch.ones(2, 4), Spec.parse("e4m3:row"), backend="cutlass")
+    q = quantize(torch.ones(2, 4), Spec.parse("e4m3:row"), backend="reference")
+    with pytest.raises(ValueError, match=r"scaled_mm has no backend 'cutlass'; backends are .*reference"):
+        scaled_mm(q, q, out_dtype=torch.float32, backend="cutlass")
+
+
+class Fake:
+    """A backend of an op that does not exist elsewhere: says what it is told, remembers that it ran."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict, self.runs = verdict, 0
+
+    def supports(self, call: object, device: torch.device) -> Verdict:
+        return self.verdict
+
+    def run(self, *operands: object, **options: object) -> str:
+        self.runs += 1
+        return "ran"
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Registers fake backends in order of preference for an op `fake`."""
+
+    def register(**verdicts: Verdict) -> dict[str, Fake]:
+        made = {name: Fake(verdict) for name, verdict in verdicts.items()}
+        monkeypatch.setitem(BACKENDS, "fake", tuple(made))
+        for name, module in made.items():
+            monkeypatch.setitem(registry._LOADED, f"fake.{name}", module)
+        return made
+
+    return register
+
+
+def test_an_explicit_backend_that_cannot_run_raises_its_reason(fakes) -> None:
+    made = fakes(fast=no("needs a GPU of next year"), slow=YES)
+    with pytest.raises(UnsupportedError, match=r"fake backend 'fast' cannot run .* on cpu: needs a GPU of next year"):
+        pick("fake", "fast", a_call("quantize"), CPU)
+    assert made["slow"].runs == 0
+    assert issubclass(UnsupportedError, ValueError)
+
+
+def test_auto_takes_the_first_that_can_and_tells_who_refused(fakes) -> None:
+    made = fakes(first=no("no first"), second=no("no second"), third=YES, fourth=YES)
+    selection = pick("fake", "auto", a_call("quantize"), CPU)
+    assert selection.name == "third"
+    assert selection.backend is made["third"]
+    assert selection.refusals == {"first": "no first", "second": "no second"}
+    assert pick("fake", "fourth", a_call("quantize"), CPU).refusals == {}
+
+
+def test_auto_without_any_raises_every_reason(fakes) -> None:
+    fakes(first=no("no first"), second=no("no second"))
+    with pytest.raises(
+        UnsupportedError, match=r"no backend of fake can run .*:\n  first: no first\n  second: no second"
+    ):
+        pick("fake", "auto", a_call("quantize"), CPU)
+
+
+def test_a_real_refusal_is_not_replaced_by_the_reference() -> None:
+    x = torch.ones(2, 16)
+    with pytest.raises(UnsupportedError, match=r"quantize backend 'triton' cannot run 2x16 float32 -> int8:row"):
+        quantize(x, Spec.parse("int8:row"), backend="triton")
+    q = quantize(x, Spec.parse("int8:row"), backend="reference")
+    for name in BACKENDS["scaled_mm"]:
+        if name != "reference":
+            with pytest.raises(
+                UnsupportedError, match=rf"scaled_mm backend '{name}' cannot run 2x16x2 int8:row @ int8:row"
+            ):
+                scaled_mm(q, q, out_dtype=torch.float32, backend=name)
+
+
+def test_a_library_that_cannot_be_imported_is_a_verdict_with_the_install_line(monkeypatch) -> None:
+    verdict = require_library("surely_not_installed_anywhere", "deepgemm")
+    assert not verdict
+    assert "surely_not_installed_anywhere cannot be imported (ModuleNotFoundError" in verdict.reason
+    assert verdict.reason.endswith("install: pip install 'loka[deepgemm]'")
+
+    def fail(name: str) -> None:
+        raise OSError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(sys.modules["loka.kernels.backend"], "import_module", fail)
+    assert "OSError: libcuda.so.1" in require_library("broken_install", "deepgemm").reason
+
+
+def test_importing_the_registry_imports_no_backend_and_no_library() -> None:
+    code = (
+        "import sys, loka.kernels, loka.kernels.quantize, loka.kernels.scaled_mm, torch;"
+        "found = {'triton', 'deep_gemm', 'fbgemm_gpu', 'torchao', 'transformer_engine'} & set(sys.modules);"
+        "backends = [m for m in sys.modules if m.startswith('loka.kernels.') and m.endswith(('.reference', '.triton'))];"
+        "print(sorted(found), backends, torch.cuda.is_initialized())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] [] False"
+
+
+def test_calls_print_what_they_are() -> None:
+    assert str(QuantizeCall(4, 32, Spec.parse("e4m3:row"), torch.float32)) == "4x32 float32 -> e4m3:row"
+    both = QuantizeCall(4, 32, Spec.parse("e4m3:row"), torch.bfloat16, Spec.parse("e5m2:tensor"))
+    assert str(both) == "4x32 bfloat16 -> e4m3:row + T e5m2:tensor"
+    call = MatmulCall(4, 32, 8, Spec.parse("e4m3:row"), Spec.parse("e4m3:tensor"), torch.float16, fast_accum=True)
+    assert str(call) == "4x32x8 e4m3:row @ e4m3:tensor -> float16 fast"
+    with pytest.raises(ValueError, match="negative GEMM shape 4 x -1 x 8"):
+        MatmulCall(4, -1, 8, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"))
+    with pytest.raises(ValueError, match=r"scaled_mm writes .* got torch\.float64"):
+        MatmulCall(4, 1, 8, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"), torch.float64)
