@@ -3,12 +3,15 @@
     train      a small Wukong on Complete Journey in float32, with Probe attached
     probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
     plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere
-    high, planned, naive     three continuations of the *same* checkpoint (weights, optimiser, position in the data)
+    high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data)
     compare    per-example log loss on the test split, paired, households resampled
     report     one HTML file from the records
 
 Every station leaves records or a checkpoint below `out`; run again, the job continues after the last finished one, and inside a training
 station at its last checkpoint. Other settings than the stored ones start it anew, and it says so.
+
+The control is float32 again from weights nudged by one rounding. Training is chaotic, so two float32 runs differ too; what the control
+shows is how much of a difference between runs means nothing. The intervals are over test examples and do not contain it.
 
 On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured".
 """
@@ -35,7 +38,9 @@ from loka.report import Results, write_html
 from loka.training import Callback, CallbackState, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
 from loka.training.checkpoint import Snapshot, read_checkpoint
 
-ARMS = {"high": "high precision", "planned": "planned FP8", "naive": "naive FP8"}
+ARMS = {"high": "high precision", "control": "control", "planned": "planned FP8", "naive": "naive FP8"}
+COMPARED = ("planned", "naive", "control")
+NUDGE = 2.0**-23  # relative size of one float32 rounding
 PREDICTION_LAYER = "core.head.last"
 Talk = Callable[[str, int, int | None], None]
 
@@ -81,13 +86,13 @@ class DemoResult:
 
     def lines(self) -> list[str]:
         """What happened, in five lines."""
-        planned, naive = self.comparisons
+        planned, naive, control = self.comparisons
         share = self.plan.low_precision_share
         return [
             f"{self.converted} of {self.linears} linears run in FP8 (emulated): {share:.1%} of the model's GEMM FLOPs",
             f"planned FP8: {spell_comparison(planned)}",
             f"naive FP8:   {spell_comparison(naive)}",
-            f"smallest change this test would find: {planned.minimum_detectable:.3%}; speed: not measured on a CPU",
+            f"float32 against itself: {control.relative_change.value:+.3%} (the noise of training); speed: not measured on a CPU",
             f"report: {self.report}",
         ]
 
@@ -187,7 +192,7 @@ class Demo:
                 self._save_progress()
         plan = records.load(self._record("plan"), Plan)
         converted = sum(any(c.quantized for c in site.choices) for site in plan.sites)
-        comparisons = tuple(records.load(self._record(f"comparison-{arm}"), Comparison) for arm in ("planned", "naive"))
+        comparisons = tuple(records.load(self._record(f"comparison-{arm}"), Comparison) for arm in COMPARED)
         return DemoResult(
             self.out / "report.html", plan, comparisons, converted, len(plan.sites), resumed, self.restarted
         )
@@ -229,14 +234,16 @@ class Demo:
         model, snapshot = self._build(), self._checkpoint("train")
         model.load_state_dict(snapshot.tensors["model"])
         plan = None
-        if arm != "high":
+        if arm == "control":
+            _nudge(model, self.config.seed)
+        elif arm != "high":
             plan = records.load(self._record("plan" if arm == "planned" else "plan-naive"), Plan)
             convert(model, plan)
         trainer = self._fit(arm, model, self.config.more_steps, [], fork=snapshot)
         self._talk(f"{arm}: test", 0, None)
         scores, metrics = self._score(model)
         _save_tensors(self.out / arm / "test.safetensors", scores)
-        precision = "fp32" if plan is None else f"{plan.recipe} FP8 (emulated), fp32 elsewhere"
+        precision = _PRECISIONS.get(arm) or f"{plan.recipe if plan else ''} FP8 (emulated), fp32 elsewhere"
         run = Run(
             name=ARMS[arm],
             model=f"{self.config.family} {self.config.size}",
@@ -255,7 +262,7 @@ class Demo:
 
     def _compare(self) -> None:
         scores = {arm: _load_tensors(self.out / arm / "test.safetensors") for arm in ARMS}
-        for arm in ("planned", "naive"):
+        for arm in COMPARED:
             found = compare_paired(
                 scores[arm]["losses"],
                 scores["high"]["losses"],
@@ -374,6 +381,17 @@ class Demo:
         records.save(
             Progress(job="demo", settings=asdict(self.config), done=list(self._done)), self.out / "progress.json"
         )
+
+
+_PRECISIONS = {"high": "fp32", "control": "fp32, weights nudged by one rounding"}
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, seed: int) -> None:
+    """Change every weight by about one float32 rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=generator))
 
 
 def _list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

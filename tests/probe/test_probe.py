@@ -8,6 +8,7 @@ from torch import nn
 
 from loka.formats import Spec, fake_quantize, mere
 from loka.probe import Probe, Report
+
 from .small import Small, batches, train
 
 

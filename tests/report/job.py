@@ -80,7 +80,7 @@ def make_site(number: int, count: int) -> Site:
     ]
     verdicts = [
         GemmVerdict(
-            gemm=gemm, safety="unsafe" if hard else "safe", speed="not measured", reason="because <it> & \"that\""
+            gemm=gemm, safety="unsafe" if hard else "safe", speed="not measured", reason='because <it> & "that"'
         )
         for gemm in GEMMS
     ]

@@ -25,6 +25,7 @@ _LABELS = {
     "probe": "evaluate every linear in FP8",
     "plan": "make the plan",
     "high": "train on in float32",
+    "control": "train on in float32 once more",
     "planned": "train on in planned FP8",
     "naive": "train on in naive FP8",
     "compare": "compare on the test split",

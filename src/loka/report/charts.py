@@ -5,7 +5,7 @@ A value is drawn with its interval, a decision with its limit. What was not meas
 
 from typing import Any
 
-from loka.records import Candidate, Comparison, Interval, ProbeReport, Run
+from loka.records import Comparison, ProbeReport, Run
 
 Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
@@ -14,13 +14,9 @@ RECIPE_COLOURS = {"tensorwise": SECOND, "rowwise_with_gw_hp": QUIET, "rowwise": 
 PERCENT = ".3~f"
 
 
-def error_of(candidate: Candidate) -> Interval | None:
-    """The error a candidate is judged by."""
-    return candidate.mere if candidate.gemm == "fprop" else candidate.relative_l2
-
-
 def _chart(description: str, **rest: Any) -> Spec:
-    return {"$schema": SCHEMA, "description": description, "width": "container", **rest}
+    fit = {"type": "fit-x", "contains": "padding"}
+    return {"$schema": SCHEMA, "description": description, "width": "container", "autosize": fit, **rest}
 
 
 def draw_comparisons(comparisons: tuple[Comparison, ...]) -> Spec:
@@ -38,12 +34,12 @@ def draw_comparisons(comparisons: tuple[Comparison, ...]) -> Spec:
     margin = 100 * comparisons[0].margin
     ends = [end for c in comparisons for end in (c.relative_change.low, c.relative_change.high)]
     span = max([1.6 * margin, *(115 * abs(end) for end in ends)])
-    x = {"type": "quantitative", "scale": {"domain": [-span, span]}}
+    x = {"type": "quantitative", "scale": {"domain": [-span, span]}, "axis": {"tickCount": 7}}
     y = {"field": "run", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 160}}
     tooltip = [{"field": f, "format": PERCENT, "title": f"{f}, %"} for f in ("change", "low", "high")]
     return _chart(
         f"Relative change of {comparisons[0].metric} against {comparisons[0].baseline}, with 95 % intervals and the margin",
-        height={"step": 44},
+        height=44 * len(rows),
         layer=[
             {
                 "data": {"values": [{"from": -margin, "to": margin}]},
@@ -81,7 +77,6 @@ def draw_curves(runs: tuple[Run, ...]) -> Spec:
             "x": {"field": "step", "type": "quantitative", "scale": {"zero": False}, "axis": {"tickMinStep": 1}},
             "y": {"field": "loss", "type": "quantitative", "scale": {"zero": False}, "title": "training loss"},
             "color": _colour_runs(runs),
-            "strokeDash": {"field": "run", "type": "nominal", "sort": [r.name for r in runs], "legend": None},
             "tooltip": [{"field": "run"}, {"field": "step"}, {"field": "loss", "format": ".5f"}],
         },
     )
@@ -113,7 +108,7 @@ def draw_gaps(runs: tuple[Run, ...]) -> Spec | None:
                 "encoding": {
                     "x": {"field": "step", "type": "quantitative", "scale": {"zero": False}},
                     "y": {"field": "gap", "type": "quantitative", "title": f"against {runs[0].name}, %"},
-                    "color": _colour_runs(runs),
+                    "color": {**_colour_runs(runs), "legend": None},
                     "tooltip": [{"field": "run"}, {"field": "step"}, {"field": "gap", "format": "+.3f"}],
                 },
             },
@@ -129,28 +124,20 @@ def _colour_runs(runs: tuple[Run, ...]) -> Spec:
 
 
 def draw_sites(probe: ProbeReport) -> Spec:
-    """Every site and recipe: error against speed-up where speed was measured, error by site where it was not."""
-    rows = []
-    for index, site in enumerate(probe.sites):
-        for c in site.candidates:
-            error = error_of(c)
-            if error is None:
-                continue
-            limit = probe.max_mere if c.gemm == "fprop" else probe.max_gradient_error
-            row: dict[str, Any] = {"site": site.name, "index": index, "gemm": c.gemm, "recipe": c.recipe}
-            row |= {"error": error.value, "low": error.low, "high": error.high, "limit": limit, "backend": c.backend}
-            if c.speedup is not None:
-                row["speedup"] = c.speedup.value
-            rows.append(row)
-    timed = any("speedup" in row for row in rows)
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    """Every site and recipe: error against speed-up where speed was measured, error by site where it was not.
+
+    page.js fills the data in from the sites, which are in the page already.
+    """
+    candidates = [c for site in probe.sites for c in site.candidates]
+    timed = any(c.speedup for c in candidates)
+    recipes = list(dict.fromkeys(c.recipe for c in candidates))
     colour = {
         "field": "recipe",
         "type": "nominal",
         "scale": {"domain": recipes, "range": [{"expr": RECIPE_COLOURS.get(r, QUIET)} for r in recipes]},
         "legend": {"title": None, "orient": "top"},
     }
-    shape = {"field": "recipe", "type": "nominal", "scale": {"domain": recipes}, "legend": None}
+    shape = {"field": "recipe", "type": "nominal", "scale": {"domain": recipes}, "legend": colour["legend"]}
     x = {"type": "quantitative", "scale": {"type": "log", "nice": False, "padding": 12}, "axis": {"tickCount": 5}}
     if timed:
         y: Spec = {"field": "speedup", "type": "quantitative", "title": "speed-up over bf16"}
@@ -168,13 +155,17 @@ def draw_sites(probe: ProbeReport) -> Spec:
     ]
     return _chart(
         "Error of every linear under every recipe, with the limit; choose a point for the site's page",
-        height=420 if timed or len(probe.sites) > 60 else {"step": 24},
+        height=420 if timed or len(probe.sites) > 60 else max(24 * len(probe.sites), 96),
         params=[{"name": "gemm", "value": "fprop"}],
-        data={"values": rows},
+        data={"values": []},
         transform=[{"filter": "datum.gemm == gemm"}],
         layer=[
             {
                 "mark": {"type": "rule", "stroke": {"expr": "alarm"}, "strokeDash": [5, 4], "strokeWidth": 1.5},
+                "encoding": {"x": {**x, "aggregate": "min", "field": "limit"}},
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 5, "y": -8, "fill": {"expr": "alarm"}, "text": "limit"},
                 "encoding": {"x": {**x, "aggregate": "min", "field": "limit"}},
             },
             {

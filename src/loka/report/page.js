@@ -37,10 +37,22 @@
 
   // The map of sites
 
+  function candidates() {
+    const rows = [];
+    data.sites.forEach((site, index) => {
+      for (const c of site.candidates) {
+        const error = c.gemm === "fprop" ? c.mere : c.relative_l2;
+        if (error) rows.push({ site: site.name, index, gemm: c.gemm, recipe: c.recipe, backend: c.backend, error: error.value, low: error.low, high: error.high, limit: data.limits[c.gemm], ...(c.speedup ? { speedup: c.speedup.value } : {}) });
+      }
+    });
+    return rows;
+  }
+
   async function drawSites() {
     const element = document.getElementById("chart-sites");
     if (!element) return;
-    const view = await draw(element, data.charts.sites);
+    const spec = { ...data.charts.sites, data: { values: candidates() } };
+    const view = await draw(element, spec);
     const chosen = document.querySelector('input[name="gemm"]:checked');
     await view.signal("gemm", chosen ? chosen.value : "fprop").runAsync();
     view.addEventListener("click", (event, item) => item?.datum?.site && openSite(item.datum.site));
@@ -121,7 +133,7 @@
     page.append(make("h3", {}, "Candidates"));
     page.append(table(["GEMM", "recipe", "operands", "on", "MERE", "relative L2", "SQNR, dB", "underflow", "speed-up"], site.candidates.map((c) => {
       const here = chosen.some((x) => x.gemm === c.gemm && x.a === c.a && x.b === c.b && x.backend === c.backend);
-      const measured = c.refusal ? [`refused: ${c.refusal}`, "", "", ""] : [interval(c.mere), interval(c.relative_l2), number(c.sqnr_db), c.underflowed === null ? "–" : `${(100 * c.underflowed).toFixed(2)} %`];
+      const measured = c.refusal ? [`refused: ${c.refusal}`, "", "", ""] : [interval(c.mere), interval(c.relative_l2), number(c.sqnr_db), c.underflowed == null ? "–" : `${(100 * c.underflowed).toFixed(2)} %`];
       return { here, cells: [c.gemm, c.recipe, make("span", { class: "mono" }, `${c.a} @ ${c.b}`), c.backend, ...measured, interval(c.speedup)] };
     }), [4, 5, 6, 7]));
     page.append(make("p", { class: "facts" }, "Highlighted: what the plan runs."));

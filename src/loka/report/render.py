@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from loka.records import write_atomically
+from loka.records import GEMMS, Choice, ProbeReport, write_atomically
 from loka.report import charts, sections
 from loka.report.results import Results
 from loka.report.runtime import load_runtime
@@ -56,13 +56,31 @@ def _collect(results: Results) -> str:
     """What the script needs, as JSON that cannot end its own <script> element."""
     probe, plan = results.probe, results.plan
     data: dict[str, Any] = {
-        "sites": msgspec.to_builtins(probe.sites) if probe else [],
+        "sites": _compact(msgspec.to_builtins(probe.sites)) if probe else [],
         "formats": msgspec.to_builtins(probe.formats) if probe else [],
+        "limits": _limits(probe) if probe else {},
         "flopsOf": "model's" if probe and probe.flops_of == "model" else "probed",
-        "choices": {site.site: msgspec.to_builtins(site.choices) for site in plan.sites} if plan else {},
+        "choices": {site.site: [_brief(choice) for choice in site.choices] for site in plan.sites} if plan else {},
         "charts": _draw(results),
     }
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _brief(choice: Choice) -> dict[str, Any]:
+    return {"gemm": choice.gemm, "a": choice.a, "b": choice.b, "backend": choice.backend}
+
+
+def _limits(probe: ProbeReport) -> dict[str, float]:
+    return {gemm: probe.max_mere if gemm == "fprop" else probe.max_gradient_error for gemm in GEMMS}
+
+
+def _compact(value: Any) -> Any:
+    """Five digits are what a chart can show, and absent is shorter than null: half the size for a model of 2,000 sites."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _compact(item) for key, item in value.items() if item is not None}
+    return [_compact(item) for item in value] if isinstance(value, list) else value
 
 
 def _draw(results: Results) -> dict[str, Any]:

@@ -43,9 +43,13 @@ class Results:
 
     @property
     def ordered_comparisons(self) -> tuple[Comparison, ...]:
-        """The comparison of the planned run first, then the others by name."""
+        """The comparison of the planned run first, a control in high precision last, the others by name between."""
         planned = {run.name for run in self.runs if run.precision.startswith("auto")}
-        return tuple(sorted(self.comparisons, key=lambda c: (c.candidate not in planned, c.candidate)))
+
+        def place(c: Comparison) -> tuple[bool, bool, str]:
+            return c.candidate not in planned, c.low_precision_flops_share == 0, c.candidate
+
+        return tuple(sorted(self.comparisons, key=place))
 
     @property
     def ordered_runs(self) -> tuple[Run, ...]:

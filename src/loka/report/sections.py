@@ -15,6 +15,7 @@ __all__ = [
     "write_sites",
 ]
 
+NARROW = "\u202f"  # no-break space that keeps a unit with its number
 _GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
 
 
@@ -26,12 +27,12 @@ def name_report(results: Results) -> str:
 
 def percent(value: float, digits: int = 1) -> str:
     """A share as text."""
-    return f"{100 * value:.{digits}f} %"
+    return f"{100 * value:.{digits}f}{NARROW}%"
 
 
 def signed(value: float) -> str:
     """A relative change as text, with as many digits as a small change needs."""
-    return f"{100 * value:+.3f} %".replace("-", "−")
+    return f"{100 * value:+.3f}{NARROW}%".replace("-", "−")
 
 
 def _chip(word: str, kind: str) -> str:
@@ -85,7 +86,7 @@ def _say_lead(results: Results, first: Comparison | None) -> str:
         f"(95 % interval {signed(change.low)} to {signed(change.high)}) on {first.pairs:,} paired test examples; "
         f"changes under {percent(first.margin)} are taken not to matter."
     )
-    for other in results.ordered_comparisons[1:]:
+    for other in (c for c in results.ordered_comparisons[1:] if c.low_precision_flops_share > 0):
         text += f" {other.candidate[:1].upper()}{other.candidate[1:]}: {signed(other.relative_change.value)}, {other.outcome}."
     return text
 
@@ -140,7 +141,7 @@ def write_quality(results: Results) -> str:
             f'<p class="about">All runs continue the same checkpoint on the same batches. The shaded band is the margin of '
             f"±{percent(first.margin)}: an interval inside it is equivalent, one that reaches out of it on both sides of "
             f"zero is inconclusive. Smallest change this test would find (80 % power): "
-            f"{percent(first.minimum_detectable, 3)}.</p>"
+            f"{percent(first.minimum_detectable, 3)}.{_say_noise(results)}</p>"
         )
         text.append(_chart("comparisons", "Change of the log loss by run, with 95 % intervals and the margin"))
         text.append(_table_comparisons(results))
@@ -151,6 +152,16 @@ def write_quality(results: Results) -> str:
             text.append(f"<div><h3>Difference</h3>{_chart('gaps', 'Training loss relative to the first run')}</div>")
         text.append("</div>")
     return "\n".join(text)
+
+
+def _say_noise(results: Results) -> str:
+    """What a control in high precision, where there is one, says about every other difference."""
+    return "".join(
+        f" The {escape(c.candidate)} is high precision too, from weights nudged by one rounding: its "
+        f"{signed(c.relative_change.value)} is the noise of training, which the intervals (over test examples) do not contain."
+        for c in results.ordered_comparisons
+        if c.low_precision_flops_share == 0
+    )
 
 
 def _chart(name: str, label: str) -> str:
@@ -186,9 +197,9 @@ def _metrics(metrics: dict[str, float]) -> list[str]:
     return [f"{metrics[name]:.5f}" if name in metrics else "–" for name in ("log_loss", "auc")]
 
 
-def _row(cells: list[str], *, numeric: range = range(0), attributes: str = "") -> str:
+def _row(cells: list[str], *, numeric: range) -> str:
     body = "".join(f'<td class="n">{c}</td>' if i in numeric else f"<td>{c}</td>" for i, c in enumerate(cells))
-    return f"<tr{attributes}>{body}</tr>"
+    return f"<tr>{body}</tr>"
 
 
 def _table(head: tuple[str, ...], rows: list[str], *, numeric: range = range(0), name: str = "") -> str:
@@ -242,7 +253,7 @@ def write_plan(results: Results) -> str:
         '<option value="converted">converted</option><option value="kept">kept</option></select>'
         '<span class="count" id="plan-count" role="status"></span></div>'
     )
-    head = ("site", "K × N", "FLOPs", "forward", "input gradient", "weight gradient", "why")
+    head = ("site", "K × N", "FLOPs", "forward", "input gradient", "weight gradient", "why not FP8")
     rows = [_plan_row(site) for site in plan.sites]
     return (
         f'<p class="about">Made for {escape(goal)}: error limits {plan.max_error:g} (MERE, forward) and '
@@ -258,27 +269,34 @@ def _is_converted(site: SitePlan) -> bool:
 def _plan_row(site: SitePlan) -> str:
     chosen = {choice.gemm: choice for choice in site.choices}
     kind = "converted" if _is_converted(site) else "kept"
-    reasons = list(dict.fromkeys(choice.reason for choice in site.choices)) or ["no GEMM was seen"]
-    why = "<br>".join(escape(reason) for reason in reasons)
+    kept = [choice for choice in site.choices if not choice.quantized]
+    why = "<br>".join(escape(reason) for reason in dict.fromkeys(choice.reason for choice in kept))
     name = escape(site.site, quote=True)
     cells = [
         f'<button type="button" class="link mono" data-site="{name}">{name}</button>',
         f"{site.k} × {site.n}",
         percent(site.flops_share),
         *(_spell(chosen.get(gemm)) for gemm in ("fprop", "dgrad", "wgrad")),
-        why,
+        why if site.choices else "no GEMM was seen",
     ]
-    text = escape(f"{site.site} {kind} {' '.join(reasons)} {' '.join(cells[3:6])}".lower(), quote=True)
-    row = _row(cells, numeric=range(1, 3), attributes=f' data-kind="{kind}" data-text="{text}"')
-    return row.replace(f"<td>{why}</td>", f'<td class="why">{why}</td>')
+    words = [site.site, kind, *(text for c in site.choices for text in (c.a or "high", c.b or "", c.backend, c.reason))]
+    text = escape(" ".join(words).lower(), quote=True)
+    body = "".join(f"<td{_PLAN_CLASSES[i]}>{cell}</td>" for i, cell in enumerate(cells))
+    return f'<tr data-kind="{kind}" data-text="{text}">{body}</tr>'
+
+
+_PLAN_CLASSES = ("", ' class="n"', ' class="n"', "", "", "", ' class="why"')
 
 
 def _spell(choice: Choice | None) -> str:
+    """What one GEMM runs, and how far off it is expected to be."""
     if choice is None:
         return "–"
     if choice.a is None or choice.b is None:
         return "high"
-    return f'<span class="mono">{escape(choice.a)}<br>{escape(choice.b)}</span>'
+    operands = [choice.a] if choice.a == choice.b else [choice.a, choice.b]
+    error = "" if choice.expected_error is None else f'<span class="facts">error {choice.expected_error:.3g}</span>'
+    return f'<span class="mono">{"<br>".join(escape(o) for o in operands)}</span><br>{error}'
 
 
 def _environment(results: Results) -> Environment | None:

@@ -1,0 +1,131 @@
+"""The report in a real browser: no error, no request, charts drawn, filters and pages of sites work, wide and narrow, light and dark."""
+
+import time
+from typing import Any
+
+import pytest
+
+from loka.report import render
+
+from .browser import NAMES, find_browser, visit
+from .job import make_results
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_browser() is None,
+        reason=f"NOT TESTED: the report in a browser; none of {', '.join(NAMES)} is installed",
+    ),
+]
+
+TOUR = """
+    const marks = (id) => document.querySelectorAll(`#chart-${id} svg path, #chart-${id} svg line`).length;
+    for (const id of ["comparisons", "curves", "gaps", "sites"]) check(id, marks(id));
+    check("sideways", document.documentElement.scrollWidth - document.documentElement.clientWidth);
+
+    const before = document.querySelector("#chart-sites svg").outerHTML;
+    document.getElementById("gemm-dgrad").click();
+    await wait(() => document.querySelector("#chart-sites svg")?.outerHTML !== before);
+    check("tab", true);
+
+    const shown = () => [...document.querySelectorAll("#plan-table tbody tr")].filter((row) => !row.hidden).length;
+    check("all", shown());
+    const search = document.getElementById("plan-search"), kind = document.getElementById("plan-kind");
+    search.value = "layers.1"; search.dispatchEvent(new Event("input"));
+    check("searched", [shown(), document.getElementById("plan-count").textContent]);
+    search.value = ""; search.dispatchEvent(new Event("input"));
+    kind.value = "kept"; kind.dispatchEvent(new Event("change"));
+    check("kept", shown());
+    kind.value = "all"; kind.dispatchEvent(new Event("change"));
+
+    const page = document.getElementById("site-page");
+    check("hidden", page.hidden);
+    document.querySelector("button[data-site]").click();
+    await wait(() => page.dataset.site);
+    check("site", { title: page.querySelector("h3").textContent, bars: page.querySelectorAll(".operands svg").length,
+                    rows: page.querySelectorAll("tbody tr").length, focus: document.activeElement.tagName, hash: location.hash,
+                    here: page.querySelectorAll("tr.here").length });
+    [...page.querySelectorAll("button.step")].find((b) => b.textContent === "next").click();
+    await wait(() => page.dataset.site === "core.layers.1.linear");
+    check("next", true);
+
+    const point = document.querySelector("#chart-sites .mark-symbol path");
+    const box = point.getBoundingClientRect();
+    const at = { bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2 };
+    page.dataset.site = "";
+    for (const type of ["mousedown", "mouseup", "click"]) point.dispatchEvent(new MouseEvent(type, at));
+    await wait(() => page.dataset.site);
+    check("clicked", page.dataset.site);
+    check("background", getComputedStyle(document.body).backgroundColor);
+"""
+
+
+def expect_clean(report: dict[str, Any]) -> dict[str, Any]:
+    assert report["errors"] == []
+    assert report["blocked"] == []
+    assert report["resources"] == []
+    values: dict[str, Any] = report["values"]
+    return values
+
+
+@pytest.fixture(scope="module")
+def tour() -> dict[str, Any]:
+    return expect_clean(visit(render(make_results()), TOUR))
+
+
+def test_every_chart_is_drawn(tour: dict[str, Any]) -> None:
+    assert all(tour[chart] > 5 for chart in ("comparisons", "curves", "gaps", "sites")), tour
+    assert tour["tab"]
+
+
+def test_the_plan_can_be_searched(tour: dict[str, Any]) -> None:
+    assert tour["all"] == 10
+    assert tour["searched"] == [1, "1 of 10 sites"]
+    assert tour["kept"] == 2
+
+
+def test_a_site_has_a_page(tour: dict[str, Any]) -> None:
+    assert tour["hidden"]
+    assert tour["site"] == {
+        "title": "core.layers.0.linear",
+        "bars": 3,
+        "rows": 3 + 9,
+        "focus": "H3",
+        "hash": "#site=core.layers.0.linear",
+        "here": 3,
+    }
+    assert tour["next"]
+    assert tour["clicked"].startswith("core.layers.")
+
+
+def test_nothing_runs_over_the_edge(tour: dict[str, Any]) -> None:
+    assert tour["sideways"] <= 0
+
+
+def test_narrow_and_dark(tour: dict[str, Any]) -> None:
+    narrow = expect_clean(visit(render(make_results()), TOUR, width=500, dark=True))
+    assert narrow["sideways"] <= 0
+    assert narrow["background"] != tour["background"]
+
+
+def test_two_thousand_sites_stay_usable() -> None:
+    page = render(make_results(2000))
+    assert len(page) < 12_000_000
+    script = """
+        const started = performance.now();
+        const search = document.getElementById("plan-search");
+        search.value = "layers.1999"; search.dispatchEvent(new Event("input"));
+        check("shown", [...document.querySelectorAll("#plan-table tbody tr")].filter((row) => !row.hidden).length);
+        check("filter", performance.now() - started);
+    """
+    start = time.monotonic()
+    values = expect_clean(visit(page, script))
+    assert values["shown"] == 1
+    assert time.monotonic() - start < 120
+
+
+def test_a_probe_alone() -> None:
+    results = make_results(3)
+    from loka.report import Results
+
+    expect_clean(visit(render(Results(probe=results.probe)), "check('drawn', true);"))
