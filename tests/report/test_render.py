@@ -29,7 +29,7 @@ def embedded(page: str) -> dict[str, object]:
 
 
 def test_it_says_what_the_comparison_says(page: str) -> None:
-    assert "80\u202f% of the GEMM work in FP8, and the log loss stays where it was" in page
+    assert "80\u202f% of the GEMM work in FP8, and the log loss stays within 0.1\u202f%" in page
     assert "+0.010\u202f%" in page
     assert "Naive FP8: +0.310\u202f%, worse." in page
     assert "not measured" in page

@@ -72,7 +72,7 @@ def draw_curves(runs: tuple[Run, ...]) -> Spec:
         "Training loss by step, one line per run",
         height=230,
         data={"values": rows},
-        mark={"type": "line", "interpolate": "monotone", "strokeWidth": 1.8},
+        mark={"type": "line", "strokeWidth": 1.8},
         encoding={
             "x": {"field": "step", "type": "quantitative", "scale": {"zero": False}, "axis": {"tickMinStep": 1}},
             "y": {"field": "loss", "type": "quantitative", "scale": {"zero": False}, "title": "training loss"},
@@ -104,7 +104,7 @@ def draw_gaps(runs: tuple[Run, ...]) -> Spec | None:
             },
             {
                 "data": {"values": rows},
-                "mark": {"type": "line", "interpolate": "monotone", "strokeWidth": 1.8},
+                "mark": {"type": "line", "strokeWidth": 1.8},
                 "encoding": {
                     "x": {"field": "step", "type": "quantitative", "scale": {"zero": False}},
                     "y": {"field": "gap", "type": "quantitative", "title": f"against {runs[0].name}, %"},
@@ -203,12 +203,7 @@ def draw_histogram() -> Spec:
                 "encoding": {
                     "x": {**x, "field": "from"},
                     "x2": {"field": "to"},
-                    "color": {
-                        "field": "band",
-                        "type": "nominal",
-                        "scale": bands,
-                        "legend": {"title": None, "orient": "top"},
-                    },
+                    "color": {"field": "band", "type": "nominal", "scale": bands, "legend": None},
                 },
             },
             {

@@ -120,6 +120,7 @@
       return { cells: [v.gemm, chip(v.safety), chip(v.speed), v.reason, choice ? (choice.a ? `${choice.a} @ ${choice.b}` : "high precision") : "no plan", v.suggested_mod || "–"] };
     })));
     page.append(make("h3", {}, "Distributions"), make("p", { class: "facts" }, "Magnitudes in powers of two. The bands are E4M3 with one scale for the whole tensor: finer scales move the bands with each row or block."));
+    page.append(make("p", { class: "legend" }, ...["full precision", "losing bits", "becomes zero"].flatMap((band, i) => [make("span", { class: `swatch band${i}` }), make("span", {}, band)])));
     const operands = make("div", { class: "operands" });
     page.append(operands);
     const drawings = [];

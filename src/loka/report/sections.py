@@ -71,7 +71,7 @@ def _say_verdict(results: Results, first: Comparison | None) -> str:
         return f"{safe} of {len(verdicts)} GEMMs are accurate enough in FP8"
     share = percent(first.low_precision_flops_share, 0)
     if first.outcome == "equivalent":
-        return f"{share} of the GEMM work in FP8, and the {first.metric} stays where it was"
+        return f"{share} of the GEMM work in FP8, and the {first.metric} stays within {percent(first.margin)}"
     if first.outcome == "inconclusive":
         return f"{share} of the GEMM work in FP8: the effect on {first.metric} is too uncertain to call"
     return f"{share} of the GEMM work in FP8 makes the {first.metric} {first.outcome}"

@@ -1,25 +1,9 @@
-"""The whole job on real data: train, probe, plan, convert, train on, compare, report.
-
-    train      a small Wukong on Complete Journey in float32, with Probe attached
-    probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
-    plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere
-    high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data)
-    compare    per-example log loss on the test split, paired, households resampled
-    report     one HTML file from the records
-
-Every station leaves records or a checkpoint below `out`; run again, the job continues after the last finished one, and inside a training
-station at its last checkpoint. Other settings than the stored ones start it anew, and it says so.
-
-The control is float32 again from weights nudged by one rounding. Training is chaotic, so two float32 runs differ too; what the control
-shows is how much of a difference between runs means nothing. The intervals are over test examples and do not contain it.
-
-On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured".
-"""
+"""The stations of the demo, each of which leaves records or a checkpoint behind."""
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,120 +13,21 @@ from torch import Tensor, nn
 from loka import records
 from loka.convert import convert
 from loka.data import RankingData, load
+from loka.demo.callbacks import ProbeCallback, StepTalk, Talk
+from loka.demo.config import DemoConfig, DemoResult
 from loka.dispatch import uniform_plan
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
 from loka.models import build_ranker
 from loka.probe import Probe, Report
 from loka.records import Comparison, Environment, Interval, Plan, Point, ProbeReport, Progress, Run, capture_environment
 from loka.report import Results, write_html
-from loka.training import Callback, CallbackState, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
+from loka.training import Callback, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
 from loka.training.checkpoint import Snapshot, read_checkpoint
 
 ARMS = {"high": "high precision", "control": "control", "planned": "planned FP8", "naive": "naive FP8"}
 COMPARED = ("planned", "naive", "control")
 NUDGE = 2.0**-23  # relative size of one float32 rounding
 PREDICTION_LAYER = "core.head.last"
-Talk = Callable[[str, int, int | None], None]
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """What the demo is asked to do. The defaults take about three minutes on two cores."""
-
-    data: str = "complete-journey"
-    family: str = "wukong"
-    size: str = "small"
-    steps: int = 400
-    more_steps: int = 150
-    batch_size: int = 512
-    learning_rate: float = 2e-3
-    probe_every: int = 50
-    rows: int = 512
-    samples: int = 20
-    max_error: float = 0.2
-    max_gradient_error: float = 0.1
-    margin: float = 0.001
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "more_steps", "batch_size", "probe_every", "samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}, expected at least 1")
-        if not 0 < self.margin < 1:
-            raise ValueError(f"margin={self.margin}, expected a share of the log loss, e.g. 0.001 for 0.1 %")
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """Where the report is, and what it rests on."""
-
-    report: Path
-    plan: Plan
-    comparisons: tuple[Comparison, ...]
-    converted: int
-    linears: int
-    resumed: tuple[str, ...]  # stations that were already finished
-    restarted: str | None  # why earlier results were not used
-
-    def lines(self) -> list[str]:
-        """What happened, in five lines."""
-        planned, naive, control = self.comparisons
-        share = self.plan.low_precision_share
-        return [
-            f"{self.converted} of {self.linears} linears run in FP8 (emulated): {share:.1%} of the model's GEMM FLOPs",
-            f"planned FP8: {spell_comparison(planned)}",
-            f"naive FP8:   {spell_comparison(naive)}",
-            f"float32 against itself: {control.relative_change.value:+.3%} (the noise of training); speed: not measured on a CPU",
-            f"report: {self.report}",
-        ]
-
-
-def spell_comparison(found: Comparison) -> str:
-    """A comparison in one clause."""
-    change = found.relative_change
-    return (
-        f"{found.outcome}, {change.value:+.3%} log loss [{change.low:+.3%}, {change.high:+.3%}] "
-        f"against high precision, margin {found.margin:.1%}"
-    )
-
-
-class ProbeCallback(Callback):
-    """Keeps a Probe in step with a Trainer, compiled models and checkpoints included."""
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-
-    @property
-    def name(self) -> str:
-        """Key of the probe's part of a checkpoint."""
-        return "probe"
-
-    def wants_eager(self, step: int) -> bool:
-        """Hooks fire in eager steps only."""
-        return self.probe.sampling
-
-    def on_step_end(self, trainer: Trainer, log: Any) -> None:
-        """Count the step."""
-        self.probe.step()
-
-    def on_checkpoint(self, trainer: Trainer) -> CallbackState:
-        """What was seen so far."""
-        return CallbackState(tensors=self.probe.state_dict())
-
-    def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
-        """Continue from it."""
-        self.probe.load_state_dict(state.tensors)
-
-
-class StepTalk(Callback):
-    """Tells how far a training station is."""
-
-    def __init__(self, station: str, talk: Talk) -> None:
-        self._station, self._talk = station, talk
-
-    def on_step_end(self, trainer: Trainer, log: Any) -> None:
-        """One step done."""
-        self._talk(self._station, trainer.step, trainer.config.steps)
 
 
 def _say_nothing(station: str, done: int, total: int | None) -> None:

@@ -1,0 +1,22 @@
+"""The whole job on real data: train, probe, plan, convert, train on, compare, report.
+
+    train      a small Wukong on Complete Journey in float32, with Probe attached
+    probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
+    plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere
+    high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data)
+    compare    per-example log loss on the test split, paired, households resampled
+    report     one HTML file from the records
+
+Every station leaves records or a checkpoint below `out`; run again, the job continues after the last finished one, and inside a training
+station at its last checkpoint. Other settings than the stored ones start it anew, and it says so.
+
+The control is float32 again from weights nudged by one rounding. Training is chaotic, so two float32 runs differ too; what the control
+shows is how much of a difference between runs means nothing. The intervals are over test examples and do not contain it.
+
+On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured".
+"""
+
+from loka.demo.config import DemoConfig, DemoResult
+from loka.demo.job import Demo
+
+__all__ = ["Demo", "DemoConfig", "DemoResult"]

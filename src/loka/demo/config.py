@@ -1,0 +1,67 @@
+"""What the demo is asked to do, and what it says in the end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka.records import Comparison, Plan
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What the demo is asked to do. The defaults take about three minutes on two cores."""
+
+    data: str = "complete-journey"
+    family: str = "wukong"
+    size: str = "small"
+    steps: int = 400
+    more_steps: int = 150
+    batch_size: int = 512
+    learning_rate: float = 2e-3
+    probe_every: int = 50
+    rows: int = 512
+    samples: int = 20
+    max_error: float = 0.2
+    max_gradient_error: float = 0.1
+    margin: float = 0.001
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "more_steps", "batch_size", "probe_every", "samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}, expected at least 1")
+        if not 0 < self.margin < 1:
+            raise ValueError(f"margin={self.margin}, expected a share of the log loss, e.g. 0.001 for 0.1 %")
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Where the report is, and what it rests on."""
+
+    report: Path
+    plan: Plan
+    comparisons: tuple[Comparison, ...]
+    converted: int
+    linears: int
+    resumed: tuple[str, ...]  # stations that were already finished
+    restarted: str | None  # why earlier results were not used
+
+    def lines(self) -> list[str]:
+        """What happened, in five lines."""
+        planned, naive, control = self.comparisons
+        share = self.plan.low_precision_share
+        return [
+            f"{self.converted} of {self.linears} linears run in FP8 (emulated): {share:.1%} of the model's GEMM FLOPs",
+            f"planned FP8: {spell_comparison(planned)}",
+            f"naive FP8:   {spell_comparison(naive)}",
+            f"float32 against itself: {control.relative_change.value:+.3%} (the noise of training); speed: not measured on a CPU",
+            f"report: {self.report}",
+        ]
+
+
+def spell_comparison(found: Comparison) -> str:
+    """A comparison in one clause."""
+    change = found.relative_change
+    return (
+        f"{found.outcome}, {change.value:+.3%} log loss [{change.low:+.3%}, {change.high:+.3%}] "
+        f"against high precision, margin {found.margin:.1%}"
+    )
