@@ -13,9 +13,9 @@ from loka.data.schema import Field, Schema, SequenceField
 SCHEMA = Schema(("x",), (Field("item", 50),), (SequenceField("history", 50, 4, "item"),), ("y",))
 
 
-def write(target: Path, rows: int = 100, seed: int = 0) -> Path:
+def write(target: Path, rows: int = 100, seed: int = 0, *, replace: bool = False) -> Path:
     rng = np.random.default_rng(seed)
-    with CacheWriter(target, name="toy", kind="ranking", options={"seed": seed}) as writer:
+    with CacheWriter(target, name="toy", kind="ranking", options={"seed": seed}, replace=replace) as writer:
         writer.schema = SCHEMA
         writer.bad.seen(3 * rows)
         writer.append("values/history", rng.integers(1, 50, 400), np.int32)
@@ -75,8 +75,17 @@ def test_a_failed_rebuild_keeps_the_old_cache(tmp_path: Path) -> None:
 
 def test_a_finished_rebuild_replaces_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "c", seed=0)
-    write(folder, seed=1)
+    write(folder, seed=1, replace=True)
     assert open_cache(folder, verify=True).options == {"seed": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_first_of_two_builders_wins(tmp_path: Path) -> None:
+    slow = CacheWriter(tmp_path / "c", name="toy", kind="ranking", options={"seed": 7})
+    with slow:
+        slow.append("train/group", np.arange(3), np.int64)
+        write(tmp_path / "c", seed=0)
+    assert open_cache(tmp_path / "c", verify=True).options == {"seed": 0}
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

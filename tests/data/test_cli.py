@@ -57,6 +57,14 @@ def test_damage_is_a_finding(tmp_path: Path) -> None:
     assert "items.npy" in json.loads(out)["damaged"][0]["error"]
 
 
+def test_an_unfinished_build_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "criteo" / "ranking-0123.building-x").mkdir(parents=True)
+    code, out = run("info", "criteo", "--root", tmp_path)
+    assert code == 1
+    assert "unfinished build" in out
+    assert "1 damaged or unfinished" in run("list", "--root", tmp_path)[1]
+
+
 def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data set"):
         run("get", "nothing", "--root", tmp_path)

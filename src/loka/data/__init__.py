@@ -14,6 +14,7 @@ from loka.data.catalog import CATALOG, Entry, data_root, load, load_sequences
 from loka.data.faults import BadRow, BadRows, DataError
 from loka.data.ranking import RankingData, Split
 from loka.data.schema import Field, Schema, SequenceField
+from loka.data.sequences import SequenceBatch, SequenceData, SequenceSplit
 from loka.data.stream import BatchStream
 
 __all__ = [
@@ -28,7 +29,10 @@ __all__ = [
     "Jagged",
     "RankingData",
     "Schema",
+    "SequenceBatch",
+    "SequenceData",
     "SequenceField",
+    "SequenceSplit",
     "Split",
     "data_root",
     "load",

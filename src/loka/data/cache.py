@@ -11,7 +11,8 @@ Layout of one cache folder (everything in it is listed in the manifest with size
     assets/<name>                       small files carried along (vocabularies, item texts)
 
 A build writes into a temporary folder beside the target and renames it at the end, so a folder without `.building-` in its name
-is complete. A cache that is damaged anyway is named and refused; it is replaced only when the caller asks for a rebuild.
+is complete. Two processes may build the same cache at once: the first to finish wins, the other drops its copy. A cache that is
+damaged anyway is named and refused; it is replaced only when the caller asks for a rebuild.
 """
 
 from __future__ import annotations
@@ -82,9 +83,17 @@ class CacheWriter:
     """Write a cache folder; a context manager that commits on success and leaves nothing behind on failure."""
 
     def __init__(
-        self, target: Path, *, name: str, kind: str, options: Mapping[str, Any], source: tuple[SourceFile, ...] = ()
+        self,
+        target: Path,
+        *,
+        name: str,
+        kind: str,
+        options: Mapping[str, Any],
+        source: tuple[SourceFile, ...] = (),
+        replace: bool = False,
     ) -> None:
         self._target = target
+        self._replace = replace
         self._name = name
         self._kind = kind
         self._options = dict(options)
@@ -171,7 +180,7 @@ class CacheWriter:
         text = json.dumps({"sha256": _digest(body), **body}, indent=1, ensure_ascii=False)
         (self.folder / _MANIFEST).write_text(text + "\n", encoding="utf-8")
         self.folder.chmod(0o755)
-        replace_folder(self.folder, self._target)
+        _move_into_place(self.folder, self._target, replace=self._replace)
 
     def _discard(self) -> None:
         for writer in self._writers.values():
@@ -179,15 +188,22 @@ class CacheWriter:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Move a finished folder into place; an older one is moved aside first and deleted last."""
-    if target.exists():
+def _move_into_place(new: Path, target: Path, *, replace: bool) -> None:
+    """Rename a finished folder; with `replace`, an older one is moved aside first and deleted last."""
+    old: Path | None = None
+    if replace and target.exists():
         old = Path(tempfile.mkdtemp(prefix=f"{target.name}{BUILDING}", dir=target.parent))
         target.rename(old / "old")
+    try:
         new.rename(target)
+    except OSError:
+        if not (target / _MANIFEST).is_file():
+            raise
+        shutil.rmtree(
+            new
+        )  # another process built the same cache meanwhile; both are the same, and theirs may be in use
+    if old is not None:
         shutil.rmtree(old)
-    else:
-        new.rename(target)
 
 
 def open_cache(folder: Path, *, verify: bool) -> Manifest:

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loka.data.cache import CacheWriter, Manifest, describe_source, open_cache
+from loka.data.cache import BUILDING, CacheWriter, Manifest, describe_source, open_cache
 from loka.data.cached import open_ranking
 from loka.data.faults import MAX_BAD, BadRows, DataError
 from loka.data.progress import Progress, silent
@@ -288,7 +288,7 @@ def _open_or_build(
     bad = BadRows(limit=max_bad)
     if rebuild or not folder.exists():
         files = build.find_files(base, source)
-        _run_build(build, folder, files, bad, progress)
+        _run_build(build, folder, files, bad, progress, rebuild=rebuild)
     elif source is not None:
         manifest = open_cache(folder, verify=verify)
         if describe_source(build.find_files(base, source)) != manifest.source:
@@ -306,17 +306,28 @@ def _open_or_build(
     return folder, manifest
 
 
-def _run_build(build: _Build, folder: Path, files: dict[str, Path], bad: BadRows, progress: Progress) -> None:
+def _run_build(
+    build: _Build, folder: Path, files: dict[str, Path], bad: BadRows, progress: Progress, *, rebuild: bool
+) -> None:
     if not build.entry.generated:
         try:
-            import polars  # noqa: F401
+            from polars.exceptions import PanicException, PolarsError
         except ImportError:
             raise DataError("preprocessing raw data needs polars; pip install 'loka[data]'") from None
+        failures: tuple[type[BaseException], ...] = (PolarsError, PanicException)
+    else:
+        failures = ()
     described = describe_source(files)
-    writer = CacheWriter(folder, name=build.entry.name, kind=build.kind, options=build.options, source=described)
+    writer = CacheWriter(
+        folder, name=build.entry.name, kind=build.kind, options=build.options, source=described, replace=rebuild
+    )
     writer.bad = bad
-    with writer:
-        build.function(files, build.chosen, writer, progress)
+    try:
+        with writer:
+            build.function(files, build.chosen, writer, progress)
+    except failures as error:  # whatever polars cannot digest lies in the raw files
+        names = [str(path) for path in files.values()]
+        raise DataError(f"{build.entry.name}: the raw files {names} cannot be processed: {error}") from error
 
 
 def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
@@ -348,6 +359,11 @@ def list_caches(name: str, *, root: str | Path | None = None, verify: bool = Fal
     folder = data_root(root) / find_entry(name).name
     found: dict[Path, Manifest | DataError] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if BUILDING in path.name:
+            found[path] = DataError(
+                f"{path}: an unfinished build, of a process that still runs or was killed; then delete it"
+            )
+            continue
         try:
             found[path] = open_cache(path, verify=verify)
         except DataError as error:

@@ -28,6 +28,7 @@ of in-store promotions (21 million rows) is deliberately left out: it would domi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ import numpy as np
 
 from loka.data.baskets import FIRST_WEEK, HOUSEHOLD_FIELDS, PRODUCT_FIELDS, Events, Features, Options, sample_candidates
 from loka.data.cache import CacheWriter
-from loka.data.faults import BadRows, DataError
+from loka.data.faults import KEPT_EXAMPLES, BadRows, DataError
 from loka.data.progress import Progress
 from loka.data.sequences import write_sequences
 from loka.data.tables import read_parquet
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Options", "SequenceOptions", "build", "build_sequences", "find_files", "read_events"]
 
 _LINES = ("household_id", "store_id", "basket_id", "product_id", "transaction_timestamp")
+_YEAR = (datetime(2017, 1, 1), datetime(2018, 1, 2))
 
 
 def find_files(source: Path | None) -> dict[str, Path]:
@@ -90,7 +92,10 @@ def read_events(files: dict[str, Path], bad: BadRows) -> Events:
     """Read, clean and index the tables."""
     import polars as pl
 
-    lines = read_parquet(files["transactions"], _LINES)
+    lines = read_parquet(files["transactions"], _LINES).with_columns(pl.col(_LINES[:-1]).cast(pl.Int64, strict=False))
+    if not isinstance(lines.schema["transaction_timestamp"], pl.Datetime):
+        kind = lines.schema["transaction_timestamp"]
+        raise DataError(f"{files['transactions']}: transaction_timestamp should be a time, it is {kind}")
     products = read_parquet(files["products"], ("product_id", *PRODUCT_FIELDS))
     people = read_parquet(files["demographics"], ("household_id", *HOUSEHOLD_FIELDS))
     lines = lines.filter(_good(lines, files["transactions"].name, bad))
@@ -122,16 +127,22 @@ def read_events(files: dict[str, Path], bad: BadRows) -> Events:
 
 
 def _good(lines: pl.DataFrame, file: str, bad: BadRows) -> pl.Series:
-    """Count lines with a missing value as bad, and say which are good."""
+    """Count lines with a missing value, or a time outside the year of the data, as bad, and say which are good."""
     import polars as pl
 
-    verdict = lines.select(pl.col(name).is_not_null().alias(f"no {name}") for name in _LINES)
+    checks = [pl.col(name).is_not_null().alias(f"no {name}") for name in _LINES]
+    in_year = pl.col("transaction_timestamp").is_between(*_YEAR).fill_null(value=True)
+    verdict = lines.select(*checks, in_year.alias("transaction_timestamp is not in 2017"))
     good = verdict.select(pl.all_horizontal(pl.all()).alias("good"))["good"]
     bad.seen(lines.height)
     wrong = (~good).arg_true().to_list()
-    for index in wrong:
+    shown = wrong[:KEPT_EXAMPLES]
+    # Physical values: a damaged time may lie outside what a datetime can say.
+    texts = lines[shown].select(pl.all().to_physical()).rows()
+    for index, text in zip(shown, texts, strict=True):
         row = verdict.row(index, named=True)
-        bad.reject(file, index + 1, ", ".join(k for k, ok in row.items() if not ok), str(lines.row(index)))
+        bad.reject(file, index + 1, ", ".join(reason for reason, ok in row.items() if not ok), str(text))
+    bad.reject_more(len(wrong) - len(shown))
     bad.check(file)
     return good
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["MAX_BAD", "BadRow", "BadRows", "DataError"]
+__all__ = ["KEPT_EXAMPLES", "MAX_BAD", "BadRow", "BadRows", "DataError"]
 
 MAX_BAD = 0.001
 """Default largest share of bad rows that still loads"""
-_KEPT_EXAMPLES = 5
+KEPT_EXAMPLES = 5
+"""Bad rows that are shown, not only counted"""
 _SHOWN_CHARACTERS = 80
 
 
@@ -54,7 +55,7 @@ class BadRows:
     def reject(self, file: str, line: int, reason: str, text: str) -> None:
         """Count one bad row, keeping it as an example if few have been kept so far."""
         self.bad += 1
-        if len(self.examples) < _KEPT_EXAMPLES:
+        if len(self.examples) < KEPT_EXAMPLES:
             self.examples.append(BadRow(file, line, reason, text[:_SHOWN_CHARACTERS]))
 
     def reject_more(self, count: int) -> None:
@@ -64,7 +65,7 @@ class BadRows:
     @property
     def wants_examples(self) -> bool:
         """Whether another example would be kept: lets vectorised readers skip the work of explaining the rest."""
-        return len(self.examples) < _KEPT_EXAMPLES
+        return len(self.examples) < KEPT_EXAMPLES
 
     def check(self, where: str) -> None:
         """Raise if too many of the rows seen so far were bad."""

@@ -172,7 +172,7 @@ def read_tables(files: dict[str, Path], bad: BadRows) -> dict[str, pl.DataFrame]
     ratings = raw.select(_whole(name) for name in ("user", "movie", "rating", "time")).with_columns(
         pl.when(pl.col("rating").is_between(1, 5)).then(pl.col("rating")),
         *(
-            pl.when(pl.col(name) >= low).then(pl.col(name))
+            pl.when(pl.col(name).is_between(low, (1 << 31) - 1)).then(pl.col(name))
             for name, low in (("user", 1), ("movie", 1), ("time", _EPOCH))
         ),
     )

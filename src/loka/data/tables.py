@@ -29,10 +29,10 @@ def read_parquet(path: Path, columns: Sequence[str]) -> pl.DataFrame:
         if missing:
             raise DataError(f"{path}: columns {missing} are missing; it has {sorted(present)}")
         return pl.read_parquet(path, columns=list(columns), use_pyarrow=False)
-    except (pl.exceptions.PolarsError, OSError) as error:
-        raise DataError(
-            f"{path}: not readable as Parquet ({str(error).splitlines()[0]}); the file may be damaged"
-        ) from None
+    # polars answers some damage with an assertion of its own, which is no PolarsError and not even an Exception.
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path}: not readable as Parquet ({reason}); the file may be damaged") from None
 
 
 def read_gzip(path: Path) -> bytes:
