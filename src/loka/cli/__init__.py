@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        typer.echo("interrupted; run the same command again to continue", err=True)
-        sys.exit(INTERRUPTED)
+    except click.Abort:
+        code = INTERRUPTED
     except ValueError as error:
         if state["debug"]:
             raise
@@ -89,4 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         typer.echo(f"internal error: {type(error).__name__}: {error}\nhint: loka --debug shows where", err=True)
         sys.exit(2)
+    if code == INTERRUPTED:  # typer turns KeyboardInterrupt into this
+        typer.echo("interrupted; run the same command again to continue", err=True)
     sys.exit(code if isinstance(code, int) else 0)

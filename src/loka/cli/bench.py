@@ -5,7 +5,7 @@
     loka bench cpu --seconds 0.5
     loka bench kernels             see loka.cli.kernels
 
-`data` streams the embedded data set (shuffled, batches of 4096) on one thread. `cpu` quantises a 1024 x 4096 tensor with the reference
+`data` streams the embedded data set (shuffled, batches of 4096) on one thread. `cpu` quantises a 512 x 2048 tensor with the reference
 implementation. Each number is the median of repetitions that together take about `--seconds`.
 """
 
@@ -23,7 +23,7 @@ from loka.cli.kernels import kernels
 __all__ = ["app"]
 
 SPECS = ("e4m3:tensor", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e5m2:tensor", "int8:row", "e2m1:1x16:e4m3")
-ROWS, COLUMNS = 1024, 4096
+ROWS, COLUMNS = 512, 2048
 
 app = typer.Typer(invoke_without_command=True)
 app.command("kernels")(kernels)

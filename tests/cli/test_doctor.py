@@ -1,0 +1,65 @@
+"""The doctor says what is there, what is not, and how to get it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from loka.cli import app
+from loka.cli.doctor import Library, check_backends, check_library, check_required
+from loka.kernels import registry
+
+runner = CliRunner()
+
+
+def test_python_and_torch_are_here() -> None:
+    findings = {finding.name: finding for finding in check_required()}
+    assert findings["Python"].ok
+    assert findings["torch"].ok
+    assert findings["GPU"].detail
+
+
+def test_an_absent_library_comes_with_its_install_line() -> None:
+    found = check_library(Library("no_such_library", "no-such-library", "torchao", "nothing"))
+    assert not found.ok
+    assert "not installed" in found.detail
+    assert "pip install 'loka[torchao]'" in found.detail
+
+
+def test_a_present_library_comes_with_its_version() -> None:
+    found = check_library(Library("msgspec", "msgspec", "data", "records"))
+    assert found.ok
+    assert found.detail[0].isdigit()
+
+
+def test_a_broken_library_says_why(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pathlib import Path
+
+    package = Path(str(tmp_path)) / "broken_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcuda.so.1 is missing')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = check_library(Library("broken_kernels", "broken", "fbgemm", "GEMMs"))
+    assert not found.ok
+    assert "libcuda.so.1 is missing" in found.detail
+
+
+def test_every_backend_answers() -> None:
+    findings = {finding.name: finding for finding in check_backends()}
+    assert set(findings) == set(registry.BACKENDS["scaled_mm"])
+    assert findings["reference"].ok
+    assert all(finding.detail for finding in findings.values())
+
+
+def test_json_is_for_scripts() -> None:
+    result = runner.invoke(app, ["doctor", "--json"], obj={})
+    assert result.exit_code == 0
+    findings = json.loads(result.stdout)
+    assert {"machine", "libraries", "FP8 GEMM backends"} == {finding["group"] for finding in findings}
+
+
+def test_text_is_for_people() -> None:
+    result = runner.invoke(app, ["doctor"], obj={})
+    assert result.exit_code == 0
+    assert "yes  Python" in result.stdout

@@ -1,0 +1,94 @@
+"""The command line: help is quick and complete, errors are one message, exit codes mean what the house says."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+import loka
+from loka import cli
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    code = "from loka.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_help_names_every_verb_and_needs_no_torch() -> None:
+    start = time.monotonic()
+    code = (
+        "import sys\nfrom loka.cli import main\ntry:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'numpy', 'polars', 'sklearn', 'triton', 'vl_convert'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in cli.VERBS)
+    assert time.monotonic() - start < 20  # a busy machine included; alone it takes half a second
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_every_verb_has_help(verb: str) -> None:
+    done = run(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, loka.__version__)
+
+
+def test_an_unknown_verb_is_a_usage_error() -> None:
+    done = run("fly")
+    assert done.returncode == 2
+    assert "fly" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_error_is_one_message_on_stderr(tmp_path: object) -> None:
+    done = run("report", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "holds no records" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_debug_shows_where_it_came_from(tmp_path: object) -> None:
+    done = run("--debug", "report", str(tmp_path))
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ValueError("seen this, expected that"), 2, "error: seen this"),
+        (RuntimeError("odd"), 2, "internal error: RuntimeError: odd"),
+        (KeyboardInterrupt(), 130, "run the same command again"),
+    ],
+)
+def test_what_a_verb_raises_becomes_an_exit_code(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer()
+
+    @app.callback()
+    def start() -> None:
+        """A group."""
+
+    @app.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["fail"])
+    assert end.value.code == code
+    assert words in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""bench, report and demo as a person would type them."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from loka import data, records
+from loka.cli import app
+from loka.records import Comparison
+
+runner = CliRunner()
+
+
+def test_bench_cpu_measures_every_spec() -> None:
+    result = runner.invoke(app, ["bench", "cpu", "--seconds", "0.01", "--json"], obj={})
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["shape"] == [512, 2048]
+    assert all(rate > 0 for rate in found["gigabytes_per_second"].values())
+
+
+def test_bench_data_streams_the_default_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic = data.load("synthetic", rows=5000, dense=2, categorical=2, cardinality=10)
+    monkeypatch.setattr(data, "load", lambda name: synthetic)
+    result = runner.invoke(app, ["bench", "data", "--seconds", "0.01"], obj={})
+    assert result.exit_code == 0, result.output
+    assert "examples/s" in result.stdout
+    assert "5,000 examples" in result.stdout
+
+
+def test_bench_refuses_no_time() -> None:
+    result = runner.invoke(app, ["bench", "cpu", "--seconds", "0"], obj={})
+    assert isinstance(result.exception, ValueError)
+
+
+def test_demo_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import loka.demo
+
+    synthetic = data.load("synthetic", rows=1500, dense=2, categorical=3, cardinality=20)
+    real = loka.demo.Demo
+
+    class Small(real):  # type: ignore[misc, valid-type]
+        def __init__(self, *words: object, **options: object) -> None:
+            super().__init__(*words, load_data=lambda name: synthetic, **options)
+
+    monkeypatch.setattr(loka.demo, "Demo", Small)
+    quick = partial(loka.demo.DemoConfig, batch_size=64, rows=64, samples=2)
+    monkeypatch.setattr(loka.demo, "DemoConfig", quick)
+    out = tmp_path / "out"
+    words = ["demo", "--out", str(out), "--size", "tiny", "--steps", "3", "--more-steps", "2"]
+    result = runner.invoke(app, words, obj={})
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip().splitlines()) == 5
+    command = f"loka demo --steps 3 --more-steps 2 --size tiny --out {out}"
+    assert command in (out / "report.html").read_text(encoding="utf-8")
+
+    again = runner.invoke(app, [*words, "--json"], obj={})
+    found = json.loads(again.stdout)
+    assert "report" in found["resumed"]
+    assert found["comparisons"][0]["candidate"] == "planned FP8"
+    stored = records.load(out / "records" / "comparison-planned.json", Comparison)
+    assert found["comparisons"][0]["relative_change"]["value"] == stored.relative_change.value
+
+    page = tmp_path / "again.html"
+    result = runner.invoke(app, ["report", str(out / "records"), "--out", str(page)], obj={})
+    assert result.exit_code == 0, result.output
+    assert page.read_text(encoding="utf-8") == (out / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,61 @@
+"""Importing loka is free: no torch, no CUDA, no optional library, no environment variable, and quick."""
+
+import subprocess
+import sys
+
+HEAVY = ("torch", "numpy", "triton", "polars", "sklearn", "msgspec", "safetensors", "rich", "typer", "vl_convert")
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_it_imports_nothing_heavy() -> None:
+    code = f"import sys, loka\nprint(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert run(code) == "[]"
+
+
+def test_it_is_quick() -> None:
+    """CPU time of the import alone, the best of three processes: a busy machine does not count against it."""
+    code = "import time\nstart = time.process_time()\nimport loka\nprint(time.process_time() - start)"
+    assert min(float(run(code)) for _ in range(3)) < 0.1
+
+
+def test_the_public_names_start_no_cuda() -> None:
+    code = (
+        "import loka\nfor name in loka.__all__: getattr(loka, name)\n"
+        "for name in dir(loka): getattr(loka, name)\n"
+        "import torch\nprint(torch.cuda.is_initialized())"
+    )
+    assert run(code) == "False"
+
+
+def test_it_reads_and_changes_no_environment_variable() -> None:
+    code = (
+        "import os\nbefore = dict(os.environ)\nseen = []\n"
+        "class Watched(type(os.environ)):\n"
+        "    def __getitem__(self, key):\n        seen.append(key)\n        return super().__getitem__(key)\n"
+        "os.environ.__class__ = Watched\nimport loka\nassert dict(os.environ) == before\n"
+        "print([key for key in seen if key not in before])"
+    )
+    assert run(code) == "[]"
+
+
+def test_optional_libraries_wait_until_they_are_needed() -> None:
+    optional = (
+        "deep_gemm",
+        "fbgemm_gpu",
+        "torchao",
+        "transformer_engine",
+        "polars",
+        "sklearn",
+        "vl_convert",
+        "tensorboard",
+    )
+    code = (
+        "import sys, loka\nfor name in dir(loka): getattr(loka, name)\n"
+        f"print(sorted(set({optional!r}) & set(sys.modules)))"
+    )
+    assert run(code) == "[]"

@@ -1,0 +1,69 @@
+"""The tree is what README says it is, and every folder of it is a package with a docstring and an explicit __all__."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "loka"
+IGNORED = {"__pycache__", "__init__.py", "py.typed"}
+
+
+def folders() -> list[Path]:
+    found = [PACKAGE, *(p for p in PACKAGE.rglob("*") if p.is_dir() and p.name != "__pycache__")]
+    return [path for path in found if any(child.suffix == ".py" for child in path.iterdir())]
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_every_folder_is_a_package_that_says_what_it_is(folder: Path) -> None:
+    init = folder / "__init__.py"
+    assert init.is_file(), f"{folder} has Python files but no __init__.py"
+    tree = ast.parse(init.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{init} has no docstring"
+    names = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    names |= {
+        node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assert "__all__" in names, f"{init} has no __all__"
+
+
+def rooms_on_disk() -> set[str]:
+    names = set()
+    for path in PACKAGE.iterdir():
+        if path.name in IGNORED or path.name.startswith("."):
+            continue
+        if path.is_dir() and any(path.rglob("*.py")):
+            names.add(f"{path.name}/")
+        elif path.suffix == ".py":
+            names.add(path.name)
+    return names
+
+
+def test_the_readme_maps_the_tree() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"```text\nsrc/loka/\n(.*?)```", text, re.DOTALL)
+    assert found is not None, "README.md has no map of src/loka/"
+    mapped = {line.split()[0] for line in found[1].splitlines() if line.strip()}
+    on_disk = rooms_on_disk()
+    assert mapped == on_disk, f"only in README: {sorted(mapped - on_disk)}; only on disk: {sorted(on_disk - mapped)}"
+
+
+def test_paths_the_readme_names_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert (ROOT / link).exists(), f"README.md links to {link}, which is not there"
+
+
+def test_tests_mirror_the_source() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    tested = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
+    tested |= {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    assert rooms - tested == set(), f"rooms without tests: {sorted(rooms - tested)}"
