@@ -3,7 +3,10 @@
 vl-convert carries the library inside its wheel; nothing is downloaded, here or in the reader's browser.
 """
 
+from functools import cache
 
+
+@cache  # making the bundle takes two seconds
 def load_runtime() -> str:
     """The bundle, safe to put between <script> tags."""
     try:
