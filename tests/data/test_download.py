@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loka.data import DataError, catalog
+from loka.data import DataError, catalog, loader
 from loka.data.download import download
 
 from . import raw
@@ -144,7 +144,7 @@ def test_fetch_raw_then_load(server: Server, tmp_path: Path, monkeypatch: pytest
     remote = catalog.Remote(server.url, "log.tsv", digest, len(server.content))
     entry = catalog.CATALOG["criteo"]
     monkeypatch.setitem(catalog.CATALOG, "criteo", catalog.Entry(**{**entry.__dict__, "remotes": (remote,)}))
-    catalog.fetch_raw("criteo", root=tmp_path)
-    assert len(catalog.load("criteo", root=tmp_path).train) == 80
+    loader.fetch_raw("criteo", root=tmp_path)
+    assert len(loader.load("criteo", root=tmp_path).train) == 80
     with pytest.raises(DataError, match="no direct download"):
-        catalog.fetch_raw("amazon-2014-beauty", root=tmp_path)
+        loader.fetch_raw("amazon-2014-beauty", root=tmp_path)

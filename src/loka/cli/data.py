@@ -35,8 +35,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_(root: Root = None, json_: Json = False) -> None:
     """List the data sets loka knows, and which are ready."""
     from loka.data import CATALOG
-    from loka.data.catalog import list_caches
     from loka.data.faults import DataError
+    from loka.data.loader import list_caches
 
     rows: list[dict[str, Any]] = []
     for entry in CATALOG.values():
@@ -80,8 +80,9 @@ def get(
     json_: Json = False,
 ) -> None:
     """Download (where the publisher offers the file) and preprocess a data set."""
-    from loka.data.catalog import fetch_raw, find_entry, is_cached, load, load_sequences
+    from loka.data.catalog import find_entry
     from loka.data.faults import MAX_BAD
+    from loka.data.loader import fetch_raw, is_cached, load, load_sequences
 
     entry = find_entry(name, kind)
     options = _parse_options(set_ or [])
@@ -122,8 +123,9 @@ def info(
     json_: Json = False,
 ) -> None:
     """Say what the caches of a data set hold: schema, counts, origin, bad rows, damage."""
-    from loka.data.catalog import find_entry, list_caches
+    from loka.data.catalog import find_entry
     from loka.data.faults import DataError
+    from loka.data.loader import list_caches
 
     entry = find_entry(name)
     caches = list_caches(name, root=root, verify=verify)

@@ -4,14 +4,15 @@
     for batch in data.train.batches(1024, shuffle=True, seed=0):
         ...
 
-Rooms inside: one file per data set (completejourney, movielens, census, criteo, amazon, synthetic); `catalog` opens them;
+Rooms inside: one file per data set (completejourney, movielens, census, criteo, amazon, synthetic); `catalog` lists them, `loader` opens them;
 `cache` and `columns` are the disk format; `stream` is the order; `history` answers questions about the past; `faults` says what
 is wrong. Preprocessing needs polars (extra "data"); reading a cache does not.
 """
 
 from loka.data.batch import Batch, Jagged
-from loka.data.catalog import CATALOG, Entry, data_root, load, load_sequences
+from loka.data.catalog import CATALOG, Entry, data_root
 from loka.data.faults import BadRow, BadRows, DataError
+from loka.data.loader import load, load_sequences
 from loka.data.ranking import RankingData, Split
 from loka.data.schema import Field, Schema, SequenceField
 from loka.data.sequences import SequenceBatch, SequenceData, SequenceSplit

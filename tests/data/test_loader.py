@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from loka.data import CATALOG, DataError, data_root, load, load_sequences
-from loka.data.catalog import list_caches
+from loka.data.loader import list_caches
 
 from . import raw
 

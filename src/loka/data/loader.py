@@ -1,0 +1,222 @@
+"""The one way to open a data set.
+
+`load` and `load_sequences` open the cache if there is one, otherwise build it from the raw files: those in `source`, those that
+`loka data get` has put under the root, or those inside an installed package. They never download: a function that trains a
+model should not start to talk to the network. `fetch_raw` does, and only when called.
+
+The root is `root=`, else the environment variable LOKA_DATA, else ~/.cache/loka. Under it: raw/<name>/ for raw files,
+<name>/ranking-<options>/ and <name>/sequences-<options>/ for caches, one folder per choice of options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loka.data.cache import BUILDING, CacheWriter, Manifest, describe_source, open_cache
+from loka.data.cached import open_ranking
+from loka.data.catalog import Entry, data_root, find_entry
+from loka.data.faults import MAX_BAD, BadRows, DataError
+from loka.data.progress import Progress, silent
+from loka.data.ranking import RankingData
+
+if TYPE_CHECKING:
+    from loka.data.sequences import SequenceData
+
+__all__ = ["cache_folder", "fetch_raw", "is_cached", "list_caches", "load", "load_sequences"]
+
+
+def load(
+    name: str,
+    *,
+    root: str | Path | None = None,
+    source: str | Path | None = None,
+    rebuild: bool = False,
+    verify: bool = True,
+    max_bad: float = MAX_BAD,
+    progress: Progress = silent,
+    **options: Any,
+) -> RankingData:
+    """Open a ranking data set, building its cache on first use.
+
+    `source` is a folder (or file) with the raw data. `rebuild` replaces an existing cache. `verify` checks the checksum of every
+    column, about a second per gigabyte. `max_bad` is the largest share of bad raw rows that is accepted. Everything else is an option
+    of the data set, see its module.
+    """
+    entry = find_entry(name, "ranking")
+    module = import_module(entry.module)
+    chosen = _make_options(entry, module.Options, options)
+    if entry.generated and not chosen.cached:
+        if source is not None:
+            raise ValueError(f"{name} is generated; it takes no source")
+        return module.open_synthetic(chosen)  # type: ignore[no-any-return]
+    build = _Build(entry, "ranking", module.build, asdict(chosen), chosen, module)
+    return open_ranking(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
+
+
+def load_sequences(
+    name: str,
+    *,
+    root: str | Path | None = None,
+    source: str | Path | None = None,
+    rebuild: bool = False,
+    verify: bool = True,
+    max_bad: float = MAX_BAD,
+    progress: Progress = silent,
+    **options: Any,
+) -> SequenceData:
+    """Open a sequence data set, building its cache on first use; arguments as for `load`."""
+    from loka.data.sequences import open_sequences
+
+    entry = find_entry(name, "sequences")
+    module = import_module(entry.module)
+    chosen = _make_options(entry, module.SequenceOptions, options)
+    build = _Build(entry, "sequences", module.build_sequences, asdict(chosen), chosen, module)
+    return open_sequences(*_open_or_build(build, root, source, rebuild, verify, max_bad, progress))
+
+
+def is_cached(name: str, kind: str, *, root: str | Path | None = None, **options: Any) -> bool:
+    """Say whether a cache for these options is there (it may still be damaged: `load` finds out)."""
+    entry = find_entry(name, kind)
+    module = import_module(entry.module)
+    chosen = _make_options(entry, module.Options if kind == "ranking" else module.SequenceOptions, options)
+    return cache_folder(data_root(root), name, kind, asdict(chosen)).exists()
+
+
+def cache_folder(root: Path, name: str, kind: str, options: Mapping[str, Any]) -> Path:
+    """Return where the cache for these options lives."""
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+    return root / name / f"{kind}-{digest}"
+
+
+@dataclass(frozen=True)
+class _Build:
+    entry: Entry
+    kind: str
+    function: Any
+    options: dict[str, Any]
+    chosen: Any
+    module: Any
+
+    def find_files(self, root: Path, source: str | Path | None) -> dict[str, Path]:
+        if self.entry.generated:
+            if source is not None:
+                raise ValueError(f"{self.entry.name} is generated; it takes no source")
+            return {}
+        if source is not None:
+            path = Path(source).expanduser()
+            if not path.exists():
+                raise DataError(f"{self.entry.name}: source {path} does not exist")
+            return self.module.find_files(path)  # type: ignore[no-any-return]
+        if self.entry.embedded:
+            return self.module.find_files(None)  # type: ignore[no-any-return]
+        raw = root / "raw" / self.entry.name
+        if not raw.is_dir() or all(path.suffix == ".part" for path in raw.iterdir()):
+            way = f"loka data get {self.entry.name}" + ("" if self.entry.remotes else " --from FOLDER")
+            raise DataError(
+                f"{self.entry.name}: no cache and no raw files under {root}. Run `{way}`, or pass source=FOLDER. "
+                f"The publisher: {self.entry.publisher} (terms: {self.entry.terms})"
+            )
+        return self.module.find_files(raw)  # type: ignore[no-any-return]
+
+
+def _open_or_build(
+    build: _Build,
+    root: str | Path | None,
+    source: str | Path | None,
+    rebuild: bool,
+    verify: bool,
+    max_bad: float,
+    progress: Progress,
+) -> tuple[Path, Manifest]:
+    base = data_root(root)
+    folder = cache_folder(base, build.entry.name, build.kind, build.options)
+    bad = BadRows(limit=max_bad)
+    if rebuild or not folder.exists():
+        files = build.find_files(base, source)
+        _run_build(build, folder, files, bad, progress, rebuild=rebuild)
+    elif source is not None:
+        manifest = open_cache(folder, verify=verify)
+        if describe_source(build.find_files(base, source)) != manifest.source:
+            raise DataError(
+                f"{build.entry.name}: the cache {folder} was built from other files than those in {source}; pass "
+                "rebuild=True to replace it, or another root= to keep both"
+            )
+    manifest = open_cache(folder, verify=verify)
+    bad.total, bad.bad = manifest.total_rows, manifest.bad_rows
+    if bad.bad > bad.limit * bad.total:
+        raise DataError(
+            f"{folder}: this cache was built with {bad.bad} bad rows of {bad.total}, more than max_bad={max_bad}; first: "
+            f"{manifest.bad_examples[0] if manifest.bad_examples else 'none kept'}"
+        )
+    return folder, manifest
+
+
+def _run_build(
+    build: _Build, folder: Path, files: dict[str, Path], bad: BadRows, progress: Progress, *, rebuild: bool
+) -> None:
+    if not build.entry.generated:
+        try:
+            from polars.exceptions import PanicException, PolarsError
+        except ImportError:
+            raise DataError("preprocessing raw data needs polars; pip install 'loka[data]'") from None
+        failures: tuple[type[BaseException], ...] = (PolarsError, PanicException)
+    else:
+        failures = ()
+    described = describe_source(files)
+    writer = CacheWriter(
+        folder, name=build.entry.name, kind=build.kind, options=build.options, source=described, replace=rebuild
+    )
+    writer.bad = bad
+    try:
+        with writer:
+            build.function(files, build.chosen, writer, progress)
+    except failures as error:  # whatever polars cannot digest lies in the raw files
+        names = [str(path) for path in files.values()]
+        raise DataError(f"{build.entry.name}: the raw files {names} cannot be processed: {error}") from error
+
+
+def _make_options(entry: Entry, kind: type[Any], given: dict[str, Any]) -> Any:
+    known = {f.name: f.default for f in fields(kind)}
+    unknown = sorted(given.keys() - known.keys())
+    if unknown:
+        raise ValueError(f"{entry.name} has no option {unknown}; it has {known}")
+    return kind(**given)
+
+
+def fetch_raw(name: str, *, root: str | Path | None = None, progress: Progress = silent) -> Path:
+    """Download the raw files of a data set from its publisher; returns their folder."""
+    from loka.data.download import download
+
+    entry = find_entry(name)
+    if not entry.remotes:
+        raise DataError(
+            f"{name}: the publisher offers no direct download ({entry.publisher}); get the files there and pass their folder "
+            "with --from FOLDER (in Python: source=FOLDER)"
+        )
+    folder = data_root(root) / "raw" / name
+    for remote in entry.remotes:
+        download(remote.url, folder / remote.filename, sha256=remote.sha256, size=remote.bytes, progress=progress)
+    return folder
+
+
+def list_caches(name: str, *, root: str | Path | None = None, verify: bool = False) -> dict[Path, Manifest | DataError]:
+    """Return every cache folder of a data set with its manifest, or with what is wrong with it."""
+    folder = data_root(root) / find_entry(name).name
+    found: dict[Path, Manifest | DataError] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if BUILDING in path.name:
+            found[path] = DataError(
+                f"{path}: an unfinished build, of a process that still runs or was killed; then delete it"
+            )
+            continue
+        try:
+            found[path] = open_cache(path, verify=verify)
+        except DataError as error:
+            found[path] = error
+    return found
