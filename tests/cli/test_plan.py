@@ -1,0 +1,70 @@
+"""Plans on the command line: made, explained, compared."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from loka.cli import app
+from loka.cli.plan import parse_overrides
+from loka.probe import Probe
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    watching = Probe(model, every=1)
+    model(torch.randn(64, 32)).square().sum().backward()
+    watching.step()
+    path = tmp_path_factory.mktemp("plan") / "probe.json"
+    watching.evaluate(["tensorwise", "rowwise"], samples=2).to_json(path)
+    return path
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = runner.invoke(app, [str(word) for word in words], obj={})
+    if isinstance(result.exception, ValueError):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_accuracy_only_converts_and_says_so(probe: Path, tmp_path: Path) -> None:
+    code, text = run("plan", probe, "--accuracy-only", "--out", tmp_path / "plan.json")
+    assert code == 0
+    assert "fprop e4m3:tensor @ e4m3:tensor on reference" in text
+    assert "accuracy only" in text
+    assert json.loads((tmp_path / "plan.json").read_text())["kind"] == "plan"
+
+
+def test_without_measured_speed_nothing_is_converted(probe: Path) -> None:
+    code, text = run("plan", probe)
+    assert code == 0
+    assert "0.0% of the probed GEMM FLOPs" in text
+    assert "nothing is converted" in text
+
+
+def test_explain_and_diff(probe: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    run("plan", probe, "--accuracy-only", "--out", one)
+    run("plan", probe, "--accuracy-only", "--override", "2=high", "--out", two)
+    code, text = run("explain", two, "2")
+    assert code == 0
+    assert "override '2': high" in text
+    assert run("diff", one, one) == (0, "")
+    code, text = run("diff", one, two)
+    assert code == 1
+    assert "~ 2 fprop: e4m3:tensor @ e4m3:tensor on reference, fast accumulation -> high precision" in text
+
+
+def test_requests_that_cannot_be_honoured(probe: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected WILDCARD=RECIPE"):
+        run("plan", probe, "--override", "head")
+    with pytest.raises(ValueError, match="cannot be read"):
+        run("explain", tmp_path / "none.json", "0")
+    assert parse_overrides(["a=b=high"]) == {"a=b": "high"}
