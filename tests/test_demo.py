@@ -75,8 +75,8 @@ def test_the_arms_start_alike_and_differ_by_precision(finished: Path) -> None:
     assert not torch.equal(losses["high"], losses["control"])
     nudged = float((losses["control"] - losses["high"]).abs().max())
     low = float((losses["naive"] - losses["high"]).abs().max())
-    assert nudged < 0.01
-    assert low > 3 * nudged
+    assert 0 < nudged < 0.05
+    assert low > nudged
 
 
 def test_run_again_it_has_nothing_to_do(finished: Path) -> None:

@@ -14,9 +14,9 @@ class DemoConfig:
     family: str = "wukong"
     size: str = "small"
     steps: int = 400
-    more_steps: int = 150
+    more_steps: int = 200
     batch_size: int = 512
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     probe_every: int = 50
     rows: int = 512
     samples: int = 20

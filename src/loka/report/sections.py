@@ -157,7 +157,7 @@ def write_quality(results: Results) -> str:
 def _say_noise(results: Results) -> str:
     """What a control in high precision, where there is one, says about every other difference."""
     return "".join(
-        f" The {escape(c.candidate)} is high precision too, from weights nudged by one rounding: its "
+        f" The {escape(c.candidate)} is high precision too, from slightly nudged weights: its "
         f"{signed(c.relative_change.value)} is the noise of training, which the intervals (over test examples) do not contain."
         for c in results.ordered_comparisons
         if c.low_precision_flops_share == 0
