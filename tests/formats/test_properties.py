@@ -84,8 +84,8 @@ def test_a_second_round_trip_changes_nothing(spec: Spec, x: torch.Tensor) -> Non
         assert torch.equal(again.dequantize(), once)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@given(x=matrices(), scale=st.floats(2.0**-20, 2.0**20, width=32))
+@EXAMPLES
+@given(name=st.sampled_from(list(FORMATS)), x=matrices(), scale=st.floats(2.0**-20, 2.0**20, width=32))
 def test_with_a_given_scale_the_codes_are_a_fixed_point(name: str, x: torch.Tensor, scale: float) -> None:
     spec = Spec.parse(f"{name}:tensor:static")
     q = quantize(x, spec, scale=torch.tensor(scale))
