@@ -24,6 +24,23 @@ def finite_magnitude(x):
 
 
 @triton.jit
+def larger(a, b):
+    """Maximum that keeps NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x, AXIS: tl.constexpr, PREROUND: tl.constexpr):
+    """max |x| along an axis; NaN where there is one. One instruction an element, and where it is finite it equals the amax of the law: a tile whose
+    maximum is finite can skip every check for special values, which is what makes a quantiser run at the speed of a copy. (The interpreter, which has no
+    fast path to choose and runs a custom reduction element by element, takes the law's amax.)"""
+    if PREROUND:
+        return tl.max(finite_magnitude(x), AXIS)
+    else:
+        return tl.reduce(tl.abs(x), AXIS, larger)
+
+
+@triton.jit
 def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
     """Dequantise multiplier of a block."""
     largest = tl.zeros_like(amax) + (57344.0 if E5M2 else 448.0)
@@ -90,25 +107,71 @@ def to_fp8(
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
+def nan_for_inf(x):
+    """E4M3 has no Inf, and the cast would saturate it."""
+    return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+
+
+@triton.jit
+def pack_rows(y0, y1, y2, y3):
+    """Four scaled float32 tiles to E4M3, byte i of each word from tile i. Two conversions and a move for four elements; the cast saturates and keeps NaN.
+
+    Written in PTX for speed, and because Triton 3.6 was seen to store wrong bytes when one FP8 tensor is used in two layouts (NOTES.md, 2026-11-15).
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f", [y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_rows_checked(
+    x0, x1, x2, x3, inv, n0, n1, n2, n3, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr
+):
+    """The same for tiles that may hold special values, or are rounded stochastically."""
+    b0 = to_fp8(x0, inv, n0, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
+    b1 = to_fp8(x1, inv, n1, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
+    b2 = to_fp8(x2, inv, n2, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
+    b3 = to_fp8(x3, inv, n3, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
+    return (b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _reciprocal(x, PREROUND: tl.constexpr):
+    if PREROUND:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def sigmoid(z, PREROUND: tl.constexpr):
+    """1 / (1 + e^-z) with two special-function instructions; Triton's own divides exactly, which costs more than the rest of a norm."""
+    return _reciprocal(1.0 + tl.exp2(z * -1.4426950408889634), PREROUND)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):
     """The activation of a normalised pre-activation."""
     if ACTIVATION == 1:
         return tl.maximum(z, 0.0)
     elif ACTIVATION == 2:
-        return z * tl.sigmoid(z)
+        return z * sigmoid(z, PREROUND)
     elif ACTIVATION == 3:
-        return z * tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) * (1.0 / 6.0)
+        return z * (tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) * (1.0 / 6.0))
     else:
         return z
 
 
 @triton.jit
-def activation_slope(z, ACTIVATION: tl.constexpr):
-    """d activate(z) / dz. At a kink torch's convention: relu'(0) = 0, hard_swish'(+-3) from the inner side excluded."""
+def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):
+    """d activate(z) / dz. At a kink torch's convention: relu'(0) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1."""
     if ACTIVATION == 1:
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == 2:
-        s = tl.sigmoid(z)
+        s = sigmoid(z, PREROUND)
         return s * (1.0 + z * (1.0 - s))
     elif ACTIVATION == 3:
         return tl.where(z <= -3.0, 0.0, tl.where(z < 3.0, z * (1.0 / 3.0) + 0.5, 1.0))

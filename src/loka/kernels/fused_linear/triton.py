@@ -86,7 +86,7 @@ def run(
     spec = out if isinstance(out, Spec) else None
     mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
     y, y_scale, y_t, yt_scale, z, rstd = triton_ops.fused_linear(
-        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), a.scale.contiguous(), b.scale.contiguous(), bias, out_scale,
+        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), a.scale, b.scale, bias, out_scale,
         scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation),
         mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), keep, transpose,
     )  # fmt: skip

@@ -14,13 +14,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
-from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, processors
+from loka.kernels.quantize.triton_kernels import aligned, block_scales
+from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, processors, scale_strides, tma_ready
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
     activation_slope,
     finite_magnitude,
     inverse,
+    larger,
+    largest_magnitude,
+    nan_for_inf,
+    pack_rows,
+    pack_rows_checked,
     scale_of,
     tile_order,
     to_fp8,
@@ -33,6 +39,10 @@ _SQUARE = tl.constexpr(4)
 _EPS = tl.constexpr(NORM_EPS)
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
 
+_GRADIENT_LAUNCH = {"num_warps": 8}
+_GRADIENT_LAUNCH_GROUPED = {"num_warps": 16}
+_GRADIENT_ROWS = 32
+
 # How the output is written.
 OUT_16BIT, OUT_STATIC, OUT_GROUPED = 0, 1, 2
 _OUT_16BIT = tl.constexpr(0)
@@ -40,22 +50,12 @@ _OUT_GROUPED = tl.constexpr(2)
 
 
 @triton.jit
-def _store(desc, ptr, value, row, column, rows, columns, first_row, first_column, TMA: tl.constexpr):
-    """Write a tile; TMA clips at the edges by itself."""
-    if TMA:
-        desc.store([first_row, first_column], value)
-    else:
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        tl.store(ptr + row.to(tl.int64)[:, None] * columns + column[None, :], value, inside)
-
-
-@triton.jit
-def _fused(a_desc, b_desc, y_desc, y_ptr, yt_desc, yt_ptr, z_desc, z_ptr,
-           sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, M, N, K, sa_stride, sb_stride,
+def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc,
+           sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, M, N, K, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
            A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
-           TMA_N: tl.constexpr, TMA_M: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+           OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
@@ -69,106 +69,256 @@ def _fused(a_desc, b_desc, y_desc, y_ptr, yt_desc, yt_ptr, z_desc, z_ptr,
             if A_SCALE == _GROUPED or B_SCALE >= _GROUPED:
                 part = tl.dot(a, b.T)
                 if A_SCALE == _GROUPED:
-                    part *= tl.load(sa_ptr + row * sa_stride + k, row < M, other=0.0)[:, None]
+                    part *= tl.load(sa_ptr + row * sa_stride + k * sa_stride_k, row < M, other=0.0)[:, None]
                 if B_SCALE == _GROUPED:
-                    part *= tl.load(sb_ptr + column * sb_stride + k, column < N, other=0.0)[None, :]
+                    part *= tl.load(sb_ptr + column * sb_stride + k * sb_stride_k, column < N, other=0.0)[None, :]
                 elif B_SCALE == _SQUARE:
-                    part *= tl.load(sb_ptr + (column // 128) * sb_stride + k, column < N, other=0.0)[None, :]
+                    part *= tl.load(sb_ptr + (column // 128) * sb_stride + k * sb_stride_k, column < N, other=0.0)[
+                        None, :
+                    ]
                 acc += part
             else:
                 acc = tl.dot(a, b.T, acc)
+        # Scales that are constant along a row join the norm's factor: one product an element instead of three.
+        factor = tl.full((BM,), 1.0, tl.float32)
         if A_SCALE == _SCALAR:
-            acc *= tl.load(sa_ptr)
+            factor *= tl.load(sa_ptr)
         elif A_SCALE == _VECTOR:
-            acc *= tl.load(sa_ptr + row, row < M, other=0.0)[:, None]
+            factor *= tl.load(sa_ptr + row, row < M, other=0.0)
         if B_SCALE == _SCALAR:
-            acc *= tl.load(sb_ptr)
+            factor *= tl.load(sb_ptr)
         elif B_SCALE == _VECTOR:
             acc *= tl.load(sb_ptr + column, column < N, other=0.0)[None, :]
         if BIAS:
-            acc += tl.load(bias_ptr + column, column < N, other=0.0).to(tl.float32)[None, :]
+            acc = acc * factor[:, None] + tl.load(bias_ptr + column, column < N, other=0.0).to(tl.float32)[None, :]
+            factor = tl.full((BM,), 1.0, tl.float32)
         if NORM:  # columns beyond N are zero and add nothing to the sum
             width = tl.minimum(N - first_column, BN).to(tl.float32)
-            rstd = tl.rsqrt(tl.sum(acc * acc, 1) / width + _EPS)
-            acc *= rstd[:, None]
+            rstd = tl.rsqrt(factor * factor * (tl.sum(acc * acc, 1) / width) + _EPS)
             if KEEP:
                 tl.store(rstd_ptr + row * num_n + tile_n, rstd, row < M)
+            factor *= rstd
+        acc *= factor[:, None]
         if KEEP:
             if NORM:
                 kept = to_fp8(acc, 1.0 / _Z_SCALE, 0, False, False, PREROUND, True)
             else:
                 kept = acc.to(tl.bfloat16)
-            _store(z_desc, z_ptr, kept, row, column, M, N, first_row, first_column, TMA_N)
-        y = activate(acc, ACTIVATION)
+            z_desc.store([first_row, first_column], kept)
+        y = activate(acc, ACTIVATION, PREROUND)
         if OUT == _OUT_16BIT:
-            _store(y_desc, y_ptr, y.to(OUT_TYPE), row, column, M, N, first_row, first_column, TMA_N)
+            y_desc.store([first_row, first_column], y.to(OUT_TYPE))
         elif OUT == _OUT_GROUPED:
             GROUPS: tl.constexpr = BN // 128
             wide = tl.cdiv(N, 128)
             group = tile_n * GROUPS + tl.arange(0, GROUPS)
             grouped = tl.reshape(y, (BM, GROUPS, 128))
             scale = scale_of(tl.max(finite_magnitude(grouped), 2), OUT_E5M2, OUT_POW2)
-            tl.store(ys_ptr + row[:, None] * wide + group[None, :], scale, (row < M)[:, None] & (group < wide)[None, :])
+            tl.store(ys_ptr + row[:, None] + group[None, :] * M, scale, (row < M)[:, None] & (group < wide)[None, :])
             q = to_fp8(grouped, inverse(scale)[:, :, None], 0, OUT_E5M2, False, PREROUND, NORM)
             q = tl.reshape(q, (BM, BN))
-            _store(y_desc, y_ptr, q, row, column, M, N, first_row, first_column, TMA_N)
+            y_desc.store([first_row, first_column], q)
             if (
                 TRANSPOSE
             ):  # groups of 128 along M: the tile is 128 rows high; rows beyond M hold the bias and must not count
                 y = tl.where((row < M)[:, None], y, 0.0)
                 t_scale = scale_of(tl.max(finite_magnitude(y), 0), OUT_E5M2, OUT_POW2)
-                tl.store(yts_ptr + column * num_m + tile_m, t_scale, column < N)
+                tl.store(yts_ptr + column + tile_m * N, t_scale, column < N)
                 qt = tl.trans(to_fp8(y, inverse(t_scale)[None, :], 0, OUT_E5M2, False, PREROUND, NORM))
-                _store(yt_desc, yt_ptr, qt, column, row, N, M, first_column, first_row, TMA_M)
+                yt_desc.store([first_column, first_row], qt)
         else:
             q = to_fp8(y, inverse(tl.load(out_scale_ptr)), 0, OUT_E5M2, False, PREROUND, NORM)
-            _store(y_desc, y_ptr, q, row, column, M, N, first_row, first_column, TMA_N)
+            y_desc.store([first_row, first_column], q)
             if TRANSPOSE:
-                _store(yt_desc, yt_ptr, tl.trans(q), column, row, N, M, first_column, first_row, TMA_M)
+                yt_desc.store([first_column, first_row], tl.trans(q))
 
 
 @triton.jit
-def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr, M, N, stride_dy,
-              BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-              GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, T_E5M2: tl.constexpr, T_POW2: tl.constexpr,
-              PREROUND: tl.constexpr):  # fmt: skip
-    tile_m, tile_n = tl.program_id(0), tl.program_id(1)
-    num_m, num_n = tl.num_programs(0), tl.num_programs(1)
-    row = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
-    column = tile_n * BN + tl.arange(0, BN)
+def _gradient_rows(dy_ptr, z_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n,
+                   BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Gradient of the pre-activation for some rows of a tile."""
     inside = (row < M)[:, None] & (column < N)[None, :]
     g = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + row[:, None] * N + column[None, :], inside, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + row[:, None] * stride_z + column[None, :], inside, other=0.0).to(tl.float32)
     if NORM:
         z *= _Z_SCALE
-    g *= activation_slope(z, ACTIVATION)
+    g *= activation_slope(z, ACTIVATION, PREROUND)
     if NORM:
         width = tl.minimum(N - tile_n * BN, BN).to(tl.float32)
         rstd = tl.load(rstd_ptr + row * num_n + tile_n, row < M, other=0.0)
         g = rstd[:, None] * (g - z * (tl.sum(g * z, 1) / width)[:, None])
-    magnitude = finite_magnitude(g)
-    tl.atomic_max(amax_ptr, tl.max(magnitude).to(tl.int32, bitcast=True), sem="relaxed")
-    if BIAS:
-        tl.atomic_add(bias_ptr + column, tl.sum(g, 0), column < N, sem="relaxed")
+    return g
+
+
+@triton.jit
+def _store_rows(g, scale_ptr, g_ptr, gs_ptr, row, column, M, N, stride_g, gs_stride, tile_n,
+                ROWS: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+                PREROUND: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
+    """Quantise and store some rows of a tile."""
     if GROUPS == 0:
-        inv = inverse(tl.load(scale_ptr))
-        q = to_fp8(g, inv, 0, E5M2, False, PREROUND)
-        if T_E5M2 == E5M2:
-            qt = tl.trans(q)
-        else:
-            qt = tl.trans(to_fp8(g, inv, 0, T_E5M2, False, PREROUND))
+        q = to_fp8(g, inverse(tl.load(scale_ptr)), 0, E5M2, False, PREROUND, CLEAN)
     else:
-        wide = tl.cdiv(N, 128)
         group = tile_n * GROUPS + tl.arange(0, GROUPS)
-        grouped = tl.reshape(g, (BM, GROUPS, 128))
-        scale = scale_of(tl.max(finite_magnitude(grouped), 2), E5M2, POW2)
-        tl.store(gs_ptr + row[:, None] * wide + group[None, :], scale, (row < M)[:, None] & (group < wide)[None, :])
-        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND), (BM, BN))
-        t_scale = scale_of(tl.max(magnitude, 0), T_E5M2, T_POW2)
-        tl.store(gts_ptr + column * num_m + tile_m, t_scale, column < N)
-        qt = tl.trans(to_fp8(g, inverse(t_scale)[None, :], 0, T_E5M2, False, PREROUND))
-    tl.store(g_ptr + row[:, None] * N + column[None, :], q, inside)
-    tl.store(gt_ptr + column.to(tl.int64)[:, None] * M + row[None, :], qt, tl.trans(inside))
+        grouped = tl.reshape(g, (ROWS, GROUPS, 128))
+        amax = tl.max(tl.abs(grouped), 2) if CLEAN else tl.max(finite_magnitude(grouped), 2)
+        scale = scale_of(amax, E5M2, POW2)
+        there = (row < M)[:, None] & (group < tl.cdiv(N, 128))[None, :]
+        tl.store(gs_ptr + row[:, None] + group.to(tl.int64)[None, :] * gs_stride, scale, there)
+        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND, CLEAN), (ROWS, BN))
+    tl.store(g_ptr + row[:, None] * stride_g + column[None, :], q, (row < M)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def _column_inverse(
+    per_column,
+    scale_ptr,
+    gts_ptr,
+    column,
+    N,
+    gts_stride,
+    tile_m,
+    GROUPS: tl.constexpr,
+    T_E5M2: tl.constexpr,
+    T_POW2: tl.constexpr,
+):
+    if GROUPS == 0:
+        return inverse(tl.load(scale_ptr))
+    else:
+        scale = scale_of(per_column, T_E5M2, T_POW2)
+        tl.store(gts_ptr + column + tile_m * gts_stride, scale, column < N)
+        return inverse(scale)[None, :]
+
+
+@triton.jit
+def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr,
+              M, N, stride_dy, stride_z, stride_g, words, gs_stride, gts_stride,
+              BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+              GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, T_E5M2: tl.constexpr, T_POW2: tl.constexpr,
+              PREROUND: tl.constexpr):  # fmt: skip
+    tile_m, tile_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_n = tl.num_programs(1)
+    Q: tl.constexpr = BM // 4
+    word = tile_m * Q + tl.arange(0, Q)
+    column = tile_n * BN + tl.arange(0, BN)
+    row0, row1, row2, row3 = (
+        4 * word,
+        4 * word + 1,
+        4 * word + 2,
+        4 * word + 3,
+    )  # packed into words for the transpose, as in quantize
+    g0 = _gradient_rows(
+        dy_ptr, z_ptr, rstd_ptr, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
+    )
+    g1 = _gradient_rows(
+        dy_ptr, z_ptr, rstd_ptr, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
+    )
+    g2 = _gradient_rows(
+        dy_ptr, z_ptr, rstd_ptr, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
+    )
+    g3 = _gradient_rows(
+        dy_ptr, z_ptr, rstd_ptr, row3, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
+    )
+    if BIAS:
+        tl.atomic_add(bias_ptr + column, tl.sum(g0 + g1 + g2 + g3, 0), column < N, sem="relaxed")
+    per_column = largest_magnitude(larger(larger(tl.abs(g0), tl.abs(g1)), larger(tl.abs(g2), tl.abs(g3))), 0, PREROUND)
+    total = largest_magnitude(per_column, 0, PREROUND)
+    FAST: tl.constexpr = not (
+        PREROUND or E5M2 or T_E5M2
+    )  # as in quantize: special values are repaired by a rare branch
+    if not (total < float("inf")) or PREROUND:
+        low = tl.maximum(finite_magnitude(g0), finite_magnitude(g1))
+        per_column = tl.max(tl.maximum(low, tl.maximum(finite_magnitude(g2), finite_magnitude(g3))), 0)
+        total = tl.max(per_column)
+        if FAST:
+            g0, g1, g2, g3 = nan_for_inf(g0), nan_for_inf(g1), nan_for_inf(g2), nan_for_inf(g3)
+    _store_rows(
+        g0,
+        scale_ptr,
+        g_ptr,
+        gs_ptr,
+        row0,
+        column,
+        M,
+        N,
+        stride_g,
+        gs_stride,
+        tile_n,
+        Q,
+        BN,
+        GROUPS,
+        E5M2,
+        POW2,
+        PREROUND,
+        FAST,
+    )
+    _store_rows(
+        g1,
+        scale_ptr,
+        g_ptr,
+        gs_ptr,
+        row1,
+        column,
+        M,
+        N,
+        stride_g,
+        gs_stride,
+        tile_n,
+        Q,
+        BN,
+        GROUPS,
+        E5M2,
+        POW2,
+        PREROUND,
+        FAST,
+    )
+    _store_rows(
+        g2,
+        scale_ptr,
+        g_ptr,
+        gs_ptr,
+        row2,
+        column,
+        M,
+        N,
+        stride_g,
+        gs_stride,
+        tile_n,
+        Q,
+        BN,
+        GROUPS,
+        E5M2,
+        POW2,
+        PREROUND,
+        FAST,
+    )
+    _store_rows(
+        g3,
+        scale_ptr,
+        g_ptr,
+        gs_ptr,
+        row3,
+        column,
+        M,
+        N,
+        stride_g,
+        gs_stride,
+        tile_n,
+        Q,
+        BN,
+        GROUPS,
+        E5M2,
+        POW2,
+        PREROUND,
+        FAST,
+    )
+    inv = _column_inverse(per_column, scale_ptr, gts_ptr, column, N, gts_stride, tile_m, GROUPS, T_E5M2, T_POW2)
+    if FAST:
+        packed = pack_rows(g0 * inv, g1 * inv, g2 * inv, g3 * inv)
+    else:
+        packed = pack_rows_checked(g0, g1, g2, g3, inv, 0, 0, 0, 0, T_E5M2, False, PREROUND)
+    there = (column < N)[:, None] & (word < words)[None, :]
+    tl.store(gt_ptr + column.to(tl.int64)[:, None] * words + word[None, :], tl.trans(packed), there)
+    tl.atomic_max(amax_ptr, total.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 def _tile_width(n: int, norm: bool, grouped: bool) -> int:
@@ -179,8 +329,8 @@ def _tile_width(n: int, norm: bool, grouped: bool) -> int:
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def _descriptor(x: Tensor | None, block: list[int], aligned: bool):
-    return TensorDescriptor.from_tensor(x, block) if x is not None and aligned else None
+def _descriptor(x: Tensor | None, block: list[int]):
+    return None if x is None else TensorDescriptor.from_tensor(x, block)
 
 
 def fused(
@@ -200,8 +350,9 @@ def fused(
     pow2: bool,
     keep: bool,
     transpose: bool,
+    tile: tuple[int, int, int] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Launch the fused layer. K is a multiple of 16; see the module docstring."""
+    """Launch the fused layer. Rows of a and b start at multiples of 16 bytes (TMA)."""
     m, k = a.shape
     n = b.shape[0]
     new = {"device": a.device}
@@ -210,24 +361,26 @@ def fused(
     # Grouped scales of an operand need a second accumulator: half the tile height. Groups of the transpose need 128 rows.
     doubled = a_source == GROUPED or b_source >= GROUPED
     few = triton.cdiv(m, 128) * triton.cdiv(n, bn) * 2 <= processors(a.device)
-    bm = 64 if (doubled or few) and not (grouped and transpose) else 128
+    bm = 64 if (doubled or few or out_dtype == torch.float32) and not (grouped and transpose) else 128
+    bm, warps, stages = tile or (bm, 8 if bm * bn > 64 * 128 else 4, 3 if bn == 256 else 4)
+    a, b = tma_ready(a), tma_ready(b)
     blocks = triton.cdiv(n, bn)
-    y = torch.empty(m, n, dtype=out_dtype, **new)
-    y_t = torch.empty(n, m, dtype=out_dtype, **new) if transpose else None
-    y_scale = torch.empty(m, triton.cdiv(n, 128), dtype=torch.float32, **new) if grouped else None
-    yt_scale = torch.empty(n, triton.cdiv(m, 128), dtype=torch.float32, **new) if grouped and transpose else None
-    z = torch.empty(m, n, dtype=torch.float8_e4m3fn if norm else torch.bfloat16, **new) if keep else None
+    y = aligned(m, n, out_dtype, a.device)
+    y_t = aligned(n, m, out_dtype, a.device) if transpose else None
+    y_scale = block_scales(m, n, GROUPED, a.device) if grouped else None
+    yt_scale = block_scales(n, m, GROUPED, a.device) if grouped and transpose else None
+    z = aligned(m, n, torch.float8_e4m3fn if norm else torch.bfloat16, a.device) if keep else None
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new) if keep and norm else None
     programs = min(processors(a.device), triton.cdiv(m, bm) * blocks)
-    bk, tma_n, tma_m = 128, n % 16 == 0, m % 16 == 0
+    bk = 128
     _fused[(programs,)](
         TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
-        _descriptor(y, [bm, bn], tma_n), y, _descriptor(y_t, [bn, bm], tma_m), y_t, _descriptor(z, [bm, bn], tma_n), z,
+        _descriptor(y, [bm, bn]), _descriptor(y_t, [bn, bm]), _descriptor(z, [bm, bn]),
         sa, sb, bias, out_scale, y_scale, yt_scale, rstd, m, n, k,
-        sa.stride(0) if a_source == GROUPED else 0, sb.stride(0) if b_source >= GROUPED else 0,
+        *scale_strides(sa), *scale_strides(sb),
         bm, bn, bk, 8, programs, a_source, b_source, bias is not None, norm, activation,
-        out, out_dtype == torch.float8_e5m2, pow2, keep, transpose, tma_n, tma_m,
-        _TL.get(out_dtype, tl.bfloat16), INTERPRETED, num_warps=8 if bm * bn > 64 * 128 else 4, num_stages=3 if bn == 256 else 4,
+        out, out_dtype == torch.float8_e5m2, pow2, keep, transpose,
+        _TL.get(out_dtype, tl.bfloat16), INTERPRETED, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}
 
@@ -251,17 +404,19 @@ def gradient(
     grouped = scale is None
     new = {"device": dy.device}
     bn = _tile_width(n, norm, grouped)
-    bm = 128 if grouped else 64
-    g, g_t = torch.empty(m, n, dtype=dtype, **new), torch.empty(n, m, dtype=t_dtype, **new)
-    g_scale = torch.empty(m, triton.cdiv(n, 128), dtype=torch.float32, **new) if grouped else None
-    gt_scale = torch.empty(n, triton.cdiv(m, 128), dtype=torch.float32, **new) if grouped else None
+    bm = 128 if grouped else _GRADIENT_ROWS
+    g, g_t = aligned(m, n, dtype, dy.device), aligned(n, m, t_dtype, dy.device)
+    g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
+    gt_scale = block_scales(n, m, GROUPED, dy.device) if grouped else None
     sums = torch.zeros(n, dtype=torch.float32, **new) if bias else None
     amax = torch.zeros((), dtype=torch.float32, **new)
+    words = g_t.stride(0) // 4
     _gradient[(triton.cdiv(m, bm), triton.cdiv(n, bn))](
-        dy, z, rstd, scale, g, g_scale, g_t, gt_scale, sums, amax.view(torch.int32), m, n, dy.stride(0),
+        dy, z, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
+        sums, amax.view(torch.int32), m, n, dy.stride(0), z.stride(0), g.stride(0), words, m, n,
         bm, bn, norm, activation, bias, bn // 128 if grouped else 0,
         dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, INTERPRETED,
-        num_warps=16 if bm * bn > 64 * 256 else 8,
+        **(_GRADIENT_LAUNCH_GROUPED if grouped else _GRADIENT_LAUNCH),
     )  # fmt: skip
     return {"g": g, "g_scale": g_scale, "g_t": g_t, "gt_scale": gt_scale, "bias": sums, "amax": amax}
 

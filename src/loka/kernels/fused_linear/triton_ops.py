@@ -26,18 +26,18 @@ def fused_linear(
 
 @fused_linear.register_fake
 def _(a, b, sa, sb, bias, out_scale, a_source, b_source, norm, activation, out, out_dtype, pow2, keep, transpose):  # type: ignore[no-untyped-def]
-    m, n = a.shape[0], b.shape[0]
+    m, n, device = a.shape[0], b.shape[0], a.device
     grouped = out == kernels.OUT_GROUPED
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return a.new_empty(shape, dtype=dtype)
 
     return (
-        empty(m, n, dtype=out_dtype),
-        empty(m, -(-n // 128)) if grouped else empty(0),
-        empty(n, m, dtype=out_dtype) if transpose else empty(0),
-        empty(n, -(-m // 128)) if grouped and transpose else empty(0),
-        empty(m, n, dtype=torch.float8_e4m3fn if norm else torch.bfloat16) if keep else empty(0),
+        kernels.aligned(m, n, out_dtype, a.device),
+        kernels.block_scales(m, n, kernels.GROUPED, device) if grouped else empty(0),
+        kernels.aligned(n, m, out_dtype, a.device) if transpose else empty(0),
+        kernels.block_scales(n, m, kernels.GROUPED, device) if grouped and transpose else empty(0),
+        kernels.aligned(m, n, torch.float8_e4m3fn if norm else torch.bfloat16, a.device) if keep else empty(0),
         empty(m, -(-n // kernels.NORM_BLOCK)) if keep and norm else empty(0),
     )
 
@@ -56,17 +56,17 @@ def fused_linear_gradient(
 
 @fused_linear_gradient.register_fake
 def _(dy, z, rstd, scale, norm, activation, bias, dtype, t_dtype, pow2, t_pow2):  # type: ignore[no-untyped-def]
-    m, n = dy.shape
+    (m, n), device = dy.shape, dy.device
     grouped = scale is None
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return dy.new_empty(shape, dtype=dtype)
 
     return (
-        empty(m, n, dtype=dtype),
-        empty(m, -(-n // 128)) if grouped else empty(0),
-        empty(n, m, dtype=t_dtype),
-        empty(n, -(-m // 128)) if grouped else empty(0),
+        kernels.aligned(m, n, dtype, dy.device),
+        kernels.block_scales(m, n, kernels.GROUPED, device) if grouped else empty(0),
+        kernels.aligned(n, m, t_dtype, dy.device),
+        kernels.block_scales(n, m, kernels.GROUPED, device) if grouped else empty(0),
         empty(n) if bias else empty(0),
         empty(),
     )

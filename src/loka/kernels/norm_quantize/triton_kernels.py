@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.norm_quantize.call import NORM_BLOCK
+from loka.kernels.quantize.triton_kernels import aligned, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, activate, activation_slope, finite_magnitude, inverse, scale_of, to_fp8
 
@@ -56,13 +57,17 @@ def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.con
 
 
 @triton.jit
-def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, M, K, blocks, stride_x, stride_r, eps,
+def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr,
+             M, K, blocks, stride_x, stride_r, stride_q, eps,
              ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-             PREROUND: tl.constexpr):  # fmt: skip
+             FULL: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
-    inside = (row < M)[:, None] & (column < K)[None, :]
+    if FULL:
+        inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
+    else:
+        inside = (row < M)[:, None] & (column < K)[None, :]
     offset = row[:, None] * K + column[None, :]
     h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
     if RESIDUAL:
@@ -76,7 +81,7 @@ def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, r
     if NORM == _LAYER:
         mean = _mean(h, K, ROWS, WIDE, NORM)
         tl.store(mean_ptr + row, mean, row < M)
-        h = tl.where(inside, h - mean[:, None], 0.0)
+        h = h - mean[:, None] if FULL else tl.where(inside, h - mean[:, None], 0.0)
     rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
     _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
     y = h * _spread(rstd, ROWS, WIDE, NORM)
@@ -84,30 +89,35 @@ def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, r
         y *= tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         y += tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
-    y = activate(y, ACTIVATION)
+    y = activate(y, ACTIVATION, PREROUND)
     if OUT:
         tl.store(y_ptr + offset, y, inside)
+    # After a norm nothing is infinite (an Inf in x makes its block NaN), unless a parameter is; and a maximum skips NaN.
+    CLEAN: tl.constexpr = not (WEIGHT or BIAS)
+    PLAIN: tl.constexpr = CLEAN and not PREROUND
     if SCALE == _SCALAR:
-        q = to_fp8(y, inverse(tl.load(s_ptr)), 0, E5M2, False, PREROUND)
+        q = to_fp8(y, inverse(tl.load(s_ptr)), 0, E5M2, False, PREROUND, CLEAN)
     elif SCALE == _VECTOR:
-        scale = scale_of(tl.max(finite_magnitude(y), 1), E5M2, POW2)
+        amax = tl.max(tl.abs(y), 1) if PLAIN else tl.max(finite_magnitude(y), 1)
+        scale = scale_of(amax, E5M2, POW2)
         tl.store(s_ptr + row, scale, row < M)
-        q = to_fp8(y, inverse(scale)[:, None], 0, E5M2, False, PREROUND)
+        q = to_fp8(y, inverse(scale)[:, None], 0, E5M2, False, PREROUND, CLEAN)
     else:
         GROUPS: tl.constexpr = WIDE // 128
-        wide = tl.cdiv(K, 128)
         group = tl.arange(0, GROUPS)
         grouped = tl.reshape(y, (ROWS, GROUPS, 128))
-        scale = scale_of(tl.max(finite_magnitude(grouped), 2), E5M2, POW2)
-        tl.store(s_ptr + row[:, None] * wide + group[None, :], scale, (row < M)[:, None] & (group < wide)[None, :])
-        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND), (ROWS, WIDE))
-    tl.store(q_ptr + offset, q, inside)
+        amax = tl.max(tl.abs(grouped), 2) if PLAIN else tl.max(finite_magnitude(grouped), 2)
+        scale = scale_of(amax, E5M2, POW2)
+        there = (row < M)[:, None] & (group < tl.cdiv(K, 128))[None, :]
+        tl.store(s_ptr + row[:, None] + group[None, :] * M, scale, there)
+        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND, CLEAN), (ROWS, WIDE))
+    tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, inside)
 
 
 @triton.jit
 def _backward(dy_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, M, K, blocks, stride_dy, stride_dh,
               ROWS: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-              WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr):  # fmt: skip
+              WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, WIDE)
     dw = tl.zeros((WIDE,), tl.float32)
@@ -137,7 +147,7 @@ def _backward(dy_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, d
         if BIAS:
             p += b
         dp = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
-        dp *= activation_slope(p, ACTIVATION)
+        dp *= activation_slope(p, ACTIVATION, PREROUND)
         if WEIGHT:
             dw += tl.sum(dp * xhat, 0)
         if BIAS:
@@ -170,9 +180,11 @@ def forward(
     wide = max(256, triton.next_power_of_2(k))
     blocks = triton.cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
     new = {"device": x.device}
-    q = torch.empty(m, k, dtype=dtype, **new)
+    q = aligned(m, k, dtype, x.device)
     if source != SCALAR:
-        scale = torch.empty(m, triton.cdiv(k, 128) if source == GROUPED else 1, dtype=torch.float32, **new)
+        scale = (
+            block_scales(m, k, source, x.device) if source == GROUPED else torch.empty(m, 1, dtype=torch.float32, **new)
+        )
     h = torch.empty(m, k, dtype=x.dtype, **new) if residual is not None else None
     y = torch.empty(m, k, dtype=out_dtype, **new) if out_dtype is not None else None
     mean = torch.empty(m, 1, dtype=torch.float32, **new) if norm == LAYER else None
@@ -180,8 +192,8 @@ def forward(
     rows = _rows_per_program(wide)
     _forward[(triton.cdiv(m, rows),)](
         x, residual, h, weight, bias, q, scale, y, mean, rstd, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
-        eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+        q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
+        dtype == torch.float8_e5m2, pow2, k == wide, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
     )  # fmt: skip
     return {"q": q, "scale": scale if source != SCALAR else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
 
@@ -200,7 +212,7 @@ def backward(
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
         dy, h, weight, bias, mean, rstd, dh, dx, dw, db, m, k, rstd.shape[1], dy.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None,
+        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None, INTERPRETED,
         num_warps=4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {

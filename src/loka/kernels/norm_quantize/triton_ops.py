@@ -29,10 +29,11 @@ def _(x, residual, weight, bias, scale, norm, activation, eps, dtype, source, po
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return x.new_empty(shape, dtype=dtype)
 
-    scales = {kernels.SCALAR: (0,), kernels.VECTOR: (m, 1), kernels.GROUPED: (m, -(-k // 128))}[source]
     return (
-        empty(m, k, dtype=dtype),
-        empty(*scales),
+        kernels.aligned(m, k, dtype, x.device),
+        kernels.block_scales(m, k, source, x.device)
+        if source == kernels.GROUPED
+        else empty(*((m, 1) if source == kernels.VECTOR else (0,))),
         empty(m, k, dtype=x.dtype) if residual is not None else empty(0),
         empty(m, k, dtype=out_dtype) if out_dtype is not None else empty(0),
         empty(m, 1) if norm == kernels.LAYER else empty(0),

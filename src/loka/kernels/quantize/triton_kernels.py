@@ -17,9 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.tile import (
+    INTERPRETED,
+    finite_magnitude,
+    inverse,
+    larger,
+    largest_magnitude,
+    nan_for_inf,
+    pack_rows,
+    pack_rows_checked,
+    scale_of,
+    to_fp8,
+)
 
 GROUP = 128
+_BOTH_LAUNCH = {"num_warps": 8, "maxnreg": 128}
 WIDEST_ROW = 16384  # elements one program keeps in registers
 
 # Where a tile's scales come from.
@@ -73,7 +85,7 @@ def _group_scale(
 
 
 @triton.jit
-def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, seed,
+def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, s_stride, s_stride_k, seed,
            BM: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr,
            E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     wide = tl.cdiv(K, BK)
@@ -89,14 +101,16 @@ def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, seed,
         inv = inverse(tl.load(s_ptr + row, row < M, other=1.0))[:, None]
     elif SCALE == _GROUPED:
         scale = scale_of(tl.max(finite_magnitude(x), 1), E5M2, POW2)
-        tl.store(s_ptr + row * wide + tile_k, scale, row < M)
+        tl.store(s_ptr + row * s_stride + tile_k * s_stride_k, scale, row < M)
         inv = inverse(scale)[:, None]
     else:
         scale = scale_of(tl.max(finite_magnitude(x)), E5M2, POW2)
-        tl.store(s_ptr + tile_m * wide + tile_k, scale)
+        tl.store(s_ptr + tile_m * s_stride + tile_k * s_stride_k, scale)
         inv = inverse(scale)
     noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
-    tl.store(q_ptr + row[:, None] * stride_q + column[None, :], to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND), inside)
+    tl.store(
+        q_ptr + row[:, None] * stride_q + column[None, :], to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND), inside
+    )
 
 
 @triton.jit
@@ -106,40 +120,78 @@ def _load_rows(x_ptr, row, column, M, K, stride_x):
 
 
 @triton.jit
-def _row_inverse(x, s_ptr, row, M, tile_k, wide, square, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr):
+def _row_inverse(
+    largest,
+    s_ptr,
+    row,
+    M,
+    tile_k,
+    stride_m,
+    stride_k,
+    square,
+    SCALE: tl.constexpr,
+    E5M2: tl.constexpr,
+    POW2: tl.constexpr,
+):
     """Inverse scales of some rows of a tile, made and stored where they belong to the tile."""
     if SCALE == _SCALAR:
         return inverse(tl.load(s_ptr))
     elif SCALE == _VECTOR:
         return inverse(tl.load(s_ptr + row, row < M, other=1.0))[:, None]
     elif SCALE == _GROUPED:
-        scale = scale_of(tl.max(finite_magnitude(x), 1), E5M2, POW2)
-        tl.store(s_ptr + row * wide + tile_k, scale, row < M)
+        scale = scale_of(largest, E5M2, POW2)
+        tl.store(s_ptr + row * stride_m + tile_k * stride_k, scale, row < M)
         return inverse(scale)[:, None]
     else:
         return inverse(scale_of(square, E5M2, POW2))
 
 
 @triton.jit
-def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):
+def _column_inverse(
+    largest,
+    s_ptr,
+    column,
+    K,
+    tile_m,
+    stride_m,
+    stride_k,
+    square,
+    SCALE: tl.constexpr,
+    E5M2: tl.constexpr,
+    POW2: tl.constexpr,
+):
+    """The same for the columns: rows of the transpose."""
+    if SCALE == _SCALAR:
+        return inverse(tl.load(s_ptr))
+    elif SCALE == _VECTOR:
+        return inverse(tl.load(s_ptr + column, column < K, other=1.0))[None, :]
+    elif SCALE == _GROUPED:
+        scale = scale_of(largest, E5M2, POW2)
+        tl.store(s_ptr + column * stride_m + tile_m * stride_k, scale, column < K)
+        return inverse(scale)[None, :]
+    else:
+        return inverse(scale_of(square, E5M2, POW2))
+
+
+@triton.jit
+def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed,
+                E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
     noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
-    q = to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND)
+    q = to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND, CLEAN)
     tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < K)[None, :])
-    return q.to(tl.uint8, bitcast=True).to(tl.uint32)
 
 
 @triton.jit
-def _byte(x, inv, row, column, K, seed, E5M2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):
-    noise = tl.randint(seed, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
-    return to_fp8(x, inv, noise, E5M2, STOCHASTIC, PREROUND).to(tl.uint8, bitcast=True).to(tl.uint32)
+def _noise(seed, row, column, K, STOCHASTIC: tl.constexpr):
+    return tl.randint(seed + 1, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
 
 
 @triton.jit
-def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, seed,
-          BM: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, TSCALE: tl.constexpr, SAME: tl.constexpr,
+def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, s_stride, st_stride, s_stride_k, st_stride_k, seed,
+          BM: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, TSCALE: tl.constexpr,
           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr,
           T_E5M2: tl.constexpr, T_POW2: tl.constexpr, T_STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    wide, high = tl.cdiv(K, BK), tl.cdiv(M, BM)
+    wide = tl.cdiv(K, BK)
     tile_m = (tl.program_id(0) // wide).to(tl.int64)
     tile_k = (tl.program_id(0) % wide).to(tl.int64)
     word = tile_m * (BM // 4) + tl.arange(0, BM // 4)
@@ -150,40 +202,47 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
     x1 = _load_rows(x_ptr, row1, column, M, K, stride_x)
     x2 = _load_rows(x_ptr, row2, column, M, K, stride_x)
     x3 = _load_rows(x_ptr, row3, column, M, K, stride_x)
-    largest = tl.maximum(
-        tl.maximum(finite_magnitude(x0), finite_magnitude(x1)), tl.maximum(finite_magnitude(x2), finite_magnitude(x3))
-    )
-    square = tl.max(largest) if SCALE == _SQUARE or TSCALE == _SQUARE else 0.0
+    r0, r1 = largest_magnitude(x0, 1, PREROUND), largest_magnitude(x1, 1, PREROUND)
+    r2, r3 = largest_magnitude(x2, 1, PREROUND), largest_magnitude(x3, 1, PREROUND)
+    square = largest_magnitude(larger(larger(r0, r1), larger(r2, r3)), 0, PREROUND)
+    if TSCALE == _GROUPED:
+        per_column = largest_magnitude(
+            larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3))), 0, PREROUND
+        )
+    else:
+        per_column = tl.zeros((BK,), tl.float32)
+    # E4M3 rounded to nearest, the common case, needs no check an element: a tile that holds an Inf or a NaN is repaired first, by a rare branch.
+    FAST: tl.constexpr = not (PREROUND or STOCHASTIC or T_STOCHASTIC or E5M2 or T_E5M2)
+    if not (square < float("inf")) or PREROUND:
+        r0, r1 = tl.max(finite_magnitude(x0), 1), tl.max(finite_magnitude(x1), 1)
+        r2, r3 = tl.max(finite_magnitude(x2), 1), tl.max(finite_magnitude(x3), 1)
+        square = tl.max(tl.maximum(tl.maximum(r0, r1), tl.maximum(r2, r3)))
+        if TSCALE == _GROUPED:
+            low = tl.maximum(finite_magnitude(x0), finite_magnitude(x1))
+            per_column = tl.max(tl.maximum(low, tl.maximum(finite_magnitude(x2), finite_magnitude(x3))), 0)
+        if FAST:
+            x0, x1, x2, x3 = nan_for_inf(x0), nan_for_inf(x1), nan_for_inf(x2), nan_for_inf(x3)
     if SCALE == _SQUARE:
-        tl.store(s_ptr + tile_m * wide + tile_k, scale_of(square, E5M2, POW2))
-    i0 = _row_inverse(x0, s_ptr, row0, M, tile_k, wide, square, SCALE, E5M2, POW2)
-    i1 = _row_inverse(x1, s_ptr, row1, M, tile_k, wide, square, SCALE, E5M2, POW2)
-    i2 = _row_inverse(x2, s_ptr, row2, M, tile_k, wide, square, SCALE, E5M2, POW2)
-    i3 = _row_inverse(x3, s_ptr, row3, M, tile_k, wide, square, SCALE, E5M2, POW2)
-    b0 = _store_rows(q_ptr, x0, i0, row0, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
-    b1 = _store_rows(q_ptr, x1, i1, row1, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
-    b2 = _store_rows(q_ptr, x2, i2, row2, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
-    b3 = _store_rows(q_ptr, x3, i3, row3, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND)
+        tl.store(s_ptr + tile_m * s_stride + tile_k * s_stride_k, scale_of(square, E5M2, POW2))
     if TSCALE == _SQUARE:
-        tl.store(st_ptr + tile_k * high + tile_m, scale_of(square, T_E5M2, T_POW2))
-    if not SAME:
-        if TSCALE == _SCALAR:
-            inv = inverse(tl.load(st_ptr))
-        elif TSCALE == _VECTOR:
-            inv = inverse(tl.load(st_ptr + column, column < K, other=1.0))[None, :]
-        elif TSCALE == _GROUPED:
-            scale = scale_of(tl.max(largest, 0), T_E5M2, T_POW2)
-            tl.store(st_ptr + column * high + tile_m, scale, column < K)
-            inv = inverse(scale)[None, :]
-        else:
-            inv = inverse(scale_of(square, T_E5M2, T_POW2))
-        b0 = _byte(x0, inv, row0, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
-        b1 = _byte(x1, inv, row1, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
-        b2 = _byte(x2, inv, row2, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
-        b3 = _byte(x3, inv, row3, column, K, seed + 1, T_E5M2, T_STOCHASTIC, PREROUND)
-    packed = tl.trans(b0 | (b1 << 8) | (b2 << 16) | (b3 << 24))
+        tl.store(st_ptr + tile_k * st_stride + tile_m * st_stride_k, scale_of(square, T_E5M2, T_POW2))
+    i0 = _row_inverse(r0, s_ptr, row0, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+    i1 = _row_inverse(r1, s_ptr, row1, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+    i2 = _row_inverse(r2, s_ptr, row2, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+    i3 = _row_inverse(r3, s_ptr, row3, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+    _store_rows(q_ptr, x0, i0, row0, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+    _store_rows(q_ptr, x1, i1, row1, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+    _store_rows(q_ptr, x2, i2, row2, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+    _store_rows(q_ptr, x3, i3, row3, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+    inv = _column_inverse(per_column, st_ptr, column, K, tile_m, st_stride, st_stride_k, square, TSCALE, T_E5M2, T_POW2)
+    if FAST:
+        packed = pack_rows(x0 * inv, x1 * inv, x2 * inv, x3 * inv)
+    else:
+        n0, n1 = _noise(seed, row0, column, K, T_STOCHASTIC), _noise(seed, row1, column, K, T_STOCHASTIC)
+        n2, n3 = _noise(seed, row2, column, K, T_STOCHASTIC), _noise(seed, row3, column, K, T_STOCHASTIC)
+        packed = pack_rows_checked(x0, x1, x2, x3, inv, n0, n1, n2, n3, T_E5M2, T_STOCHASTIC, PREROUND)
     there = (column < K)[:, None] & (word < words)[None, :]
-    tl.store(qt_ptr + column[:, None] * words + word[None, :], packed.to(tl.int32, bitcast=True), there)
+    tl.store(qt_ptr + column[:, None] * words + word[None, :], tl.trans(packed), there)
 
 
 @triton.jit
@@ -205,7 +264,9 @@ def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
 
 
 @triton.jit
-def _scales(partial_ptr, s_ptr, parts, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr):
+def _scales(
+    partial_ptr, s_ptr, parts, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr
+):
     """Scales from partial maxima [parts, count]."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.zeros((PARTS, BLOCK), tl.float32)
@@ -219,6 +280,18 @@ def _scales(partial_ptr, s_ptr, parts, count, PARTS: tl.constexpr, BLOCK: tl.con
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty [rows, columns] whose rows start at multiples of 16 elements, as TMA wants FP8 operands."""
     return torch.empty(rows, -(-columns // 16) * 16, dtype=dtype, device=device)[:, :columns]
+
+
+def block_scales(rows: int, columns: int, source: int, device: torch.device) -> Tensor:
+    """Empty scales of 1x128 or 128x128 blocks. The former are stored group after group, all rows of a group together: what TMA-fed GEMMs read."""
+    wide = triton.cdiv(columns, GROUP)
+    if source == GROUPED:
+        return torch.empty(wide, rows, device=device, dtype=torch.float32).T
+    return torch.empty(triton.cdiv(rows, GROUP), wide, device=device, dtype=torch.float32)
+
+
+def _strides(scale: Tensor) -> tuple[int, int]:
+    return (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
 
 
 def _fp8(e5m2: bool) -> torch.dtype:
@@ -243,7 +316,9 @@ def quantize_rows(x: Tensor, *, e5m2: bool, pow2: bool, stochastic: bool, seed: 
     return q, scale
 
 
-def global_scales(x: Tensor, *, row: bool, column: bool, tensor: bool, options: list[tuple[bool, bool]]) -> list[Tensor]:
+def global_scales(
+    x: Tensor, *, row: bool, column: bool, tensor: bool, options: list[tuple[bool, bool]]
+) -> list[Tensor]:
     """Scales no tile can know alone, from one read of x: per row [M], per column [K], of the tensor [], each as asked for.
 
     `options` holds (e5m2, pow2) for each scale asked for, in that order.
@@ -272,14 +347,14 @@ def quantize_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of x [M, K] with scales that are given, or made in the tile."""
     m, k = x.shape
-    high, wide = triton.cdiv(m, GROUP), triton.cdiv(k, GROUP)
+    wide = triton.cdiv(k, GROUP)
     q = aligned(m, k, _fp8(e5m2), x.device)
     if scale is None:
-        scale = torch.empty(m if source == GROUPED else high, wide, device=x.device, dtype=torch.float32)
+        scale = block_scales(m, k, source, x.device)
     if m and k:
         bm = GROUP if source == SQUARE else 32  # shallow tiles keep more loads in flight
         _tiles[(triton.cdiv(m, bm) * wide,)](
-            x, q, scale, m, k, x.stride(0), q.stride(0), seed,
+            x, q, scale, m, k, x.stride(0), q.stride(0), *_strides(scale), seed,
             bm, GROUP, source, e5m2, pow2, stochastic, INTERPRETED, num_warps=4 if bm == 32 else 8,
         )  # fmt: skip
     return q, scale
@@ -298,23 +373,19 @@ def quantize_both(
     t_e5m2: bool,
     t_pow2: bool,
     t_stochastic: bool,
-    same: bool,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q [M, K] and the transpose qt [K, M] from one read of x. `same`: both have the same elements, so they are rounded once."""
+    """q [M, K] and the transpose qt [K, M] from one read of x."""
     m, k = x.shape
-    high, wide = triton.cdiv(m, GROUP), triton.cdiv(k, GROUP)
-    new = {"device": x.device, "dtype": torch.float32}
     q, qt = aligned(m, k, _fp8(e5m2), x.device), aligned(k, m, _fp8(t_e5m2), x.device)
-    if scale is None:
-        scale = torch.empty(m if source == GROUPED else high, wide, **new)
-    if t_scale is None:
-        t_scale = torch.empty(k if t_source == GROUPED else wide, high, **new)
+    scale = block_scales(m, k, source, x.device) if scale is None else scale
+    t_scale = block_scales(k, m, t_source, x.device) if t_scale is None else t_scale
     if m and k:
         words = qt.stride(0) // 4
-        _both[(high * wide,)](
+        strides = [stride for pair in zip(_strides(scale), _strides(t_scale), strict=True) for stride in pair]
+        _both[(triton.cdiv(m, GROUP) * triton.cdiv(k, GROUP),)](
             x, q, scale, torch.as_strided(qt, (k, words * 4), (words * 4, 1)).view(torch.int32), t_scale,
-            m, k, x.stride(0), q.stride(0), words, seed, GROUP, GROUP, source, t_source, same,
-            e5m2, pow2, stochastic, t_e5m2, t_pow2, t_stochastic, INTERPRETED, num_warps=8,
+            m, k, x.stride(0), q.stride(0), words, *strides, seed, GROUP, GROUP, source, t_source,
+            e5m2, pow2, stochastic, t_e5m2, t_pow2, t_stochastic, INTERPRETED, **_BOTH_LAUNCH,
         )  # fmt: skip
     return q, scale, qt, t_scale

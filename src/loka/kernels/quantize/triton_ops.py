@@ -24,27 +24,23 @@ def quantize(
     want_t = Spec.parse(transpose) if transpose else None
     if want_t is None and want.block == ROW and want.mode == "dynamic":
         return *kernels.quantize_rows(x, seed=seed, **_options(want)), *_nothing(x)
-    same = want_t is not None and scale is None and transpose_scale is None and _same_elements(want, want_t)
     scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
     if want_t is None:
         q, made = kernels.quantize_tiles(x, source=_source(want), scale=scale, seed=seed, **_options(want))
         return q, _made(made, x.shape, want), *_nothing(x)
     options = {f"t_{key}": value for key, value in _options(want_t).items()}
     q, made, qt, t_made = kernels.quantize_both(
-        x, source=_source(want), scale=scale, t_source=_source(want_t), t_scale=transpose_scale, same=same, seed=seed,
+        x, source=_source(want), scale=scale, t_source=_source(want_t), t_scale=transpose_scale, seed=seed,
         **_options(want), **options,
     )  # fmt: skip
     t_made = t_made.clone() if t_made is made else t_made  # an op's outputs may not alias one another
     return q, _made(made, x.shape, want), qt, _made(t_made, (x.shape[1], x.shape[0]), want_t)
 
 
-def _same_elements(spec: Spec, spec_t: Spec) -> bool:
-    """Whether the transpose holds the very same elements: scales of the same values, rounded the same way."""
-    return spec == spec_t and spec.block in (TENSOR, Block(128, 128)) and spec.rounding == "nearest"
-
-
 def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
-    return scale.reshape(scale_shape(shape, spec.block)) if spec.mode == "dynamic" else scale.new_empty(0)
+    if spec.mode != "dynamic":
+        return scale.new_empty(0)
+    return scale.reshape(scale_shape(shape, spec.block)) if spec.block in (TENSOR, ROW) else scale
 
 
 @quantize.register_fake
@@ -57,8 +53,12 @@ def _(x, spec, scale, transpose, transpose_scale, seed):  # type: ignore[no-unty
 
 
 def _fake(x: Tensor, shape: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
-    scale = scale_shape(shape, spec.block) if spec.mode == "dynamic" else (0,)
-    return kernels.aligned(*shape, spec.format.dtype, x.device), x.new_empty(scale, dtype=torch.float32)
+    q = kernels.aligned(*shape, spec.format.dtype, x.device)
+    if spec.mode != "dynamic":
+        return q, x.new_empty(0, dtype=torch.float32)
+    if spec.block in (TENSOR, ROW):
+        return q, x.new_empty(scale_shape(shape, spec.block), dtype=torch.float32)
+    return q, kernels.block_scales(*shape, _source(spec), x.device)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:

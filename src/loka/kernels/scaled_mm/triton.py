@@ -27,10 +27,12 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 
 def padded(q: QTensor) -> Tensor:
-    """Data contiguous with K a multiple of 16, as TMA wants it; zeros add nothing to a dot product."""
-    missing = -q.shape[1] % 16
-    data = q.data.contiguous()
-    return F.pad(data.view(torch.uint8), (0, missing)).view(data.dtype) if missing else data
+    """Data as TMA wants it: unit stride along K, rows at multiples of 16 bytes. TMA reads zeros beyond K, which add nothing to a dot product."""
+    data = q.data
+    if data.stride(1) == 1 and data.stride(0) % 16 == 0:
+        return data
+    missing = -data.shape[1] % 16
+    return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)[:, : data.shape[1]]
 
 
 def source(spec: Spec) -> int:
@@ -46,7 +48,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
         return a.data.new_zeros(m, n, dtype=out_dtype)
     from loka.kernels.scaled_mm import triton_ops
 
-    scales = a.scale.contiguous(), b.scale.contiguous()
+    scales = (q.scale if q.spec.block in (_GROUP, _SQUARE) else q.scale.contiguous() for q in (a, b))
     result: Tensor = triton_ops.scaled_mm(
         padded(a), padded(b), *scales, source(a.spec), source(b.spec), not fast_accum, out_dtype
     )

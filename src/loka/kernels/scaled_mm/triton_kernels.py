@@ -27,7 +27,7 @@ _SQUARE = tl.constexpr(4)
 
 
 @triton.jit
-def _gemm(a_desc, b_desc, c_desc, c_ptr, sa_ptr, sb_ptr, M, N, K, sa_stride, sb_stride,
+def _gemm(a_desc, b_desc, c_desc, c_ptr, sa_ptr, sb_ptr, M, N, K, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
           A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, EXACT: tl.constexpr, TMA_STORE: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
@@ -42,14 +42,16 @@ def _gemm(a_desc, b_desc, c_desc, c_ptr, sa_ptr, sb_ptr, M, N, K, sa_stride, sb_
             if A_SCALE == _GROUPED or B_SCALE >= _GROUPED:
                 part = tl.dot(a, b.T)
                 if A_SCALE == _GROUPED:
-                    part *= tl.load(sa_ptr + row * sa_stride + k, row < M, other=0.0)[:, None]
+                    part *= tl.load(sa_ptr + row * sa_stride + k * sa_stride_k, row < M, other=0.0)[:, None]
                 if B_SCALE == _GROUPED:
-                    part *= tl.load(sb_ptr + column * sb_stride + k, column < N, other=0.0)[None, :]
+                    part *= tl.load(sb_ptr + column * sb_stride + k * sb_stride_k, column < N, other=0.0)[None, :]
                 elif B_SCALE == _SQUARE:
                     if BN <= 128:  # the tile's columns share one block
-                        part *= tl.load(sb_ptr + (tile_n * BN // 128) * sb_stride + k)
+                        part *= tl.load(sb_ptr + (tile_n * BN // 128) * sb_stride + k * sb_stride_k)
                     else:
-                        part *= tl.load(sb_ptr + (column // 128) * sb_stride + k, column < N, other=0.0)[None, :]
+                        part *= tl.load(sb_ptr + (column // 128) * sb_stride + k * sb_stride_k, column < N, other=0.0)[
+                            None, :
+                        ]
                 acc += part
             elif EXACT:
                 acc = tl.dot(a, b.T, acc, max_num_imprecise_acc=BK)
@@ -70,23 +72,40 @@ def _gemm(a_desc, b_desc, c_desc, c_ptr, sa_ptr, sb_ptr, M, N, K, sa_stride, sb_
             tl.store(c_ptr + row.to(tl.int64)[:, None] * N + column[None, :], acc.to(OUT), inside)
 
 
+def scale_strides(scale: Tensor) -> tuple[int, int]:
+    """Strides of block scales; scales of rows and tensors are read by index alone."""
+    return (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
+
+
+def tma_ready(x: Tensor) -> Tensor:
+    """x itself, or a copy where its storage does not start at a multiple of 16 bytes."""
+    if x.data_ptr() % 16 == 0:
+        return x
+    rows, columns = x.shape
+    return x.new_empty(rows, -(-columns // 16) * 16)[:, :columns].copy_(x)
+
+
 @lru_cache(maxsize=4096)
-def tile_for(m: int, n: int, k: int, processors: int, *, narrow: bool) -> tuple[int, int, int, int]:
-    """(BM, BN, warps, stages) that minimises waves x time per tile. `narrow` forbids 256-wide tiles (two accumulators).
+def tile_for(m: int, n: int, processors: int, *, doubled: bool, wide_out: bool) -> tuple[int, int, int, int, int]:
+    """(BM, BN, warps, stages, programs per multiprocessor) that minimises waves x time per tile.
 
-    Time per tile is BM * BN, scaled by how well the tile feeds the tensor cores: measured on an H200, bigger tiles move fewer bytes per product.
+    Time per tile is BM * BN, scaled by how well the tile feeds the tensor cores (fitted to an H200: bigger tiles move fewer bytes per product). With
+    two accumulators (`doubled`) two small programs share a multiprocessor: one promotes its partial sums while the other multiplies. A float32 result
+    (`wide_out`) of a 256-wide tile does not fit into shared memory beside the pipeline.
     """
-    choices = [(128, 128, 8, 4, 1.12), (64, 128, 4, 5, 1.35), (64, 64, 4, 6, 1.8)]
-    if not narrow:
-        choices += [(128, 256, 8, 3, 1.0), (64, 256, 8, 4, 1.2)]
+    if doubled:
+        choices = [(64, 128, 4, 3, 2, 1.0), (128, 128, 8, 4, 1, 1.08), (64, 64, 4, 4, 2, 1.3)]
+    else:
+        choices = [(128, 128, 4, 4, 1, 1.03), (64, 128, 4, 5, 1, 1.3), (64, 64, 4, 6, 1, 1.7)]
+        if not wide_out:
+            choices += [(128, 256, 8, 3, 1, 1.0), (64, 256, 4, 4, 1, 1.08)]
 
-    def cost(choice: tuple[int, int, int, int, float]) -> float:
-        bm, bn, _, _, inefficiency = choice
+    def cost(choice: tuple[int, int, int, int, int, float]) -> float:
+        bm, bn, _, _, resident, inefficiency = choice
         tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
-        return triton.cdiv(tiles, processors) * bm * bn * inefficiency
+        return triton.cdiv(tiles, processors * resident) * resident * bm * bn * inefficiency
 
-    bm, bn, warps, stages, _ = min(choices, key=cost)
-    return bm, bn, warps, stages
+    return min(choices, key=cost)[:5]
 
 
 @lru_cache
@@ -108,22 +127,25 @@ def gemm(
     b_source: int,
     exact: bool,
     out_dtype: torch.dtype,
-    tile: tuple[int, int, int, int] | None = None,
+    tile: tuple[int, int, int, int, int] | None = None,
 ) -> Tensor:
-    """a [M, K] @ b [N, K]^T. K is a multiple of 16 (TMA strides); scales are contiguous float32."""
+    """a [M, K] @ b [N, K]^T. Rows start at multiples of 16 bytes (TMA); scales are contiguous float32."""
     m, k = a.shape
     n = b.shape[0]
     out = torch.empty(m, n, device=a.device, dtype=out_dtype)
-    narrow = exact or a_source == GROUPED or b_source >= GROUPED
+    doubled = exact or a_source == GROUPED or b_source >= GROUPED
     count = processors(a.device)
-    bm, bn, warps, stages = tile or tile_for(m, n, k, count, narrow=narrow)
+    bm, bn, warps, stages, resident = tile or tile_for(
+        m, n, count, doubled=doubled, wide_out=out_dtype == torch.float32
+    )
+    a, b = tma_ready(a), tma_ready(b)
     bk = 128
     tma_store = n * out.element_size() % 16 == 0
-    programs = min(count, triton.cdiv(m, bm) * triton.cdiv(n, bn))
+    programs = min(count * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
     _gemm[(programs,)](
         TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
         TensorDescriptor.from_tensor(out, [bm, bn]) if tma_store else None, out, sa, sb, m, n, k,
-        sa.stride(0) if a_source == GROUPED else 0, sb.stride(0) if b_source >= GROUPED else 0,
+        *scale_strides(sa), *scale_strides(sb),
         bm, bn, bk, 8, programs, a_source, b_source, exact, tma_store, _TL[out_dtype],
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
