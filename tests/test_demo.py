@@ -11,8 +11,10 @@ from loka.demo import Demo, DemoConfig
 from loka.demo.job import ARMS
 from loka.records import Comparison, Plan, ProbeReport, Progress, Run
 
-SETTINGS = DemoConfig(size="tiny", steps=12, more_steps=6, batch_size=64, probe_every=4, rows=64, samples=2)
-STATIONS = ("train", "probe", "plan", *ARMS, "compare", "report")
+SETTINGS = DemoConfig(
+    size="tiny", steps=12, more_steps=6, batch_size=64, probe_every=4, rows=64, samples=2, sensitivity_examples=500
+)
+STATIONS = ("train", "probe", "plan", "swap", *ARMS, "compare", "report")
 
 
 def generated(name: str) -> RankingData:
@@ -59,6 +61,10 @@ def test_every_station_leaves_its_records(finished: Path) -> None:
     comparison = records.load(folder / "comparison-naive.json", Comparison)
     assert comparison.pairs == 1000
     assert comparison.relative_change.low < comparison.relative_change.high
+    swapped = records.load(folder / "comparison-swap-planned.json", Comparison)
+    assert swapped.baseline == "checkpoint"
+    assert swapped.relative_change.value != 0
+    assert all(site.metric_change is not None for site in probe.sites)
     assert "<!doctype html>" in (finished / "report.html").read_text(encoding="utf-8")
 
 
@@ -99,7 +105,7 @@ def test_interrupted_it_continues_to_the_same_result(station: str, step: int, fi
     assert stored.done == list(STATIONS[: STATIONS.index(station)])
     result = make(tmp_path / "out").run()
     assert result.resumed == tuple(stored.done)
-    for arm in ("planned", "naive"):
+    for arm in ("planned", "naive", "swap-naive"):
         found, expected = (
             records.load(folder / "records" / f"comparison-{arm}.json", Comparison)
             for folder in (tmp_path / "out", finished)

@@ -60,9 +60,9 @@ def test_demo_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     again = runner.invoke(app, [*words, "--json"], obj={})
     found = json.loads(again.stdout)
     assert "report" in found["resumed"]
-    assert found["comparisons"][0]["candidate"] == "planned FP8"
+    assert found["comparisons"]["planned"]["candidate"] == "planned FP8"
     stored = records.load(out / "records" / "comparison-planned.json", Comparison)
-    assert found["comparisons"][0]["relative_change"]["value"] == stored.relative_change.value
+    assert found["comparisons"]["planned"]["relative_change"]["value"] == stored.relative_change.value
 
     page = tmp_path / "again.html"
     result = runner.invoke(app, ["report", str(out / "records"), "--out", str(page)], obj={})

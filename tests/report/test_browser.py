@@ -20,7 +20,7 @@ pytestmark = [
 
 TOUR = """
     const marks = (id) => document.querySelectorAll(`#chart-${id} svg path, #chart-${id} svg line`).length;
-    for (const id of ["comparisons", "curves", "gaps", "sites"]) check(id, marks(id));
+    for (const id of ["comparisons", "curves", "gaps", "sites", "sensitivity"]) check(id, marks(id));
     check("sideways", document.documentElement.scrollWidth - document.documentElement.clientWidth);
 
     const before = document.querySelector("#chart-sites svg").outerHTML;
@@ -74,7 +74,7 @@ def tour() -> dict[str, Any]:
 
 
 def test_every_chart_is_drawn(tour: dict[str, Any]) -> None:
-    assert all(tour[chart] > 5 for chart in ("comparisons", "curves", "gaps", "sites")), tour
+    assert all(tour[chart] > 5 for chart in ("comparisons", "curves", "gaps", "sites", "sensitivity")), tour
     assert tour["tab"]
 
 

@@ -70,7 +70,7 @@ def test_every_site_and_choice_travels_with_the_page(page: str) -> None:
     data = embedded(page)
     assert len(data["sites"]) == 10  # type: ignore[arg-type]
     assert set(data["choices"]) == {f"core.layers.{i}.linear" for i in range(10)}  # type: ignore[call-overload]
-    assert set(data["charts"]) == {"histogram", "comparisons", "curves", "gaps", "sites"}  # type: ignore[call-overload]
+    assert set(data["charts"]) == {"histogram", "comparisons", "curves", "gaps", "sites", "sensitivity"}  # type: ignore[call-overload]
 
 
 def test_parts_may_be_absent() -> None:

@@ -23,7 +23,9 @@ __all__ = ["demo"]
 _LABELS = {
     "train": "train in float32, probe attached",
     "probe": "evaluate every linear in FP8",
+    "sensitivity": "each linear alone in FP8",
     "plan": "make the plan",
+    "swap": "swap FP8 into the checkpoint",
     "high": "train on in float32",
     "control": "train on in float32 once more",
     "planned": "train on in planned FP8",
@@ -77,7 +79,7 @@ def _to_json(result: Any) -> dict[str, Any]:
         "converted": result.converted,
         "linears": result.linears,
         "low_precision_flops_share": result.plan.low_precision_share,
-        "comparisons": [msgspec.to_builtins(comparison) for comparison in result.comparisons],
+        "comparisons": {name: msgspec.to_builtins(found) for name, found in result.comparisons.items()},
         "resumed": list(result.resumed),
         "restarted": result.restarted,
     }

@@ -20,13 +20,14 @@ class DemoConfig:
     probe_every: int = 50
     rows: int = 512
     samples: int = 20
+    sensitivity_examples: int = 16_384
     max_error: float = 0.2
     max_gradient_error: float = 0.1
     margin: float = 0.001
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "more_steps", "batch_size", "probe_every", "samples"):
+        for name in ("steps", "more_steps", "batch_size", "probe_every", "samples", "sensitivity_examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}, expected at least 1")
         if not 0 < self.margin < 1:
@@ -39,7 +40,7 @@ class DemoResult:
 
     report: Path
     plan: Plan
-    comparisons: tuple[Comparison, ...]
+    comparisons: dict[str, Comparison]  # planned, naive, control; swap-planned, swap-naive: not trained on
     converted: int
     linears: int
     resumed: tuple[str, ...]  # stations that were already finished
@@ -47,13 +48,15 @@ class DemoResult:
 
     def lines(self) -> list[str]:
         """What happened, in five lines."""
-        planned, naive, control = self.comparisons
         share = self.plan.low_precision_share
+        change = {name: f"{found.relative_change.value:+.3%}" for name, found in self.comparisons.items()}
         return [
-            f"{self.converted} of {self.linears} linears run in FP8 (emulated): {share:.1%} of the model's GEMM FLOPs",
-            f"planned FP8: {spell_comparison(planned)}",
-            f"naive FP8:   {spell_comparison(naive)}",
-            f"float32 against itself: {control.relative_change.value:+.3%} (the noise of training); speed: not measured on a CPU",
+            f"{self.converted} of {self.linears} linears run in FP8, {share:.1%} of the model's GEMM FLOPs "
+            "(emulated on the CPU: speed not measured)",
+            f"planned FP8: {spell_comparison(self.comparisons['planned'])}",
+            f"naive FP8:   {spell_comparison(self.comparisons['naive'])}",
+            f"noise of training, float32 against itself: {change['control']}; FP8 swapped in without training on: planned "
+            f"{change['swap-planned']}, naive {change['swap-naive']}",
             f"report: {self.report}",
         ]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from loka import records
 from loka.convert import convert
-from loka.data import RankingData, load
+from loka.data import RankingData, Split, load
 from loka.demo.callbacks import ProbeCallback, StepTalk, Talk
 from loka.demo.config import DemoConfig, DemoResult
 from loka.dispatch import uniform_plan
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
 from loka.models import build_ranker
-from loka.probe import Probe, Report
+from loka.probe import Probe, Report, add_sensitivity, measure_sensitivity
 from loka.records import Comparison, Environment, Interval, Plan, Point, ProbeReport, Progress, Run, capture_environment
 from loka.report import Results, write_html
 from loka.training import Callback, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
@@ -26,6 +26,7 @@ from loka.training.checkpoint import Snapshot, read_checkpoint
 
 ARMS = {"high": "high precision", "control": "control", "planned": "planned FP8", "naive": "naive FP8"}
 COMPARED = ("planned", "naive", "control")
+SWAPPED = ("planned", "naive")
 NUDGE = 2.0**-9  # relative size of one bf16 rounding: far below FP8's 2^-4, far above float32's 2^-24
 PREDICTION_LAYER = "core.head.last"
 
@@ -60,6 +61,7 @@ class Demo:
             "train": self._train,
             "probe": self._probe,
             "plan": self._plan,
+            "swap": self._swap,
             **arms,
             "compare": self._compare,
             "report": self._report,
@@ -77,7 +79,8 @@ class Demo:
                 self._save_progress()
         plan = records.load(self._record("plan"), Plan)
         converted = sum(any(c.quantized for c in site.choices) for site in plan.sites)
-        comparisons = tuple(records.load(self._record(f"comparison-{arm}"), Comparison) for arm in COMPARED)
+        names = [*COMPARED, *(f"swap-{arm}" for arm in SWAPPED)]
+        comparisons = {name: records.load(self._record(f"comparison-{name}"), Comparison) for name in names}
         return DemoResult(
             self.out / "report.html", plan, comparisons, converted, len(plan.sites), resumed, self.restarted
         )
@@ -107,7 +110,19 @@ class Demo:
             command=self._command,
             progress=lambda _, done, total: self._talk("probe", done, total),
         )
-        report.to_json(self._record("probe"))
+        probe.detach()
+        count = min(self.config.sensitivity_examples, len(self._data.valid))
+        found = measure_sensitivity(
+            model,
+            probe.sites,
+            lambda m: self._lose(m, self._data.valid, count),
+            seed=self.config.seed,
+            progress=lambda _, done, total: self._talk("sensitivity", done, total),
+        )
+        described = (
+            f"log loss of the first {count:,} validation examples, the site alone in tensorwise FP8, not trained on"
+        )
+        add_sensitivity(report, found, described=described).to_json(self._record("probe"))
 
     def _plan(self) -> None:
         report = records.load(self._record("probe"), ProbeReport)
@@ -122,7 +137,7 @@ class Demo:
         if arm == "control":
             _nudge(model, self.config.seed)
         elif arm != "high":
-            plan = records.load(self._record("plan" if arm == "planned" else "plan-naive"), Plan)
+            plan = self._plan_of(arm)
             convert(model, plan)
         trainer = self._fit(arm, model, self.config.more_steps, [], fork=snapshot)
         self._talk(f"{arm}: test", 0, None)
@@ -145,35 +160,61 @@ class Demo:
         )
         records.save(run, self._record(f"run-{arm}"))
 
+    def _swap(self) -> None:
+        """The test split on the checkpoint's own weights, in each precision: what FP8 does before any training in it."""
+        scores = {}
+        for number, arm in enumerate(("high", "planned", "naive")):
+            self._talk("swap", number, 3)
+            model, snapshot = self._build(), self._checkpoint("train")
+            model.load_state_dict(snapshot.tensors["model"])
+            if arm != "high":
+                convert(model, self._plan_of(arm))
+            scores[arm], _ = self._score(model)
+        for arm in SWAPPED:
+            self._write_comparison(
+                f"swap-{arm}", scores[arm], scores["high"], f"{ARMS[arm]}, swapped in", "checkpoint", self._plan_of(arm)
+            )
+
     def _compare(self) -> None:
         scores = {arm: _load_tensors(self.out / arm / "test.safetensors") for arm in ARMS}
         for arm in COMPARED:
-            found = compare_paired(
-                scores[arm]["losses"],
-                scores["high"]["losses"],
-                margin=100 * self.config.margin,
-                metric="log loss",
-                lower_is_better=True,
-                groups=scores["high"]["group"],
-                relative=True,
-                seed=self.config.seed,
-            )
-            run = records.load(self._record(f"run-{arm}"), Run)
-            interval = (found.estimate / 100, found.low / 100, found.high / 100)
-            comparison = Comparison(
-                metric=found.metric,
-                baseline=ARMS["high"],
-                candidate=ARMS[arm],
-                relative_change=Interval(value=interval[0], low=min(interval[:2]), high=max(interval[0], interval[2])),
-                margin=self.config.margin,
-                minimum_detectable=found.mde / 100,
-                outcome=found.verdict,
-                pairs=found.pairs,
-                clusters=found.units,
-                method=found.method,
-                low_precision_flops_share=run.low_precision_flops_share,
-            )
-            records.save(comparison, self._record(f"comparison-{arm}"))
+            plan = None if arm == "control" else self._plan_of(arm)
+            self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], ARMS["high"], plan)
+
+    def _write_comparison(
+        self,
+        name: str,
+        candidate: dict[str, Tensor],
+        baseline: dict[str, Tensor],
+        candidate_name: str,
+        baseline_name: str,
+        plan: Plan | None,
+    ) -> None:
+        found = compare_paired(
+            candidate["losses"],
+            baseline["losses"],
+            margin=100 * self.config.margin,
+            metric="log loss",
+            lower_is_better=True,
+            groups=baseline["group"],
+            relative=True,
+            seed=self.config.seed,
+        )
+        value, low, high = (x / 100 for x in (found.estimate, found.low, found.high))
+        comparison = Comparison(
+            metric=found.metric,
+            baseline=baseline_name,
+            candidate=candidate_name,
+            relative_change=Interval(value=value, low=min(low, value), high=max(high, value)),
+            margin=self.config.margin,
+            minimum_detectable=found.mde / 100,
+            outcome=found.verdict,
+            pairs=found.pairs,
+            clusters=found.units,
+            method=found.method,
+            low_precision_flops_share=0.0 if plan is None else plan.low_precision_share,
+        )
+        records.save(comparison, self._record(f"comparison-{name}"))
 
     def _report(self) -> None:
         write_html(Results.load(self.out / "records"), self.out / "report.html")
@@ -215,6 +256,17 @@ class Demo:
         return trainer
 
     @torch.no_grad()
+    def _lose(self, model: nn.Module, split: Split, count: int) -> tuple[Tensor, Tensor]:
+        """Log loss and household of the first examples of a split."""
+        losses, groups = [], []
+        for batch in split.batches(4096, shuffle=False, seed=0):
+            losses.append(log_losses(model(batch).reshape(-1), batch.labels.reshape(-1)))
+            groups.append(batch.group)
+            if sum(map(len, losses)) >= count:
+                break
+        return torch.cat(losses)[:count], torch.cat(groups)[:count]
+
+    @torch.no_grad()
     def _score(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Log loss and household of every test example, in order; and the metrics of the whole split."""
         model.eval()
@@ -232,6 +284,9 @@ class Demo:
                 metric.update(logits, labels)
         scores = {"losses": torch.cat(losses), "group": torch.cat(groups)}
         return scores, {name: metric.compute() for name, metric in metrics.items()}
+
+    def _plan_of(self, arm: str) -> Plan:
+        return records.load(self._record({"planned": "plan", "naive": "plan-naive"}[arm]), Plan)
 
     def _checkpoint(self, name: str) -> Snapshot:
         return read_checkpoint(find_checkpoints(self.out / name / "checkpoints")[-1])

@@ -102,3 +102,4 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     formats: list[FormatRange]  # those the candidates use
     sites: list[Site]
     environment: Environment
+    sensitivity: str | None = None  # what `metric_change` of the sites is a change of, and on which examples

@@ -186,6 +186,52 @@ def draw_sites(probe: ProbeReport) -> Spec:
     )
 
 
+def draw_sensitivity(probe: ProbeReport) -> Spec | None:
+    """Change of the end metric with each site alone in low precision."""
+    rows: list[Spec] = [
+        {"site": site.name, "change": 100 * c.value, "low": 100 * c.low, "high": 100 * c.high}
+        for site in probe.sites
+        if (c := site.metric_change) is not None
+    ]
+    if not rows:
+        return None
+    many = len(rows) > 60
+    if many:
+        rows = sorted(rows, key=lambda row: -abs(row["change"]))[:60]
+    x = {"type": "quantitative"}
+    y = {"field": "site", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 240, "grid": True}}
+    return _chart(
+        "Change of the loss when each site alone runs in low precision" + (", the 60 largest" if many else ""),
+        height=max(22 * len(rows), 96),
+        data={"values": rows},
+        layer=[
+            {"mark": {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5}, "encoding": {"x": {"datum": 0}}},
+            {
+                "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6, "stroke": {"expr": "second"}},
+                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y},
+            },
+            {
+                "mark": {
+                    "type": "point",
+                    "filled": True,
+                    "size": 60,
+                    "opacity": 1,
+                    "fill": {"expr": "second"},
+                    "cursor": "pointer",
+                },
+                "encoding": {
+                    "x": {**x, "field": "change", "title": "change of the loss, %"},
+                    "y": y,
+                    "tooltip": [
+                        {"field": "site"},
+                        *({"field": f, "format": "+.4f"} for f in ("change", "low", "high")),
+                    ],
+                },
+            },
+        ],
+    )
+
+
 def draw_histogram() -> Spec:
     """log2 |x| of one operand over the bands of a format scaled to its largest value. page.js fills the two data sets in."""
     x = {"type": "quantitative", "title": "log2 of the magnitude", "scale": {"zero": False, "nice": False}}

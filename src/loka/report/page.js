@@ -114,7 +114,7 @@
     }
     const heading = make("h3", { tabindex: "-1" }, make("span", { class: "mono" }, site.name));
     page.append(make("div", { class: "title" }, heading, steps));
-    page.append(make("p", { class: "facts" }, `${site.type}, M ${site.m} × K ${site.k} × N ${site.n}, ${site.calls} sampled calls, ${(100 * site.flops_share).toFixed(1)} % of the ${data.flopsOf} GEMM FLOPs`));
+    page.append(make("p", { class: "facts" }, `${site.type}, M ${site.m} × K ${site.k} × N ${site.n}, ${site.calls} sampled calls, ${(100 * site.flops_share).toFixed(1)} % of the ${data.flopsOf} GEMM FLOPs${site.metric_change ? `; alone in FP8 it changes the loss by ${(100 * site.metric_change.value).toFixed(3)} % [${(100 * site.metric_change.low).toFixed(3)}, ${(100 * site.metric_change.high).toFixed(3)}]` : ""}`));
     page.append(table(["GEMM", "error", "speed", "why", "runs", "would help"], site.verdicts.map((v) => {
       const choice = chosen.find((c) => c.gemm === v.gemm);
       return { cells: [v.gemm, chip(v.safety), chip(v.speed), v.reason, choice ? (choice.a ? `${choice.a} @ ${choice.b}` : "high precision") : "no plan", v.suggested_mod || "–"] };
@@ -174,7 +174,9 @@
   async function drawAll() {
     for (const [name, spec] of Object.entries(data.charts)) {
       const element = document.getElementById(`chart-${name}`);
-      if (element && name !== "sites") await draw(element, spec);
+      if (!element || name === "sites") continue;
+      const view = await draw(element, spec);
+      view.addEventListener("click", (event, item) => item?.datum?.site && openSite(item.datum.site));
     }
     await drawSites();
     const page = document.getElementById("site-page");

@@ -94,4 +94,7 @@ def _draw(results: Results) -> dict[str, Any]:
             drawn["gaps"] = gaps
     if results.probe:
         drawn["sites"] = charts.draw_sites(results.probe)
+        sensitivity = charts.draw_sensitivity(results.probe)
+        if sensitivity is not None:
+            drawn["sensitivity"] = sensitivity
     return drawn

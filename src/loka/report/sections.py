@@ -87,7 +87,7 @@ def _say_lead(results: Results, first: Comparison | None) -> str:
         f"changes under {percent(first.margin)} are taken not to matter."
     )
     for other in (c for c in results.ordered_comparisons[1:] if c.low_precision_flops_share > 0):
-        text += f" {other.candidate[:1].upper()}{other.candidate[1:]}: {signed(other.relative_change.value)}, {other.outcome}."
+        text += f" {_capitalise(other.candidate)}: {signed(other.relative_change.value)}, {other.outcome}."
     return text
 
 
@@ -138,8 +138,8 @@ def write_quality(results: Results) -> str:
     if results.comparisons:
         first = results.ordered_comparisons[0]
         text.append(
-            f'<p class="about">All runs continue the same checkpoint on the same batches. The shaded band is the margin of '
-            f"±{percent(first.margin)}: an interval inside it is equivalent, one that reaches out of it on both sides of "
+            f'<p class="about">All runs continue the same checkpoint on the same batches.{_say_swapped(results)} The shaded band '
+            f"is the margin of ±{percent(first.margin)}: an interval inside it is equivalent; one that leaves it and contains "
             f"zero is inconclusive. Smallest change this test would find (80 % power): "
             f"{percent(first.minimum_detectable, 3)}.{_say_noise(results)}</p>"
         )
@@ -152,6 +152,14 @@ def write_quality(results: Results) -> str:
             text.append(f"<div><h3>Difference</h3>{_chart('gaps', 'Training loss relative to the first run')}</div>")
         text.append("</div>")
     return "\n".join(text)
+
+
+def _say_swapped(results: Results) -> str:
+    """What a comparison with another baseline than the runs' is."""
+    others = {c.baseline for c in results.comparisons} - {run.name for run in results.runs}
+    return (
+        ' "Swapped in" is that checkpoint itself, its weights unchanged: no noise of training there.' if others else ""
+    )
 
 
 def _say_noise(results: Results) -> str:
@@ -172,7 +180,7 @@ def _table_comparisons(results: Results) -> str:
     head = ("run", "verdict", "change", "95 % interval", "log loss", "AUC", "in FP8", "pairs", "clusters")
     runs = {run.name: run for run in results.runs}
     rows = []
-    baseline = runs.get(results.comparisons[0].baseline)
+    baseline = runs.get(results.ordered_comparisons[0].baseline)
     if baseline is not None:
         cells = [escape(baseline.name), "baseline", "", "", *_metrics(baseline.metrics), percent(0, 0), "", ""]
         rows.append(_row(cells, numeric=range(2, 9)))
@@ -236,8 +244,24 @@ def write_sites(results: Results) -> str:
         f"Choose a point, or a site in the plan below, for its page.</p>"
         f'<div class="controls"><fieldset aria-label="GEMM">{tabs}</fieldset></div>'
         f"{_chart('sites', 'Error of every linear under every recipe, with the limit')}"
+        f"{_write_sensitivity(results)}"
         f'<div id="site-page" hidden aria-live="polite"></div>'
     )
+
+
+def _write_sensitivity(results: Results) -> str:
+    probe = results.probe
+    if probe is None or probe.sensitivity is None:
+        return ""
+    return (
+        f'<h3>What each site does to the model</h3><p class="about">{escape(_capitalise(probe.sensitivity))}: the weights are '
+        f"the same, so none of this is noise of training.</p>"
+        f"{_chart('sensitivity', 'Change of the loss when each site alone runs in low precision')}"
+    )
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def write_plan(results: Results) -> str:
