@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from loka.nn import DotInteraction, FactorizationMachine, FeatureMix
+from loka.nn import DotInteraction, FactorizationMachine, FeatureMix, multiply_transposed
 
 
 def test_feature_mix_is_w_x():
@@ -49,6 +49,22 @@ def test_dots_are_every_pair_once():
     dots = DotInteraction(4)
     assert dots.width == 6
     torch.testing.assert_close(dots(x), expected)
+
+
+def test_gradients_of_the_products_are_those_of_the_plain_equations():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(FactorizationMachine(), (x, y))
+    assert torch.autograd.gradcheck(DotInteraction(5), (x,))
+    assert torch.autograd.gradcheck(DotInteraction(2), (x[:, :2],))
+
+
+def test_gradient_of_the_mixtures_has_their_own_layout():
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    y = torch.randn(3, 2, 4, requires_grad=True)
+    grads = torch.autograd.grad(multiply_transposed(x, y).square().sum(), (x, y))
+    assert all(grad.is_contiguous() for grad in grads)
 
 
 def test_bad_counts():

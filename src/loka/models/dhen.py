@@ -12,6 +12,7 @@ identity, or W X where the counts differ.
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -125,7 +126,8 @@ class DHENLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """One layer of the ensemble."""
         parts = [interaction(x) for interaction in self.interactions.values()]
-        ensemble = torch.cat(parts, 1) if self.concat else torch.stack(parts).sum(0)
+        # A running sum and not stack(...).sum(0): the stack would be written to memory only to be read again.
+        ensemble = torch.cat(parts, 1) if self.concat else reduce(torch.add, parts)
         out: Tensor = self.norm(ensemble + self.shortcut(x))
         return out
 

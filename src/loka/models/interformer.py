@@ -35,6 +35,7 @@ from loka.nn import (
     make_head,
     make_norm,
     merge_heads,
+    multiply_transposed,
     split_heads,
 )
 
@@ -159,7 +160,7 @@ class PersonalFeedForward(nn.Module):
     def forward(self, x_sum: Tensor, s: Tensor) -> Tensor:
         """x_sum [B, cls, d], s [B, T, d] -> [B, T, d]."""
         weight = self.make_weight(x_sum.flatten(1)).view(-1, self.d, self.d)
-        return torch.bmm(s, weight.mT)
+        return multiply_transposed(s, weight)
 
 
 class Backbone(nn.Module):

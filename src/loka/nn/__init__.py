@@ -21,7 +21,7 @@ from loka.nn.attention import (
 from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
 from loka.nn.experts import MixtureOfExperts, SwiGLU
 from loka.nn.grouped import GroupedLinear, grouped_linear
-from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype
+from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype, multiply_transposed
 from loka.nn.norm import BLOCK, EPS, BlockNorm, LayerNorm, NormKind, RMSNorm, make_norm, rms_normalize
 from loka.nn.tower import MLP, Layer, Style, make_head
 
@@ -59,6 +59,7 @@ __all__ = [
     "make_head",
     "make_norm",
     "merge_heads",
+    "multiply_transposed",
     "pad_recent",
     "rms_normalize",
     "rotate",

@@ -7,9 +7,15 @@
 `nn.Linear` mixes the last dimension, so mixing n with it needs x transposed, and autograd saves the copy: in a compiled bf16 Wukong these copies
 cost more than the GEMMs. Here W is broadcast over the batch with stride 0 and multiplied from the left; the batch GEMM reads x where it lies.
 `torch.matmul(W, x)` is not used on purpose: when W needs a gradient it folds B and d together, which copies x.
+
+Two products bring their own gradients, because the ones autograd derives are laid out badly:
+
+    A B^T    dB = G^T A straight in B's layout; autograd would compute A^T G and hand on its transpose, which the next consumer copies
+    dots     dX = (G + G^T) X with G + G^T gathered from the triangle; autograd would scatter it with atomics and multiply twice
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +64,64 @@ class FeatureMix(nn.Module):
         return f"n={self.n}, rows={self.rows}"
 
 
+class _ProductTransposed(torch.autograd.Function):
+    """A B^T for a batch of matrices."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return torch.bmm(a, b.mT)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        da = torch.bmm(grad, b) if ctx.needs_input_grad[0] else None
+        db = torch.bmm(grad.mT, a) if ctx.needs_input_grad[1] else None
+        return da, db
+
+
+def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """a [B, n, d] and b [B, k, d] -> A B^T [B, n, k], in autocast's dtype where it is active."""
+    dtype = compute_dtype(a)
+    out: Tensor = _ProductTransposed.apply(a.to(dtype), b.to(dtype))  # type: ignore[no-untyped-call]
+    return out
+
+
 class FactorizationMachine(nn.Module):
     """Products of the n vectors of x with k mixtures of them: X Y^T, [B, n, k]."""
 
     def forward(self, x: Tensor, mixtures: Tensor) -> Tensor:
         """x [B, n, d], mixtures [B, k, d] (= P^T X, from a FeatureMix) -> [B, n, k]."""
-        return torch.bmm(x, mixtures.mT)
+        return multiply_transposed(x, mixtures)
+
+
+class _Dots(torch.autograd.Function):
+    """The strict lower triangle of X X^T, row by row."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        n = x.shape[1]
+        i, j = torch.tril_indices(n, n, offset=-1, device=x.device)
+        return torch.bmm(x, x.mT).flatten(1).index_select(1, i * n + j)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        (x,) = ctx.saved_tensors
+        steps = torch.arange(x.shape[1], device=x.device)
+        low, high = torch.minimum(steps[:, None], steps), torch.maximum(steps[:, None], steps)
+        # Entry (high, low) stands at high (high - 1) / 2 + low; the diagonal, which has none, reads any and is set to zero.
+        place = (high * (high - 1) // 2 + low).clamp(max=grad.shape[1] - 1)
+        both = grad.index_select(1, place.flatten()).view(-1, *place.shape)
+        return torch.bmm(torch.where(high == low, 0.0, both).to(x.dtype), x)
 
 
 class DotInteraction(nn.Module):
@@ -77,6 +135,5 @@ class DotInteraction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, n, d] -> [B, n (n - 1) / 2]."""
-        # Made here and not kept as a buffer: a model built on the meta device has nothing stale to carry along.
-        i, j = torch.tril_indices(self.n, self.n, offset=-1, device=x.device)
-        return torch.bmm(x, x.mT).flatten(1).index_select(1, i * self.n + j)
+        out: Tensor = _Dots.apply(x.to(compute_dtype(x)))  # type: ignore[no-untyped-call]
+        return out
