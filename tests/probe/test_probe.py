@@ -235,3 +235,23 @@ def test_report_saves_and_loads(small: Small, tmp_path: object) -> None:
     assert Report.load(path).record == report.record
     with pytest.raises(ValueError, match="no site 'nowhere'"):
         report.site("nowhere")
+
+
+def test_a_compiled_model_is_compiled_once() -> None:
+    """Sampled steps run eagerly; the graph of the others knows nothing of the step's number."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 1))
+    probe = Probe(model, every=4, rows=16)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    for x, _ in batches(12):
+        with torch.compiler.set_stance("force_eager" if probe.sampling else "default"):
+            compiled(x).sum().backward()
+        probe.step()
+    assert probe.sampled_steps == 3
+    assert probe._watches["0"].calls == 3
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

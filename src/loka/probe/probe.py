@@ -8,7 +8,8 @@
 
 Every `every`-th step is sampled: hooks take statistics and a few real rows of each linear's x, W and dy (`loka.probe.watch`). On the
 other steps a hook is one `if`. Training is bit-identical with the probe attached. `evaluate` then runs every candidate on the kept
-rows (`loka.probe.evaluate`). With torch.compile, run sampled steps eagerly (`probe.sampling` says which): a compiled graph calls no hooks.
+rows (`loka.probe.evaluate`). With torch.compile, run sampled steps eagerly (`probe.sampling` says which; torch.compiler.set_stance("force_eager")
+does it): the graph compiled for the other steps has no statistics in it, and is not compiled again.
 
 What it does not do: watch embeddings or bare matmuls (only `nn.Linear`), or measure time (see `loka.measure`).
 """
@@ -60,6 +61,8 @@ class Probe:
         if not self._watches:
             raise ValueError("nothing to probe: the model has no nn.Linear that module_filter_fn lets through")
         self._weights_seen: set[str] = set()
+        # A plain bool, not a condition on the step's number: torch.compile guards on what a hook reads, and would compile every step anew.
+        self._active = True
         self._handles = [
             watch.module.register_forward_hook(self._hook_for(watch), with_kwargs=True)
             for watch in self._watches.values()
@@ -68,7 +71,7 @@ class Probe:
     @property
     def sampling(self) -> bool:
         """Whether the step now running is sampled."""
-        return bool(self._handles) and self.steps % self.every == 0
+        return self._active
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -77,7 +80,7 @@ class Probe:
 
     def _hook_for(self, watch: Watch) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if not self.sampling or not torch.is_grad_enabled():
+            if not self._active or not torch.is_grad_enabled():
                 return
             x = args[0] if args else kwargs["input"]
             watch.see_forward(x, output, record_weight=watch.name not in self._weights_seen)
@@ -91,24 +94,25 @@ class Probe:
             self.sampled_steps += 1
             self._weights_seen.clear()
         self.steps += 1
+        self._active = bool(self._handles) and self.steps % self.every == 0
 
     def detach(self) -> None:
         """Remove every hook; what was seen stays."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._active = [], False
 
     def count_flops(self, step: Callable[[], Any]) -> int:
         """Run one training step (forward and backward) and count the FLOPs of all its matrix products, not only the linears'.
 
         With this, `flops_share` is a share of the model; without, of the probed sites. Nothing is recorded meanwhile.
         """
-        handles, self._handles = self._handles, []
+        active, self._active = self._active, False
         try:
             with FlopCounterMode(display=False) as counter:
                 step()
         finally:
-            self._handles = handles
+            self._active = active
         self._flops = int(counter.get_total_flops())
         return self._flops
 
@@ -206,6 +210,7 @@ class Probe:
             )
         self.steps, self.sampled_steps, flops = state["counts"].tolist()
         self._flops = flops or None
+        self._active = bool(self._handles) and self.steps % self.every == 0
         for name, watch in self._watches.items():
             watch.load_state_dict({k.rpartition(":")[2]: v for k, v in state.items() if k.rpartition(":")[0] == name})
 

@@ -198,14 +198,18 @@ def draw_sensitivity(probe: ProbeReport) -> Spec | None:
     many = len(rows) > 60
     if many:
         rows = sorted(rows, key=lambda row: -abs(row["change"]))[:60]
-    x = {"type": "quantitative"}
+    x = {"type": "quantitative", "axis": {"tickCount": 8}}
     y = {"field": "site", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 240, "grid": True}}
     return _chart(
         "Change of the loss when each site alone runs in low precision" + (", the 60 largest" if many else ""),
         height=max(22 * len(rows), 96),
         data={"values": rows},
         layer=[
-            {"mark": {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5}, "encoding": {"x": {"datum": 0}}},
+            {
+                "data": {"values": [{"at": 0}]},
+                "mark": {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5},
+                "encoding": {"x": {**x, "field": "at"}},
+            },
             {
                 "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6, "stroke": {"expr": "second"}},
                 "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y},
