@@ -14,8 +14,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
-import torch
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -73,24 +71,3 @@ def library_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def triton_runs_on(device: torch.device) -> Verdict:
-    """Whether our Triton FP8 kernels run here: a GPU with FP8 tensor cores, or Triton's interpreter for tests on the CPU."""
-    available = require_library("triton", "dev")
-    if not available:
-        return available
-    if device.type == "cpu":
-        import triton
-
-        if triton.knobs.runtime.interpret:
-            return YES
-        return no(
-            "Triton needs a CUDA device; on the CPU only its interpreter runs (set TRITON_INTERPRET=1 before import)"
-        )
-    if device.type != "cuda":
-        return no(f"Triton needs a CUDA device, not {device.type}")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        return no(f"FP8 needs compute capability 8.9 or newer, this GPU has {capability[0]}.{capability[1]}")
-    return YES

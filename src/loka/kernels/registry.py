@@ -18,6 +18,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "quantize": ("triton", "reference"),
     "norm_quantize": ("triton", "reference"),
     "fused_linear": ("triton", "reference"),
+    "attention": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
 }
 

@@ -5,7 +5,7 @@ They implement the law of loka.formats on a tile in registers, to the bit:
     scale = max(amax / format_max, 2^-126), 1 where amax is 0            amax over the finite elements only
     q     = cast(x * (1 / scale)),  saturating; non-finite x stays visible (NaN, or Inf in E5M2)
 
-Triton's `/` is an approximate division, so scales use `div_rn`. The hardware cast rounds to nearest even and saturates, which would hide an Inf;
+Triton's `/` is an approximate division, so scales are divided with a correction. The hardware cast rounds to nearest even and saturates, which would hide an Inf;
 hence the explicit select. Triton's CPU interpreter truncates on that cast instead, so under the interpreter (and for stochastic rounding, which no
 cast does) values are first rounded onto the grid with integer arithmetic and the cast is then exact.
 """
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
@@ -41,10 +42,24 @@ def largest_magnitude(x, AXIS: tl.constexpr, PREROUND: tl.constexpr):
 
 
 @triton.jit
+def _divide_by(x, DIVISOR: tl.constexpr):
+    """x / DIVISOR correctly rounded, in three instructions: a product with the rounded reciprocal, and one correction by its exact remainder.
+
+    An exact division is a dozen instructions and would cost a fused quantiser half its speed. (The interpreter's fma rounds twice, so it divides.)
+    """
+    divisor = tl.zeros_like(x) + DIVISOR
+    if _INTERPRETED:
+        return tl.div_rn(x, divisor)
+    else:
+        quotient = x * (1.0 / DIVISOR)
+        return tl.fma(tl.fma(-quotient, divisor, x), tl.zeros_like(x) + (1.0 / DIVISOR), quotient)
+
+
+@triton.jit
 def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
     """Dequantise multiplier of a block."""
-    largest = tl.zeros_like(amax) + (57344.0 if E5M2 else 448.0)
-    scale = tl.maximum(tl.div_rn(amax, largest), 1.1754943508222875e-38)
+    quotient = _divide_by(amax, 57344.0) if E5M2 else _divide_by(amax, 448.0)
+    scale = tl.maximum(quotient, 1.1754943508222875e-38)
     if POW2:  # round up: add all mantissa bits, then clear them
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = bits.to(tl.float32, bitcast=True)
@@ -54,7 +69,11 @@ def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
 @triton.jit
 def inverse(scale):
     """1 / scale, correctly rounded, as the law has it; never infinite."""
-    return tl.div_rn(tl.zeros_like(scale) + 1.0, tl.maximum(scale, 1.1754943508222875e-38))
+    scale = tl.maximum(scale, 1.1754943508222875e-38)
+    if _INTERPRETED:
+        return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -10,11 +10,14 @@ Operands are quantised where they are used, from their high-precision values, al
 output's type, after the GEMM.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from loka.dispatch.recipe import Operands
 from loka.kernels import registry
@@ -33,6 +36,8 @@ class BoundGemm:
         for spec in (self.operands.a, self.operands.b):
             if spec.mode != "dynamic":
                 raise ValueError(f"Linear computes its scales from its operands; {spec} brings its own")
+        if self.backend != "auto":
+            registry.backend("scaled_mm", self.backend)  # an unknown name raises here, not in the first forward
         registry.load("quantize")
         registry.load("scaled_mm")
 
@@ -70,6 +75,7 @@ class _LinearFunction(torch.autograd.Function):
         return _multiply(x, weight, binding.fprop, dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
@@ -89,13 +95,20 @@ class Linear(nn.Linear):
 
     @classmethod
     def replacing(cls, module: nn.Linear, binding: LinearBinding) -> "Linear":
-        """A Linear that shares the module's parameters."""
+        """A Linear that shares the module's parameters and its hooks."""
+        if parametrize.is_parametrized(module):
+            raise ValueError(
+                f"{module} has parametrised weights, which a Linear cannot share; hint: remove the parametrisation"
+            )
         replacement = cls.__new__(cls)
         nn.Module.__init__(replacement)
         replacement.in_features, replacement.out_features = module.in_features, module.out_features
         replacement.weight, replacement.bias = module.weight, module.bias
         replacement.binding = binding
         replacement.train(module.training)
+        for name, value in vars(module).items():
+            if "hook" in name:
+                setattr(replacement, name, value)
         return replacement
 
     def restored(self) -> nn.Linear:
@@ -109,7 +122,9 @@ class Linear(nn.Linear):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         with torch.autocast(kind, enabled=False):
-            flat = input.reshape(-1, self.in_features)
+            if input.shape[-1] != self.in_features:
+                raise ValueError(f"Linear takes [..., {self.in_features}], got {tuple(input.shape)}")
+            flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
             y: Tensor = _LinearFunction.apply(flat, self.weight, self.binding, dtype)  # type: ignore[no-untyped-call]
             if self.bias is not None:
                 y = y + self.bias.to(dtype)

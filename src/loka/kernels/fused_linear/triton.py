@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
-from loka.kernels.backend import Verdict, no, triton_runs_on
+from loka.kernels.backend import Verdict, no
 from loka.kernels.fused_linear.call import (
     ACTIVATIONS,
     NORMALIZED,
@@ -16,6 +16,7 @@ from loka.kernels.fused_linear.call import (
 )
 from loka.kernels.scaled_mm import triton as scaled_mm_triton
 from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.triton_device import triton_runs_on
 
 _GROUP = Block(1, 128)
 

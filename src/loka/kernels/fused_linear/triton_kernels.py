@@ -39,7 +39,7 @@ _SQUARE = tl.constexpr(4)
 _EPS = tl.constexpr(NORM_EPS)
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
 
-_GRADIENT_LAUNCH = {"num_warps": 8}
+_GRADIENT_LAUNCH = {"num_warps": 4}
 _GRADIENT_LAUNCH_GROUPED = {"num_warps": 16}
 _GRADIENT_ROWS = 32
 
@@ -322,8 +322,10 @@ def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr
 
 
 def _tile_width(n: int, norm: bool, grouped: bool) -> int:
-    """The norm block, or less where the whole layer is narrower."""
-    return NORM_BLOCK if n > 128 else (128 if grouped or n > 64 else 64)
+    """The norm block, or less where the whole layer is narrower or there is no norm to hold together."""
+    if n <= 64 and not grouped:
+        return 64
+    return NORM_BLOCK if norm and n > 128 else 128
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -362,7 +364,11 @@ def fused(
     doubled = a_source == GROUPED or b_source >= GROUPED
     few = triton.cdiv(m, 128) * triton.cdiv(n, bn) * 2 <= processors(a.device)
     bm = 64 if (doubled or few or out_dtype == torch.float32) and not (grouped and transpose) else 128
-    bm, warps, stages = tile or (bm, 8 if bm * bn > 64 * 128 else 4, 3 if bn == 256 else 4)
+    bm, warps, stages = tile or (
+        bm,
+        8 if (bm == 128 and bn == 256) or doubled else 4,
+        3 if bm == 128 and bn == 256 else 4,
+    )
     a, b = tma_ready(a), tma_ready(b)
     blocks = triton.cdiv(n, bn)
     y = aligned(m, n, out_dtype, a.device)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
-from loka.kernels.backend import Verdict, no, triton_runs_on
+from loka.kernels.backend import Verdict, no
 from loka.kernels.norm_quantize.call import ACTIVATIONS, EPS, NORMS, NormCall, NormResult
+from loka.kernels.triton_device import triton_runs_on
 
 WIDEST = 16384
 _SOURCES = {TENSOR: 1, ROW: 2, Block(1, 128): 3}

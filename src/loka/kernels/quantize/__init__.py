@@ -21,7 +21,7 @@ def quantize(
     generator: torch.Generator | None = None,
 ) -> QTensor:
     """Quantise a 2-D tensor."""
-    chosen = pick("quantize", backend, QuantizeCall(x.shape[0], x.shape[1], spec, x.dtype), x.device)
+    chosen = pick("quantize", backend, QuantizeCall.of(x, spec), x.device)
     q, _ = chosen.backend.run(x, spec, scale=scale, generator=generator)
     return cast(QTensor, q)
 
@@ -37,7 +37,7 @@ def quantize_both(
     generator: torch.Generator | None = None,
 ) -> tuple[QTensor, QTensor]:
     """Quantise x [M, K] under `spec` and its transpose [K, M], contiguous, under `transpose`."""
-    call = QuantizeCall(x.shape[0], x.shape[1], spec, x.dtype, transpose)
+    call = QuantizeCall.of(x, spec, transpose)
     chosen = pick("quantize", backend, call, x.device)
     result = chosen.backend.run(
         x, spec, scale=scale, transpose=transpose, transpose_scale=transpose_scale, generator=generator

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
-from loka.kernels.backend import Verdict, no, triton_runs_on
+from loka.kernels.backend import Verdict, no
 from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.triton_device import triton_runs_on
 
 _BLOCKS = (TENSOR, ROW, Block(1, 128), Block(128, 128))
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -42,7 +42,9 @@ def row_scales(q: QTensor, rows: int) -> Tensor:
 
 def outer_major(scale: Tensor, rows: int) -> Tensor:
     """1x128 scales [rows, K / 128] stored with the rows contiguous; free where the quantiser already wrote them so."""
-    return with_ones(scale.t(), rows - scale.shape[0]).contiguous().t()
+    groups = scale.shape[1]
+    # as_strided: of a single group every stride counts as contiguous, and the library compares strides
+    return with_ones(scale.t(), rows - scale.shape[0]).contiguous().as_strided((groups, rows), (rows, 1)).t()
 
 
 def cut(out: Tensor, m: int, n: int) -> Tensor:

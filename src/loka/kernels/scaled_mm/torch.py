@@ -51,6 +51,8 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
         return scales
     blocks = (call.a.block, call.b.block)
     if blocks in _BLOCKWISE:
+        if formats != (E4M3, E4M3):
+            return no(f"multiplies e4m3 only under block scales, not {call.a.format} @ {call.b.format}")
         return fp8_gpu(device, (9, 0), only=9)
     if not set(blocks) <= set(_WHOLE_ROWS):
         return no(f"has no kernel for {call.a.block} x {call.b.block} scales")

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
-from loka.kernels.backend import Verdict, no, triton_runs_on
+from loka.kernels.backend import Verdict, no
 from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.triton_device import triton_runs_on
 
 _GROUP, _SQUARE = Block(1, 128), Block(128, 128)
 _SOURCES = {TENSOR: 1, ROW: 2, _GROUP: 3, _SQUARE: 4}

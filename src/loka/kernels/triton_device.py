@@ -1,0 +1,43 @@
+"""Where our Triton kernels run, in a form torch.compile can trace.
+
+Its own file, and not part of `backend`, because the decorator below imports torch._dynamo, and with it Triton: `import loka.kernels` must not.
+"""
+
+from functools import cache
+
+import torch
+
+from loka.kernels.backend import YES, Verdict, no, require_library
+
+
+def triton_runs_on(device: torch.device) -> Verdict:
+    """Whether our Triton FP8 kernels run here: a GPU with FP8 tensor cores, or Triton's interpreter for tests on the CPU."""
+    reason = _triton_refusal(device.type, -1 if device.index is None else device.index)
+    return no(reason) if reason else YES
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _triton_refusal(kind: str, index: int) -> str:
+    """Why not, or "": a string, so that torch.compile takes it as a constant and does not trace an import."""
+    return _find_triton_refusal(kind, index)
+
+
+@cache
+def _find_triton_refusal(kind: str, index: int) -> str:
+    available = require_library("triton", "dev")
+    if not available:
+        return available.reason
+    if kind == "cpu":
+        import triton
+
+        if triton.knobs.runtime.interpret:
+            return ""
+        return "Triton needs a CUDA device; on the CPU only its interpreter runs (set TRITON_INTERPRET=1 before import)"
+    if kind != "cuda":
+        return f"Triton needs a CUDA device, not {kind}"
+    if not torch.cuda.is_available():
+        return "Triton needs a CUDA device, and this machine has none"
+    major, minor = torch.cuda.get_device_capability(None if index < 0 else index)
+    if (major, minor) < (8, 9):
+        return f"FP8 needs compute capability 8.9 or newer, this GPU has {major}.{minor}"
+    return ""
