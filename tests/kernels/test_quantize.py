@@ -180,9 +180,6 @@ def test_the_reference_is_right_in_float64(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4)], ids=str)
-@pytest.mark.xfail(
-    strict=True, reason="kernels.quantize describes a 3-D tensor by its first two dimensions; 1-D is an IndexError"
-)
 def test_only_matrices_are_taken(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="2-D"):
         quantize(torch.ones(shape), Spec.parse("e4m3:row"))
@@ -193,20 +190,7 @@ def test_what_nobody_can_do_on_a_named_backend_raises() -> None:
         quantize(torch.ones(4, 32), Spec.parse("e2m1:1x16:e4m3"), backend="triton")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[
-                pytest.mark.xfail(strict=True, reason="triton_runs_on imports inside the traced call: a graph break")
-            ]
-            if name == "triton"
-            else [],
-        )
-        for name in BACKENDS["quantize"]
-    ],
-)
+@pytest.mark.parametrize("name", BACKENDS["quantize"])
 def test_compiles_without_a_graph_break(name: str, device: torch.device) -> None:
     spec = Spec.parse("e4m3:row")
     supported(name, [QuantizeCall(9, 40, spec, torch.float32)], device)

@@ -47,7 +47,6 @@ def test_a_row_without_a_file_is_noticed(monkeypatch) -> None:
         registry.backend("quantize", "missing")
 
 
-@pytest.mark.xfail(strict=True, reason="kernels/attention has backends and no row")
 def test_every_op_folder_has_a_row_and_ends_with_the_law() -> None:
     folders = {path.parent.name for path in Path(loka.kernels.__file__).parent.glob("*/reference.py")}
     assert folders == set(BACKENDS), "an op without a row cannot be asked for"
@@ -57,11 +56,6 @@ def test_every_op_folder_has_a_row_and_ends_with_the_law() -> None:
         assert "auto" not in names
 
 
-@pytest.mark.xfail(
-    not torch.cuda.is_available(),
-    strict=True,
-    reason="triton_runs_on(cuda) raises where torch has no CUDA; a plan for a GPU could not be made there",
-)
 @pytest.mark.parametrize("op", ["quantize", "scaled_mm"])
 def test_supports_never_raises_and_explains_every_no(op: str) -> None:
     specs = ["e4m3:row", "e5m2:tensor", "int4:3x5", "e2m1:1x16:e4m3", "e4m3:1x32:e8m0", "e5m2:*x7:static:stochastic"]
