@@ -14,7 +14,7 @@ from loka.records import Comparison, Plan, ProbeReport, Progress, Run
 SETTINGS = DemoConfig(
     size="tiny", steps=12, more_steps=6, batch_size=64, probe_every=4, rows=64, samples=2, sensitivity_examples=500
 )
-STATIONS = ("train", "probe", "plan", "swap", *ARMS, "compare", "report")
+STATIONS = ("train", "probe", "plan", *ARMS, "swap", "compare", "report")
 
 
 def generated(name: str) -> RankingData:
@@ -62,7 +62,7 @@ def test_every_station_leaves_its_records(finished: Path) -> None:
     assert comparison.pairs == 1000
     assert comparison.relative_change.low < comparison.relative_change.high
     swapped = records.load(folder / "comparison-swap-planned.json", Comparison)
-    assert swapped.baseline == "checkpoint"
+    assert swapped.baseline == "high precision"
     assert swapped.relative_change.value != 0
     assert all(site.metric_change is not None for site in probe.sites)
     assert "<!doctype html>" in (finished / "report.html").read_text(encoding="utf-8")

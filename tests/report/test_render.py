@@ -36,7 +36,7 @@ def test_it_says_what_the_comparison_says(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "words"), [("worse", "makes the log loss worse"), ("inconclusive", "too uncertain to call")]
+    ("outcome", "words"), [("worse", "makes the log loss 0.20\u202f% worse"), ("inconclusive", "too uncertain to call")]
 )
 def test_the_headline_follows_the_verdict(outcome: str, words: str) -> None:
     results = make_results()

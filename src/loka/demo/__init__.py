@@ -3,8 +3,8 @@
     train      a small Wukong on Complete Journey in float32, with Probe attached
     probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
     plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere
-    swap       the checkpoint itself on the test split in each precision, without training on
     high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data)
+    swap       the high-precision run's final weights in FP8, without training on
     compare    per-example log loss on the test split, paired, households resampled
     report     one HTML file from the records
 

@@ -61,8 +61,8 @@ class Demo:
             "train": self._train,
             "probe": self._probe,
             "plan": self._plan,
-            "swap": self._swap,
             **arms,
+            "swap": self._swap,
             "compare": self._compare,
             "report": self._report,
         }
@@ -161,35 +161,31 @@ class Demo:
         records.save(run, self._record(f"run-{arm}"))
 
     def _swap(self) -> None:
-        """The test split on the checkpoint's own weights, in each precision: what FP8 does before any training in it."""
-        scores = {}
-        for number, arm in enumerate(("high", "planned", "naive")):
-            self._talk("swap", number, 3)
-            model, snapshot = self._build(), self._checkpoint("train")
-            model.load_state_dict(snapshot.tensors["model"])
-            if arm != "high":
-                convert(model, self._plan_of(arm))
-            scores[arm], _ = self._score(model)
-        for arm in SWAPPED:
-            self._write_comparison(
-                f"swap-{arm}", scores[arm], scores["high"], f"{ARMS[arm]}, swapped in", "checkpoint", self._plan_of(arm)
-            )
+        """The high-precision run's final weights in FP8, without training on: what a model served in FP8 loses."""
+        baseline = _load_tensors(self.out / "high" / "test.safetensors")
+        for number, arm in enumerate(SWAPPED):
+            self._talk("swap", number, len(SWAPPED))
+            model, plan = self._build(), self._plan_of(arm)
+            model.load_state_dict(self._checkpoint("high").tensors["model"])
+            convert(model, plan)
+            scores, _ = self._score(model)
+            self._write_comparison(f"swap-{arm}", scores, baseline, f"{ARMS[arm]}, swapped in", plan)
 
     def _compare(self) -> None:
         scores = {arm: _load_tensors(self.out / arm / "test.safetensors") for arm in ARMS}
         for arm in COMPARED:
             plan = None if arm == "control" else self._plan_of(arm)
-            self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], ARMS["high"], plan)
+            self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], plan)
 
     def _write_comparison(
         self,
         name: str,
         candidate: dict[str, Tensor],
         baseline: dict[str, Tensor],
-        candidate_name: str,
-        baseline_name: str,
+        label: str,
         plan: Plan | None,
     ) -> None:
+        """A run against the high-precision one."""
         found = compare_paired(
             candidate["losses"],
             baseline["losses"],
@@ -203,8 +199,8 @@ class Demo:
         value, low, high = (x / 100 for x in (found.estimate, found.low, found.high))
         comparison = Comparison(
             metric=found.metric,
-            baseline=baseline_name,
-            candidate=candidate_name,
+            baseline=ARMS["high"],
+            candidate=label,
             relative_change=Interval(value=value, low=min(low, value), high=max(high, value)),
             margin=self.config.margin,
             minimum_detectable=found.mde / 100,

@@ -74,7 +74,8 @@ def _say_verdict(results: Results, first: Comparison | None) -> str:
         return f"{share} of the GEMM work in FP8, and the {first.metric} stays within {percent(first.margin)}"
     if first.outcome == "inconclusive":
         return f"{share} of the GEMM work in FP8: the effect on {first.metric} is too uncertain to call"
-    return f"{share} of the GEMM work in FP8 makes the {first.metric} {first.outcome}"
+    change = percent(abs(first.relative_change.value), 2)
+    return f"{share} of the GEMM work in FP8 makes the {first.metric} {change} {first.outcome}"
 
 
 def _say_lead(results: Results, first: Comparison | None) -> str:
@@ -155,10 +156,11 @@ def write_quality(results: Results) -> str:
 
 
 def _say_swapped(results: Results) -> str:
-    """What a comparison with another baseline than the runs' is."""
-    others = {c.baseline for c in results.comparisons} - {run.name for run in results.runs}
+    """What a comparison without a run of its own is."""
+    if {c.candidate for c in results.comparisons} <= {run.name for run in results.runs}:
+        return ""
     return (
-        ' "Swapped in" is that checkpoint itself, its weights unchanged: no noise of training there.' if others else ""
+        ' "Swapped in" is the baseline\'s own final weights, converted and not trained on: no noise of training there.'
     )
 
 
