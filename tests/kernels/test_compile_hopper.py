@@ -1,0 +1,167 @@
+"""Every Triton kernel compiles for Hopper (sm_90) on a machine without a GPU: the interpreter proves values, this proves code.
+
+One representative configuration per kernel, as the launchers choose it for a large bf16 tensor. The compiled code must use the warp-group matrix
+instructions where it multiplies, the hardware's saturating FP8 conversion where it quantises, and fit into the shared memory of a multiprocessor.
+"""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", exc_type=ImportError)
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+SHARED_MEMORY = 232448  # bytes a block may use on an H100 or H200
+OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear")
+
+pytestmark = [
+    pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="Triton interprets in this process"),
+    pytest.mark.skipif(
+        not PTXAS.exists(), reason="Triton's bundled ptxas is missing: nothing can be compiled for sm_90"
+    ),
+]
+
+
+def desc(kind: str, rows: int, columns: int) -> str:
+    return f"tensordesc<{kind}[{rows},{columns}]>"
+
+
+ROUNDED = {"E5M2": False, "POW2": False, "STOCHASTIC": False, "PREROUND": False}
+BOTH_ROUNDED = {**ROUNDED, "T_E5M2": False, "T_POW2": False, "T_STOCHASTIC": False}
+X, Q, S = "*bf16", "*fp8e4nv", "*fp32"
+QUANTIZE = {"x_ptr": X, "q_ptr": Q, "s_ptr": S}
+NORM = {"NORM": 0, "ACTIVATION": 3, "WEIGHT": True, "BIAS": True, "RESIDUAL": True, "PREROUND": False}
+TILE = {"BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "PROGRAMS": 132, "A_SCALE": 2, "B_SCALE": 2}
+FUSED = {
+    "a_desc": desc("fp8e4nv", 128, 128), "b_desc": desc("fp8e4nv", 256, 128), "y_desc": desc("fp8e4nv", 128, 256),
+    "yt_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
+    "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S,
+}  # fmt: skip
+LAYER = {
+    **TILE,
+    "NORM": True,
+    "ACTIVATION": 3,
+    "OUT_E5M2": False,
+    "OUT_POW2": False,
+    "OUT_TYPE": tl.bfloat16,
+    "PREROUND": False,
+}
+GRADIENT = {
+    "dy_ptr": X, "z_ptr": Q, "rstd_ptr": S, "scale_ptr": S, "g_ptr": Q, "gs_ptr": S, "gt_ptr": "*i32", "gts_ptr": S,
+    "bias_ptr": S, "amax_ptr": "*i32",
+}  # fmt: skip
+BACK = {
+    "BN": 256,
+    "NORM": True,
+    "ACTIVATION": 3,
+    "E5M2": False,
+    "POW2": False,
+    "T_E5M2": False,
+    "T_POW2": False,
+    "PREROUND": False,
+}
+
+# op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
+CONFIGURATIONS = {
+    ("quantize", "_rows", "row"): (QUANTIZE, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, **ROUNDED}, {"num_warps": 4}),
+    ("quantize", "_tiles", "1x128"): (QUANTIZE, {"BM": 32, "BK": 128, "SCALE": 3, **ROUNDED}, {"num_warps": 4}),
+    ("quantize", "_both", "1x128 both ways"): (
+        {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S},
+        {"BM": 128, "BK": 128, "SCALE": 3, "TSCALE": 3, **BOTH_ROUNDED},
+        {"num_warps": 8},
+    ),
+    ("quantize", "_amax", "all maxima"): (
+        {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
+        {"BM": 64, "BK": 256, "ROW": True, "COLUMN": True, "TENSOR": True},
+        {"num_warps": 8},
+    ),
+    ("quantize", "_scales", "pow2"): (
+        {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},
+    ),
+    ("norm_quantize", "_forward", "layer norm to 1x128"): (
+        {**QUANTIZE, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "eps": "fp32"},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True},
+        {"num_warps": 4},
+    ),
+    ("norm_quantize", "_backward", "layer norm"): (
+        {"dy_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "PROGRAMS": 1056},
+        {"num_warps": 8},
+    ),
+    ("scaled_mm", "_gemm", "row, fast"): (
+        {"a_desc": FUSED["a_desc"], "b_desc": FUSED["b_desc"], "c_desc": desc("bf16", 128, 256), "c_ptr": X, "sa_ptr": S, "sb_ptr": S},
+        {**TILE, "EXACT": False, "TMA_STORE": True, "OUT": tl.bfloat16},
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_fused", "inference"): (
+        FUSED, {**LAYER, "BIAS": False, "OUT": 1, "KEEP": False, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_fused", "training"): (
+        FUSED, {**LAYER, "BIAS": True, "OUT": 1, "KEEP": True, "TRANSPOSE": True}, {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_gradient", "delayed"): (GRADIENT, {**BACK, "BM": 32, "GROUPS": 0, "BIAS": True}, {"num_warps": 8}),
+    ("fused_linear", "_gradient", "1x128"): (GRADIENT, {**BACK, "BM": 128, "GROUPS": 2, "BIAS": False}, {"num_warps": 16}),
+}  # fmt: skip
+WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient"}
+MULTIPLIES = {"_gemm", "_fused"}
+DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
+
+
+def kernels_of(op: str):
+    return import_module(f"loka.kernels.{op}.triton_kernels")
+
+
+def build(op: str, name: str, what: str):
+    kernel = getattr(kernels_of(op), name)
+    types, constants, options = CONFIGURATIONS[op, name, what]
+    names = kernel.arg_names
+    assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"
+    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in names}
+    aligned = [i for i, arg in enumerate(names) if signature[arg].startswith("*") or arg in DIVISIBLE]
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(names.index(arg),): value for arg, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile for real: nothing found in an earlier run's cache, nothing left behind."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=" ".join)
+def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
+    compiled = build(*configuration)
+    ptx, name = compiled.asm["ptx"], configuration[1]
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert len(compiled.asm["cubin"]) > 0
+    assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES)
+    assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == (name in WRITES_FP8)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_kernel_that_is_launched_is_compiled_here(op: str) -> None:
+    source = Path(kernels_of(op).__file__).read_text()
+    launched = set(re.findall(r"^\s+(_\w+)\[\(", source, re.MULTILINE))
+    assert launched
+    assert launched == {name for room, name, _ in CONFIGURATIONS if room == op}
+
+
+def test_a_pipeline_too_deep_is_noticed(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound can fail: eight stages do not fit."""
+    types, constants, _ = CONFIGURATIONS["scaled_mm", "_gemm", "row, fast"]
+    monkeypatch.setitem(
+        CONFIGURATIONS, ("scaled_mm", "_gemm", "deep"), (types, constants, {"num_warps": 8, "num_stages": 8})
+    )
+    assert build("scaled_mm", "_gemm", "deep").metadata.shared > SHARED_MEMORY
