@@ -3,6 +3,7 @@
     loka bench kernels                                    scaled_mm on the default shapes, GPU
     loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton
     loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json
+    loka bench kernels --op fused_linear                  the layer, its training form and its gradient
     loka bench kernels --device cpu --no-isolate          emulation only: the label says so
 
 Prints bf16, each backend and the roofline per call, then what refused and why. A wrong kernel is not timed: it is listed, and the exit status is 1.
@@ -17,7 +18,7 @@ __all__ = ["kernels", "parse_shapes"]
 
 
 def kernels(
-    op: Annotated[str, typer.Option(help="Which op: scaled_mm, quantize.")] = "scaled_mm",
+    op: Annotated[str, typer.Option(help="Which op: scaled_mm, quantize, norm_quantize, fused_linear.")] = "scaled_mm",
     shapes: Annotated[
         str, typer.Option(help="MxKxN, comma-separated.")
     ] = "2048x1024x1024,8192x1024x1024,8192x4096x4096",

@@ -4,7 +4,7 @@ An adapter says which calls to try, makes their operands, turns a backend into s
 bytes and FLOPs nobody can avoid. Adding an op to the benchmark is one adapter and one row in ADAPTERS.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.inputs import Shape
-
-Thunk = Callable[[], Any]
+from loka.measure.layer import FusedLinear
+from loka.measure.norm import NormQuantize
+from loka.measure.timing import Rival, Thunk
 
 
 class Adapter(Protocol):
@@ -62,6 +63,10 @@ class Adapter(Protocol):
 
     def check_baseline(self, call: Any, operands: Any) -> Conformance:
         """The baseline against the law of its own operands: it is timed too."""
+        ...
+
+    def rivals(self, call: Any, sets: Sequence[Any]) -> list[Rival]:
+        """What else is worth a column: timed together with the backends on the same operand sets."""
         ...
 
     def bytes_moved(self, call: Any) -> int:
@@ -135,6 +140,10 @@ class ScaledMm:
         expected = conformance.law_of_values(*(q.dequantize(torch.bfloat16) for q in operands))
         allowed = conformance.baseline_tolerance(torch.bfloat16, call.k)
         return conformance.judge_runs(self.baseline(call, operands), expected, allowed, torch.bfloat16)
+
+    def rivals(self, call: MatmulCall, sets: Sequence[tuple[QTensor, QTensor]]) -> list[Rival]:
+        """None: the other backends are."""
+        return []
 
     def bytes_moved(self, call: MatmulCall) -> int:
         """8-bit operands in, output out; scales are left out, which makes the floor a floor."""
@@ -224,6 +233,10 @@ class Quantize:
         equal = bool(self.baseline(call, operands)().equal(operands))
         return Conformance(True, 0.0, 0.0) if equal else Conformance(False, 1.0, 0.0, "the copy differs")
 
+    def rivals(self, call: QuantizeCall, sets: Sequence[Tensor]) -> list[Rival]:
+        """None: the baseline is the copy."""
+        return []
+
     def bytes_moved(self, call: QuantizeCall) -> int:
         """16 bits in, 8 bits out, 8 more for a transpose. A dynamic scale per tensor, or per row of both, needs a second read: not counted."""
         return call.m * call.k * (call.in_dtype.itemsize + 1 + (call.transpose is not None))
@@ -233,7 +246,9 @@ class Quantize:
         return 0
 
 
-ADAPTERS: dict[str, Adapter] = {adapter.op: adapter for adapter in (ScaledMm(), Quantize())}
+ADAPTERS: dict[str, Adapter] = {
+    adapter.op: adapter for adapter in (ScaledMm(), Quantize(), NormQuantize(), FusedLinear())
+}
 
 
 def adapter_for(op: str) -> Adapter:

@@ -63,15 +63,15 @@ class BenchConfig:
         return tuple(self.backends or (name for name in registry.BACKENDS[self.op] if name != "reference"))
 
 
-def run(config: BenchConfig, *, command: str | None = None) -> KernelBench:
-    """Measure and record."""
+def run(config: BenchConfig, *, command: str | None = None, ceilings: Peaks | None = None) -> KernelBench:
+    """Measure and record; `ceilings` where the same run has measured them already."""
     end = time.monotonic() + config.seconds
     adapter = adapter_for(config.op)
     variants = config.variants or adapter.VARIANTS  # type: ignore[attr-defined]
     calls = adapter.calls(config.shapes, variants)
     checked = check_calls(config, adapter, calls, seconds=0.6 * config.seconds)
     by_call = [{name: checked[name][index] for name in config.names} for index in range(len(calls))]
-    ceilings = peaks(torch.device(config.device))
+    ceilings = ceilings or peaks(torch.device(config.device))
     timed = time_calls(config, adapter, calls, by_call, seconds=end - time.monotonic())
     rows = [
         row
@@ -185,7 +185,8 @@ def _rows(adapter: Adapter, call: Any, checked: dict[str, Outcome], timed: Outco
     floor = roofline_microseconds(adapter, call, ceilings)
     common: dict[str, Any] = {"op": adapter.op, "call": str(call), "shape": adapter.shape(call)}
     rows = []
-    for name in (BASELINE, *checked):
+    rivals = [name for name in timed.value or () if name not in checked and name not in (BASELINE, "method")]
+    for name in (BASELINE, *rivals, *checked):
         outcome = checked.get(name, Outcome({"reason": "", "error": None, "tolerance": None}))
         found = outcome.value or {"reason": outcome.refusal, "error": None, "tolerance": None}
         timing = (timed.value or {}).get(name, {"refusal": f"not timed: {timed.refusal}"})
@@ -199,7 +200,7 @@ def _rows(adapter: Adapter, call: Any, checked: dict[str, Outcome], timed: Outco
                 tolerance=found["tolerance"],
                 microseconds=None if refusal else Interval(**timing["microseconds"]),
                 speedup=Interval(**timing["speedup"]) if timing.get("speedup") and not refusal else None,
-                roofline_microseconds=floor if name != BASELINE else None,
+                roofline_microseconds=floor if name in checked else None,
                 buffers=None if refusal else timing["sets"],
             )
         )
@@ -210,6 +211,8 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
     """Time bf16 and green backends together on one call; a backend that turns out red or cannot be captured gets a refusal."""
     adapter, target = adapter_for(op), torch.device(device)
     described = adapter.decode(call)
+    if target.type == "cuda":
+        torch.compiler.reset()  # baselines are compiled for this shape: those of other calls must not count towards torch's limit
     count = sets_needed(adapter.bytes_moved(described), target)
     sets = [adapter.operands(described, seed=s, distribution="normal", device=target) for s in range(count)]
     thunks = [adapter.baseline(described, operands) for operands in sets]
@@ -224,6 +227,11 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
             )
         else:
             answers[name] = {"refusal": f"wrong in the process that times: {result.reason}"}
+    for name, rival, result in adapter.rivals(described, sets):
+        if result:
+            candidates.append(Candidate(name, rival, result))
+        else:
+            answers[name] = {"refusal": f"wrong: {result.reason}"}
     timings, refused = _captured(candidates, target, repeats)
     answers.update({name: {"refusal": reason} for name, reason in refused.items()})
     base = next((t for t in timings if t.name == BASELINE), None)

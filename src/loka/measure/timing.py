@@ -34,6 +34,9 @@ MAX_CALLS = 512  # per graph: beyond that capture time grows and nothing else
 DEFAULT_REPEATS = 31
 
 Thunk = Callable[[], Any]
+Rival = tuple[
+    str, list[Thunk], Conformance
+]  # something worth a column beside the backends: name, one thunk per operand set, the proof
 
 
 class RedKernelError(ValueError):

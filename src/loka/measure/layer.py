@@ -1,0 +1,274 @@
+"""The benchmark's view of fused_linear: the layer, its training form and its gradient, beside the bare FP8 GEMM of the same operands.
+
+    e4m3:tensor@e4m3:tensor>e4m3:tensor:static                    inference form: BlockNorm-256 and hard swish unless told otherwise
+    e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose     what training runs; options: an activation, nonorm, bias
+    gradient>e4m3:tensor:delayed+e4m3:tensor:delayed              from dy to the quantised gradient and its transpose
+
+Judged against float64 (`rounding`), not against the float32 reference: the sum of a tensor core may differ from it by more than half an FP8 code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.formats import QTensor, Spec, quantize, scale_from_amax
+from loka.kernels import registry
+from loka.kernels.fused_linear.call import (
+    NORM_BLOCK,
+    NORM_EPS,
+    NORMALIZED,
+    NORMALIZED_SCALE,
+    FusedCall,
+    FusedResult,
+    GradientCall,
+    GradientResult,
+)
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import conformance, inputs
+from loka.measure.conformance import Conformance, Law
+from loka.measure.fused import (
+    ACTIVATE,
+    DTYPES,
+    FLOAT32,
+    STEEPEST,
+    bf16_gradient,
+    bf16_layer,
+    block_norm,
+    compiled,
+    judge_twice,
+    split_variant,
+)
+from loka.measure.inputs import Shape
+from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.timing import Rival, Thunk
+
+
+@dataclass(frozen=True)
+class LayerOperands:
+    """Of a fused layer, and the same in bf16 for the baseline."""
+
+    a: QTensor
+    b: QTensor
+    bias: Tensor | None
+    scale: Tensor | None
+    x: Tensor
+    w: Tensor
+
+
+@dataclass(frozen=True)
+class GradientOperands:
+    """Of the gradient: dy, what forward kept, the delayed scale; p in bf16 for the baseline."""
+
+    dy: Tensor
+    z: QTensor | Tensor
+    rstd: Tensor | None
+    scale: Tensor | None
+    p: Tensor
+
+
+class FusedLinear:
+    """The fused layer [M, K] x [N, K], and its gradient [M, N]."""
+
+    op = "fused_linear"
+    VARIANTS = (
+        "e4m3:tensor@e4m3:tensor>e4m3:tensor:static",
+        "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose",
+        "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
+    )
+    OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose"})
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[FusedCall | GradientCall]:
+        """Every shape under every variant; a gradient has no K, so shapes that differ only in it are one."""
+        return list(dict.fromkeys(self._call(shape, variant) for shape in shapes for variant in variants))
+
+    def _call(self, shape: Shape, variant: str) -> FusedCall | GradientCall:
+        head, output, options, activation = split_variant(variant, set(self.OPTIONS))
+        m, k, n = shape
+        block, chosen = 0 if "nonorm" in options else NORM_BLOCK, activation or "hard_swish"
+        if head == "gradient":
+            spec, _, spec_t = output.partition("+")
+            if options & {"keep", "transpose"}:
+                raise ValueError(f"variant {variant!r}: keep and transpose belong to forward")
+            return GradientCall(m, n, Spec.parse(spec), Spec.parse(spec_t or spec), block, chosen, "bias" in options)
+        left, at, right = head.partition("@")
+        if not at:
+            raise ValueError(f"variant {variant!r}: expected SPEC@SPEC or gradient before >, got {head!r}")
+        out = DTYPES[output] if output in DTYPES else Spec.parse(output)
+        extras = [name in options for name in ("bias", "keep", "transpose")]
+        return FusedCall(m, k, n, Spec.parse(left), Spec.parse(right), out, block, chosen, *extras)
+
+    def encode(self, call: FusedCall | GradientCall) -> dict[str, Any]:
+        """As JSON."""
+        options = [call.activation, *(["nonorm"] if not call.norm_block else [])]
+        options += [name for name in ("bias", "keep", "transpose") if getattr(call, name, False)]
+        if isinstance(call, GradientCall):
+            head = f"gradient>{call.spec}+{call.spec_t}"
+        else:
+            out = call.out if isinstance(call.out, Spec) else str(call.out).removeprefix("torch.")
+            head = f"{call.a}@{call.b}>{out}"
+        return {**self.shape(call), "variant": "|".join([head, *options])}
+
+    def decode(self, fields: dict[str, Any]) -> FusedCall | GradientCall:
+        """From JSON."""
+        return self._call((fields["m"], fields.get("k", 0), fields["n"]), fields["variant"])
+
+    def shape(self, call: FusedCall | GradientCall) -> dict[str, int]:
+        """M, K, N; a gradient has no K."""
+        return {"m": call.m, **({"k": call.k} if isinstance(call, FusedCall) else {}), "n": call.n}
+
+    def operands(
+        self, call: FusedCall | GradientCall, *, seed: int, distribution: str, device: torch.device
+    ) -> LayerOperands | GradientOperands:
+        """Quantised operands and their bf16 values; for a gradient dy and what forward keeps."""
+        if isinstance(call, GradientCall):
+            return _gradient_operands(call, seed, distribution, device)
+        matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b)
+        a, b = inputs.matmul_operands(matmul, seed=seed, distribution=distribution, device=device)
+        bias = inputs.draw(1, call.n, seed=seed, device=device)[0] if call.bias else None
+        scale = None
+        if isinstance(call.out, Spec) and call.out.mode != "dynamic":
+            scale = torch.full((), NORMALIZED_SCALE, device=device)
+            if not call.norm_block:
+                scale = scale_from_amax(_layer_law(call, a, b, bias)[1].abs().max(), call.out)
+        return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16))
+
+    def thunk(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Thunk:
+        """The layer, or its gradient."""
+        if isinstance(call, GradientCall):
+            o: GradientOperands = operands
+            return lambda: backend.gradient(
+                o.dy, o.z, o.rstd, spec=call.spec, spec_t=call.spec_t, scale=o.scale, norm_block=call.norm_block,
+                activation=call.activation, bias=call.bias,
+            )  # fmt: skip
+        p: LayerOperands = operands
+        return lambda: backend.run(
+            p.a, p.b, out=call.out, out_scale=p.scale, bias=p.bias, norm_block=call.norm_block, activation=call.activation,
+            keep=call.keep, transpose=call.transpose,
+        )  # fmt: skip
+
+    def check(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Conformance:
+        """Everything it writes against float64, plain and with poisoned allocations."""
+        if isinstance(call, GradientCall):
+            g = _gradient_law(call, operands)
+            return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_gradient(result, g))
+        z, y, error = _layer_law(call, operands.a, operands.b, operands.bias)
+        return judge_twice(self.thunk(backend, call, operands), lambda result: _judge_layer(result, z, y, error))
+
+    def baseline(self, call: FusedCall | GradientCall, operands: Any) -> Thunk:
+        """Linear + RMSNorm + SiLU in bf16, or the backward of the latter two; compiled on a GPU."""
+        if isinstance(call, GradientCall):
+            backward = compiled(bf16_gradient, operands.dy.device)
+            return lambda: backward(operands.dy, operands.p)
+        forward = compiled(bf16_layer, operands.x.device)
+        return lambda: forward(operands.x, operands.w)
+
+    def check_baseline(self, call: FusedCall | GradientCall, operands: Any) -> Conformance:
+        """Against float64, where the linear's output may be rounded to bf16 before the norm."""
+        if isinstance(call, GradientCall):
+            expected = bf16_gradient(operands.dy.double(), operands.p.double())
+            size = expected.abs().amax(1, keepdim=True).expand_as(expected) if expected.numel() else expected
+            return judge_rounded(self.baseline(call, operands)(), expected, 1e-4 * size)
+        x, w = operands.x.double(), operands.w.double()
+        p = x @ w.T
+        factor = torch.rsqrt(p.square().mean(1, keepdim=True) + NORM_EPS)
+        terms = (x.square() @ w.square().T + p.square()).sqrt() * factor
+        allowed = STEEPEST * 2 * conformance.baseline_tolerance(torch.bfloat16, call.k)
+        law = Law(F.silu(p * factor), terms)
+        return conformance.judge_runs(self.baseline(call, operands), law, allowed, torch.bfloat16)
+
+    def rivals(self, call: FusedCall | GradientCall, sets: Sequence[Any]) -> list[Rival]:
+        """The bare FP8 GEMM of the same operands with a bf16 result, by torch and by our kernel."""
+        if isinstance(call, GradientCall):
+            return []
+        described = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
+        rivals: list[Rival] = []
+        for name in ("torch", "triton"):
+            backend = registry.backend("scaled_mm", name)
+            if backend.supports(described, sets[0].a.device):
+                thunks = [_bare_gemm(backend, operands) for operands in sets]
+                checked = conformance.check_scaled_mm(backend, described, sets[0].a, sets[0].b, poison=False)
+                rivals.append((f"gemm {name}", thunks, checked))
+        return rivals
+
+    def bytes_moved(self, call: FusedCall | GradientCall) -> int:
+        """Operands in, results out; scales and rstd are left out, which makes the floor a floor."""
+        if isinstance(call, GradientCall):
+            return call.m * call.n * (call.in_dtype.itemsize + (1 if call.norm_block else 2) + 2)
+        out = 1 if isinstance(call.out, Spec) else call.out.itemsize
+        kept = (1 if call.norm_block else 2) * call.keep + call.transpose
+        return (call.m + call.n) * call.k + call.m * call.n * (out + kept)
+
+    def flops(self, call: FusedCall | GradientCall) -> int:
+        """2 M K N forward; the gradient up to the GEMMs has none."""
+        return 0 if isinstance(call, GradientCall) else 2 * call.m * call.k * call.n
+
+
+def _bare_gemm(backend: Any, operands: LayerOperands) -> Thunk:
+    return lambda: backend.run(operands.a, operands.b, out_dtype=torch.bfloat16, fast_accum=True)
+
+
+def _layer_law(call: FusedCall, a: QTensor, b: QTensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """z and y in float64, and what adding K products may have done to them on this device."""
+    left, right = a.dequantize().double(), b.dequantize().double()
+    law = conformance.law_of_values(left, right)
+    p = law.y if bias is None else law.y + bias.double()
+    z, factor = block_norm(p, NORM_EPS) if call.norm_block else (p, torch.ones_like(p))
+    lost = FLOAT32
+    if left.device.type == "cuda":
+        matmul = MatmulCall(call.m, call.k, call.n, call.a, call.b, fast_accum=True)
+        lost += conformance.ELEMENT_ALLOWANCE * conformance.accumulation_error(matmul)
+    return z, ACTIVATE[call.activation](z), STEEPEST * lost * (law.terms * factor + z.abs())
+
+
+def _judge_layer(result: FusedResult, z: Tensor, y: Tensor, error: Tensor) -> Conformance:
+    verdicts = [judge_rounded(result.y, y, error, what="y")]
+    if result.y_t is not None:
+        verdicts.append(judge_rounded(result.y_t, y.T, error.T, what="y_t"))
+    if result.z is not None:
+        verdicts.append(judge_rounded(result.z, z, error, what="z"))
+    return worst_of(verdicts)
+
+
+def _gradient_operands(call: GradientCall, seed: int, distribution: str, device: torch.device) -> GradientOperands:
+    p = inputs.draw(call.m, call.n, distribution=distribution, seed=2 * seed, device=device)
+    dy = inputs.draw(call.m, call.n, seed=2 * seed + 1, device=device, dtype=call.in_dtype)
+    scale = torch.full((), 2.0**-5, device=device) if call.spec.mode != "dynamic" else None
+    if not call.norm_block:
+        return GradientOperands(dy, p.to(torch.bfloat16), None, scale, p.to(torch.bfloat16))
+    z, factor = block_norm(p.double(), NORM_EPS)
+    kept = quantize(z.float(), NORMALIZED, scale=torch.full((), NORMALIZED_SCALE, device=device))
+    return GradientOperands(dy, kept, factor[:, ::NORM_BLOCK].float().contiguous(), scale, p.to(torch.bfloat16))
+
+
+def _gradient_law(call: GradientCall, operands: GradientOperands) -> Tensor:
+    """g in float64 from what was kept."""
+    z = (operands.z.dequantize() if isinstance(operands.z, QTensor) else operands.z).double().requires_grad_()
+    (slope,) = torch.autograd.grad(ACTIVATE[call.activation](z).sum(), z)
+    g, z = operands.dy.double() * slope, z.detach()
+    if not call.norm_block:
+        return g
+    assert operands.rstd is not None
+    parts = zip(
+        torch.split(g, NORM_BLOCK, 1),
+        torch.split(z, NORM_BLOCK, 1),
+        torch.split(operands.rstd.double(), 1, 1),
+        strict=True,
+    )
+    return torch.cat([rstd * (d - v * (d * v).mean(1, keepdim=True)) for d, v, rstd in parts], 1)
+
+
+def _judge_gradient(result: GradientResult, g: Tensor) -> Conformance:
+    error = FLOAT32 * g.abs().amax(1, keepdim=True).expand_as(g) if g.numel() else g
+    verdicts = [judge_rounded(result.g, g, error, what="g"), judge_rounded(result.g_t, g.T, error.T, what="g_t")]
+    if result.bias is not None:
+        slack = FLOAT32 * g.abs().sum(0, keepdim=True) + 1e-30
+        verdicts.append(
+            judge_rounded(result.bias[None].float(), g.sum(0, keepdim=True), slack, what="the bias gradient")
+        )
+    if g.numel() and abs(float(result.amax) / float(g.abs().max()) - 1) > FLOAT32:
+        verdicts.append(Conformance(False, torch.inf, 1.0, f"amax is {float(result.amax)}, law {float(g.abs().max())}"))
+    return worst_of(verdicts)

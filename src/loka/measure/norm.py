@@ -1,0 +1,171 @@
+"""The benchmark's view of norm_quantize: norm + activation + quantise in one pass, beside the quantiser alone and a copy.
+
+A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`; options are an activation, affine, residual, and a type for the unquantised output.
+Judged against float64 (`rounding`): the float32 reference and a kernel may put an element that lies between two codes on different sides.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import Spec, quantize
+from loka.kernels import registry
+from loka.kernels.backend import Backend
+from loka.kernels.fused_linear.call import NORMALIZED_SCALE
+from loka.kernels.norm_quantize.call import EPS, NormCall, NormResult
+from loka.kernels.quantize.call import QuantizeCall
+from loka.measure import conformance, inputs
+from loka.measure.conformance import Conformance
+from loka.measure.fused import (
+    ACTIVATE,
+    DTYPES,
+    FLOAT32,
+    STEEPEST,
+    bf16_norm,
+    block_norm,
+    compiled,
+    judge_twice,
+    split_variant,
+)
+from loka.measure.inputs import Shape
+from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.timing import Rival, Thunk
+
+
+class NormQuantize:
+    """Norm + activation + quantise of x [M, K]; N is ignored."""
+
+    op = "norm_quantize"
+    VARIANTS = tuple(
+        f"{norm}>{spec}|hard_swish" for norm in ("rms", "layer", "block") for spec in ("e4m3:row", "e4m3:1x128", "e4m3:tensor:static")
+    )  # fmt: skip
+    OPTIONS = frozenset({"affine", "residual", *DTYPES})
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[NormCall]:
+        """Every different (M, K) under every variant."""
+        return [
+            self._call(m, k, variant) for m, k in dict.fromkeys((m, k) for m, k, _ in shapes) for variant in variants
+        ]
+
+    def _call(self, m: int, k: int, variant: str) -> NormCall:
+        norm, spec, options, activation = split_variant(variant, set(self.OPTIONS))
+        outputs = [DTYPES[option] for option in options if option in DTYPES]
+        return NormCall(
+            m, k, Spec.parse(spec), norm, activation or "none", "affine" in options, "residual" in options,
+            out_dtype=outputs[0] if outputs else None,
+        )  # fmt: skip
+
+    def encode(self, call: NormCall) -> dict[str, Any]:
+        """As JSON."""
+        options = [call.activation, *(name for name in ("affine", "residual") if getattr(call, name))]
+        options += [name for name, dtype in DTYPES.items() if dtype == call.out_dtype]
+        return {**self.shape(call), "variant": "|".join([f"{call.norm}>{call.spec}", *options])}
+
+    def decode(self, fields: dict[str, Any]) -> NormCall:
+        """From JSON."""
+        return self._call(fields["m"], fields["k"], fields["variant"])
+
+    def shape(self, call: NormCall) -> dict[str, int]:
+        """M, K."""
+        return {"m": call.m, "k": call.k}
+
+    def operands(
+        self, call: NormCall, *, seed: int, distribution: str, device: torch.device
+    ) -> dict[str, Tensor | None]:
+        """x, and the residual, parameters and scale where the call has them."""
+        options: dict[str, Any] = {"device": device, "dtype": call.in_dtype}
+        x = inputs.draw(call.m, call.k, distribution=distribution, seed=3 * seed, **options)
+        made: dict[str, Tensor | None] = {"x": x, "residual": None, "weight": None, "bias": None, "scale": None}
+        if call.residual:
+            made["residual"] = inputs.draw(call.m, call.k, seed=3 * seed + 1, **options)
+        if call.affine:
+            noise = inputs.draw(2, call.k, seed=3 * seed + 2, **options)
+            made |= {"weight": 1 + 0.3 * noise[0], "bias": 0.3 * noise[1]}
+        if call.spec.mode != "dynamic":
+            made["scale"] = torch.full((), NORMALIZED_SCALE, device=device)
+        return made
+
+    def thunk(self, backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
+        """The fused norm."""
+        x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
+        return lambda: backend.run(
+            x, call.spec, norm=call.norm, activation=call.activation, out_dtype=call.out_dtype, **rest
+        )
+
+    def check(self, backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Conformance:
+        """q, h and the 16-bit output against float64, plain and with poisoned allocations."""
+
+        def judge(result: NormResult) -> Conformance:
+            y = self._exact(call, result.h, operands)
+            error = FLOAT32 * y.abs().nan_to_num(0.0).amax(1, keepdim=True) if y.numel() else y
+            verdicts = [judge_rounded(result.q, y, error, what="q")]
+            if call.out_dtype is not None:
+                assert result.y is not None
+                verdicts.append(judge_rounded(result.y, y, error, what="y"))
+            if operands["residual"] is not None and operands["x"] is not None:
+                total = operands["x"].double() + operands["residual"].double()
+                verdicts.append(judge_rounded(result.h, total, torch.zeros_like(total), what="h"))
+            return worst_of(verdicts)
+
+        return judge_twice(self.thunk(backend, call, operands), judge)
+
+    def _exact(self, call: NormCall, h: Tensor, operands: dict[str, Tensor | None]) -> Tensor:
+        h, eps = h.double(), EPS[call.norm]
+        p = block_norm(h, eps)[0] if call.norm == "block" else bf16_norm(h, call.norm)
+        weight, bias = operands["weight"], operands["bias"]
+        p = p if weight is None else p * weight.double()
+        p = p if bias is None else p + bias.double()
+        return ACTIVATE[call.activation](p)
+
+    def baseline(self, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
+        """Norm + activation in bf16 (an RMS norm for block norm), without quantising."""
+        x = operands["x"]
+        assert x is not None
+        run = compiled(lambda t: ACTIVATE[call.activation](bf16_norm(t, call.norm)), x.device)
+        return lambda: run(x)
+
+    def check_baseline(self, call: NormCall, operands: dict[str, Tensor | None]) -> Conformance:
+        """Against the same in float64; one rounding between norm and activation is allowed."""
+        x = operands["x"]
+        assert x is not None
+        y = ACTIVATE[call.activation](bf16_norm(x.double(), call.norm))
+        return judge_rounded(
+            self.baseline(call, operands)(), y, STEEPEST * 2.0**-7 * bf16_norm(x.double(), call.norm).abs() + 1e-6
+        )
+
+    def rivals(self, call: NormCall, sets: Sequence[dict[str, Tensor | None]]) -> list[Rival]:
+        """The quantiser alone, and a copy."""
+        first = sets[0]["x"]
+        assert first is not None
+        rivals: list[Rival] = [("copy", [_copy(operands) for operands in sets], Conformance(True, 0.0, 0.0))]
+        alone = QuantizeCall(call.m, call.k, call.spec, call.in_dtype)
+        backend = registry.backend("quantize", "triton")
+        if backend.supports(alone, first.device):
+            thunks = [_quantizer(backend, call, operands) for operands in sets]
+            expected = quantize(first, call.spec, scale=sets[0]["scale"])
+            rivals.append(("quantize", thunks, conformance.check_quantized(thunks[0]()[0], expected)))
+        return rivals
+
+    def bytes_moved(self, call: NormCall) -> int:
+        """x in, FP8 out; the residual in and h out; y out."""
+        item = call.in_dtype.itemsize
+        extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
+        return call.m * call.k * (item + 1 + extra)
+
+    def flops(self, call: NormCall) -> int:
+        """None on the matrix units."""
+        return 0
+
+
+def _copy(operands: dict[str, Tensor | None]) -> Thunk:
+    x = operands["x"]
+    assert x is not None
+    target = torch.empty_like(x)
+    return lambda: target.copy_(x)
+
+
+def _quantizer(backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
+    x, scale = operands["x"], operands["scale"]
+    return lambda: backend.run(x, call.spec, scale=scale)

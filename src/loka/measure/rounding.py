@@ -1,0 +1,79 @@
+"""Is a fused kernel's result the exact one, rounded once?
+
+A fused kernel writes FP8 that no later step can look behind, so its result is compared with the exact values in float64:
+
+    |q - x / scale|  <=  half an ulp of x / scale  +  error / scale        each element; the ulp is that of the binade x / scale is in
+    rms(q * scale - x)  <=  1.05 * rms(law - x)                            the whole: no more noise than the law's own rounding makes
+    |scale / law - 1|  <=  error / amax                                    each scale that the kernel made
+
+`error` is what the kernel may have lost before rounding (the sums of a tensor core, float32). 16-bit results are judged alike, with half an ulp of
+their type. The worst ratio to its bound is reported, so the tolerance is 1.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, block_amax, expand_scale, quantize
+from loka.measure.conformance import ULP, Conformance
+
+NOISE = 1.05
+_HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of a binade, and of the subnormals
+_TINY = 1e-300
+
+
+def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: str = "result") -> Conformance:
+    """Compare a result with the exact values (float64), which may have been off by `error` before they were rounded."""
+    if out.shape != exact.shape:
+        return Conformance(False, math.inf, 1.0, f"{what} is {tuple(out.shape)}, expected {tuple(exact.shape)}")
+    if exact.numel() == 0:
+        return Conformance(True, 0.0, 1.0)
+    values = (out.data if isinstance(out, QTensor) else out).double()
+    finite = exact.isfinite()
+    if not torch.equal(values.isfinite(), finite):
+        wrong = int((values.isfinite() != finite).sum())
+        return Conformance(False, math.inf, 1.0, f"{what}: {wrong} elements differ in being finite")
+    looks = _looks_fp8(out, values, exact, error) if isinstance(out, QTensor) else _looks(out, values, exact, error)
+    name, worst = max(looks.items(), key=lambda look: look[1])
+    if worst <= 1:
+        return Conformance(True, worst, 1.0)
+    return Conformance(False, worst, 1.0, f"{what}: {name} {worst:.3g} times what rounding explains")
+
+
+def worst_of(verdicts: list[Conformance]) -> Conformance:
+    """The verdict on several outputs: red if any is."""
+    return max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error))
+
+
+def _looks(out: Tensor, values: Tensor, exact: Tensor, error: Tensor) -> dict[str, float]:
+    allowed = error + ULP[out.dtype] / 2 * exact.abs() + torch.finfo(out.dtype).smallest_normal
+    return {"an element is": _largest((values - exact).abs() / allowed)}
+
+
+def _looks_fp8(q: QTensor, values: Tensor, exact: Tensor, error: Tensor) -> dict[str, float]:
+    ulp, smallest = _HALF_ULP[q.spec.format.name]
+    scale = expand_scale(q.scale.double(), q.shape, q.spec.block)
+    scaled = exact / scale
+    binade = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=_TINY))))
+    allowed = (binade * ulp).clamp(min=smallest) + error / scale
+    target = scaled.clamp(-q.spec.format.max, q.spec.format.max)
+    law = quantize(exact, q.spec, scale=None if q.spec.mode == "dynamic" else q.scale)
+    noise = _rms(law.dequantize().double() - exact)
+    looks = {
+        "an element is": _largest((values - target).abs() / allowed),
+        "the noise is": _rms(values * scale - exact) / (NOISE * noise + _rms(error) + _TINY),
+    }
+    if q.spec.mode == "dynamic" and q.spec.scale == "f32":
+        amax = block_amax(exact, q.spec.block).double()
+        slack = block_amax(error.expand_as(exact), q.spec.block).double() / amax.clamp(min=_TINY) + 2.0**-20
+        looks["a scale is"] = _largest((q.scale.double() / law.scale.double() - 1).abs() / slack)
+    return looks
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.nan_to_num(0.0).max())

@@ -1,0 +1,173 @@
+"""The benchmark's views of the fused ops: they accept the reference, notice what is wrong, and count what must move."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loka.formats import QTensor
+from loka.kernels.fused_linear import reference as layer
+from loka.kernels.norm_quantize import reference as norm
+from loka.measure import bench
+from loka.measure.adapter import adapter_for
+
+CPU = torch.device("cpu")
+LAYERS = [
+    "e4m3:tensor@e4m3:tensor>e4m3:tensor:static",
+    "e4m3:row@e4m3:row>e4m3:1x128|silu|bias|keep|transpose",
+    "e4m3:row@e4m3:tensor>bfloat16|relu|nonorm|keep",
+    "e4m3:row@e4m3:row>e5m2:tensor:static|none|nonorm|bias",
+    "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
+    "gradient>e5m2:1x128+e4m3:1x128|silu|bias",
+    "gradient>e4m3:1x128+e4m3:1x128|relu|nonorm",
+]
+NORMS = [
+    "rms>e4m3:row|hard_swish",
+    "layer>e4m3:1x128|silu|affine|residual|bfloat16",
+    "block>e4m3:tensor:static|relu",
+    "rms>e5m2:row",
+]
+EVERY = [("fused_linear", v) for v in LAYERS] + [("norm_quantize", v) for v in NORMS]
+DISTRIBUTIONS = ("normal", "outlier_channels", "zero_rows", "lognormal_rows")
+
+
+def prepare(op: str, variant: str, distribution: str = "normal", shape=(24, 130, 300)):
+    adapter = adapter_for(op)
+    (call,) = adapter.calls([shape], [variant])
+    return adapter, call, adapter.operands(call, seed=3, distribution=distribution, device=CPU)
+
+
+@pytest.mark.parametrize(("op", "variant"), EVERY)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_reference_conforms(op: str, variant: str, distribution: str) -> None:
+    adapter, call, operands = prepare(op, variant, distribution)
+    verdict = adapter.check(layer if op == "fused_linear" else norm, call, operands)
+    assert verdict, verdict.reason
+    assert verdict.error > 0.3  # the bound is near what rounding does, not far above it
+
+
+@pytest.mark.parametrize(("op", "variant"), EVERY)
+def test_the_baseline_conforms_and_a_wrong_one_does_not(op: str, variant: str, monkeypatch) -> None:
+    adapter, call, operands = prepare(op, variant)
+    assert adapter.check_baseline(call, operands)
+    right = adapter.baseline(call, operands)
+    monkeypatch.setattr(adapter, "baseline", lambda call, operands: lambda: right() * 1.1)
+    assert not adapter.check_baseline(call, operands)
+
+
+@pytest.mark.parametrize(("op", "variant"), EVERY)
+def test_calls_survive_the_trip_to_a_child(op: str, variant: str) -> None:
+    adapter, call, _ = prepare(op, variant)
+    assert adapter.decode(adapter.encode(call)) == call
+
+
+class Wrong:
+    """The reference with one thing changed."""
+
+    def __init__(self, module, change) -> None:
+        self.module, self.change = module, change
+
+    def run(self, *operands, **options):
+        return self.change(self.module.run(*operands, **options))
+
+    def gradient(self, *operands, **options):
+        return self.change(self.module.gradient(*operands, **options))
+
+
+def code_off(q: QTensor) -> QTensor:
+    """One element two codes away."""
+    data = q.data.clone().view(torch.uint8)
+    data[-1, -1] ^= 2
+    return replace(q, data=data.view(q.data.dtype))
+
+
+def scale_off(q: QTensor) -> QTensor:
+    return replace(q, scale=q.scale * 1.02)
+
+
+@pytest.mark.parametrize("field", ["y", "y_t", "z"])
+@pytest.mark.parametrize("change", [code_off, scale_off])
+def test_a_wrong_layer_is_noticed(field: str, change) -> None:
+    adapter, call, operands = prepare("fused_linear", LAYERS[1])
+    planted = Wrong(layer, lambda result: replace(result, **{field: change(getattr(result, field))}))
+    verdict = adapter.check(planted, call, operands)
+    assert not verdict
+    assert verdict.reason.startswith(f"{field}: ")
+
+
+def test_a_layer_without_its_norm_is_noticed() -> None:
+    adapter, call, operands = prepare("fused_linear", LAYERS[0])
+    (other,) = adapter.calls([(24, 130, 300)], [LAYERS[0] + "|nonorm"])
+    assert not adapter.check(Wrong(layer, lambda _: adapter.thunk(layer, other, operands)()), call, operands)
+
+
+@pytest.mark.parametrize("variant", LAYERS[4:6])
+@pytest.mark.parametrize("field", ["g", "g_t"])
+def test_a_wrong_gradient_is_noticed(variant: str, field: str) -> None:
+    adapter, call, operands = prepare("fused_linear", variant)
+    planted = Wrong(layer, lambda result: replace(result, **{field: code_off(getattr(result, field))}))
+    assert adapter.check(planted, call, operands).reason.startswith(f"{field}: ")
+    planted = Wrong(layer, lambda result: replace(result, amax=result.amax * 1.001))
+    assert adapter.check(planted, call, operands).reason.startswith("amax is ")
+
+
+@pytest.mark.parametrize("variant", NORMS)
+def test_a_wrong_norm_is_noticed(variant: str) -> None:
+    adapter, call, operands = prepare("norm_quantize", variant)
+    for change in (code_off, scale_off):
+        planted = Wrong(norm, lambda result, change=change: replace(result, q=change(result.q)))
+        assert adapter.check(planted, call, operands).reason.startswith("q: ")
+    if call.residual:
+        planted = Wrong(norm, lambda result: replace(result, h=result.h * 1.01))
+        assert not adapter.check(planted, call, operands)
+
+
+def test_shapes_are_checked() -> None:
+    adapter, call, operands = prepare("fused_linear", LAYERS[2])
+    verdict = adapter.check(Wrong(layer, lambda result: replace(result, y=result.y[:-1])), call, operands)
+    assert verdict.reason == "y is (23, 300), expected (24, 300)"
+
+
+def test_the_floor_counts_each_byte_once() -> None:
+    adapter = adapter_for("fused_linear")
+    inference, training, gradient = adapter.calls([(2048, 1024, 512)], adapter.VARIANTS)
+    operands, tile = (2048 + 512) * 1024, 2048 * 512
+    assert adapter.bytes_moved(inference) == operands + tile
+    assert adapter.bytes_moved(training) == operands + 3 * tile  # y, its transpose, z
+    assert adapter.bytes_moved(gradient) == 5 * tile  # dy in bf16, z; g both ways
+    assert (adapter.flops(inference), adapter.flops(gradient)) == (2 * 2048 * 1024 * 512, 0)
+    fused = adapter_for("norm_quantize")
+    plain, full = fused.calls([(64, 128, 1)], ["rms>e4m3:row", "rms>e4m3:row|residual|bfloat16"])
+    assert (fused.bytes_moved(plain), fused.bytes_moved(full)) == (3 * 64 * 128, 9 * 64 * 128)
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "message"),
+    [
+        ("fused_linear", "e4m3:row>bfloat16", "expected SPEC@SPEC or gradient"),
+        ("fused_linear", "e4m3:row@e4m3:row", "is not HEAD>OUTPUT"),
+        ("fused_linear", "e4m3:row@e4m3:row>bfloat16|gelu", "not gelu"),
+        ("fused_linear", "e4m3:row@e4m3:row>bfloat16|relu|silu", "is not HEAD>OUTPUT"),
+        ("fused_linear", "gradient>e4m3:1x128|keep", "belong to forward"),
+        ("norm_quantize", "batch>e4m3:row", "norm 'batch'"),
+        ("norm_quantize", "rms>e4m3:row|keep", "not keep"),
+    ],
+)
+def test_variants_that_mean_nothing_are_refused(op: str, variant: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adapter_for(op).calls([(4, 32, 64)], [variant])
+
+
+@pytest.mark.parametrize("op", ["norm_quantize", "fused_linear"])
+def test_the_benchmark_times_them(op: str) -> None:
+    config = bench.BenchConfig(
+        op=op, shapes=[(16, 128, 64)], backends=("reference",), device="cpu", repeats=3, isolate=False, seconds=60.0
+    )
+    record = bench.run(config, command="test")
+    rows = [row for row in record.rows if row.backend == "reference"]
+    assert len(rows) == len(adapter_for(op).VARIANTS)
+    assert all(row.refusal is None and row.microseconds.value > 0 for row in rows)
+    copies = [row for row in record.rows if row.backend == "copy"]
+    assert len(copies) == (len(rows) if op == "norm_quantize" else 0)
+    assert all(row.speedup.value > 0 and row.roofline_microseconds is None for row in copies)
+    assert "reference" in bench.table(record)
