@@ -6,7 +6,7 @@ A fused kernel writes FP8 that no later step can look behind, so its result is c
     rms(q * scale - x)  <=  1.05 * rms(law - x)                            the whole: no more noise than the law's own rounding makes
     |scale / law - 1|  <=  error / amax                                    each scale that the kernel made
 
-`error` is what the kernel may have lost before rounding (the sums of a tensor core, float32). 16-bit results are judged alike, with half an ulp of
+`error` is the most a single element may have lost before rounding (the sums of a tensor core, float32); the typical one loses an eighth of it. 16-bit results are judged alike, with half an ulp of
 their type. The worst ratio to its bound is reported, so the tolerance is 1.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, block_amax, expand_scale, quantize
-from loka.measure.conformance import ULP, Conformance
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
 
 NOISE = 1.05
 _HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of a binade, and of the subnormals
@@ -62,7 +62,7 @@ def _looks_fp8(q: QTensor, values: Tensor, exact: Tensor, error: Tensor) -> dict
     noise = _rms(law.dequantize().double() - exact)
     looks = {
         "an element is": _largest((values - target).abs() / allowed),
-        "the noise is": _rms(values * scale - exact) / (NOISE * noise + _rms(error) + _TINY),
+        "the noise is": _rms(values * scale - exact) / (NOISE * noise + _rms(error) / ELEMENT_ALLOWANCE + _TINY),
     }
     if q.spec.mode == "dynamic" and q.spec.scale == "f32":
         amax = block_amax(exact, q.spec.block).double()
