@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument(
         "--limit-seconds", type=float, default=240, help="a case that has not compiled by then is dropped"
     )
+    parser.add_argument("--start-when", type=Path, help="measure once this file exists: another job has left the GPU")
     parser.add_argument("--eager", action="store_true", help="do not compile; for testing the script")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -71,12 +72,14 @@ def run_cases(cases: list[str], arguments: argparse.Namespace, report: dict[str,
         else:
             child.kill()
             report["cases"][case] = {"error": line or "did not compile in time"}
+    while arguments.start_when and not arguments.start_when.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
     for case in ready:
         child = children[case]
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-        line = read_line(child, deadline + 60)
+        line = read_line(child, time.monotonic() + 30)
         child.kill()
         report["cases"][case] = json.loads(line) if line.startswith("{") else {"error": line or "died while measuring"}
         print(f"{case}: {line[:300]}", file=sys.stderr, flush=True)
@@ -90,7 +93,7 @@ def run_cases(cases: list[str], arguments: argparse.Namespace, report: dict[str,
 def start_child(case: str, arguments: argparse.Namespace) -> "subprocess.Popen[str]":
     command = [sys.executable, __file__, "--out", str(arguments.out), "--case", case, "--device", arguments.device]
     command += ["--scale", str(arguments.scale), *(["--eager"] if arguments.eager else [])]
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "3")}
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "2")}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -123,6 +126,7 @@ def run_case(case: str, arguments: argparse.Namespace) -> None:
         print(f"@{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", flush=True)
         return
     facts["compile_s"] = round(time.perf_counter() - start, 1)
+    release_memory(arguments.device)
     print("@ready", flush=True)
     sys.stdin.readline()
     facts["ms"], facts["ms_low"], facts["ms_high"] = measure(step, arguments.device)
@@ -136,6 +140,17 @@ def run_case(case: str, arguments: argparse.Namespace) -> None:
         facts["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         facts["gpu"], facts["torch"] = torch.cuda.get_device_name(), torch.__version__
     print(f"@{json.dumps(facts)}", flush=True)
+
+
+def release_memory(device: str) -> None:
+    """Give back what the warm-up left in the allocator: others are still compiling."""
+    if device == "cuda":
+        import gc
+
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def synchronize(device: str) -> None:

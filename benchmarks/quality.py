@@ -98,19 +98,22 @@ def run_jobs(jobs: list[Job], arguments: argparse.Namespace, deadline: float) ->
     ]
     for worker in workers:
         worker.start()
+    expected = {(*job, seed) for job, seeds in tasks for seed in seeds}
     finished = 0
     while finished < len(workers):
         try:
             outcome = done.get(timeout=5)
         except queue.Empty:
             if not any(worker.is_alive() for worker in workers):
-                yield {"list": "failed", "model": "", "data": "", "seed": -1, "error": "a worker process died"}
-                return
+                break
             continue
         if outcome is None:
             finished += 1
         else:
+            expected.discard((outcome["model"], outcome["data"], outcome["seed"]))
             yield outcome
+    for model, data, seed in sorted(expected):
+        yield {"list": "failed", "model": model, "data": data, "seed": seed, "error": "its worker died"}
     for worker in workers:
         worker.join(timeout=10)
 
@@ -124,6 +127,9 @@ def work(waiting: Any, done: Any, arguments: argparse.Namespace, deadline: float
     while (task := waiting.get()) is not None:
         for outcome in run_cell(*task, arguments, deadline):
             done.put(outcome)
+            if "CUDA" in outcome.get("error", ""):  # this process has lost its GPU: it must not burn through the queue
+                done.put(None)
+                return
     done.put(None)
 
 

@@ -42,21 +42,24 @@ class Recipe:
     embedding_learning_rate: float = 5e-3
     weight_decay: float = 0.0
     dropout: float = 0.0
-    evaluations_per_epoch: int = 2
-    patience: int = 3
+    evaluations_per_epoch: int = 4
+    patience: int = 4
 
 
 RECIPES = {
     "ml-1m": (
-        Recipe(1.5, dropout=0.1),
-        Recipe(1.5, embedding_learning_rate=2e-3, dropout=0.2),
-        Recipe(2, embedding_learning_rate=1e-3, dropout=0.2, weight_decay=1e-2),
+        Recipe(1.5, embedding_learning_rate=1e-3, dropout=0.2),
+        Recipe(1.5, learning_rate=5e-4, embedding_learning_rate=1e-3, dropout=0.3),
+        Recipe(1.5, embedding_learning_rate=2e-3, dropout=0.1),
     ),
     "census-income-kdd": (
         Recipe(5, batch=2048, learning_rate=2e-3, embedding_learning_rate=2e-2, dropout=0.1),
         Recipe(6, batch=2048, embedding_learning_rate=1e-2, dropout=0.3),
     ),
-    "complete-journey": (Recipe(2, dropout=0.1), Recipe(3, embedding_learning_rate=2e-3, dropout=0.2)),
+    "complete-journey": (
+        Recipe(2, embedding_learning_rate=2e-3, dropout=0.1),
+        Recipe(3, embedding_learning_rate=1e-3, dropout=0.3),
+    ),
 }
 
 

@@ -52,12 +52,14 @@ class Recipe:
 HSTU = {"d": 64, "layers": 2, "heads": 2, "d_qk": 32, "d_v": 32, "dropout": 0.3, "cosine": False}
 ONEREC = {"d": 128, "layers": 3, "heads": 4, "d_ff": 384, "g_kv": 4, "short": 10, "dropout": 0.2}
 RECIPES = {
-    ("hstu", "ml-1m"): (Recipe(3000, 128, 2e-3, length=200, model=HSTU | {"layers": 4, "dropout": 0.2}),),
+    ("hstu", "ml-1m"): (Recipe(4000, 128, 2e-3, length=200, model=HSTU | {"layers": 4, "dropout": 0.2}),),
     ("hstu", "amazon-2014-beauty"): (Recipe(1200, 512, 4e-3, model=HSTU | {"dropout": 0.4}),),
     ("hstu", "amazon-2018-scientific"): (Recipe(1000, 256, 4e-3, model=HSTU | {"dropout": 0.4}),),
-    ("onerec", "ml-1m"): (Recipe(3000, 2048, length=100, model=ONEREC),),
-    ("onerec", "amazon-2014-beauty"): (Recipe(2000, 1024, model=ONEREC | {"dropout": 0.3}, weight_decay=0.05),),
-    ("onerec", "amazon-2018-scientific"): (Recipe(1200, 512, model=ONEREC | {"dropout": 0.3}, weight_decay=0.05),),
+    ("onerec", "ml-1m"): (Recipe(4000, 2048, 1.5e-3, length=100, model=ONEREC, weight_decay=0.01),),
+    ("onerec", "amazon-2014-beauty"): (Recipe(3000, 1024, 2e-3, model=ONEREC | {"dropout": 0.3}, weight_decay=0.05),),
+    ("onerec", "amazon-2018-scientific"): (
+        Recipe(2000, 512, 2e-3, model=ONEREC | {"dropout": 0.3}, weight_decay=0.05),
+    ),
 }
 
 
