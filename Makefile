@@ -26,7 +26,7 @@ demo: $(VENV)/.demo  ## the whole job on embedded real data, CPU
 	$(BIN)/loka demo
 
 test: $(VENV)/.dev  ## every test a machine without a GPU can run
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/ruff check

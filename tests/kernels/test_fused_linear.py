@@ -392,14 +392,7 @@ def test_strides_do_not_matter(name: str, device: torch.device) -> None:
     assert torch.equal(found.g_t.data.float(), expected.g_t.data.float())
 
 
-def broken(backend: str, reason: str):
-    """The backends, one of them known to fail: when it is mended this says so."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    params = [pytest.param(name, marks=[mark] if name == backend else []) for name in BACKENDS["fused_linear"]]
-    return pytest.mark.parametrize("name", params)
-
-
-@broken("triton", "row scales and the bias are read as if contiguous")
+@pytest.mark.parametrize("name", BACKENDS["fused_linear"])
 @pytest.mark.parametrize("what", ["scale of a", "scale of b", "bias"])
 def test_strided_scales_and_bias(name: str, what: str, device: torch.device) -> None:
     case = Case((5, 64, 40), "e4m3:row", "e4m3:row", "float32", "none", norm=False, bias=True)
@@ -480,7 +473,7 @@ def test_mistakes_are_named(device: torch.device) -> None:
                      out=torch.bfloat16, backend="triton")  # fmt: skip
 
 
-@broken("triton", "not checked before the launch: a missing scale fails inside Triton, a superfluous one is ignored")
+@pytest.mark.parametrize("name", BACKENDS["fused_linear"])
 @pytest.mark.parametrize(("out", "given"), [(STATIC, False), (GROUPED, True)])
 def test_an_output_scale_that_is_missing_or_unasked_is_refused(
     name: str, out: str, given: bool, device: torch.device
@@ -507,7 +500,7 @@ def test_forward_compiles_without_a_graph_break(name: str, device: torch.device)
     assert torch.equal(compiled(a.data), forward(a.data))
 
 
-@broken("reference", "the slope of an activation is taken by autograd, which cannot be traced")
+@pytest.mark.parametrize("name", BACKENDS["fused_linear"])
 def test_backward_compiles_without_a_graph_break(name: str, device: torch.device) -> None:
     supported(name, GradientCall(5, 300, *map(Spec.parse, GRADIENTS[0])), device)
     registry.load("fused_linear")

@@ -253,14 +253,7 @@ def test_strides_do_not_matter(name: str, device: torch.device) -> None:
         torch.testing.assert_close(found, expected, rtol=FLOAT32, atol=1e-5)
 
 
-def broken(backend: str, reason: str):
-    """The backends, one of them known to fail: when it is mended this says so."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    params = [pytest.param(name, marks=[mark] if name == backend else []) for name in BACKENDS["norm_quantize"]]
-    return pytest.mark.parametrize("name", params)
-
-
-@broken("triton", "weight and bias are read as if contiguous")
+@pytest.mark.parametrize("name", BACKENDS["norm_quantize"])
 def test_strided_parameters(name: str, device: torch.device) -> None:
     case = Case("rms", "silu", "e4m3:row", (3, 40), affine=True)
     supported(name, case, device)
@@ -354,7 +347,7 @@ def test_forward_compiles_without_a_graph_break(name: str, device: torch.device)
     assert torch.equal(compiled(x, r), forward(x, r))
 
 
-@broken("reference", "the slope of an activation is taken by autograd, which cannot be traced")
+@pytest.mark.parametrize("name", BACKENDS["norm_quantize"])
 def test_backward_compiles_without_a_graph_break(name: str, device: torch.device) -> None:
     case = Case("rms", "silu", "e4m3:1x128", (5, 300))
     supported(name, case, device)

@@ -120,12 +120,12 @@ def test_mde_is_found_with_the_stated_power(units: int) -> None:
     noise, few = 0.5, units < 30
     error = noise / math.sqrt(units)
     effect = minimum_detectable_effect(error, confidence=0.95, power=0.8, units=units if few else None)
-    found, trials = 0, 1000 if few else 400
+    found, trials = 0, 1000 if few else 200
     for seed in range(trials):
         candidate, baseline = draw(units, shift=effect, noise=noise, seed=seed)
         result = compare_paired(candidate, baseline, margin=9.0, lower_is_better=True, resamples=300, seed=seed)
         found += result.low > 0
-    assert found / trials == pytest.approx(0.8, abs=0.06)
+    assert found / trials == pytest.approx(0.8, abs=0.08)
 
 
 def test_mde_shrinks_with_the_root_of_units() -> None:

@@ -247,8 +247,10 @@ def test_speed_excludes_evaluations():
         time.sleep(0.2)
         return {"ne": 1.0}
 
+    start = time.perf_counter()
     _, result = train(evaluate_fn=slow, evaluate_every=5, log_every=10)
-    assert result.seconds < 0.5  # four evaluations slept 0.8 s
+    wall = time.perf_counter() - start
+    assert result.seconds <= wall - 0.8  # four evaluations slept 0.8 s; on a busy machine both are longer
     assert result.examples_per_s == pytest.approx(result.examples / result.seconds)
 
 

@@ -71,6 +71,10 @@ class GradientCall:
     def __post_init__(self) -> None:
         check_options(self.norm_block, self.activation)
 
+    def __str__(self) -> str:
+        norm = f"blocknorm{self.norm_block} " if self.norm_block else ""
+        return f"{self.m}x{self.n} gradient {norm}{self.activation} -> {self.spec} + T {self.spec_t}{' +bias' if self.bias else ''}"
+
 
 @dataclass(frozen=True)
 class GradientResult:

@@ -85,9 +85,10 @@ def run(
     from loka.kernels.fused_linear import triton_ops
 
     spec = out if isinstance(out, Spec) else None
+    given = None if spec is None else _given(out_scale, spec)
     mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
     y, y_scale, y_t, yt_scale, z, rstd = triton_ops.fused_linear(
-        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), a.scale, b.scale, bias, out_scale,
+        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given,
         scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation),
         mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), keep, transpose,
     )  # fmt: skip
@@ -96,15 +97,16 @@ def run(
         kept = QTensor(z, torch.full((), NORMALIZED_SCALE, device=z.device), NORMALIZED) if norm_block else z
     if spec is None:
         return FusedResult(y, z=kept, rstd=rstd if keep and norm_block else None)
-    q = QTensor(y, y_scale if mode == 2 else _given(out_scale, spec), spec)
-    q_t = QTensor(y_t, yt_scale if mode == 2 else _given(out_scale, spec), spec) if transpose else None
+    q = QTensor(y, y_scale if given is None else given, spec)
+    q_t = QTensor(y_t, yt_scale if given is None else given, spec) if transpose else None
     return FusedResult(q, q_t, kept, rstd if keep and norm_block else None)
 
 
-def _given(scale: Tensor | None, spec: Spec) -> Tensor:
-    if scale is None:
-        raise ValueError(f"{spec} needs a scale: pass out_scale / scale")
-    return scale.float().reshape(())
+def _given(scale: Tensor | None, spec: Spec) -> Tensor | None:
+    """A scale that does not come from the data, for the specs that need one."""
+    if (scale is None) != (spec.mode == "dynamic"):
+        raise ValueError(f"{spec} {'needs a scale' if scale is None else 'makes its own scale'}")
+    return None if scale is None else scale.float().reshape(())
 
 
 def gradient(
@@ -128,7 +130,7 @@ def gradient(
         )
     from loka.kernels.fused_linear import triton_ops
 
-    given = None if spec.mode == "dynamic" else _given(scale, spec)
+    given = _given(scale, spec)
     g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
         dy if dy.stride(-1) == 1 else dy.contiguous(), z.data if isinstance(z, QTensor) else z, rstd, given,
         norm_block > 0, ACTIVATIONS.index(activation), bias, spec.format.dtype, spec_t.format.dtype,

@@ -94,7 +94,8 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc,
             factor = tl.full((BM,), 1.0, tl.float32)
         if NORM:  # columns beyond N are zero and add nothing to the sum
             width = tl.minimum(N - first_column, BN).to(tl.float32)
-            rstd = tl.rsqrt(factor * factor * (tl.sum(acc * acc, 1) / width) + _EPS)
+            rms = factor * tl.sqrt(tl.sum(acc * acc, 1) / width)  # factor^2 could overflow
+            rstd = tl.rsqrt(rms * rms + _EPS)
             if KEEP:
                 tl.store(rstd_ptr + row * num_n + tile_n, rstd, row < M)
             factor *= rstd

@@ -64,7 +64,7 @@ def run(
     from loka.kernels.norm_quantize import triton_ops
 
     q, made, h, y, mean, rstd = triton_ops.norm_quantize(
-        _unit(x), None if residual is None else _unit(residual), weight, bias, scale, NORMS.index(norm), ACTIVATIONS.index(activation),
+        _unit(x), None if residual is None else _unit(residual), _dense(weight), _dense(bias), scale, NORMS.index(norm), ACTIVATIONS.index(activation),
         EPS[norm] if eps is None else eps, spec.format.dtype, _SOURCES[spec.block], spec.scale in ("pow2", "e8m0"), out_dtype,
     )  # fmt: skip
     return NormResult(
@@ -74,6 +74,10 @@ def run(
         mean if norm == "layer" else None,
         rstd,
     )
+
+
+def _dense(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -100,6 +104,6 @@ def gradient(
     from loka.kernels.norm_quantize import triton_ops
 
     dx, dw, db = triton_ops.norm_gradient(
-        _unit(dy), h.contiguous(), weight, bias, mean, rstd, None if dh is None else _unit(dh), NORMS.index(norm), ACTIVATIONS.index(activation)
+        _unit(dy), h.contiguous(), _dense(weight), _dense(bias), mean, rstd, None if dh is None else _unit(dh), NORMS.index(norm), ACTIVATIONS.index(activation)
     )  # fmt: skip
     return dx, None if weight is None else dw, None if bias is None else db

@@ -9,7 +9,7 @@ a multiple of 4. The older `torch._scaled_mm` does not check that padding and is
 fake implementation wants K and the 128x128 operand's rows to be multiples of 128 where eager is content with 16, so blockwise operands are padded
 to 128, and rows under 1x128 scales to 16, since the scales' leading dimension must be 16-byte aligned.
 
-Two E5M2 operands are refused by cuBLASLt. Block scales move the sum to float32 every 128 products, so fast accumulation is not asked for there.
+Two E5M2 operands are refused by cuBLASLt, and any E5M2 operand under 128x128 scales (seen on an H200, torch 2.11). Block scales move the sum to float32 every 128 products, so fast accumulation is not asked for there.
 """
 
 import torch
@@ -51,8 +51,8 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
         return scales
     blocks = (call.a.block, call.b.block)
     if blocks in _BLOCKWISE:
-        if formats != (E4M3, E4M3):
-            return no(f"multiplies e4m3 only under block scales, not {call.a.format} @ {call.b.format}")
+        if _SQUARE in blocks and formats != (E4M3, E4M3):
+            return no(f"multiplies e4m3 only under 128x128 scales, not {call.a.format} @ {call.b.format}")
         return fp8_gpu(device, (9, 0), only=9)
     if not set(blocks) <= set(_WHOLE_ROWS):
         return no(f"has no kernel for {call.a.block} x {call.b.block} scales")

@@ -36,6 +36,11 @@ def padded(q: QTensor) -> Tensor:
     return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)[:, : data.shape[1]]
 
 
+def dense_scale(q: QTensor) -> Tensor:
+    """Scales of rows and tensors are read by index alone; block scales by their strides."""
+    return q.scale if q.spec.block in (_GROUP, _SQUARE) else q.scale.contiguous()
+
+
 def source(spec: Spec) -> int:
     """The kernel's number for where scales come from."""
     return _SOURCES[spec.block]
@@ -49,7 +54,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
         return a.data.new_zeros(m, n, dtype=out_dtype)
     from loka.kernels.scaled_mm import triton_ops
 
-    scales = (q.scale if q.spec.block in (_GROUP, _SQUARE) else q.scale.contiguous() for q in (a, b))
+    scales = dense_scale(a), dense_scale(b)
     result: Tensor = triton_ops.scaled_mm(
         padded(a), padded(b), *scales, source(a.spec), source(b.spec), not fast_accum, out_dtype
     )
