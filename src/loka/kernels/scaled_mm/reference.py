@@ -16,4 +16,6 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """Full float32 accumulation whatever `fast_accum` allows: fast accumulation is a permission, not a demand."""
     with torch.autocast(a.device.type, enabled=False):
-        return (a.dequantize() @ b.dequantize().T).to(out_dtype)
+        product = a.dequantize() @ b.dequantize().T
+        # torch 2.11 loses the gradient of a compiled autograd.Function whose result is a `.to` that changes nothing
+        return product if product.dtype == out_dtype else product.to(out_dtype)
