@@ -136,7 +136,7 @@ def encode(
     _require_float32(x, "encode")
     if format in (E4M3, E5M2) and rounding == "nearest":  # torch's own cast, after saturation: the same bits, faster
         clamped = x.clamp(-format.max, format.max)  # clamp keeps NaN
-        return torch.where(x.isinf(), _non_finite(x, format), clamped).to(format.dtype)
+        return torch.where(x.abs() == torch.inf, _non_finite(x, format), clamped).to(format.dtype)
     values = round_to(x, format, rounding=rounding, generator=generator)
     if format.has_nan:
         return values.to(format.dtype)

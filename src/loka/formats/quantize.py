@@ -158,7 +158,7 @@ def _to_float32(x: Tensor) -> Tensor:
 def block_amax(x: Tensor, block: Block) -> Tensor:
     """Largest finite magnitude of each block, float32; 0 for a block without one."""
     magnitude = _to_float32(x).abs()
-    return _reduce_blocks(torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude)), block)
+    return _reduce_blocks(magnitude.nan_to_num(nan=0.0, posinf=0.0), block)
 
 
 def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
@@ -238,7 +238,7 @@ def quantize(
     inverse = expand_scale(1.0 / multiplier.clamp(min=SMALLEST_SCALE), x.shape, spec.block)
     scaled = x * inverse
     if spec.mode != "dynamic":  # a small given scale may push a finite x beyond float32: that is saturation, not Inf
-        scaled = torch.where(x.isfinite(), scaled.clamp(-spec.format.max, spec.format.max), x)
+        scaled = torch.where(x.abs() < torch.inf, scaled.clamp(-spec.format.max, spec.format.max), x)
     data = encode(scaled, spec.format, rounding=spec.rounding, generator=generator)
     if not spec.format.has_nan:
         poisoned = _reduce_blocks((~x.isfinite()).float(), spec.block) > 0
