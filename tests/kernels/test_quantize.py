@@ -215,3 +215,9 @@ def test_triton_under_its_interpreter() -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert "." in result.stdout.splitlines()[0], result.stdout  # something ran and passed
+
+
+@pytest.mark.parametrize(("spec", "shape"), [("e4m3:row:static", (3, 1)), ("e4m3:tensor:static", (1,))])
+def test_triton_refuses_a_scale_of_another_shape_before_reading_it(spec: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"needs scales of"):
+        registry.backend("quantize", "triton").run(torch.ones(4, 32), Spec.parse(spec), scale=torch.ones(shape))

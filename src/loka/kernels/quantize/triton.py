@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec, scale_shape
 from loka.kernels.backend import Verdict, no
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.triton_device import triton_runs_on
@@ -40,9 +40,9 @@ def run(
     generator: torch.Generator | None = None,
 ) -> tuple[QTensor, QTensor | None]:
     """Quantise x [M, K] and, where asked, its transpose [K, M]."""
-    _check_scale(spec, scale)
+    _check_scale(spec, scale, x.shape)
     if transpose is not None:
-        _check_scale(transpose, transpose_scale)
+        _check_scale(transpose, transpose_scale, (x.shape[1], x.shape[0]))
     x = x.detach()
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -58,13 +58,17 @@ def run(
     return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
 
 
-def _check_scale(spec: Spec, scale: Tensor | None) -> None:
+def _check_scale(spec: Spec, scale: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Before the kernel reads it: a scale of another shape would be read out of bounds."""
     if spec.mode == "dynamic" and scale is not None:
         raise ValueError(
             f"{spec} computes its scale from x; hint: a given scale needs {spec.format}:{spec.block}:static"
         )
     if spec.mode != "dynamic" and scale is None:
         raise ValueError(f"{spec} needs a scale: its scales do not come from x")
+    if scale is not None and scale.shape != scale_shape(shape, spec.block):
+        expected = tuple(scale_shape(shape, spec.block))
+        raise ValueError(f"{spec} of shape {tuple(shape)} needs scales of {expected}, got {tuple(scale.shape)}")
 
 
 def _seed(spec: Spec, transpose: Spec | None, generator: torch.Generator | None, device: torch.device) -> int:
