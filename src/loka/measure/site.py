@@ -1,0 +1,353 @@
+"""What a GEMM of a site costs in low precision, quantisation included, beside the same GEMM in bf16.
+
+`bench` times kernels alone; a model pays for more. This is what `loka.nn.Linear` does for one of its GEMMs:
+
+    fprop   y  = x  W^T    a = x     b = W          quantise a and b along the contracted axis (a transposed view is copied first),
+    dgrad   dx = dy W      a = dy    b = W^T        then scaled_mm on the candidate's backend, bf16 out
+    wgrad   dW = dy^T x    a = dy^T  b = x^T
+
+    weights = "dynamic"    the weight is quantised in every call, as in a training step that shares nothing
+    weights = "cached"     the weight was quantised before the clock started: inference, or one quantisation per optimiser step
+
+wgrad has no weight among its operands, so both mean the same there. M, K, N are the *linear's* (rows, inputs, outputs) for every GEMM.
+
+Every candidate passes two gates before the clock starts: its quantised operands equal the law's bit for bit, and its product is within the
+tolerance of `conformance` (for results beyond 2^22 elements on evenly spaced rows, the first and last included). Then all candidates and bf16 are
+timed together by `timing`: CUDA graphs, operands rotated beyond L2, interleaved repeats. Backends of other people's libraries do all of this in
+a child process, with a bf16 of their own to be paired with. What refuses, crashes, is wrong or had no time left is a SiteTiming with the reason.
+
+Without a GPU nothing is timed, and every answer says so. Not here: which candidate to take (`loka.dispatch`), errors on a site's own
+distribution (`loka.probe`).
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec, mere, relative_l2
+from loka.kernels import registry
+from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import conformance, inputs
+from loka.measure.conformance import Conformance
+from loka.measure.isolation import map_isolated
+from loka.measure.timing import Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
+from loka.records import GEMMS, Gemm, Interval
+
+__all__ = ["GemmCandidate", "SiteJob", "SiteTiming", "Weights", "gemm_shape", "time_case", "time_gemms", "time_jobs"]
+
+Weights = Literal["dynamic", "cached"]
+OURS = ("torch", "triton", "reference")  # trusted to fail with an exception; all others run in a child process
+BASELINE = "bf16"
+JUDGED_ELEMENTS = 1 << 22
+DEFAULT_REPEATS = 15
+NO_GPU = "not measured: no GPU"
+TARGET = "loka.measure.site:time_case"
+
+
+@dataclass(frozen=True)
+class GemmCandidate:
+    """One way to run a GEMM: Specs of its operands, the backend, and how it accumulates."""
+
+    a: Spec
+    b: Spec
+    backend: str
+    fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        for spec in (self.a, self.b):
+            if spec.mode != "dynamic":
+                raise ValueError(f"a candidate computes its scales from its operands; {spec} brings its own")
+        if self.backend not in registry.BACKENDS["scaled_mm"]:
+            known = ", ".join(registry.BACKENDS["scaled_mm"])
+            raise ValueError(f"scaled_mm has no backend {self.backend!r}; backends are {known}")
+
+    def __str__(self) -> str:
+        return f"{self.a} @ {self.b} on {self.backend}{', fast accumulation' if self.fast_accum else ''}"
+
+
+@dataclass(frozen=True)
+class SiteTiming:
+    """What a candidate cost, or why that is not known."""
+
+    candidate: GemmCandidate
+    microseconds: Interval | None = None  # quantisation included
+    speedup: Interval | None = None  # over the bf16 GEMM timed with it, paired by repeat
+    refusal: str | None = None
+    baseline: Interval | None = None  # microseconds of that bf16 GEMM
+    error: float | None = None  # of the conformance check; green when error <= tolerance
+    tolerance: float | None = None
+    errors: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # distribution -> mere, relative_l2 against float64
+
+
+@dataclass(frozen=True)
+class SiteJob:
+    """One GEMM of a linear with M rows, K inputs and N outputs, and the candidates to time on it."""
+
+    gemm: Gemm
+    m: int
+    k: int
+    n: int
+    candidates: tuple[GemmCandidate, ...]
+    weights: Weights = "dynamic"
+
+    def __post_init__(self) -> None:
+        if self.gemm not in GEMMS:
+            raise ValueError(f"no GEMM {self.gemm!r}; they are {', '.join(GEMMS)}")
+        if min(self.m, self.k, self.n) < 1:
+            raise ValueError(f"M, K and N must be positive, got {self.m} x {self.k} x {self.n}")
+        if self.weights not in get_args(Weights):
+            raise ValueError(f"weights={self.weights!r}, expected one of {', '.join(get_args(Weights))}")
+        if len(set(self.candidates)) != len(self.candidates):
+            raise ValueError(f"{self.gemm} {self.m} x {self.k} x {self.n}: a candidate is listed twice")
+
+
+def gemm_shape(gemm: Gemm, m: int, k: int, n: int) -> tuple[int, int, int]:
+    """Rows, contracted length and columns of one GEMM of a linear with M rows, K inputs and N outputs."""
+    shapes: dict[Gemm, tuple[int, int, int]] = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}
+    return shapes[gemm]
+
+
+def time_gemms(
+    gemm: Gemm,
+    m: int,
+    k: int,
+    n: int,
+    candidates: Sequence[GemmCandidate],
+    device: torch.device | str,
+    *,
+    weights: Weights = "dynamic",
+    repeats: int = DEFAULT_REPEATS,
+    seconds: float = 60.0,
+    distributions: Sequence[str] = (),
+) -> list[SiteTiming]:
+    """Time candidates for one GEMM, in their order. `distributions` also measures errors on named inputs (`inputs`)."""
+    job = SiteJob(gemm, m, k, n, tuple(candidates), weights)
+    return time_jobs([job], device, repeats=repeats, seconds=seconds, distributions=distributions)[0]
+
+
+def time_jobs(
+    jobs: Sequence[SiteJob],
+    device: torch.device | str,
+    *,
+    repeats: int = DEFAULT_REPEATS,
+    seconds: float = 60.0,
+    distributions: Sequence[str] = (),
+    isolate: bool = False,
+) -> list[list[SiteTiming]]:
+    """Time several GEMMs within one time box; children are shared by all of them. `isolate`: our own backends in a child too."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return [[SiteTiming(c, refusal=NO_GPU) for c in job.candidates] for job in jobs]
+    if not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for and this machine has no usable GPU")
+    end = time.monotonic() + seconds
+    found: list[dict[GemmCandidate, SiteTiming]] = [{} for _ in jobs]
+    options = {"device": str(device), "repeats": repeats, "distributions": list(distributions)}
+    for group in ((*OURS,), tuple(b for b in registry.BACKENDS["scaled_mm"] if b not in OURS)):
+        chosen = [[c for c in job.candidates if c.backend in group] for job in jobs]
+        asked = [i for i, some in enumerate(chosen) if some]
+        cases = [_case(jobs[i], chosen[i], options) for i in asked]
+        left = end - time.monotonic()
+        if isolate or group != OURS:
+            answers = map_isolated(TARGET, cases, timeout=max(left, 0.1)) if cases else []
+            results = [(a.value, a.refusal) for a in answers]
+        else:
+            results = [(time_case(**case, seconds=max(end - time.monotonic(), 0.0)), None) for case in cases]
+        for i, (value, refusal) in zip(asked, results, strict=True):
+            fields = value if value is not None else [{"refusal": refusal}] * len(chosen[i])
+            found[i].update({c: _decode(c, f) for c, f in zip(chosen[i], fields, strict=True)})
+    return [[answers[c] for c in job.candidates] for job, answers in zip(jobs, found, strict=True)]
+
+
+def _case(job: SiteJob, candidates: Sequence[GemmCandidate], options: dict[str, Any]) -> dict[str, Any]:
+    """A job as JSON values, for a child process."""
+    encoded = [{"a": str(c.a), "b": str(c.b), "backend": c.backend, "fast_accum": c.fast_accum} for c in candidates]
+    shape = {"gemm": job.gemm, "m": job.m, "k": job.k, "n": job.n, "weights": job.weights}
+    return {**shape, "candidates": encoded, **options}
+
+
+def _decode(candidate: GemmCandidate, fields: dict[str, Any]) -> SiteTiming:
+    values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    for name in ("microseconds", "speedup", "baseline"):
+        if name in values:
+            values[name] = Interval(**values[name])
+    return SiteTiming(candidate, **values)
+
+
+@torch.no_grad()
+def time_case(
+    gemm: Gemm,
+    m: int,
+    k: int,
+    n: int,
+    weights: Weights,
+    candidates: Sequence[dict[str, Any]],
+    device: str,
+    repeats: int,
+    distributions: Sequence[str],
+    seconds: float = math.inf,
+) -> list[dict[str, Any]]:
+    """One job in this process, JSON in and out; on a CPU too, where its times are good for tests only."""
+    target, end = torch.device(device), time.monotonic() + seconds
+    parsed = [GemmCandidate(Spec.parse(c["a"]), Spec.parse(c["b"]), c["backend"], c["fast_accum"]) for c in candidates]
+    job = SiteJob(gemm, m, k, n, tuple(parsed), weights)
+    answers: list[dict[str, Any]] = [_gate(job, c, target, distributions, end) for c in parsed]
+    green = [(c, answer) for c, answer in zip(parsed, answers, strict=True) if "refusal" not in answer]
+    if green:
+        _time(job, green, target, repeats)
+    return answers
+
+
+def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """a and b as Linear has them: bf16, and transposed views where the GEMM reads a transpose."""
+
+    def matrix(rows: int, cols: int, part: int, name: str) -> Tensor:
+        return inputs.draw(rows, cols, distribution=name, seed=2 * seed + part, device=device, dtype=torch.bfloat16)
+
+    weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
+    if job.gemm == "fprop":
+        return matrix(job.m, job.k, 0, distribution), matrix(job.n, job.k, 1, weight)
+    dy = matrix(job.m, job.n, 0, distribution)
+    if job.gemm == "dgrad":
+        return dy, matrix(job.n, job.k, 1, weight).T
+    return dy.T, matrix(job.m, job.k, 1, distribution).T
+
+
+def _thunk(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) -> Thunk:
+    """Quantise and multiply, as Linear does; a cached weight is quantised here, outside the clock."""
+    a, b = pair
+    backend = registry.backend("scaled_mm", candidate.backend)
+    kept = quantize(b.contiguous(), candidate.b) if job.weights == "cached" and job.gemm != "wgrad" else None
+
+    def run() -> Tensor:
+        qa = quantize(a.contiguous(), candidate.a)
+        qb = kept if kept is not None else quantize(b.contiguous(), candidate.b)
+        result: Tensor = backend.run(qa, qb, out_dtype=torch.bfloat16, fast_accum=candidate.fast_accum)
+        return result
+
+    return run
+
+
+def _gate(
+    job: SiteJob, candidate: GemmCandidate, device: torch.device, distributions: Sequence[str], end: float
+) -> dict[str, Any]:
+    """Whether a candidate may be timed, and its errors on named inputs."""
+    if time.monotonic() > end:
+        return {"refusal": "not timed: the time box was used up"}
+    call = MatmulCall(*gemm_shape(job.gemm, job.m, job.k, job.n), candidate.a, candidate.b, torch.bfloat16, candidate.fast_accum)  # fmt: skip
+    verdict = registry.backend("scaled_mm", candidate.backend).supports(call, device)
+    if not verdict:
+        return {"refusal": verdict.reason}
+    try:
+        checked = _check(job, candidate, call, _draw(job, 0, "normal", device))
+        if not checked:
+            return {
+                "refusal": f"wrong: {checked.reason}",
+                "tolerance": checked.tolerance,
+                **_finite("error", checked.error),
+            }
+        errors = {name: _errors(job, candidate, _draw(job, 1, name, device)) for name in distributions}
+    except Exception as error:  # a failing backend is an answer, not the end of the others
+        return {"refusal": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    return {"error": checked.error, "tolerance": checked.tolerance, "errors": errors}
+
+
+def _finite(name: str, value: float) -> dict[str, float]:
+    return {name: value} if math.isfinite(value) else {}
+
+
+def _check(job: SiteJob, candidate: GemmCandidate, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
+    """The quantiser against the law bit for bit, then the product against the law of those operands, twice."""
+    quantized: list[QTensor] = []
+    for x, spec in zip(pair, (candidate.a, candidate.b), strict=True):
+        q = quantize(x.contiguous(), spec)
+        expected, _ = registry.backend("quantize", "reference").run(x.contiguous(), spec)
+        same = conformance.check_quantized(q, expected)
+        if not same:
+            return Conformance(False, same.error, same.tolerance, f"quantising to {spec}: {same.reason}")
+        quantized.append(q)
+    rows = _judged_rows(call.m, call.n)
+    left, right = (q.dequantize().double() for q in quantized)
+    law = conformance.law_of_values(left[rows.to(left.device)], right)
+    run = _thunk(job, candidate, pair)
+    return conformance.judge_runs(lambda: run()[rows.to(left.device)], law, conformance.tolerance(call), call.out_dtype)
+
+
+def _judged_rows(m: int, n: int) -> Tensor:
+    """All rows of a small result, evenly spaced ones of a large one."""
+    count = min(m, max(256, JUDGED_ELEMENTS // n))
+    return torch.linspace(0, m - 1, count, dtype=torch.float64).round().long()
+
+
+def _errors(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Against the float64 product of the unquantised operands."""
+    a, b = pair
+    rows = _judged_rows(a.shape[0], b.shape[0]).to(a.device)
+    expected = a[rows].double() @ b.double().T
+    out = _thunk(job, candidate, pair)()[rows]
+    return {"mere": mere(out, expected), "relative_l2": relative_l2(out, expected)}
+
+
+def _time(job: SiteJob, green: list[tuple[GemmCandidate, dict[str, Any]]], device: torch.device, repeats: int) -> None:
+    """Time what is green together with bf16; writes into the answers."""
+    m, k, n = gemm_shape(job.gemm, job.m, job.k, job.n)
+    pairs = [_draw(job, s, "normal", device) for s in range(sets_needed(2 * (m * k + k * n + m * n), device))]
+    try:
+        base = Candidate(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
+        rivals = [
+            Candidate(str(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
+            for c, x in green
+        ]
+        timings, refused = _time_captured([base, *rivals], device, repeats)
+    except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
+        reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        timings, refused = {}, dict.fromkeys([BASELINE, *(str(c) for c, _ in green)], reason)
+    for candidate, answer in green:
+        if str(candidate) in refused:
+            answer["refusal"] = refused[str(candidate)]
+        elif BASELINE in refused:
+            answer["refusal"] = f"not timed: {refused[BASELINE]}"
+        else:
+            timing, bf16 = timings[str(candidate)], timings[BASELINE]
+            answer["microseconds"] = _fields(timing.microseconds())
+            answer["speedup"] = _fields(timing.speedup_over(bf16))
+            answer["baseline"] = _fields(bf16.microseconds())
+
+
+def _multiply(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.matmul(a, b.T)
+
+
+def _check_baseline(pair: tuple[Tensor, Tensor]) -> Conformance:
+    a, b = pair
+    rows = _judged_rows(a.shape[0], b.shape[0]).to(a.device)
+    law = conformance.law_of_values(a[rows], b)
+    allowed = conformance.baseline_tolerance(torch.bfloat16, a.shape[1])
+    return conformance.judge_runs(lambda: torch.matmul(a, b.T)[rows], law, allowed, torch.bfloat16, poison=False)
+
+
+def _fields(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+def _time_captured(
+    candidates: list[Candidate], device: torch.device, repeats: int
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time what can be captured in a CUDA graph; the rest gets its reason."""
+    refused: dict[str, str] = {}
+    while candidates:
+        try:
+            return {t.name: t for t in time_together(candidates, device, repeats=repeats)}, refused
+        except CaptureError as error:
+            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
+            refused[culprit.name] = str(error)
+            candidates = [c for c in candidates if c is not culprit]
+    return {}, refused

@@ -1,0 +1,184 @@
+"""A site's GEMM is timed as Linear runs it: right first, quantisation included, beside bf16, and every no has its reason."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from loka.formats import Spec
+from loka.kernels import registry
+from loka.measure import site
+from loka.measure.site import GemmCandidate, SiteJob, gemm_shape, time_case, time_gemms, time_jobs
+
+TENSOR, ROW = Spec.parse("e4m3:tensor"), Spec.parse("e4m3:row")
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def case(gemm: str = "fprop", weights: str = "dynamic", backends: tuple[str, ...] = ("reference",), **more: Any) -> Any:
+    candidates = [{"a": "e4m3:row", "b": "e4m3:row", "backend": b, "fast_accum": True} for b in backends]
+    base = {"gemm": gemm, "m": 24, "k": 40, "n": 13, "weights": weights, "candidates": candidates}
+    return time_case(**{**base, "device": "cpu", "repeats": 3, "distributions": ["normal"], **more})
+
+
+def test_without_a_gpu_nothing_is_measured_and_it_says_so() -> None:
+    candidates = [GemmCandidate(ROW, ROW, "torch"), GemmCandidate(TENSOR, TENSOR, "fbgemm", True)]
+    found = time_gemms("fprop", 64, 32, 16, candidates, "cpu")
+    assert [timing.candidate for timing in found] == candidates
+    assert all(t.refusal == "not measured: no GPU" and t.microseconds is None and t.speedup is None for t in found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_an_error_not_an_answer() -> None:
+    with pytest.raises(ValueError, match="no usable GPU"):
+        time_gemms("fprop", 64, 32, 16, [GemmCandidate(ROW, ROW, "torch")], "cuda")
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("weights", ["dynamic", "cached"])
+def test_a_green_candidate_has_time_speedup_and_error(gemm: str, weights: str) -> None:
+    (answer,) = case(gemm, weights)
+    assert "refusal" not in answer
+    assert answer["error"] <= answer["tolerance"]
+    assert answer["microseconds"]["low"] <= answer["microseconds"]["value"]
+    ratio = answer["baseline"]["value"] / answer["microseconds"]["value"]
+    assert answer["speedup"]["value"] == pytest.approx(ratio, rel=0.5)
+    assert 0.02 < answer["errors"]["normal"]["relative_l2"] < 0.05  # what rowwise E4M3 gives on N(0, 1)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_what_is_timed_is_the_gemm_of_a_linear(gemm: str) -> None:
+    job = SiteJob(gemm, 24, 40, 13, (), "dynamic")  # type: ignore[arg-type]
+    a, b = site._draw(job, 0, "normal", torch.device("cpu"))
+    rows, inner, cols = gemm_shape(gemm, 24, 40, 13)  # type: ignore[arg-type]
+    assert (a.shape, b.shape) == ((rows, inner), (cols, inner))
+    out = site._thunk(job, GemmCandidate(ROW, ROW, "reference"), (a, b))()
+    assert out.shape == (rows, cols)
+    assert (out.float() - a.float() @ b.float().T).norm() < 0.05 * (a.float() @ b.float().T).norm()
+
+
+def test_a_cached_weight_is_not_quantised_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised: list[tuple[int, ...]] = []
+    real = site.quantize
+
+    def count(x: torch.Tensor, spec: Spec) -> Any:
+        quantised.append(tuple(x.shape))
+        return real(x, spec)
+
+    monkeypatch.setattr(site, "quantize", count)
+    for gemm, weights, expected in (
+        ("fprop", "dynamic", [(24, 40), (13, 40)]),
+        ("fprop", "cached", [(24, 40)]),
+        ("dgrad", "cached", [(24, 13)]),
+        ("wgrad", "cached", [(13, 24), (40, 24)]),
+    ):
+        job = SiteJob(gemm, 24, 40, 13, (), weights)  # type: ignore[arg-type]
+        thunk = site._thunk(
+            job, GemmCandidate(ROW, ROW, "reference"), site._draw(job, 0, "normal", torch.device("cpu"))
+        )
+        quantised.clear()
+        thunk()
+        assert quantised == expected
+
+
+def test_a_refusal_keeps_its_reason_and_does_not_stop_the_others() -> None:
+    refused, timed = case(backends=("deepgemm", "reference"))
+    assert "takes 1x128" in refused["refusal"]
+    assert "microseconds" in timed
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = registry.backend("scaled_mm", "reference")
+    right = reference.run
+    monkeypatch.setattr(reference, "run", lambda *a, **o: right(*a, **o) * 1.1)
+    (answer,) = case()
+    assert answer["refusal"].startswith("wrong:")
+    assert "microseconds" not in answer
+    assert answer["error"] > answer["tolerance"]
+
+
+def test_a_wrong_quantiser_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = site.quantize
+    monkeypatch.setattr(site, "quantize", lambda x, spec: real(x * 1.3, spec))
+    (answer,) = case()
+    assert answer["refusal"].startswith("wrong: quantising to e4m3:row")
+
+
+def test_a_failing_kernel_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*operands: Any, **options: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(registry.backend("scaled_mm", "reference"), "run", fail)
+    (answer,) = case()
+    assert answer["refusal"] == "RuntimeError: no kernel image"
+
+
+def test_a_used_up_time_box_is_an_answer() -> None:
+    (answer,) = case(seconds=-1.0)
+    assert answer["refusal"] == "not timed: the time box was used up"
+
+
+def test_large_results_are_judged_on_spread_rows() -> None:
+    rows = site._judged_rows(32768, 4096)
+    assert len(rows) == 1024
+    assert (int(rows[0]), int(rows[-1])) == (0, 32767)
+    assert len(site._judged_rows(100, 64)) == 100
+
+
+def test_jobs_are_answered_in_order_with_children_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from loka.measure.isolation import Outcome
+
+    asked: list[list[dict[str, Any]]] = []
+
+    def children(target: str, cases: list[dict[str, Any]], *, timeout: float) -> list[Outcome]:
+        asked.append(cases)
+        done = [Outcome([{"refusal": f"child {c['m']}"}] * len(c["candidates"])) for c in cases[:-1]]
+        return [*done, Outcome(refusal="killed by SIGSEGV")]
+
+    monkeypatch.setattr(site, "map_isolated", children)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(site, "time_case", lambda **c: [{"refusal": f"here {c['m']}"}] * len(c["candidates"]))
+    both = (GemmCandidate(ROW, ROW, "fbgemm"), GemmCandidate(ROW, ROW, "torch"))
+    jobs = [SiteJob("fprop", m, 8, 8, both) for m in (1, 2)]
+    found = [[t.refusal for t in timings] for timings in time_jobs(jobs, "cuda")]
+    assert found == [["child 1", "here 1"], ["killed by SIGSEGV", "here 2"]]
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gemm": "bprop"}, "no GEMM 'bprop'"),
+        ({"m": 0}, "must be positive"),
+        ({"weights": "frozen"}, "expected one of dynamic, cached"),
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"gemm": "fprop", "m": 8, "k": 8, "n": 8, "candidates": (), **change}
+    with pytest.raises(ValueError, match=message):
+        SiteJob(**fields)
+
+
+def test_candidates_are_checked() -> None:
+    with pytest.raises(ValueError, match="brings its own"):
+        GemmCandidate(Spec.parse("e4m3:tensor:static"), TENSOR, "torch")
+    with pytest.raises(ValueError, match="no backend 'cutlass'"):
+        GemmCandidate(TENSOR, TENSOR, "cutlass")
+    one = GemmCandidate(TENSOR, TENSOR, "torch")
+    with pytest.raises(ValueError, match="listed twice"):
+        SiteJob("fprop", 8, 8, 8, (one, one))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_on_a_gpu_ours_are_timed(gemm: str) -> None:
+    candidates = [GemmCandidate(s, s, b, True) for s in (TENSOR, ROW) for b in ("torch", "triton")]
+    begin = time.monotonic()
+    for weights in ("dynamic", "cached"):
+        for timing in time_gemms(gemm, 2048, 1024, 512, candidates, "cuda", weights=weights, distributions=("normal",)):  # type: ignore[arg-type]
+            assert timing.refusal is None
+            assert timing.microseconds is not None
+            assert timing.microseconds.value > 0
+            assert timing.speedup is not None
+            assert timing.errors["normal"]["relative_l2"] < 0.05
+    assert time.monotonic() - begin < 120
