@@ -16,6 +16,7 @@ from loka.records.probe import (
     Speed,
     TensorStats,
 )
+from loka.records.quantized import Quantized, QuantizedSite
 from loka.records.record import (
     Part,
     Record,
@@ -48,6 +49,8 @@ __all__ = [
     "Point",
     "ProbeReport",
     "Progress",
+    "Quantized",
+    "QuantizedSite",
     "Record",
     "RecordError",
     "Role",

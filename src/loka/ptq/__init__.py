@@ -1,0 +1,31 @@
+"""ptq: post-training quantisation of a trained model, and the look at its distributions that says whether it will go well.
+
+    summary = loka.quantize(model, recipe="onerec")                  in place; by a recipe, optionally under a bound on the end metric
+    loka.ptq.save(model, summary, "model.safetensors")               loads again without the original: loka.ptq.load_quantized(path)
+    loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines that read that layout
+"""
+
+from loka.ptq.checkpoint import load_quantized, save
+from loka.ptq.export import export_compressed_tensors, quantization_config
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear, quantize_module
+from loka.ptq.quantize import Summary, quantize, size_in_bytes
+from loka.ptq.recipe import RECIPES, PtqRecipe, Rule, ptq_recipe
+from loka.ptq.sensitivity import measure_sites
+
+__all__ = [
+    "RECIPES",
+    "PtqRecipe",
+    "QuantizedExperts",
+    "QuantizedLinear",
+    "Rule",
+    "Summary",
+    "export_compressed_tensors",
+    "load_quantized",
+    "measure_sites",
+    "ptq_recipe",
+    "quantization_config",
+    "quantize",
+    "quantize_module",
+    "save",
+    "size_in_bytes",
+]

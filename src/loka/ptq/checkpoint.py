@@ -1,0 +1,165 @@
+"""Quantised models on disk: one safetensors file that loads without the original.
+
+    save(model, summary, path)              FP8 weights as they are, scales float32, everything else floating in `dtype` (16 bits)
+    load_quantized(path)                    builds a model of this library from the configuration in the header
+    load_quantized(path, build=factory)     fills a model of yours, from a factory that takes no arguments
+
+The header (key "loka") holds one JSON object: schema, kind, the family and configuration where the model is one of this library's, and the record of
+what was quantised how. The record says which modules to put in place before the tensors are read; names, shapes and dtypes must then agree exactly.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from loka.dispatch import Operands
+from loka.models.registry import FAMILIES
+from loka.ptq.modules import empty_module, sites, swap
+from loka.ptq.quantize import Summary
+from loka.records import Quantized, from_json, to_json
+
+SCHEMA = 1
+KIND = "quantized_model"
+
+
+def save(
+    model: nn.Module, summary: Summary, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write the model; an existing file is replaced only once the new one is complete."""
+    header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
+              "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        save_file(_narrow(model, dtype), partial, metadata={"loka": json.dumps(header)})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _narrow(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The state_dict with floating tensors above one byte in `dtype`; scales stay float32."""
+    out = {}
+    for name, tensor in model.state_dict().items():
+        wide = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_scale")
+        out[name] = (tensor.to(dtype) if wide else tensor).detach().cpu().contiguous().clone()
+    return out
+
+
+def load_quantized(
+    path: str | os.PathLike[str],
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    device: torch.device | str = "cpu",
+    backend: str = "auto",
+) -> tuple[nn.Module, Summary]:
+    """The model, in evaluation mode, and what was done to it."""
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            header = _read_header(path, file.metadata())
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
+    record = from_json(header["record"], Quantized, source=str(path))
+    with torch.device("meta"):
+        model = _build(path, header) if build is None else build()
+    _place(path, model, record, backend)
+    _fill(path, model, tensors, device)
+    return model.eval(), Summary(record)
+
+
+def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, backend: str) -> None:
+    found = dict(sites(model))
+    recorded = {site.name: site for site in record.sites}
+    if set(found) != set(recorded):
+        odd = sorted(set(found) ^ set(recorded))[:5]
+        raise ValueError(f"{path}: was made from a model with other sites, e.g. {', '.join(odd)}")
+    new = {}
+    for name, site in recorded.items():
+        if list(found[name].weight.shape) != site.shape:
+            seen = tuple(found[name].weight.shape)
+            raise ValueError(f"{path}: {name} has a weight of {tuple(site.shape)}, the model's is {seen}")
+        if site.activation is not None and site.weight is not None:
+            new[name] = empty_module(found[name], Operands.parse(site.activation, site.weight), backend=backend)
+    swap(model, new)
+
+
+def _fill(
+    path: str | os.PathLike[str], model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str
+) -> None:
+    expected = model.state_dict()
+    if set(expected) != set(tensors):
+        odd = sorted(set(expected) ^ set(tensors))[:5]
+        raise ValueError(f"{path}: holds other tensors than the model, e.g. {', '.join(odd)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(f"{path}: {name} is {tuple(tensor.shape)}, the model's is {tuple(expected[name].shape)}")
+    model.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
+    for module in model.modules():  # buffers that no file holds, e.g. first rows of stacked tables
+        if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
+            _make_buffers(path, module, device)
+
+
+def _make_buffers(path: str | os.PathLike[str], module: nn.Module, device: torch.device | str) -> None:
+    from loka.nn import EmbeddingTables, MixtureOfExperts
+
+    if isinstance(module, EmbeddingTables):
+        module.first_row = torch.tensor(module.starts, dtype=torch.int64, device=device)
+        module.cardinality = torch.tensor(module.sizes, dtype=torch.int64, device=device)
+    elif isinstance(module, MixtureOfExperts):
+        module.load = torch.zeros(len(module.balance), dtype=torch.int64, device=device)
+    else:
+        names = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
+        raise ValueError(
+            f"{path}: {type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent"
+        )
+
+
+def _family_of(model: nn.Module) -> str | None:
+    return next((name for name, family in FAMILIES.items() if type(model) is family.model), None)
+
+
+def _plain(config: Any) -> Any:
+    return dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else None
+
+
+def _build(path: str | os.PathLike[str], header: dict[str, Any]) -> nn.Module:
+    family, config = header.get("family"), header.get("config")
+    if family not in FAMILIES or not isinstance(config, dict):
+        raise ValueError(f"{path}: holds no model of this library; give build=, a factory that makes it")
+    return FAMILIES[family].model(_restore(FAMILIES[family].config, config))
+
+
+def _restore(kind: type, values: dict[str, Any]) -> Any:
+    """A config dataclass from its JSON: lists become tuples, nested dictionaries the dataclass the default or the annotation has."""
+    from typing import get_args, get_type_hints
+
+    hints = get_type_hints(kind)
+    made: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        value = values[field.name]
+        nested = next((t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)), None)
+        if isinstance(value, dict) and isinstance(nested, type):
+            value = _restore(nested, value)
+        made[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**made)
+
+
+def _read_header(path: str | os.PathLike[str], metadata: dict[str, str] | None) -> dict[str, Any]:
+    try:
+        header = json.loads((metadata or {})["loka"])
+    except (KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: no JSON under 'loka' in its header: not a quantised model") from error
+    if not isinstance(header, dict) or header.get("kind") != KIND:
+        raise ValueError(f"{path}: header says kind {header.get('kind')!r}, expected {KIND!r}")
+    if header.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: schema {header.get('schema')!r}, this version reads {SCHEMA}")
+    return header

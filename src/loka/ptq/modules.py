@@ -1,0 +1,154 @@
+"""Quantised modules: FP8 weights with their scales as buffers, activations quantised on the way in.
+
+    QuantizedLinear     y = dequantise(q(x)) W^T + b          stands for an nn.Linear
+    QuantizedExperts    the same for every expert's rows      stands for a GroupedLinear
+
+The weight is quantised once; there is no gradient. `weight` keeps its name and shape, so a state_dict differs from the original's by its dtype
+and by one `weight_scale` per site. `model.to(dtype)` and `.half()` move such a module, and leave its FP8 bytes and its float32 scales alone: cast to
+16 bits they would be neither quantised nor right.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.dispatch import Operands
+from loka.formats import QTensor, Spec, scale_shape
+from loka.formats import quantize as quantize_by_law
+from loka.kernels import registry
+from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm import scaled_mm
+from loka.nn import GroupedLinear, compute_dtype
+
+Site = nn.Linear | GroupedLinear
+
+
+class _Quantized(nn.Module):
+    """What both have: the weight as two buffers that casts do not touch."""
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(self, weight: QTensor, activation: Spec, backend: str) -> None:
+        super().__init__()
+        self.activation, self.weight_spec, self.backend = activation, weight.spec, backend
+        self.register_buffer("weight", weight.data)
+        self.register_buffer("weight_scale", weight.scale)
+        self.eval()
+
+    @property
+    def qweight(self) -> QTensor:
+        """The weight as the kernels take it."""
+        return QTensor(self.weight, self.weight_scale, self.weight_spec)
+
+    @property
+    def operands(self) -> Operands:
+        """Specs of activation and weight."""
+        return Operands(self.activation, self.weight_spec)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "_Quantized":
+        before = {name: self._buffers[name] for name in ("weight", "weight_scale")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self._buffers[name]
+            assert old is not None and new is not None  # buffers are set once, in __init__
+            if new.dtype != old.dtype:
+                self._buffers[name] = old.to(new.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shape and precision."""
+        return f"{tuple(self.weight.shape)}, {self.activation}@{self.weight_spec}/{self.backend}"
+
+
+class QuantizedLinear(_Quantized):
+    """An nn.Linear in low precision, for inference."""
+
+    def __init__(self, weight: QTensor, activation: Spec, bias: Tensor | None, *, backend: str = "auto") -> None:
+        super().__init__(weight, activation, backend)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        registry.load("scaled_mm")
+        registry.load("quantize")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
+        flat = input.reshape(-1, self.in_features)
+        dtype = _writable(compute_dtype(input))
+        y = scaled_mm(quantize(flat, self.activation), self.qweight, out_dtype=dtype, backend=self.backend)
+        if self.bias is not None:
+            y = y + self.bias.to(dtype)
+        return y.view(*input.shape[:-1], self.out_features)
+
+
+class QuantizedExperts(_Quantized):
+    """A GroupedLinear in low precision, for inference."""
+
+    def __init__(self, weight: QTensor, activation: Spec, *, backend: str = "auto") -> None:
+        super().__init__(weight, activation, backend)
+        self.experts, self.width_out, self.width_in = weight.shape
+        registry.load("grouped_mm")
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """x [N, in] sorted by expert, ends int32 [E] -> [N, out]."""
+        from loka.kernels.grouped_mm import grouped_mm
+
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        q = quantize(x, self.activation)
+        return grouped_mm(q, self.qweight, offsets, out_dtype=_writable(compute_dtype(x)), backend=self.backend)
+
+
+def _writable(dtype: torch.dtype) -> torch.dtype:
+    """What the GEMMs write for inputs of a type: float64 has no FP8 product of its own."""
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
+    """Every module a recipe may quantise, under its first name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | GroupedLinear):
+            yield name, module
+
+
+def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
+    """The weight by the law, expert by expert: float32 copies of one expert are small, of all of them not."""
+    if weight.dim() == 2:
+        return quantize_by_law(weight, spec)
+    data = torch.empty(weight.shape, dtype=spec.format.dtype, device=weight.device)
+    scale = torch.empty(scale_shape(weight.shape, spec.block), device=weight.device)
+    if weight.device.type != "meta":
+        for expert in range(weight.shape[0]):
+            one = quantize_by_law(weight[expert], spec)
+            data[expert], scale[expert] = one.data, one.scale
+    return QTensor(data, scale, spec)
+
+
+def quantize_module(module: Site, operands: Operands, *, backend: str = "auto") -> nn.Module:
+    """The quantised stand-in of a linear or of a layer of experts."""
+    weight = quantize_weight(module.weight.detach(), operands.b)
+    if isinstance(module, GroupedLinear):
+        return QuantizedExperts(weight, operands.a, backend=backend)
+    return QuantizedLinear(weight, operands.a, module.bias, backend=backend)
+
+
+def empty_module(like: Site, operands: Operands, *, backend: str = "auto") -> nn.Module:
+    """The stand-in of a module without storage, with storage for nothing: to be filled from a file."""
+    data = torch.empty(like.weight.shape, dtype=operands.b.format.dtype, device="meta")
+    weight = QTensor(data, torch.empty(scale_shape(data.shape, operands.b.block), device="meta"), operands.b)
+    if isinstance(like, GroupedLinear):
+        return QuantizedExperts(weight, operands.a, backend=backend)
+    return QuantizedLinear(weight, operands.a, like.bias, backend=backend)
+
+
+def swap(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
+    """Put modules in place by name; one that is registered under several names is replaced under all of them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    new = {id(modules[name]): replacement for name, replacement in replacements.items()}
+    for name, module in modules.items():
+        if id(module) in new:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, new[id(module)])
