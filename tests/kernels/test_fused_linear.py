@@ -211,6 +211,7 @@ GRADIENTS = [
     ("e5m2:tensor:static", "e4m3:tensor:static"),
     ("e4m3:1x128", "e4m3:1x128"),
     ("e5m2:1x128:pow2", "e5m2:1x128:pow2"),
+    ("e4m3:tensor", "e4m3:tensor"),
 ]
 every_gradient = pytest.mark.parametrize("specs", GRADIENTS, ids="+T".join)
 
@@ -223,7 +224,7 @@ def kept_from(z: Tensor, rstd: Tensor | None) -> FusedResult:
 
 
 def differentiate(dy: Tensor, kept: FusedResult, specs: tuple[str, str], name: str, **options):
-    given = torch.full((), 2.0**-6, device=dy.device) if "tensor" in specs[0] else None
+    given = torch.full((), 2.0**-6, device=dy.device) if "tensor:" in specs[0] else None
     spec, spec_t = map(Spec.parse, specs)
     return fused_linear_gradient(dy, kept, spec=spec, spec_t=spec_t, scale=given, backend=name, **options)
 
@@ -231,7 +232,12 @@ def differentiate(dy: Tensor, kept: FusedResult, specs: tuple[str, str], name: s
 @every_backend
 @pytest.mark.parametrize(
     ("activation", "specs"),
-    [*zip(ACTIVATIONS, GRADIENTS, strict=True), ("hard_swish", GRADIENTS[0]), ("silu", GRADIENTS[2])],
+    [
+        *zip(ACTIVATIONS, GRADIENTS, strict=False),
+        ("relu", GRADIENTS[4]),
+        ("hard_swish", GRADIENTS[0]),
+        ("silu", GRADIENTS[2]),
+    ],
 )
 def test_gradient_is_autograd_in_float64(name: str, specs, activation: str, device: torch.device) -> None:
     supported(name, GradientCall(1, 512, *map(Spec.parse, specs), BLOCK, activation, True, torch.float32), device)
@@ -274,6 +280,7 @@ def by_formula(dy: Tensor, kept: FusedResult, activation: str) -> Tensor:
         ((130, 27), True, "silu", torch.float32, GRADIENTS[2]),
         ((5, 300), False, "relu", torch.float16, GRADIENTS[3]),
         ((1, 70), False, "silu", torch.bfloat16, GRADIENTS[0]),
+        ((70, 300), True, "hard_swish", torch.bfloat16, GRADIENTS[4]),
     ],
     ids=str,
 )
@@ -440,7 +447,8 @@ def backward(spec: str, spec_t: str) -> GradientCall:
         (fused(torch.float64), "writes bf16, fp16, fp32 or FP8, not torch.float64"),
         (fused(torch.bfloat16, a="int8:row"), "multiplies e4m3 and e5m2, not int8"),
         (fused(torch.bfloat16, a="e4m3:128x128"), "a is scaled per tensor, row or 1x128, not 128x128"),
-        (backward("e4m3:tensor", "e4m3:tensor"), "cannot know the amax e4m3:tensor needs"),
+        (backward("e4m3:tensor", "e5m2:tensor"), "one dynamic scale serves both"),
+        (backward("e4m3:tensor", "e4m3:tensor:static"), "scaled alike in one pass"),
         (backward("e4m3:1x128", "e4m3:tensor:static"), "scaled alike in one pass"),
         (backward("e4m3:1x128", "int8:1x128"), "writes e4m3 or e5m2"),
     ],

@@ -20,6 +20,7 @@ from loka.nn.attention import (
 )
 from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
 from loka.nn.experts import MixtureOfExperts, SwiGLU
+from loka.nn.fused_tower import FusedTower, Link, TowerPrecision, freeze
 from loka.nn.grouped import GroupedLinear, grouped_linear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype, multiply_transposed
 from loka.nn.norm import BLOCK, EPS, BlockNorm, LayerNorm, NormKind, RMSNorm, make_norm, rms_normalize
@@ -36,12 +37,14 @@ __all__ = [
     "EmbeddingTables",
     "FactorizationMachine",
     "FeatureMix",
+    "FusedTower",
     "GateKind",
     "GroupedLinear",
     "HardSigmoid",
     "HardSwish",
     "Layer",
     "LayerNorm",
+    "Link",
     "MixtureOfExperts",
     "NormKind",
     "RMSNorm",
@@ -50,8 +53,10 @@ __all__ = [
     "Sigmoid",
     "Style",
     "SwiGLU",
+    "TowerPrecision",
     "check_heads",
     "compute_dtype",
+    "freeze",
     "gate_for",
     "grouped_linear",
     "make_activation",

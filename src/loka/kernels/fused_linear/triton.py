@@ -48,10 +48,12 @@ def _supports_output(spec: Spec) -> Verdict:
 def _supports_gradient(call: GradientCall, device: torch.device) -> Verdict:
     for spec in (call.spec, call.spec_t):
         possible = _supports_output(spec)
-        if not possible:
+        if not possible and (spec.block, spec.mode) != (TENSOR, "dynamic"):  # that one takes a pass of its own
             return possible
-    if call.spec.block != call.spec_t.block:
+    if (call.spec.block, call.spec.mode) != (call.spec_t.block, call.spec_t.mode):
         return no(f"g and its transpose are scaled alike in one pass, not {call.spec} and {call.spec_t}")
+    if call.spec.block == TENSOR and call.spec.mode == "dynamic" and call.spec.format != call.spec_t.format:
+        return no(f"one dynamic scale serves both, so both have one format, not {call.spec} and {call.spec_t}")
     return triton_runs_on(device)
 
 
@@ -121,7 +123,7 @@ def gradient(
     activation: str,
     bias: bool = False,
 ) -> GradientResult:
-    """Backward up to the GEMMs, in one kernel."""
+    """Backward up to the GEMMs: one kernel, and one before it where a dynamic scale of the whole tensor is asked for."""
     if dy.numel() == 0:
         from loka.kernels.fused_linear import reference
 
@@ -133,7 +135,7 @@ def gradient(
     given = _given(scale, spec)
     g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
         dy if dy.stride(-1) == 1 else dy.contiguous(), z.data if isinstance(z, QTensor) else z, rstd, given,
-        norm_block > 0, ACTIVATIONS.index(activation), bias, spec.format.dtype, spec_t.format.dtype,
+        norm_block > 0, ACTIVATIONS.index(activation), bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
         spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"),
     )  # fmt: skip
     return GradientResult(

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
-from loka.kernels.quantize.triton_kernels import aligned, block_scales
+from loka.kernels.quantize.triton_kernels import _scales, aligned, block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, processors, scale_strides, tma_ready
 from loka.kernels.tile import (
     INTERPRETED,
@@ -322,6 +322,18 @@ def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr
     tl.atomic_max(amax_ptr, total.to(tl.int32, bitcast=True), sem="relaxed")
 
 
+@triton.jit
+def _gradient_amax(dy_ptr, z_ptr, rstd_ptr, partial_ptr, M, N, stride_dy, stride_z,
+                   BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """The largest finite magnitude of each tile of the gradient, for a dynamic scale of the whole tensor."""
+    tile_m, tile_n, num_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
+    g = _gradient_rows(
+        dy_ptr, z_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
+    )
+    tl.store(partial_ptr + tile_m * num_n + tile_n, tl.max(finite_magnitude(g)))
+
+
 def _tile_width(n: int, norm: bool, grouped: bool) -> int:
     """The norm block, or less where the whole layer is narrower or there is no norm to hold together."""
     if n <= 64 and not grouped:
@@ -401,30 +413,41 @@ def gradient(
     norm: bool,
     activation: int,
     bias: bool,
+    grouped: bool,
     dtype: torch.dtype,
     t_dtype: torch.dtype,
     pow2: bool,
     t_pow2: bool,
 ) -> dict[str, Tensor | None]:
-    """Launch the backward kernel: a given `scale` for both outputs, or 1x128 groups of each made in the tile."""
+    """Launch the backward kernel: one `scale` for both outputs, given or found by a pass before; or 1x128 groups of each made in the tile."""
     m, n = dy.shape
-    grouped = scale is None
     new = {"device": dy.device}
     bn = _tile_width(n, norm, grouped)
     bm = 128 if grouped else _GRADIENT_ROWS
+    tiles = (triton.cdiv(m, bm), triton.cdiv(n, bn))
+    if scale is None and not grouped:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
+        partial = torch.empty(tiles[0] * tiles[1], dtype=torch.float32, **new)
+        scale = torch.empty((), dtype=torch.float32, **new)
+        e5m2 = dtype == torch.float8_e5m2
+        _gradient_amax[tiles](
+            dy, z, rstd, partial, m, n, dy.stride(0), z.stride(0), bm, bn, norm, activation, INTERPRETED, num_warps=8
+        )
+        _scales[(1,)](partial, scale, partial.numel(), 1, 4096, 1, e5m2, pow2)
     g, g_t = aligned(m, n, dtype, dy.device), aligned(n, m, t_dtype, dy.device)
     g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
     gt_scale = block_scales(n, m, GROUPED, dy.device) if grouped else None
     sums = torch.zeros(n, dtype=torch.float32, **new) if bias else None
     amax = torch.zeros((), dtype=torch.float32, **new)
     words = g_t.stride(0) // 4
-    _gradient[(triton.cdiv(m, bm), triton.cdiv(n, bn))](
+    _gradient[tiles](
         dy, z, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
         sums, amax.view(torch.int32), m, n, dy.stride(0), z.stride(0), g.stride(0), words, m, n,
         bm, bn, norm, activation, bias, bn // 128 if grouped else 0,
         dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, INTERPRETED,
         **(_GRADIENT_LAUNCH_GROUPED if grouped else _GRADIENT_LAUNCH),
     )  # fmt: skip
+    if not grouped:
+        g_scale = gt_scale = scale
     return {"g": g, "g_scale": g_scale, "g_t": g_t, "gt_scale": gt_scale, "bias": sums, "amax": amax}
 
 

@@ -44,29 +44,33 @@ def _(a, b, sa, sb, bias, out_scale, a_source, b_source, norm, activation, out, 
 
 @torch.library.custom_op("loka::fused_linear_gradient", mutates_args=())
 def fused_linear_gradient(
-    dy: Tensor, z: Tensor, rstd: Tensor | None, scale: Tensor | None, norm: bool, activation: int, bias: bool,
+    dy: Tensor, z: Tensor, rstd: Tensor | None, scale: Tensor | None, norm: bool, activation: int, bias: bool, grouped: bool,
     dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """g, g_scale, g_t, gt_scale, bias, amax."""
+    """g, g_scale, g_t, gt_scale, bias, amax; a scale that was given does not come back."""
     results = kernels.gradient(
-        dy, z, rstd, scale, norm=norm, activation=activation, bias=bias, dtype=dtype, t_dtype=t_dtype, pow2=pow2, t_pow2=t_pow2
+        dy, z, rstd, scale, norm=norm, activation=activation, bias=bias, grouped=grouped, dtype=dtype, t_dtype=t_dtype, pow2=pow2, t_pow2=t_pow2
     )  # fmt: skip
+    if scale is not None:
+        results |= {"g_scale": None, "gt_scale": None}  # an op must not return its own input
+    elif not grouped:
+        results["gt_scale"] = results["g_scale"].clone()  # nor one tensor twice
     return _dense(results, dy, ("g", "g_scale", "g_t", "gt_scale", "bias", "amax"))
 
 
 @fused_linear_gradient.register_fake
-def _(dy, z, rstd, scale, norm, activation, bias, dtype, t_dtype, pow2, t_pow2):  # type: ignore[no-untyped-def]
+def _(dy, z, rstd, scale, norm, activation, bias, grouped, dtype, t_dtype, pow2, t_pow2):  # type: ignore[no-untyped-def]
     (m, n), device = dy.shape, dy.device
-    grouped = scale is None
+    alone = () if scale is None else (0,)  # one dynamic scale, or nothing
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return dy.new_empty(shape, dtype=dtype)
 
     return (
         kernels.aligned(m, n, dtype, dy.device),
-        kernels.block_scales(m, n, kernels.GROUPED, device) if grouped else empty(0),
+        kernels.block_scales(m, n, kernels.GROUPED, device) if grouped else empty(*alone),
         kernels.aligned(n, m, t_dtype, dy.device),
-        kernels.block_scales(n, m, kernels.GROUPED, device) if grouped else empty(0),
+        kernels.block_scales(n, m, kernels.GROUPED, device) if grouped else empty(*alone),
         empty(n) if bias else empty(0),
         empty(),
     )
