@@ -20,6 +20,9 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
+    "grouped_mm": ("torch", "reference"),
+    "beam_attention": ("torch", "reference"),
+    "topk": ("torch", "reference"),
 }
 
 

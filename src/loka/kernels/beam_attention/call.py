@@ -1,0 +1,44 @@
+"""Attention of beams, described without tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BeamAttentionCall:
+    """`requests` x `beams` queries of `heads` heads over a context of at most `length` tokens with `groups` key-value heads; shared: v is k."""
+
+    requests: int
+    beams: int
+    heads: int
+    groups: int
+    length: int
+    d: int
+    dtype: torch.dtype = torch.bfloat16
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.heads % self.groups:
+            raise ValueError(f"groups must divide the {self.heads} heads, got {self.groups}")
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        shared = ", v = k" if self.shared else ""
+        return f"{self.requests}x{self.beams} beams, {self.heads}/{self.groups} heads of {self.d}, context {self.length}, {kind}{shared}"
+
+
+@dataclass(frozen=True)
+class AncestorAttentionCall:
+    """`requests` x `beams` queries over the `steps` tokens of each beam's own past, found by its ancestors."""
+
+    requests: int
+    beams: int
+    heads: int
+    steps: int
+    d: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.requests}x{self.beams} beams, {self.heads} heads of {self.d}, {self.steps} steps, {kind}"

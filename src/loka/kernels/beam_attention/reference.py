@@ -1,0 +1,42 @@
+"""The law of beam attention: scores, softmax and sum in float32 (float64 for float64), rounded once.
+
+    s_bj  = scale <q_b, k_j>,  j < length of the request;     out_b = sum_j softmax(s_b)_j v_j;     0 where the length is 0
+
+The keys and values of positions at or beyond the length are never looked at, whatever they hold.
+"""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import YES, Verdict
+from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
+
+
+def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
+    """Everything."""
+    return YES
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
+    """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = k.shape[2]
+    seen = (torch.arange(k.shape[1], device=k.device)[None, :] < lengths[:, None])[:, :, None, None]
+    keys, values = (torch.where(seen, t, 0).to(wide) for t in (k, v))
+    queries = q.to(wide).reshape(*q.shape[:2], groups, -1, q.shape[3])
+    s = torch.einsum("rbghd,rsgd->rbghs", queries, keys) * scale
+    s = s.masked_fill(~seen.movedim(1, -1)[:, None], float("-inf"))
+    # a request without context has nothing but -inf, whose softmax is NaN; a NaN of a query stays
+    weights = torch.where((lengths > 0)[:, None, None, None, None], torch.softmax(s, -1), 0.0)
+    out = torch.einsum("rbghs,rsgd->rbghd", weights, values).flatten(2, 3)
+    return out if out.dtype == q.dtype else out.to(q.dtype)
+
+
+def ancestors(q: Tensor, k: Tensor, v: Tensor, ancestors: Tensor, *, scale: float) -> Tensor:
+    """q [R, B, H, D], k, v [P, R, W, H, D], ancestors [P, R, B] -> [R, B, H, D]."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    where = ancestors.long()[..., None, None].expand(-1, -1, -1, *k.shape[3:])
+    keys, values = (t.gather(2, where).to(wide) for t in (k, v))
+    s = torch.einsum("rbhd,prbhd->rbhp", q.to(wide), keys) * scale
+    out = torch.einsum("rbhp,prbhd->rbhd", torch.softmax(s, -1), values)
+    return out if out.dtype == q.dtype else out.to(q.dtype)

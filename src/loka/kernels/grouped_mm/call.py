@@ -1,0 +1,118 @@
+"""The pieces of a mixture of experts, described without tensors."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class GroupedCall:
+    """out[m, n] = x[m, k] @ w[e(m), n, k]^T, rows sorted by expert. a and b are the Specs of x and w, None where they are plain `in_dtype`.
+
+    With `swiglu` the columns of w are gate over up, and the result is silu(gate) * up, half as wide; `out` is then the Spec it is quantised to, or None.
+    """
+
+    m: int
+    k: int
+    n: int
+    experts: int
+    a: Spec | None = None
+    b: Spec | None = None
+    in_dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype = torch.bfloat16
+    fast_accum: bool = False
+    swiglu: bool = False
+    out: Spec | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.k, self.n) < 0 or self.experts < 1:
+            raise ValueError(f"grouped GEMM of {self.m}x{self.k}x{self.n} with {self.experts} experts does not exist")
+        if self.out_dtype not in DTYPES:
+            raise ValueError(f"grouped_mm writes {DTYPES}, got {self.out_dtype}")
+        if (self.a is None) != (self.b is None):
+            raise ValueError(f"both operands are quantised or neither, got x {self.a} and w {self.b}")
+        if self.swiglu and self.n % 2:
+            raise ValueError(f"gate and up are halves of the columns, got {self.n}")
+
+    def __str__(self) -> str:
+        kind = str(self.in_dtype).removeprefix("torch.") if self.a is None else f"{self.a} @ {self.b}"
+        result = self.out if self.out is not None else str(self.out_dtype).removeprefix("torch.")
+        extra = (" swiglu" if self.swiglu else "") + (" fast" if self.fast_accum else "")
+        return f"{self.m}x{self.k}x{self.n} of {self.experts} {kind} -> {result}{extra}"
+
+
+@dataclass(frozen=True)
+class SwigluCall:
+    """silu(gate) * up of h [m, 2 f], quantised where `spec` says so."""
+
+    m: int
+    f: int
+    spec: Spec | None
+    in_dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        kind = str(self.in_dtype).removeprefix("torch.")
+        return f"swiglu {self.m}x2x{self.f} {kind} -> {self.spec if self.spec is not None else kind}"
+
+
+@dataclass(frozen=True)
+class RouteCall:
+    """Sorting, gathering or combining the rows of `tokens` tokens that visit `top` of `experts` experts."""
+
+    tokens: int
+    top: int
+    experts: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"route {self.tokens} tokens to {self.top} of {self.experts}, {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """Rows sorted by expert: row p is the visit order[p] = token * top + choice, and visit i is row inverse[i]. Visits of an expert keep their order."""
+
+    order: Tensor  # int64 [T * top]
+    offsets: Tensor  # int32 [E + 1]: rows offsets[e] to offsets[e + 1] belong to expert e
+    inverse: Tensor  # int64 [T * top]
+    top: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [T * top]: the token of each row."""
+        return self.order // self.top
+
+
+def describe(
+    x: QTensor | Tensor,
+    w: QTensor | Tensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    swiglu: bool = False,
+    out: Spec | None = None,
+) -> GroupedCall:
+    """The call of these operands, checked."""
+    if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(f"grouped_mm takes x [M, K] and w [E, N, K], got {tuple(x.shape)} and {tuple(w.shape)}")
+    if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != torch.int32:
+        raise ValueError(f"offsets must be int32 [{w.shape[0] + 1}], got {offsets.dtype} {tuple(offsets.shape)}")
+    if isinstance(x, QTensor) != isinstance(w, QTensor):
+        raise ValueError(f"x and w are both QTensors or neither, got {type(x).__name__} and {type(w).__name__}")
+    if isinstance(x, QTensor):
+        assert isinstance(w, QTensor)
+        specs: tuple[Spec | None, Spec | None] = (x.spec, w.spec)
+        dtype = x.data.dtype
+    else:
+        assert isinstance(w, Tensor)
+        specs, dtype = (None, None), x.dtype
+        if w.dtype != dtype:
+            raise ValueError(f"x and w must have one dtype, got {dtype} and {w.dtype}")
+    m, k = x.shape
+    return GroupedCall(m, k, w.shape[1], w.shape[0], *specs, dtype, out_dtype, fast_accum, swiglu, out)

@@ -1,0 +1,58 @@
+"""Selections, described without tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TIES = ("lowest", "any")
+
+
+@dataclass(frozen=True)
+class TopkCall:
+    """The k largest of each of `rows` rows of n scores."""
+
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float32
+    sorted: bool = True
+    ties: str = "lowest"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k <= self.n:
+            raise ValueError(f"topk takes k between 0 and the {self.n} scores of a row, got {self.k}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"topk compares {', '.join(map(str, DTYPES))}, got {self.dtype}")
+        if self.ties not in TIES:
+            raise ValueError(f"ties go to the lowest index or to any: one of {TIES}, got {self.ties!r}")
+
+    def __str__(self) -> str:
+        order = "" if self.sorted else " unsorted"
+        ties = "" if self.ties == "lowest" else " any tie"
+        return f"{self.k} of {self.rows}x{self.n} {str(self.dtype).removeprefix('torch.')}{order}{ties}"
+
+
+@dataclass(frozen=True)
+class BeamTopkCall:
+    """The k best continuations of all beams of each request: scores over beams x codes that are never written down."""
+
+    requests: int
+    beams: int
+    codes: int
+    k: int
+    dtype: torch.dtype = torch.float32
+    masked: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.k <= self.beams * self.codes:
+            raise ValueError(
+                f"beam_topk takes k between 0 and {self.beams} beams x {self.codes} codes, got {self.k}; hint: min(k, beams * codes)"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"beam_topk reads logits of {', '.join(map(str, DTYPES))}, got {self.dtype}")
+
+    def __str__(self) -> str:
+        mask = " masked" if self.masked else ""
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.k} of {self.requests}x({self.beams} beams x {self.codes}) {kind}{mask}"

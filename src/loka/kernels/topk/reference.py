@@ -1,0 +1,54 @@
+"""The law of selection: a stable sort.
+
+    order        value descending, then index ascending; NaN is larger than every number (it must not vanish), -0 equals 0
+    not there    -inf: never chosen; slots without a score hold value -inf and index 0
+    unsorted     the same k, listed by ascending index, slots that are not there last
+
+    beams        score(b, c) = beam_score[b] + (logit[b, c] - lse[b]), each operation rounded to float32; lse[b] = log sum_c exp logit[b, c] over all codes;
+                 codes the mask forbids, and codes of a beam whose score is -inf, are not there
+
+The score does not decrease with the logit, rounding included, which is what lets a kernel look at maxima of logits only.
+"""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import YES, Verdict
+from loka.kernels.topk.call import BeamTopkCall, TopkCall
+
+
+def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
+    """Everything."""
+    return YES
+
+
+def run(scores: Tensor, k: int, *, sorted: bool = True, ties: str = "lowest") -> tuple[Tensor, Tensor]:
+    """scores [R, n] -> values and int64 indices [R, k]."""
+    values, indices = scores.sort(dim=1, descending=True, stable=True)
+    return present(values[:, :k], indices[:, :k], in_order=sorted)
+
+
+def present(values: Tensor, indices: Tensor, *, in_order: bool) -> tuple[Tensor, Tensor]:
+    """The outputs from the k best in their order: slots that are not there made uniform, listed by index where not `in_order`."""
+    absent = values == float("-inf")
+    if not in_order:
+        indices, place = indices.masked_fill(absent, torch.iinfo(torch.int64).max).sort(dim=1)
+        values, absent = values.gather(1, place), absent.gather(1, place)
+    return values, indices.masked_fill(absent, 0)
+
+
+def beam_totals(logits: Tensor, beam_scores: Tensor, mask: Tensor | None, lse: Tensor | None) -> Tensor:
+    """float32 [R, B, V]: the scores that kernels do not write down."""
+    wide = logits.float()
+    lse = wide.logsumexp(-1) if lse is None else lse
+    totals = beam_scores[..., None] + (wide - lse[..., None])
+    return totals if mask is None else totals.masked_fill(~mask, float("-inf"))
+
+
+def beams(
+    logits: Tensor, beam_scores: Tensor, k: int, *, mask: Tensor | None = None, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """values, beams, codes [R, k]."""
+    values, flat = run(beam_totals(logits, beam_scores, mask, lse).flatten(1), k)
+    codes = max(logits.shape[2], 1)
+    return values, flat // codes, flat % codes
