@@ -1,0 +1,129 @@
+"""The Gaussian of a site's rows: mean and covariance, online, in one pass.
+
+    mu_b = mean(X);  S_b = (X - mu_b)^T (X - mu_b);  n' = n + B;  d = mu_b - mu
+    mu  <- mu + (B / n') d
+    S   <- S + S_b + (n B / n') d d^T                       (Chan's merge of a batch of B rows)
+    Sigma = S / (n' - 1)
+
+The correction n B / n' d d^T is one more row, sqrt(n B / n') d, under the centred batch, so a batch costs one product. Counts live on the
+device beside the sums: rows with a non-finite element are left out, and how many those were is not asked for until somebody reads.
+
+Rows of up to `cap` channels have a full covariance, wider ones a sketch (`loka.probe.scatter`).
+
+What it does not keep: anything but two moments. Tails are the business of `loka.probe.marginals`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from loka.probe.scatter import Factor, Scatter, SketchedScatter, WholeScatter
+
+WIDTH_CAP = 4096
+
+
+class Gaussian:
+    """Mean and covariance of rows [*, width]."""
+
+    def __init__(self, width: int, device: torch.device, *, cap: int = WIDTH_CAP, seed: int = 0) -> None:
+        self.width = width
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.mean = torch.zeros(width, device=device)
+        self.scatter: Scatter = (
+            WholeScatter(width, device) if width <= cap else SketchedScatter(width, device, seed=seed)
+        )
+        self._factor: tuple[float, Factor] | None = None
+
+    @staticmethod
+    def bytes_for(width: int, cap: int = WIDTH_CAP) -> int:
+        """Memory of one of this width."""
+        return (WholeScatter if width <= cap else SketchedScatter).bytes_for(width) + 4 * width
+
+    @property
+    def kind(self) -> str:
+        """How the covariance is kept."""
+        return self.scatter.kind if self.scatter.kind == "full" else f"{self.scatter.kind}, width {self.width}"
+
+    @torch.no_grad()
+    def update(self, rows: Tensor, usable: Tensor | None = None) -> None:
+        """Add rows [R, width]; `usable` [R] (0 or 1, floating) leaves rows out without asking how many."""
+        if rows.shape[0] == 0:
+            return
+        rows = rows.float()
+        if usable is None:
+            usable = rows.isfinite().all(1).float()
+        clean = torch.where(usable[:, None] > 0, rows, torch.zeros_like(rows))
+        size = usable.sum()
+        mean = clean.sum(0) / size.clamp(min=1)
+        centred = torch.where(usable[:, None] > 0, clean - mean, torch.zeros_like(rows))
+        self._absorb(size.double(), mean, centred)
+
+    def _absorb(self, size: Tensor, mean: Tensor, centred: Tensor | None) -> None:
+        """Chan's merge of a batch given by its size, mean and centred rows."""
+        total = (self.count + size).clamp(min=1)
+        difference = mean - self.mean
+        correction = (self.count * size / total).sqrt().float() * difference
+        extra = correction[None]
+        self.scatter.add(extra if centred is None else torch.cat([centred, extra]))
+        self.mean += (size / total).float() * difference
+        self.count += size
+        self._factor = None
+
+    @torch.no_grad()
+    def merge(self, other: "Gaussian") -> None:
+        """Add what another one of the same width has seen."""
+        if other.width != self.width or other.scatter.kind != self.scatter.kind:
+            raise ValueError(
+                f"Gaussians of width {self.width} ({self.kind}) and {other.width} ({other.kind}) do not merge"
+            )
+        device = self.mean.device
+        for name, mine in self.scatter.tensors().items():
+            mine += other.scatter.tensors()[name].to(device)
+        self._absorb(other.count.to(device), other.mean.to(device), None)
+
+    def covariance(self) -> Tensor:
+        """Sigma [width, width]; of a sketch, what its samples have."""
+        count = float(self.count)
+        if isinstance(self.scatter, WholeScatter):
+            return self.scatter.matrix / max(count - 1, 1)
+        factor = self._factor_now()
+        root = factor.apply(torch.eye(factor.noise, device=self.mean.device))
+        return root.T @ root
+
+    def deviation(self) -> Tensor:
+        """Standard deviation of every channel, as samples have it."""
+        return self._factor_now().deviation()
+
+    def _factor_now(self) -> Factor:
+        count = float(self.count)
+        if count < 1:
+            raise ValueError("nothing to sample from: no finite row was seen")
+        if self._factor is None or self._factor[0] != count:
+            self._factor = (count, self.scatter.factor(count))
+        return self._factor[1]
+
+    @torch.no_grad()
+    def normals(self, count: int, generator: torch.Generator) -> Tensor:
+        """Rows with the covariance and mean zero, float32 [count, width]."""
+        factor = self._factor_now()
+        z = torch.randn(count, factor.noise, generator=generator, device=generator.device)
+        return factor.apply(z.to(self.mean.device))
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        """Rows mu + L z, float32 [count, width]."""
+        return self.mean + self.normals(count, generator)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as tensors."""
+        state = {"count": self.count, "mean": self.mean, **self.scatter.tensors()}
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+        for name, mine in {"count": self.count, "mean": self.mean, **self.scatter.tensors()}.items():
+            if name not in state or state[name].shape != mine.shape:
+                seen = tuple(state[name].shape) if name in state else "missing"
+                raise ValueError(f"Gaussian: {name} is {seen}, expected {tuple(mine.shape)}")
+            mine.copy_(state[name])
+        self._factor = None

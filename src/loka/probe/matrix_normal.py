@@ -1,0 +1,178 @@
+"""The matrix normal of a weight: W ~ MN(M, U, V), rows correlated by U, columns by V, learned from snapshots of W.
+
+    L_V L_V^T = V + eps I;  U_new = (1/K) (Wc L_V^-T)(Wc L_V^-T)^T
+    L_U L_U^T = U + eps I;  V_new = (1/N) (L_U^-1 Wc)^T (L_U^-1 Wc)              flip-flop, for W [N, K]
+    U <- m U + (1 - m) U_new (V alike);   s = tr(U) / N;  U <- U / s;  V <- s V
+
+M is a running mean of the snapshots that turns into an exponential one: the t-th snapshot counts 1 / t, never less than 1 - m. Wc is what a snapshot
+brings beyond the mean so far. The first one has nothing before it: M is then its grand mean alone, and U and V describe the spread of W
+itself. One matrix cannot determine two covariances, so what is solved with and sampled from is shrunk towards its diagonal, by the rule of
+`loka.probe.scatter.shrink` with K t (for U) and N t (for V) rows; always evaluate the actual W beside the samples.
+
+Sides wider than the cap keep diagonal blocks only. A weight too large for a mean of its own keeps the means of its rows and columns. `kind` says both.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from loka.probe.scatter import BLOCK, cholesky, shrink
+
+SIDE_CAP = 2048
+MOMENTUM = 0.9
+FIRST_SWEEPS = 3  # the first snapshot starts from the identity and needs a few flips to settle
+
+
+class Side:
+    """One of U and V: a covariance in diagonal blocks, one block where it fits."""
+
+    def __init__(self, width: int, device: torch.device, cap: int) -> None:
+        self.width, self.block = width, width if width <= cap else BLOCK
+        self.count = -(-width // self.block)
+        self.blocks = torch.eye(self.block, device=device).repeat(self.count, 1, 1)
+        if self.padding:
+            self.blocks[-1, self.block - self.padding :] = 0
+
+    @property
+    def padding(self) -> int:
+        """Channels of the last block beyond the width."""
+        return self.count * self.block - self.width
+
+    def split(self, columns: Tensor) -> Tensor:
+        """[rows, width] -> [count, rows, block]."""
+        padded = torch.nn.functional.pad(columns, (0, self.padding))
+        return padded.view(columns.shape[0], self.count, self.block).transpose(0, 1)
+
+    def join(self, parts: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        return parts.transpose(0, 1).reshape(parts.shape[1], -1)[:, : self.width]
+
+    def root(self, samples: float) -> Tensor:
+        """Cholesky factors of the shrunk blocks."""
+        shrunk = torch.stack([shrink(block, samples) for block in self.blocks.double()])
+        if self.padding:  # absent channels: a one on the diagonal keeps the block invertible and touches nothing else
+            shrunk[-1].diagonal()[self.block - self.padding :] = 1
+        return cholesky(shrunk).float()
+
+    def whiten(self, columns: Tensor, root: Tensor) -> Tensor:
+        """columns L^-T, block by block."""
+        parts = self.split(columns).transpose(1, 2)
+        return self.join(torch.linalg.solve_triangular(root, parts, upper=False).transpose(1, 2))
+
+    def colour(self, columns: Tensor, root: Tensor) -> Tensor:
+        """columns L^T, block by block."""
+        return self.join(self.split(columns) @ root.transpose(1, 2))
+
+    def measure(self, columns: Tensor) -> Tensor:
+        """Diagonal blocks of the second moment of [rows, width]."""
+        parts = self.split(columns)
+        return parts.transpose(1, 2) @ parts / columns.shape[0]
+
+    def mean_variance(self) -> Tensor:
+        """tr / width."""
+        return self.blocks.diagonal(dim1=1, dim2=2).sum() / self.width
+
+
+class MatrixNormal:
+    """M, U and V of weights [n, k]."""
+
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        device: torch.device,
+        *,
+        cap: int = SIDE_CAP,
+        momentum: float = MOMENTUM,
+        whole_mean: bool = True,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: expected 0 <= momentum < 1, the weight of the past")
+        self.n, self.k, self._momentum = n, k, momentum
+        self.u, self.v = Side(n, device, cap), Side(k, device, cap)
+        self.snapshots = 0
+        self._mean = torch.zeros((n, k) if whole_mean else (n + k,), device=device)
+
+    @staticmethod
+    def bytes_for(n: int, k: int, *, cap: int = SIDE_CAP, whole_mean: bool = True) -> int:
+        """Memory of one of this size."""
+        sides = sum(width * width if width <= cap else -(-width // BLOCK) * BLOCK * BLOCK for width in (n, k))
+        return 4 * (sides + (n * k if whole_mean else n + k))
+
+    @property
+    def kind(self) -> str:
+        """How M, U and V are kept."""
+        parts = [
+            f"{name} block-diagonal ({side.block})" for name, side in (("U", self.u), ("V", self.v)) if side.count > 1
+        ]
+        if self._mean.dim() == 1:
+            parts.append("M from row and column means")
+        return ", ".join(parts) or "full"
+
+    @property
+    def mean(self) -> Tensor:
+        """M [n, k]."""
+        if self._mean.dim() == 2:
+            return self._mean
+        rows, columns = self._mean[: self.n], self._mean[self.n :]
+        return rows[:, None] + columns - rows.mean()
+
+    @torch.no_grad()
+    def update(self, weight: Tensor) -> None:
+        """One snapshot of W; a weight that is not finite is left out."""
+        weight = weight.detach().to(self._mean)
+        if not bool(weight.isfinite().all()):
+            return
+        self.snapshots += 1
+        fresh = max(1 / self.snapshots, 1 - self._momentum)
+        if self.snapshots == 1:
+            self._mean.fill_(weight.mean())
+            for _ in range(FIRST_SWEEPS):
+                self._flip_flop(weight - weight.mean(), 1.0)
+            return
+        # A deviation from a mean that lags behind is too large, by this factor.
+        self._flip_flop((weight - self.mean) * (1 - fresh) ** 0.5, fresh)
+        observed = weight if self._mean.dim() == 2 else torch.cat([weight.mean(1), weight.mean(0)])
+        self._mean.lerp_(observed, fresh)
+
+    def _flip_flop(self, centred: Tensor, fresh: float) -> None:
+        if not bool(centred.any()):
+            self.v.blocks *= 1 - fresh if self.snapshots > 1 else 0.0
+            return
+        seen = float(self.snapshots)
+        if float(self.v.mean_variance()) > 0:
+            whitened = self.v.whiten(centred, self.v.root(self.n * seen))
+            self.u.blocks.lerp_(self.u.measure(whitened.T), fresh)
+        whitened = self.u.whiten(centred.T, self.u.root(self.k * seen))
+        self.v.blocks.lerp_(self.v.measure(whitened.T), fresh)
+        size = self.u.mean_variance()
+        self.u.blocks /= size
+        self.v.blocks *= size
+
+    @torch.no_grad()
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """M + L_U Z L_V^T, float32 [n, k]."""
+        if self.snapshots == 0:
+            raise ValueError("nothing to sample from: no finite weight was seen")
+        z = torch.randn(self.n, self.k, generator=generator, device=generator.device).to(self._mean)
+        seen = float(self.snapshots)
+        coloured = self.v.colour(z, self.v.root(self.n * seen))
+        return self.mean + self.u.colour(coloured.T, self.u.root(self.k * seen)).T
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"mean": self._mean, "u": self.u.blocks, "v": self.v.blocks}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as tensors."""
+        state = {name: value.detach().cpu().clone() for name, value in self._tensors().items()}
+        return {**state, "snapshots": torch.tensor(self.snapshots)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+        for name, mine in self._tensors().items():
+            if name not in state or state[name].shape != mine.shape:
+                seen = tuple(state[name].shape) if name in state else "missing"
+                raise ValueError(f"matrix normal: {name} is {seen}, expected {tuple(mine.shape)}")
+            mine.copy_(state[name])
+        self.snapshots = int(state["snapshots"])
