@@ -4,7 +4,10 @@ from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.plan import Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
+    SOURCES,
     Candidate,
+    Cause,
+    DistributionError,
     FlopsOf,
     FormatRange,
     Gemm,
@@ -13,6 +16,7 @@ from loka.records.probe import (
     Role,
     Safety,
     Site,
+    Source,
     Speed,
     TensorStats,
 )
@@ -34,9 +38,12 @@ from loka.records.run import Comparison, Outcome, Point, Progress, Run
 
 __all__ = [
     "GEMMS",
+    "SOURCES",
     "Candidate",
+    "Cause",
     "Choice",
     "Comparison",
+    "DistributionError",
     "Environment",
     "FlopsOf",
     "FormatRange",
@@ -58,6 +65,7 @@ __all__ = [
     "Safety",
     "Site",
     "SitePlan",
+    "Source",
     "Speed",
     "TensorStats",
     "append",

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import msgspec
+
 from loka.records.measurement import Environment, Interval
 from loka.records.record import Part, Record
 
@@ -10,7 +12,9 @@ Role = Literal["x", "w", "dy"]
 Safety = Literal["safe", "unsafe", "not measured"]
 Speed = Literal["fast", "slow", "not measured"]
 FlopsOf = Literal["model", "sites"]
+Source = Literal["rows", "copula", "gaussian", "normal"]  # where the operands of an evaluation come from
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+SOURCES: tuple[Source, ...] = ("rows", "copula", "gaussian", "normal")
 
 
 class TensorStats(Part, frozen=True):
@@ -40,8 +44,25 @@ class FormatRange(Part, frozen=True):
     smallest_subnormal: float
 
 
+class DistributionError(Part, frozen=True):
+    """The errors of one candidate on operands of one origin, each with a 95 % interval."""
+
+    source: Source
+    samples: int
+    rows: int  # per sample
+    mere: Interval
+    relative_l2: Interval
+    sqnr_db: Interval | None  # None for an exact result
+    saturated: Interval  # share of the elements of the worse operand
+    underflowed: Interval
+
+
 class Candidate(Part, frozen=True):
-    """One way to run one GEMM of a site, and how it did."""
+    """One way to run one GEMM of a site, and how it did.
+
+    `errors` has one entry per origin of the operands. `mere` to `underflowed` repeat the entry the candidate is judged by, the worst of
+    those that count (`ProbeReport.judged_on`), which `distribution` names.
+    """
 
     gemm: Gemm
     recipe: str
@@ -58,6 +79,17 @@ class Candidate(Part, frozen=True):
     underflowed: float | None = None
     microseconds: Interval | None = None  # quantisation included
     speedup: Interval | None = None  # over bf16
+    errors: list[DistributionError] = msgspec.field(default_factory=list)
+    speed_note: str | None = None  # why there is no speed-up
+
+
+class Cause(Part, frozen=True):
+    """A reason for an error that was tested: the error without it, everything else as it was."""
+
+    text: str
+    error: float  # of the candidate as it is
+    without: float | None  # with the cause removed; None where it cannot be removed
+    mod: str | None = None  # the rewrite of the model that would help
 
 
 class GemmVerdict(Part, frozen=True):
@@ -67,7 +99,8 @@ class GemmVerdict(Part, frozen=True):
     safety: Safety
     speed: Speed
     reason: str
-    suggested_mod: str | None = None
+    suggested_mod: str | None = None  # the rewrite that would help, and how
+    causes: list[Cause] = msgspec.field(default_factory=list)  # of an unsafe verdict, the strongest first
 
 
 class Site(Part, frozen=True):
@@ -85,6 +118,8 @@ class Site(Part, frozen=True):
     candidates: list[Candidate]
     verdicts: list[GemmVerdict]
     metric_change: Interval | None = None  # relative change of the end metric with this site alone in low precision
+    metric_recipe: str | None = None  # the recipe of that measurement
+    covariance: str | None = None  # how the covariance of the rows was kept: in full, or approximated, and how
 
 
 class ProbeReport(Record, frozen=True, tag="probe"):
@@ -103,3 +138,7 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     sites: list[Site]
     environment: Environment
     sensitivity: str | None = None  # what `metric_change` of the sites is a change of, and on which examples
+    combined_change: Interval | None = None  # of the same metric with `combined_sites` in low precision together
+    combined_sites: list[str] = msgspec.field(default_factory=list)
+    judged_on: list[Source] = msgspec.field(default_factory=list)  # the worst of these counts
+    data: str | None = None  # what the model was trained on while it was watched
