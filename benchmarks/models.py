@@ -91,7 +91,16 @@ def run_cases(cases: list[str], arguments: argparse.Namespace, report: dict[str,
 
 
 def start_child(case: str, arguments: argparse.Namespace) -> "subprocess.Popen[str]":
-    command = [sys.executable, __file__, "--out", str(arguments.out), "--case", case, "--device", arguments.device]
+    command = [
+        sys.executable,
+        getattr(arguments, "script", __file__),
+        "--out",
+        str(arguments.out),
+        "--case",
+        case,
+        "--device",
+        arguments.device,
+    ]
     command += ["--scale", str(arguments.scale), *(["--eager"] if arguments.eager else [])]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "2")}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -111,11 +120,11 @@ def read_line(child: "subprocess.Popen[str]", deadline: float) -> str:
             return line[1:].strip()
 
 
-def run_case(case: str, arguments: argparse.Namespace) -> None:
+def run_case(case: str, arguments: argparse.Namespace, build: Callable[..., Any] | None = None) -> None:
     """In the child: build, check, compile, wait for the word, measure."""
     start = time.perf_counter()
     try:
-        step, facts = build_case(case, arguments)
+        step, facts = (build or build_case)(case, arguments)
         for _ in range(2):
             step()
         synchronize(arguments.device)

@@ -32,6 +32,7 @@ from loka.kernels.tile import (
 
 GROUP = 128
 _BOTH_LAUNCH = {"num_warps": 4}  # of 4, 8, 8 with half the registers, 16: the fastest for every granularity on an H200
+_AMAX_TILE, _AMAX_LAUNCH = (64, 256), {"num_warps": 8}
 WIDEST_ROW = 16384  # elements one program keeps in registers
 
 # Where a tile's scales come from.
@@ -324,12 +325,12 @@ def global_scales(
     `options` holds (e5m2, pow2) for each scale asked for, in that order.
     """
     m, k = x.shape
-    bm, bk = 64, 256
+    bm, bk = _AMAX_TILE
     high, wide = triton.cdiv(m, bm), triton.cdiv(k, bk)
     sizes = [(wide, m) if row else None, (high, k) if column else None, (high * wide, 1) if tensor else None]
     partial = [torch.empty(size or (0, 0), device=x.device, dtype=torch.float32) for size in sizes]
     if m and k:
-        _amax[(high * wide,)](x, *partial, m, k, x.stride(0), bm, bk, row, column, tensor, num_warps=8)
+        _amax[(high * wide,)](x, *partial, m, k, x.stride(0), bm, bk, row, column, tensor, **_AMAX_LAUNCH)
     scales = []
     for part, (e5m2, pow2) in zip([p for p, size in zip(partial, sizes, strict=True) if size], options, strict=True):
         count = part.shape[1]
