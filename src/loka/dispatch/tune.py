@@ -1,0 +1,144 @@
+"""Measure what the database does not know yet, once, and the same for every rank.
+
+    result = tune(jobs, database, "cuda", seconds=120)
+
+A job is a GEMM of a Linear with its candidates (`loka.measure.site.SiteJob`); its M is rounded to its bucket first, since that is what a row stands for.
+Only what has no row for this machine is measured; the rest is known. Nothing is measured
+
+    under CUDA-graph capture    a measurement would become part of the graph: skipped, and the result says so
+    without a GPU               every answer is a refusal, and no row is written
+
+With torch.distributed, rank 0 decides what is missing, measures, and sends the rows to the others, which write them to databases of their own (or to
+the same file: the rows are equal). Times differ between ranks by noise; two ranks that choose by their own times would sometimes run different kernels, and a
+collective between them would wait for ever. A rank on another kind of machine than rank 0 raises: rows of one do not hold for the other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from loka.dispatch.database import Database, Key, Machine, bucket_of
+from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_timings, was_not_tried
+from loka.measure.device import snapshot
+from loka.measure.site import GemmCandidate, SiteJob, SiteTiming, time_jobs
+from loka.records import Environment
+from loka.records.performance import PerformanceRows, RowGroup
+
+__all__ = ["TuneResult", "key_of", "missing_jobs", "tune"]
+
+Timer = Callable[..., list[list[SiteTiming]]]
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a call of `tune` did."""
+
+    measured: int = 0  # rows written, refusals of kernels included
+    known: int = 0  # candidates that had a row already
+    unmeasured: dict[str, int] | None = None  # reason -> candidates that still have none
+    skipped: str | None = None  # why nothing was tried at all
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"nothing measured: {self.skipped}"
+        left = "".join(f"; {count} not: {reason}" for reason, count in (self.unmeasured or {}).items())
+        return f"{self.measured} rows measured, {self.known} known{left}"
+
+
+def key_of(job: SiteJob, candidate: GemmCandidate) -> Key:
+    """The database's key of one candidate of a job."""
+    c = candidate
+    variant = linear_variant(job.gemm, str(c.a), str(c.b), fast_accum=c.fast_accum, weights=job.weights)
+    return Key(LINEAR, variant, job.m, job.k, job.n, c.backend)
+
+
+def missing_jobs(jobs: Sequence[SiteJob], database: Database, machine: Machine) -> tuple[list[SiteJob], int]:
+    """Jobs at their buckets' edges with the candidates that have no row, and how many candidates have one."""
+    wanted: dict[SiteJob, list[GemmCandidate]] = {}
+    for job in jobs:
+        weights = "dynamic" if job.gemm == "wgrad" else job.weights  # one and the same there
+        place = replace(job, m=bucket_of(job.m), candidates=(), weights=weights)
+        listed = wanted.setdefault(place, [])
+        listed += [c for c in job.candidates if c not in listed]
+    missing, known = [], 0
+    for place, candidates in wanted.items():
+        left = tuple(c for c in candidates if database.find(key_of(place, c), machine).row is None)
+        known += len(candidates) - len(left)
+        if left:
+            missing.append(replace(place, candidates=left))
+    return missing, known
+
+
+def tune(
+    jobs: Sequence[SiteJob],
+    database: Database,
+    device: torch.device | str = "cuda",
+    *,
+    seconds: float = 120.0,
+    repeats: int = 15,
+    distributions: Sequence[str] = ("normal",),
+    environment: Environment | None = None,
+    timer: Timer = time_jobs,
+) -> TuneResult:
+    """Measure missing rows within a time box. Collective where torch.distributed is in use: all ranks must call it."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return TuneResult(skipped="a CUDA graph is being captured")
+    here = environment or snapshot()
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        result, rows = _measure(jobs, database, device, here, timer, seconds, repeats, distributions)
+        database.merge(rows)
+        return result
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        answer = [_answer(jobs, database, device, here, timer, seconds, repeats, distributions)]
+    dist.broadcast_object_list(answer, src=0)
+    return _receive(answer[0], database, here)
+
+
+def _measure(
+    jobs: Sequence[SiteJob],
+    database: Database,
+    device: torch.device | str,
+    here: Environment,
+    timer: Timer,
+    seconds: float,
+    repeats: int,
+    distributions: Sequence[str],
+) -> tuple[TuneResult, PerformanceRows]:
+    machine = machine_here(here)
+    missing, known = missing_jobs(jobs, database, machine)
+    timed = timer(missing, device, repeats=repeats, seconds=seconds, distributions=distributions) if missing else []
+    rows = [
+        row
+        for job, timings in zip(missing, timed, strict=True)
+        for row in rows_of_timings(job, timings, machine.versions)
+    ]
+    reasons: dict[str, int] = {}
+    for timing in (t for timings in timed for t in timings if was_not_tried(t)):
+        reasons[timing.refusal or ""] = reasons.get(timing.refusal or "", 0) + 1
+    groups = [RowGroup(origin=origin_of(here), rows=rows)] if rows else []
+    return TuneResult(measured=len(rows), known=known, unmeasured=reasons or None), PerformanceRows(groups=groups)
+
+
+def _answer(jobs: Sequence[SiteJob], database: Database, device: Any, here: Environment, *how: Any) -> dict[str, Any]:
+    """Rank 0's rows as plain values; its failure too, or the others would wait for ever."""
+    try:
+        result, rows = _measure(jobs, database, device, here, *how)
+    except Exception as error:  # re-raised on every rank by `_receive`
+        return {"error": f"{type(error).__name__}: {error}"}
+    machine = msgspec.to_builtins(machine_here(here))
+    return {"result": msgspec.to_builtins(result), "rows": msgspec.json.encode(rows), "machine": machine}
+
+
+def _receive(answer: dict[str, Any], database: Database, here: Environment) -> TuneResult:
+    if "error" in answer:
+        raise ValueError(f"rank 0 could not tune: {answer['error']}")
+    tuned, mine = msgspec.convert(answer["machine"], Machine), machine_here(here)
+    if tuned != mine:
+        raise ValueError(f"rank {dist.get_rank()} runs on {mine}, rank 0 tuned on {tuned}: their rows do not hold here")
+    database.merge(msgspec.json.decode(answer["rows"], type=PerformanceRows))
+    return msgspec.convert(answer["result"], TuneResult)

@@ -1,0 +1,117 @@
+"""Tuning measures what is missing, once, never under capture, and gives every rank the same rows."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from loka.dispatch.database import Database
+from loka.dispatch.rows import machine_here
+from loka.dispatch.tune import key_of, missing_jobs, tune
+from loka.formats import Spec
+from loka.measure.site import GemmCandidate, SiteJob
+
+from .evidence import HERE
+from .measured import fake_timer
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = Spec.parse("e4m3:row")
+BOTH = (GemmCandidate(ROW, ROW, "torch", True), GemmCandidate(ROW, ROW, "triton", True))
+JOB = SiteJob("fprop", 2048, 64, 32, BOTH)
+
+
+def test_only_what_is_missing_is_measured() -> None:
+    database, timer = Database(":memory:"), fake_timer()
+    result = tune([replace(JOB, candidates=BOTH[:1])], database, environment=HERE, timer=timer)
+    assert (result.measured, result.known) == (1, 0)
+    result = tune([JOB], database, environment=HERE, timer=timer)
+    assert (result.measured, result.known) == (1, 1)
+    assert [job.candidates for job in timer.asked] == [BOTH[:1], BOTH[1:]]
+    assert str(tune([JOB], database, environment=HERE, timer=timer)) == "0 rows measured, 2 known"
+    assert len(timer.asked) == 2
+    found = database.find(key_of(JOB, BOTH[1]), machine_here(HERE))
+    assert found.row is not None
+    assert found.row.speedup is not None
+    assert found.row.speedup.value == 1.5
+
+
+def test_jobs_of_one_bucket_are_measured_once_at_its_edge() -> None:
+    database, timer = Database(":memory:"), fake_timer()
+    jobs = [replace(JOB, m=m) for m in (2048, 2064, 3056)]
+    wgrads = [SiteJob("wgrad", 512, 8, 8, BOTH, weights) for weights in ("dynamic", "cached")]  # type: ignore[arg-type]
+    tune([*jobs, *wgrads], database, environment=HERE, timer=timer)
+    assert [(job.gemm, job.m) for job in timer.asked] == [("fprop", 2048), ("wgrad", 512)]
+    missing, known = missing_jobs([*jobs, *wgrads], database, machine_here(HERE))
+    assert (missing, known) == ([], 4)
+
+
+def test_another_machine_measures_again() -> None:
+    import msgspec
+
+    database, timer = Database(":memory:"), fake_timer()
+    tune([JOB], database, environment=HERE, timer=timer)
+    newer = msgspec.structs.replace(HERE, torch="3")
+    assert tune([JOB], database, environment=newer, timer=timer).measured == 2
+
+
+def test_nothing_is_measured_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    timer = fake_timer()
+    result = tune([JOB], Database(":memory:"), environment=HERE, timer=timer)
+    assert result.skipped == "a CUDA graph is being captured"
+    assert "nothing measured" in str(result)
+    assert not timer.asked
+
+
+def test_without_a_gpu_no_row_is_written_and_the_result_says_so() -> None:
+    database = Database(":memory:")
+    result = tune([JOB], database, "cpu", environment=HERE)
+    assert result.unmeasured == {"not measured: no GPU": 2}
+    assert len(database) == 0
+    assert "2 not: not measured: no GPU" in str(result)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
+    """Two processes with gloo, every mode in turn; what each of them saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.dispatch.rank", str(folder)]
+    running = [subprocess.Popen([*command, str(r)], env=environment, cwd=ROOT, stderr=subprocess.PIPE) for r in (0, 1)]
+    for process in running:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_rank_0_measures_and_all_ranks_know(ranks: list[dict[str, dict[str, object]]]) -> None:
+    first, second = (seen["tune"] for seen in ranks)
+    assert (first["asked"], second["asked"]) == (1, 0)
+    assert first["speedup"] == second["speedup"] == 1.5  # rank 1's own timer would have said 0.75
+    assert first["result"] == second["result"]
+
+
+def test_a_failure_of_rank_0_reaches_all_ranks(ranks: list[dict[str, dict[str, object]]]) -> None:
+    assert all("rank 0 could not tune: RuntimeError: no clock" in str(seen["fail"]["error"]) for seen in ranks)
+
+
+def test_a_rank_on_another_machine_raises(ranks: list[dict[str, dict[str, object]]]) -> None:
+    first, second = (seen["mixed"] for seen in ranks)
+    assert "error" not in first
+    assert "their rows do not hold here" in str(second["error"])
