@@ -119,6 +119,30 @@ def test_same_as_the_equations_in_float64(options):
     assert_same_with_gradients(Joined(model), lambda *a: plain_onerec(model, *a), HISTORY, CODES, static)
 
 
+def test_an_item_of_the_history_is_its_codes_and_itself():
+    model = OneRec(OneRecConfig(**SMALL, items=9)).double()
+    plain = OneRec(OneRecConfig(**SMALL)).double()
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("items.")})
+    numbers = torch.tensor([3, 8, 1, 1, 2, 5, 7])
+    wide = Jagged(torch.cat([HISTORY.values, numbers[:, None]], 1), HISTORY.offsets)
+    with torch.no_grad():
+        model.items.table.weight.zero_()
+        same = model(wide, CODES)
+        model.items.table.weight[7] = torch.randn(8, dtype=torch.float64)
+        other = model(wide, CODES)
+    for a, b, c in zip(plain(HISTORY, CODES), same, other, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(b[:2], c[:2])
+        assert not torch.allclose(b[2], c[2]), "item 7 is in the last request's history only"
+    with pytest.raises(ValueError, match=r"ids and item numbers has values \[total, 4\], got \(7, 3\)"):
+        model(HISTORY, CODES)
+    with pytest.raises(ValueError, match="'item' got id 9"):
+        model(Jagged(wide.values + torch.tensor([0, 0, 0, 1]), wide.offsets), CODES)
+    history, codes, _ = model.example_inputs()
+    assert history.values.shape == (4, 4)
+    assert codes.shape == (1, 3)
+
+
 def test_steps_with_beams_spell_what_the_whole_forward_sees():
     model = randomize(OneRec(OneRecConfig(**SMALL, experts=MOE))).eval()
     context = model.encode(HISTORY)

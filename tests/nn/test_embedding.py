@@ -110,3 +110,25 @@ def test_bad_tables_and_names(tables):
         tables.pool("shop", torch.tensor([0]), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="4 fields"):
         tables.lookup(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_pad_recent_ignores_values_behind_the_last_row_and_its_gradient_adds_nothing_up():
+    values = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([0, 3, 3, 5])
+    padded, lengths = pad_recent(values, offsets, 2)
+    assert lengths.tolist() == [2, 0, 2]
+    torch.testing.assert_close(padded[0], values[1:3])
+    torch.testing.assert_close(padded[2], values[3:5])
+    assert padded[1].eq(0).all()
+    weights = torch.randn_like(padded)
+    (padded * weights).sum().backward()
+    expected = torch.zeros_like(values)
+    expected[1:5] = torch.cat([weights[0], weights[2]])
+    torch.testing.assert_close(values.grad, expected)
+    assert torch.autograd.gradcheck(lambda v: pad_recent(v, offsets, 4, skip=1)[0], (values,))
+    names = []
+    node = pad_recent(values, offsets, 2)[0].grad_fn
+    while node is not None:
+        names.append(type(node).__name__)
+        node = node.next_functions[0][0] if node.next_functions else None
+    assert any("IndexCopy" in name for name in names), names

@@ -10,8 +10,9 @@ of the context, computed once per request and shared by blocks, by groups of que
 The FFN is a SwiGLU, or from block `dense_blocks` on a mixture of experts.
 
 The decoder reads [BOS, code_1, ..., code_{L-1}]; every level has its own codebook, of any size, and ids may have any number of levels. The same
-code embeddings, summed over the levels of an item, describe the items of the history. The static token is made of the user's features, or learned
-where there are none, so that a user without history still has a context.
+code embeddings, summed over the levels of an item, describe the items of the history; with `items`, an embedding of the item itself is added, since
+codes say what an item is like and not which one it is. The static token is made of the user's features, or learned where there are none, so that a
+user without history still has a context.
 
 Decoding: `encode` once, then one `step` per code over [B, W] beams; self-attention keeps what it has seen. Searching beams is not done here.
 """
@@ -62,6 +63,7 @@ class OneRecConfig:
     """codebooks: size of each level's; d_ff: width of a dense FFN; l_kv, s_kv, g_kv: key-value pairs, 2 for values of their own, groups.
 
     context: longest history in items, of which the `short` most recent take the short-term path; static: number of user features.
+    items: rows of a table of item embeddings (padding included); 0 for none. With it a history's values have one more column, the item numbers.
     """
 
     codebooks: tuple[int, ...] = (32, 32, 32)
@@ -75,12 +77,13 @@ class OneRecConfig:
     context: int = 16
     short: int = 4
     static: int = 0
+    items: int = 0
     experts: Experts | None = None
     style: Style = LLM_STYLE
 
     def __post_init__(self) -> None:
         """Sizes that divide each other as the equations need."""
-        check_positive(self, except_for=("static",))
+        check_positive(self, except_for=("static", "items"))
         check_heads(self.d, self.heads)
         if self.s_kv not in (1, 2):
             raise ValueError(f"OneRecConfig.s_kv is {self.s_kv}; 1 shares keys and values, 2 keeps them apart")
@@ -88,15 +91,21 @@ class OneRecConfig:
             raise ValueError(f"OneRecConfig.g_kv is {self.g_kv}; groups must divide the {self.heads} heads")
         if self.l_kv > self.layers:
             raise ValueError(f"OneRecConfig.l_kv is {self.l_kv}, more key-value pairs than the {self.layers} blocks")
-        if self.short >= self.context or self.static < 0:
+        if self.short >= self.context or self.static < 0 or self.items < 0:
             raise ValueError(
-                f"OneRecConfig needs short < context and static >= 0, got {self.short}, {self.context}, {self.static}"
+                "OneRecConfig needs short < context, static >= 0 and items >= 0, "
+                f"got {self.short}, {self.context}, {self.static}, {self.items}"
             )
 
     @property
     def levels(self) -> int:
         """Codes per id."""
         return len(self.codebooks)
+
+    @property
+    def history_width(self) -> int:
+        """Columns of a history's values: the codes, and the item number where there is a table of items."""
+        return self.levels + (self.items > 0)
 
     @property
     def kv_width(self) -> int:
@@ -238,13 +247,14 @@ class OneRec(nn.Module):
         super().__init__()
         self.config = config
         self.codes = EmbeddingTables([(f"level {i + 1}", size) for i, size in enumerate(config.codebooks)], config.d)
+        self.items = EmbeddingTables([("item", config.items)], config.d) if config.items else None
         self.begin = Seeds(1, config.d)
         self.context = ContextProcessor(config)
         self.blocks = nn.ModuleList(LazyBlock(config, index) for index in range(config.layers))
         self.heads = nn.ModuleList(Head(config.d, size, config.style) for size in config.codebooks)
 
     def forward(self, history: "Jagged", codes: Tensor, static: Tensor | None = None) -> tuple[Tensor, ...]:
-        """history: ragged rows of ids, values int64 [total, levels], oldest first; codes int64 [B, levels], the last one is not read."""
+        """history: ragged rows of ids, values int64 [total, history_width], oldest first; codes int64 [B, levels], the last one is not read."""
         context = self.encode(history, static)
         first = self.begin(codes.shape[0])
         h = torch.cat([first, self.codes.lookup(codes[:, :-1]).to(first.dtype)], 1) if self.config.levels > 1 else first
@@ -255,12 +265,13 @@ class OneRec(nn.Module):
 
     def encode(self, history: "Jagged", static: Tensor | None = None) -> Context:
         """The context of every request: its history, cut to the most recent `context` items, and its user features."""
-        if history.values.dim() != 2 or history.values.shape[1] != self.config.levels:
-            shape = tuple(history.values.shape)
-            raise ValueError(
-                f"a history of {self.config.levels}-level ids has values [total, {self.config.levels}], got {shape}"
-            )
-        items = self.codes.lookup(history.values).sum(1)
+        levels, width = self.config.levels, self.config.history_width
+        if history.values.dim() != 2 or history.values.shape[1] != width:
+            columns = f"{levels}-level ids" + (" and item numbers" if self.config.items else "")
+            raise ValueError(f"a history of {columns} has values [total, {width}], got {tuple(history.values.shape)}")
+        items = self.codes.lookup(history.values[:, :levels]).sum(1)
+        if self.items is not None:
+            items = items + self.items.lookup(history.values[:, levels:]).squeeze(1)
         items = items.to(compute_dtype(items))
         short, n_short = pad_recent(items, history.offsets, self.config.short)
         long, n_long = pad_recent(
@@ -309,9 +320,13 @@ class OneRec(nn.Module):
         """One request with the longest history, without storage."""
         from loka.data.batch import Jagged
 
-        values = torch.empty(self.config.context, self.config.levels, dtype=torch.int64, device="meta")
+        values = torch.empty(self.config.context, self.config.history_width, dtype=torch.int64, device="meta")
         static = torch.empty(1, self.config.static, device="meta") if self.config.static else None
-        return Jagged(values, torch.empty(2, dtype=torch.int64, device="meta")), values[:1], static
+        return (
+            Jagged(values, torch.empty(2, dtype=torch.int64, device="meta")),
+            values[:1, : self.config.levels],
+            static,
+        )
 
 
 def reorder(past: list[Past], parents: Tensor) -> list[Past]:

@@ -126,13 +126,17 @@ def pad_recent(values: Tensor, offsets: Tensor, length: int, *, skip: int = 0) -
 
     values [total, ...] give [B, length, ...], padded with 0 at the end.
     """
+    rows, total = offsets.shape[0] - 1, values.shape[0]
     ends = torch.maximum(offsets[1:] - skip, offsets[:-1])
     lengths = (ends - offsets[:-1]).clamp(max=length)
-    steps = torch.arange(length, device=values.device)
-    at = (ends - lengths)[:, None] + steps
-    # One zero behind the last value gives padding somewhere to point at, even when there is no value at all.
-    at = torch.where(steps < lengths[:, None], at, values.shape[0])
-    return torch.cat([values, values.new_zeros(1, *values.shape[1:])])[at], lengths
+    index = torch.arange(total, device=values.device)
+    row = torch.bucketize(index, offsets[1:], right=True).clamp(max=max(rows - 1, 0))
+    place = index - (ends - lengths)[row]
+    # Values are sent to their place, not fetched from it: the gradient of sending is a plain gather. That of fetching adds up what all padding
+    # fetched from one row, which a GPU does one after another. What is not wanted goes to one row behind the last.
+    target = torch.where((place >= 0) & (place < lengths[row]), row * length + place, rows * length)
+    padded = values.new_zeros(rows * length + 1, *values.shape[1:]).index_copy_(0, target, values)
+    return padded[:-1].unflatten(0, (rows, length)), lengths
 
 
 def _describe(ids: Tensor, bad: Tensor, cardinality: Tensor, names: tuple[str, ...]) -> str:
