@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from loka.probe.sensitivity import compare_losses
+from loka.metrics import compare_paired
 from loka.ptq.modules import swap
 from loka.records import Interval
 
@@ -90,7 +90,9 @@ def _change(
         losses, _ = _run(model, score)
     finally:
         swap(model, originals)
-    return compare_losses(losses, baseline, groups)
+    result = compare_paired(losses, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True)
+    value, low, high = (x / 100 for x in (result.estimate, result.low, result.high))
+    return Interval(value=value, low=min(low, value), high=max(high, value))
 
 
 @torch.no_grad()

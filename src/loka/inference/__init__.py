@@ -1,0 +1,29 @@
+"""inference: generate recommendations with OneRec, in 16 bits or FP8, for many requests and many beams.
+
+    engine = Engine(model, EngineConfig(beams=512), valid=index.trie)
+    engine.generate([Request(history_as_codes), ...])
+
+The model may be plain or quantised (`loka.quantize`); the same engine runs both. `Batcher` forms batches of requests under a latency bound, `Recommender`
+speaks items and titles instead of codes.
+"""
+
+from loka.inference.batching import Batcher, CancelledRequestError, Ticket
+from loka.inference.config import EngineConfig
+from loka.inference.engine import Engine
+from loka.inference.memory import EngineMemoryError, Needed, estimate_memory
+from loka.inference.recommender import Recommender
+from loka.inference.request import Recommendation, Request
+
+__all__ = [
+    "Batcher",
+    "CancelledRequestError",
+    "Engine",
+    "EngineConfig",
+    "EngineMemoryError",
+    "Needed",
+    "Recommendation",
+    "Recommender",
+    "Request",
+    "Ticket",
+    "estimate_memory",
+]

@@ -1,0 +1,76 @@
+"""What an engine is built for: beam width, the shapes it prepares, precision, and how the small operations run.
+
+A bucket is (requests, context length). Every batch runs in the smallest bucket that holds it, padded: shapes are then known before the first request,
+memory is allocated once, and on a GPU each bucket is one CUDA graph. `batch_invariant` keeps one bucket only, the largest: a request then meets
+the same shapes, hence the same kernels and the same order of every sum, whoever else is in the batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """beams: width of the search; requests: batch sizes to prepare; contexts: context lengths in items, None: the model's longest.
+
+    dtype: of everything that is not quantised. graphs: CUDA graphs, None: where there is a GPU. fuse: torch.compile the small operations between the
+    GEMMs, None: where there is a GPU. fold_shared: make the shared expert one of the grouped GEMM's where it fits. fast_accum: let FP8 GEMMs with row
+    scales keep their sums in the tensor cores. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
+    the GPU has free.
+    """
+
+    beams: int = 512
+    requests: tuple[int, ...] = (1, 2, 4, 8, 16)
+    contexts: tuple[int, ...] | None = None
+    dtype: str = "bf16"
+    batch_invariant: bool = False
+    graphs: bool | None = None
+    fuse: bool | None = None
+    fold_shared: bool = True
+    fast_accum: bool = True
+    backends: tuple[tuple[str, str], ...] = ()
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        """Positive, ascending, known."""
+        if self.beams < 1:
+            raise ValueError(f"EngineConfig.beams is {self.beams}; a search needs at least one")
+        for name in ("requests", "contexts"):
+            sizes = getattr(self, name)
+            if sizes is not None and (not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes))):
+                raise ValueError(f"EngineConfig.{name} is {sizes}; expected ascending positive sizes")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"EngineConfig.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        if self.memory is not None and self.memory < 1:
+            raise ValueError(f"EngineConfig.memory is {self.memory} bytes; expected a positive number")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of what is not quantised."""
+        return DTYPES[self.dtype]
+
+    def backend(self, op: str) -> str:
+        """The backend asked for, else `auto`."""
+        return dict(self.backends).get(op, "auto")
+
+    def buckets(self, longest: int) -> list[tuple[int, int]]:
+        """(requests, context length) to prepare, for a model whose longest context is `longest` items."""
+        contexts = self.contexts or (longest,)
+        if contexts[-1] > longest:
+            raise ValueError(f"contexts go up to {contexts[-1]} items, the model was built for {longest}")
+        if self.batch_invariant:
+            return [(self.requests[-1], contexts[-1])]
+        return [(r, s) for s in contexts for r in self.requests]
+
+
+def choose_bucket(buckets: list[tuple[int, int]], requests: int, length: int) -> tuple[int, int]:
+    """The smallest bucket that holds so many requests of at most `length` items; a longer context is cut to the longest bucket."""
+    length = min(length, max(s for _, s in buckets))
+    fitting = [(s, r) for r, s in buckets if r >= requests and s >= length]
+    if not fitting:
+        raise ValueError(f"{requests} requests do not fit into the buckets {buckets}")
+    s, r = min(fitting)
+    return r, s

@@ -1,0 +1,106 @@
+"""Only valid ids: how the trie takes part in choosing the next codes, per level, without leaving the device.
+
+    listed     few codes may follow a node: score only those, gathered from the logits; candidates are beams x fan-out
+    masked     many may: a table of one mask per node of the level, looked up by the nodes of the beams
+    computed   the table would be too large: the mask is made by binary search, every time
+
+All three give the same choice. Beams that are no valid prefix (node -1) have no continuation: their score is -inf and stays so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.kernels.topk import beam_topk, topk
+from loka.semantic_ids import Trie
+
+TABLE_BYTES = 2**27
+LISTED_SHARE = 4  # list the codes where the fan-out is at most this part of the codebook
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The k best continuations: scores [R, k], parent beams, codes, and the nodes they lead to where there is a trie."""
+
+    scores: Tensor
+    parents: Tensor
+    codes: Tensor
+    nodes: Tensor | None
+
+
+class Unconstrained:
+    """Every code may follow."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
+        """The k best of logits [R, B, V] under beams with scores [R, B]."""
+        best, parents, codes = beam_topk(logits, scores, k, backend=self.backend)
+        return Choice(best, parents, codes, None)
+
+
+class Masked:
+    """A mask over the codebook; `table` has one row per node of the level and a last one without any code."""
+
+    def __init__(self, trie: Trie, level: int, backend: str, *, table: bool) -> None:
+        self.trie, self.level, self.backend = trie, level, backend
+        self.table: Tensor | None = None
+        self.first = trie.level_starts[level]
+        if table:
+            nodes = torch.arange(self.first, trie.level_starts[level + 1], device=trie.codes.device)
+            rows = trie.mask(nodes, level)
+            self.table = torch.cat([rows, torch.zeros_like(rows[:1])])
+
+    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
+        """As Unconstrained, among valid codes."""
+        assert nodes is not None  # a constrained search has them
+        if self.table is None:
+            mask = self.trie.mask(nodes, self.level)
+        else:
+            mask = self.table[torch.where(nodes < 0, self.table.shape[0] - 1, nodes - self.first)]
+        best, parents, codes = beam_topk(logits, scores, k, mask=mask, backend=self.backend)
+        reached = self.trie.step(nodes.gather(1, parents), codes)
+        return Choice(best, parents, codes, torch.where(best > float("-inf"), reached, -1))
+
+
+class Listed:
+    """Only the codes that may follow are scored."""
+
+    def __init__(self, trie: Trie, level: int, backend: str, lse: Callable[[Tensor], Tensor]) -> None:
+        self.trie, self.level, self.backend, self.lse = trie, level, backend, lse
+
+    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
+        """As Unconstrained, among valid codes."""
+        assert nodes is not None  # a constrained search has them
+        codes, children = self.trie.allowed(nodes, self.level)
+        known = logits.gather(2, codes.clamp(min=0)).float()
+        total = scores[..., None] + (known - self.lse(logits)[..., None])
+        total = torch.where(codes >= 0, total, float("-inf")).flatten(1)
+        if total.shape[1] < k:  # fewer places than beams: the rest are no ids
+            total = torch.nn.functional.pad(total, (0, k - total.shape[1]), value=float("-inf"))
+        best, at = topk(total, k, backend=self.backend)
+        at = torch.where(best > float("-inf"), at, 0)
+        reached = torch.where(best > float("-inf"), children.flatten(1).gather(1, at), -1)
+        return Choice(best, at // codes.shape[2], codes.flatten(1).gather(1, at).clamp(min=0), reached)
+
+
+Constraint = Unconstrained | Masked | Listed
+
+
+def make_constraints(
+    trie: Trie | None, levels: int, backend: str, lse: Callable[[Tensor], Tensor]
+) -> list[Constraint]:
+    """One per level, each in the way that suits its part of the trie."""
+    if trie is None:
+        return [Unconstrained(backend) for _ in range(levels)]
+    made: list[Constraint] = []
+    for level, size in enumerate(trie.codebook_sizes):
+        nodes = trie.level_starts[level + 1] - trie.level_starts[level]
+        if trie.fanouts[level] * LISTED_SHARE <= size:
+            made.append(Listed(trie, level, backend, lse))
+        else:
+            made.append(Masked(trie, level, backend, table=(nodes + 1) * size <= TABLE_BYTES))
+    return made

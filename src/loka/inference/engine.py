@@ -1,0 +1,176 @@
+"""The engine: static memory, one prepared shape per bucket, the same code in 16 bits and in FP8.
+
+    engine = Engine(model, EngineConfig(beams=512), valid=index.trie)
+    for found in engine.generate([Request(codes_of_history), ...]):
+        found.items, found.scores
+
+The model may be plain or quantised by `loka.quantize`; the engine runs what it is given. On a GPU every bucket is captured as one CUDA graph on first use
+(`prepare` does it ahead), after a warm-up that compiles what is compiled and picks backends. All graphs share one memory pool and one set of caches, because
+one batch runs at a time. On a CPU the same functions run eagerly.
+
+Not here: who waits for whom (loka.inference.batching), items instead of codes (loka.inference.recommender).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.inference.config import EngineConfig, choose_bucket
+from loka.inference.constraint import make_constraints
+from loka.inference.context import PackedContext, Pair
+from loka.inference.decoder import Decoder, Found, Inputs, beam_widths
+from loka.inference.glue import Glue
+from loka.inference.memory import check_memory, explain_exhaustion
+from loka.inference.request import Recommendation, Request, check_request, pad_requests, split_found
+from loka.inference.tuning import Tuning
+from loka.inference.weights import PackedModel, Placement
+from loka.models.onerec import OneRec
+from loka.semantic_ids import Trie
+
+Bucket = tuple[int, int]
+
+
+@dataclass
+class Prepared:
+    """A bucket: its static inputs and caches, and on a GPU its graph with the outputs it writes."""
+
+    inputs: Inputs
+    caches: list[Pair]
+    decoder: Decoder
+    graph: Any = None
+    found: Found | None = None
+
+
+class Engine:
+    """Generates for batches of requests."""
+
+    def __init__(
+        self,
+        model: OneRec,
+        config: EngineConfig | None = None,
+        *,
+        valid: Trie | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not isinstance(model, OneRec):
+            raise ValueError(f"the engine runs OneRec models, got {type(model).__name__}")
+        self.config = config or EngineConfig()
+        self.model_config = model.config
+        self.device = torch.device(device or model.begin.weight.device)
+        self._check(valid)
+        self.buckets = self.config.buckets(model.config.context)
+        self.needed = check_memory(model, self.config, self.buckets, self.device)
+        backends = dict(self.config.backends)
+        placement = Placement(self.device, self.config.torch_dtype, backends, self.config.fast_accum)
+        gpu = self.device.type == "cuda"
+        self.graphs = gpu if self.config.graphs is None else self.config.graphs
+        fuse = gpu if self.config.fuse is None else self.config.fuse
+        with explain_exhaustion(self.needed, self.device), torch.no_grad():
+            self.packed = PackedModel.of(model, placement, fold=self.config.fold_shared)
+            self.context = PackedContext.of(model, placement, self.packed.table)
+            self.glue = Glue(fuse=fuse, backends=backends)
+            self.trie = None if valid is None else valid.to(self.device)
+            search = backends.get("topk", "auto")
+            self.constraints = make_constraints(self.trie, model.config.levels, search, self.glue.lse)
+            self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends))
+            self._storage = self._allocate()
+        self._prepared: dict[Bucket, Prepared] = {}
+        self._pool: Any = None
+
+    def _check(self, valid: Trie | None) -> None:
+        if valid is not None and valid.codebook_sizes != self.model_config.codebooks:
+            raise ValueError(
+                f"the valid ids have codebooks {valid.codebook_sizes}, the model {self.model_config.codebooks}"
+            )
+        if self.config.graphs and self.device.type != "cuda":
+            raise ValueError(f"CUDA graphs were asked for, but the engine is on {self.device}")
+
+    def _allocate(self) -> list[Tensor]:
+        c = self.model_config
+        width = max(beam_widths(c.codebooks, self.config.beams)[:-1])
+        size = 2 * c.levels * max(r for r, _ in self.buckets) * width * c.d
+        return [torch.empty(size, dtype=self.config.torch_dtype, device=self.device) for _ in range(c.layers)]
+
+    def prepare(self, bucket: Bucket) -> Prepared:
+        """The bucket, ready to run; made on first use."""
+        if bucket not in self._prepared:
+            if bucket not in self.buckets:
+                raise ValueError(f"{bucket} is not one of the buckets {self.buckets}")
+            with explain_exhaustion(self.needed, self.device), torch.no_grad():
+                self._prepared[bucket] = self._make(bucket)
+        return self._prepared[bucket]
+
+    def _make(self, bucket: Bucket) -> Prepared:
+        rows = bucket[0]
+        widest = max(beam_widths(self.model_config.codebooks, self.config.beams)[:-1])
+        decoder = Decoder(
+            self.model_config,
+            self.tuning.tuned(rows),
+            self.tuning.tuned(rows * widest),
+            self.context,
+            self.constraints,
+            self.glue,
+            beams=self.config.beams,
+        )
+        padded = pad_requests([], self.model_config, bucket)
+        static = None if padded.static is None else padded.static.to(self.device)
+        inputs = Inputs(padded.codes.to(self.device), padded.lengths.to(self.device), static)
+        made = Prepared(inputs, decoder.make_caches(rows, self._storage), decoder)
+        if self.graphs:
+            self._capture(made)
+        return made
+
+    def _capture(self, made: Prepared) -> None:
+        """Warm up on another stream, as capture wants it, then record."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                made.decoder.generate(made.inputs, made.caches)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        made.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(made.graph, pool=self._pool):
+            made.found = made.decoder.generate(made.inputs, made.caches)
+
+    @torch.no_grad()
+    def run(self, bucket: Bucket, padded: Inputs | None = None) -> Found:
+        """One batch in its bucket; without inputs, the last ones again. The result is overwritten by the next run."""
+        made = self.prepare(bucket)
+        if padded is not None:
+            made.inputs.codes.copy_(padded.codes, non_blocking=True)
+            made.inputs.lengths.copy_(padded.lengths, non_blocking=True)
+            if made.inputs.static is not None and padded.static is not None:
+                made.inputs.static.copy_(padded.static, non_blocking=True)
+        if made.graph is None:
+            return made.decoder.generate(made.inputs, made.caches)
+        made.graph.replay()
+        assert made.found is not None  # capture set it
+        return made.found
+
+    def generate(self, requests: list[Request]) -> list[Recommendation]:
+        """Recommendations in the order of the requests; more than the largest bucket holds run in several batches."""
+        for place, request in enumerate(requests):
+            check_request(request, self.model_config, place)
+        largest = max(r for r, _ in self.buckets)
+        out: list[Recommendation] = []
+        for start in range(0, len(requests), largest):
+            out += self._generate(requests[start : start + largest])
+        return out
+
+    def bucket_for(self, requests: list[Request]) -> Bucket:
+        """The bucket a batch of these runs in."""
+        return choose_bucket(self.buckets, len(requests), max(r.history.shape[0] for r in requests))
+
+    def _generate(self, requests: list[Request]) -> list[Recommendation]:
+        bucket = self.bucket_for(requests)
+        found = self.run(bucket, pad_requests(requests, self.model_config, bucket))
+        rows = len(requests)
+        items = None
+        if found.nodes is not None and self.trie is not None:
+            items = self.trie.items(found.nodes[:rows]).cpu()
+        return split_found(found.codes[:rows].cpu(), found.scores[:rows].cpu(), items, requests, bucket[1])

@@ -1,0 +1,125 @@
+"""The small operations between the GEMMs, each one pass where it can be: on a GPU torch.compile makes one kernel of each.
+
+    add_norm        h <- h + delta;  y = norm(h)                       in FP8 blocks: kernels.norm_quantize, which also quantises y
+    route           experts of every token and their weights, the shared one appended where it was folded in
+    gate            act(gate) * up                                     with silu in one pass, quantised where asked: kernels.swiglu_quantize
+    lse             log-sum-exp of logits in float32
+
+Compiled functions take shapes as symbols, so that one compilation serves all buckets. They are compiled outside graph capture, by the warm-up run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.formats import Spec
+from loka.inference.weights import Operand, PackedExperts, PackedNorm
+from loka.kernels.grouped_mm import swiglu_quantize
+from loka.kernels.norm_quantize import norm_quantize
+from loka.kernels.quantize import quantize
+
+NORM_BLOCK = 256
+
+
+def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) * weight in float32 (float64 stays), in x's dtype."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(y, (x.shape[-1],), None if weight is None else weight.to(y.dtype), eps).to(x.dtype)
+
+
+def add_rms(h: Tensor, delta: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of the residual stream and what is added to it, and its norm."""
+    h = h + delta
+    return h, rms(h, weight, eps)
+
+
+def normalize(x: Tensor, norm: PackedNorm) -> Tensor:
+    """Any of the norms, plainly."""
+    if norm.kind == "none":
+        return x
+    if norm.kind == "rms":
+        return rms(x, norm.weight, norm.eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    if norm.kind == "layer":
+        assert norm.weight is not None  # a layer norm of loka.nn is affine
+        bias = None if norm.bias is None else norm.bias.to(wide)
+        return F.layer_norm(y, (x.shape[-1],), norm.weight.to(wide), bias, norm.eps).to(x.dtype)
+    parts = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + norm.eps) for p in y.split(NORM_BLOCK, -1)]
+    return torch.cat(parts, -1).to(x.dtype)
+
+
+def route(
+    x: Tensor, router: Tensor, balance: Tensor, top: int, routed: int, always: bool
+) -> tuple[Tensor, Tensor]:
+    """Experts int64 [T, top (+ 1)] and their weights; the last column is the folded shared expert."""
+    logits = F.linear(x, router)
+    scores = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    chosen = (scores + balance).topk(top, -1).indices
+    gates = scores.gather(1, chosen)
+    gates = gates / gates.sum(-1, keepdim=True)
+    if always:
+        chosen = F.pad(chosen, (0, 1), value=routed)
+        gates = F.pad(gates, (0, 1), value=1.0)
+    return chosen, gates
+
+
+def lse(logits: Tensor) -> Tensor:
+    """Log-sum-exp over the last dimension, float32."""
+    return torch.logsumexp(logits.float(), -1)
+
+
+class Glue:
+    """The operations, compiled or plain; one per engine."""
+
+    def __init__(self, *, fuse: bool, backends: dict[str, str], compiler: str = "inductor") -> None:
+        self.fuse, self.backends = fuse, backends
+        self._add_rms = _compile(add_rms, fuse, compiler)
+        self._rms = _compile(rms, fuse, compiler)
+        self._route = _compile(route, fuse, compiler)
+        self.lse = _compile(lse, fuse, compiler)
+
+    def add_norm(
+        self, h: Tensor, delta: Tensor | None, norm: PackedNorm, spec: Spec | None, *, plain: bool = False
+    ) -> tuple[Operand, Tensor | None, Tensor]:
+        """norm(h + delta) as the next linear takes it, in 16 bits too where `plain`, and the new residual stream."""
+        if spec is not None and norm.kind != "none":
+            found = norm_quantize(
+                h if delta is None else delta,
+                spec,
+                norm=norm.kind,
+                weight=norm.weight,
+                bias=norm.bias,
+                residual=None if delta is None else h,
+                eps=norm.eps,
+                out_dtype=h.dtype if plain else None,
+                backend=self.backends.get("norm_quantize", "auto"),
+            )
+            return found.q, found.y, found.h
+        if delta is not None and norm.kind == "rms":
+            h, y = self._add_rms(h, delta, norm.weight, norm.eps)
+        else:
+            h = h if delta is None else h + delta
+            y = self._rms(h, norm.weight, norm.eps) if norm.kind == "rms" else normalize(h, norm)
+        x = y if spec is None else quantize(y, spec, backend=self.backends.get("quantize", "auto"))
+        return x, y if plain else None, h
+
+    def route(self, x: Tensor, moe: PackedExperts) -> tuple[Tensor, Tensor]:
+        """Experts and weights of every token."""
+        chosen, gates = self._route(x, moe.router, moe.balance, moe.top, moe.routed, moe.always)
+        return chosen, gates
+
+    def gate(self, both: Tensor, activation: nn.Module, spec: Spec | None) -> Operand:
+        """act(gate) * up of [M, 2 F], quantised where the next linear wants it."""
+        if isinstance(activation, nn.SiLU) and both.dtype != torch.float64:
+            return swiglu_quantize(both, spec)
+        gate, up = both.chunk(2, -1)
+        y = activation(gate) * up
+        return y if spec is None else quantize(y.contiguous(), spec, backend=self.backends.get("quantize", "auto"))
+
+
+def _compile(function: Callable[..., Any], fuse: bool, compiler: str) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True, backend=compiler) if fuse else function

@@ -1,0 +1,92 @@
+"""How much memory an engine needs, known before anything is allocated.
+
+    weights       the model as it is, plus copies where the shared expert is folded into the routed ones
+    caches        keys and values of every block for every beam, [2, levels, R, W, d]
+    working set   the largest moment of a batch: the context's tokens, or the rows of the experts, or the logits and their scores
+
+The working set is an estimate from shapes, an upper one: it counts the largest tensors of the widest step as if they lived together.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from loka.inference.config import EngineConfig
+from loka.inference.decoder import beam_widths
+from loka.models.onerec import OneRec
+from loka.nn import MixtureOfExperts
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes, by what they are for."""
+
+    weights: int
+    caches: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.caches + self.working
+
+    def __str__(self) -> str:
+        parts = ((self.weights, "weights"), (self.caches, "caches"), (self.working, "working set"))
+        return f"{self.total / 2**30:.2f} GiB ({', '.join(f'{size / 2**30:.2f} {name}' for size, name in parts)})"
+
+
+class EngineMemoryError(ValueError):
+    """An engine that does not fit: what it needs, what there is, and what to make smaller."""
+
+
+def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int, int]]) -> Needed:
+    """The bytes of an engine for these buckets, from shapes alone."""
+    c, size = model.config, config.torch_dtype.itemsize
+    weights = sum(t.numel() * (1 if t.element_size() == 1 else size) for t in model.state_dict().values())
+    if config.fold_shared:
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts) and module.shared is not None:
+                pair = (module.gate_up.weight, module.down.weight)
+                weights += sum(t.numel() * (1 if t.element_size() == 1 else size) for t in pair)
+    widths = beam_widths(c.codebooks, config.beams)
+    rows, width = max(r for r, _ in buckets), max(widths[:-1])
+    tokens = rows * width
+    visits = 1 if c.experts is None else c.experts.top + int(c.experts.shared > 0)
+    hidden = c.d_ff if c.experts is None else max(c.d_ff, visits * c.experts.hidden)
+    context = max(r * (s + 1) for r, s in buckets) * c.d * size * (c.levels + 6)
+    experts = tokens * (visits * 2 * c.d + 3 * hidden) * size
+    logits = tokens * max(c.codebooks) * (size + 4 + 4 + 1)
+    caches = 2 * c.layers * c.levels * tokens * c.d * size
+    return Needed(weights, caches, max(context, experts, logits) + 8 * tokens * c.d * size)
+
+
+def check_memory(
+    model: OneRec, config: EngineConfig, buckets: list[tuple[int, int]], device: torch.device
+) -> Needed:
+    """Raise when the engine needs more than there is: `config.memory`, or what the GPU has free."""
+    needed = estimate_memory(model, config, buckets)
+    available = config.memory
+    if available is None and device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[0]
+        if next(model.parameters()).device == device:  # the weights are there already
+            available += min(needed.weights, sum(t.nbytes for t in model.state_dict().values()))
+    if available is not None and needed.total > available:
+        raise EngineMemoryError(
+            f"the engine needs {needed}, {available / 2**30:.2f} GiB are available on {device}; hint: fewer requests "
+            f"({max(r for r, _ in buckets)}), beams ({config.beams}) or a shorter context ({max(s for _, s in buckets)})"
+        )
+    return needed
+
+
+@contextmanager
+def explain_exhaustion(needed: Needed, device: torch.device) -> Iterator[None]:
+    """Turn torch's out-of-memory into one that says what the engine needed."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineMemoryError(
+            f"{device} ran out of memory while the engine was made; it needs about {needed}; hint: fewer requests, beams "
+            f"or a shorter context ({error})"
+        ) from error

@@ -1,0 +1,260 @@
+"""The model's weights as the engine uses them, packed once, from the named children of a OneRec module, plain or quantised.
+
+    PackedNorm       kind, gain, shift, eps          merged with the residual sum before it and the quantisation behind it
+    PackedLinear     one matrix, 16-bit or FP8       with the Spec its input must be quantised to
+    PackedExperts    [E, N, K] of both projections   a shared expert of the same width is one more expert that every token visits
+
+Folding the shared expert in makes the mixture two grouped GEMMs instead of two grouped and two plain ones; it needs the same width and the same
+precision, and is left apart otherwise. Nothing is computed here that depends on a request.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.formats import ROW, QTensor, Spec
+from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm import scaled_mm
+from loka.models.onerec import LazyBlock, OneRec
+from loka.nn import BlockNorm, GroupedLinear, MixtureOfExperts, SwiGLU
+from loka.nn.experts import UNIT
+from loka.ptq import QuantizedExperts, QuantizedLinear
+
+Operand = Tensor | QTensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where weights go and which backends run them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    backends: dict[str, str]
+    fast_accum: bool = True
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A high-precision tensor in the engine's dtype."""
+        return tensor.detach().to(self.device, self.dtype)
+
+    def place_quantized(self, q: QTensor) -> QTensor:
+        """An FP8 tensor, bytes and scales unchanged."""
+        return QTensor(q.data.to(self.device), q.scale.to(self.device), q.spec)
+
+
+@dataclass(frozen=True)
+class PackedNorm:
+    """A norm over the last dimension; kind "none" is the identity."""
+
+    kind: str
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    @classmethod
+    def of(cls, module: nn.Module, placement: Placement) -> "PackedNorm":
+        """From one of loka.nn's norms."""
+        if isinstance(module, nn.Identity):
+            return cls("none", None, None, 0.0)
+        if isinstance(module, BlockNorm):
+            return cls("block", None, None, module.eps)
+        if isinstance(module, nn.RMSNorm):
+            return cls("rms", placement.place(module.weight), None, float(module.eps or 0.0))
+        if isinstance(module, nn.LayerNorm):
+            bias = None if module.bias is None else placement.place(module.bias)
+            return cls("layer", placement.place(module.weight), bias, module.eps)
+        raise ValueError(f"the engine knows the norms rms, layer, block and none, not {type(module).__name__}")
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """y = x W^T + b. `activation` is the Spec of x, None for high precision."""
+
+    weight: Operand
+    bias: Tensor | None
+    activation: Spec | None
+    backend: str
+    quantizer: str
+    fast_accum: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, placement: Placement) -> "PackedLinear":
+        """From an nn.Linear or its quantised stand-in."""
+        names = placement.backends
+        how = (names.get("scaled_mm", "auto"), names.get("quantize", "auto"), placement.fast_accum)
+        if isinstance(module, QuantizedLinear):
+            bias = None if module.bias is None else placement.place(module.bias)
+            return cls(placement.place_quantized(module.qweight), bias, module.activation, *how)
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"expected an nn.Linear or a QuantizedLinear, got {type(module).__name__}")
+        bias = None if module.bias is None else placement.place(module.bias)
+        return cls(placement.place(module.weight), bias, None, *how)
+
+    def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
+        """x [M, K], quantised already or not -> [M, N]."""
+        if isinstance(self.weight, QTensor):
+            q = self.prepare(x)
+            assert isinstance(q, QTensor)  # prepare quantised it
+            fast = self.fast_accum and self.weight.spec.block == ROW  # block scales leave the tensor cores every 128 products
+            y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.backend, fast_accum=fast)
+            return y if self.bias is None else y + self.bias
+        assert isinstance(x, Tensor)  # a high-precision linear is never handed FP8
+        return F.linear(x, self.weight, self.bias)
+
+    def prepare(self, x: Operand) -> Operand:
+        """x as this linear takes it."""
+        if self.activation is None or isinstance(x, QTensor):
+            return x
+        return quantize(x.contiguous(), self.activation, backend=self.quantizer)
+
+
+@dataclass(frozen=True)
+class PackedSwiGLU:
+    """A dense FFN; `silu` tells whether the activation is the one the fused kernel has."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+    activation: nn.Module
+
+    @classmethod
+    def of(cls, module: SwiGLU, placement: Placement) -> "PackedSwiGLU":
+        """From a SwiGLU."""
+        pair = (PackedLinear.of(module.gate_up, placement), PackedLinear.of(module.down, placement))
+        return cls(*pair, module.activation)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """A mixture; with `always` the last expert is the shared one, which every token visits with weight one.
+
+    fused: gate, up, SwiGLU and quantisation in one kernel (kernels.grouped_swiglu), where its backend has it.
+    """
+
+    router: Tensor
+    balance: Tensor
+    top: int
+    routed: int
+    always: bool
+    gate_up: Operand
+    down: Operand
+    specs: tuple[Spec | None, Spec | None]
+    activation: nn.Module
+    shared: PackedSwiGLU | None
+    backend: str = "auto"
+    fused: bool = False
+
+    @property
+    def experts(self) -> int:
+        """Experts of the grouped GEMM."""
+        return self.routed + int(self.always)
+
+    @classmethod
+    def of(cls, module: MixtureOfExperts, placement: Placement, *, fold: bool) -> "PackedExperts":
+        """From a MixtureOfExperts; its router must be in high precision."""
+        if not isinstance(module.router, nn.Linear):
+            raise ValueError(f"the engine routes in 16 bits, but the router is a {type(module.router).__name__}")
+        folded = fold and _foldable(module)
+        weights = [_stack(module, name, placement, folded=folded) for name in ("gate_up", "down")]
+        apart = module.shared is not None and not folded
+        return cls(
+            router=placement.place(module.router.weight),
+            balance=(module.balance.to(placement.device) * UNIT),
+            top=module.top,
+            routed=module.gate_up.experts,
+            always=folded,
+            gate_up=weights[0],
+            down=weights[1],
+            specs=(_spec_of(module.gate_up), _spec_of(module.down)),
+            activation=module.activation,
+            shared=PackedSwiGLU.of(module.shared, placement) if apart and module.shared is not None else None,
+            backend=placement.backends.get("grouped_mm", "auto"),
+        )
+
+
+def _spec_of(module: nn.Module) -> Spec | None:
+    return module.activation if isinstance(module, QuantizedExperts | QuantizedLinear) else None
+
+
+def _foldable(module: MixtureOfExperts) -> bool:
+    if module.shared is None:
+        return False
+    for name in ("gate_up", "down"):
+        routed, shared = getattr(module, name), getattr(module.shared, name)
+        if routed.weight.shape[1:] != shared.weight.shape or shared.bias is not None:
+            return False
+        if isinstance(routed, QuantizedExperts) != isinstance(shared, QuantizedLinear):
+            return False
+        if isinstance(routed, QuantizedExperts) and routed.operands != shared.operands:
+            return False
+    return True
+
+
+def _stack(module: MixtureOfExperts, name: str, placement: Placement, *, folded: bool) -> Operand:
+    routed = getattr(module, name)
+    last = getattr(module.shared, name) if folded else None
+    if isinstance(routed, QuantizedExperts):
+        q = placement.place_quantized(routed.qweight)
+        if last is None:
+            return q
+        more = placement.place_quantized(last.qweight)
+        data = torch.cat([q.data.view(torch.uint8), more.data[None].view(torch.uint8)]).view(q.data.dtype)
+        return QTensor(data, torch.cat([q.scale, more.scale[None]]), q.spec)
+    if not isinstance(routed, GroupedLinear):
+        raise ValueError(f"expected a GroupedLinear or QuantizedExperts, got {type(routed).__name__}")
+    weight = placement.place(routed.weight)
+    return weight if last is None else torch.cat([weight, placement.place(last.weight)[None]])
+
+
+@dataclass(frozen=True)
+class PackedBlock:
+    """One block of the decoder; `pair` says which keys and values of the context it reads."""
+
+    pair: int
+    cross_norm: PackedNorm
+    self_norm: PackedNorm
+    ffn_norm: PackedNorm
+    query: PackedLinear
+    cross_out: PackedLinear
+    qkv: PackedLinear
+    self_out: PackedLinear
+    ffn: PackedSwiGLU | PackedExperts
+
+    @classmethod
+    def of(cls, block: LazyBlock, placement: Placement, *, fold: bool) -> "PackedBlock":
+        """From a LazyBlock."""
+        ffn: PackedSwiGLU | PackedExperts
+        if isinstance(block.ffn, MixtureOfExperts):
+            ffn = PackedExperts.of(block.ffn, placement, fold=fold)
+        elif isinstance(block.ffn, SwiGLU):
+            ffn = PackedSwiGLU.of(block.ffn, placement)
+        else:
+            raise ValueError(f"the engine knows SwiGLU and MixtureOfExperts, not {type(block.ffn).__name__}")
+        norms = [PackedNorm.of(n, placement) for n in (block.cross_norm, block.self_norm, block.ffn_norm)]
+        linears = (block.cross.query, block.cross.out, block.attention.qkv, block.attention.out)
+        return cls(block.pair, *norms, *(PackedLinear.of(m, placement) for m in linears), ffn)  # type: ignore[arg-type,misc]
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Everything the engine reads while it decodes."""
+
+    blocks: list[PackedBlock]
+    head_norms: list[PackedNorm]
+    heads: list[PackedLinear]
+    begin: Tensor
+    table: Tensor
+    first_rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: OneRec, placement: Placement, *, fold: bool) -> "PackedModel":
+        """From a OneRec module, plain or quantised."""
+        blocks = [PackedBlock.of(b, placement, fold=fold) for b in model.blocks if isinstance(b, LazyBlock)]
+        return cls(
+            blocks=blocks,
+            head_norms=[PackedNorm.of(head.norm, placement) for head in model.heads],  # type: ignore[arg-type]
+            heads=[PackedLinear.of(head.linear, placement) for head in model.heads],  # type: ignore[arg-type]
+            begin=placement.place(model.begin.weight),
+            table=placement.place(model.codes.table.weight),
+            first_rows=model.codes.starts,
+        )

@@ -1,0 +1,254 @@
+"""Recipes, the swap, the bound, and the size of what comes out."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from loka.data.batch import Jagged
+from loka.models import build
+from loka.models.onerec import OneRec, semantic_id_loss
+from loka.ptq import (
+    QuantizedExperts,
+    QuantizedLinear,
+    export_compressed_tensors,
+    load_quantized,
+    quantization_config,
+    quantize,
+    save,
+    size_in_bytes,
+)
+from loka.ptq.sensitivity import _bisect
+from loka.records import Interval
+
+
+def make(size: str = "tiny-moe", seed: int = 0, **options: object) -> OneRec:
+    torch.manual_seed(seed)
+    model = build("onerec", size, **options)
+    assert isinstance(model, OneRec)
+    return model.eval()
+
+
+def requests(model: OneRec, rows: int = 6) -> tuple[Jagged, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.randint(0, 12, (rows,), generator=g)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    sizes = torch.tensor(model.config.codebooks)
+    values = (torch.rand(int(offsets[-1]), len(sizes), generator=g) * sizes).long()
+    return Jagged(values, offsets), (torch.rand(rows, len(sizes), generator=g) * sizes).long()
+
+
+def test_onerec_recipe_quantises_what_it_says_and_keeps_the_rest() -> None:
+    model = make()
+    summary = quantize(model, "onerec")
+    modules = dict(model.named_modules())
+    experts = modules["blocks.1.ffn.down"]
+    assert isinstance(experts, QuantizedExperts)
+    assert (str(experts.activation), str(experts.weight_spec)) == ("e4m3:1x128", "e4m3:128x128")
+    query = modules["blocks.0.cross.query"]
+    assert isinstance(query, QuantizedLinear)
+    assert (str(query.activation), str(query.weight_spec)) == ("e4m3:row", "e4m3:row")
+    assert type(modules["blocks.1.ffn.router"]) is nn.Linear
+    assert type(modules["heads.0.linear"]) is nn.Linear
+    assert type(modules["context.project"]) is nn.Linear
+    assert {"heads.0.linear", "blocks.1.ffn.router", "context.long"} <= set(summary.kept)
+    assert "router" in summary.kept["blocks.1.ffn.router"]
+    assert all(site.weight_error is None or 0 < site.weight_error < 0.05 for site in summary.record.sites)
+
+
+def test_outputs_stay_close_and_are_not_the_same() -> None:
+    model = make()
+    history, codes = requests(model)
+    before = model(history, codes)
+    quantize(model)
+    after = model(history, codes)
+    for a, b in zip(before, after, strict=True):
+        assert 0 < (a - b).norm() / a.norm() < 0.2
+
+
+def test_casts_leave_the_bytes_alone() -> None:
+    model = make()
+    quantize(model)
+    module = model.get_submodule("blocks.0.cross.query")
+    bytes_, scale = module.weight.clone(), module.weight_scale.clone()
+    model.to(torch.bfloat16).half().double()
+    assert module.weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(module.weight.view(torch.uint8), bytes_.view(torch.uint8))
+    assert module.weight_scale.dtype == torch.float32
+    assert torch.equal(module.weight_scale, scale)
+
+
+def test_the_published_model_shrinks_to_fp8_size() -> None:
+    with torch.device("meta"):
+        model = build("onerec", "4b-a0.5b")
+    before = size_in_bytes(model, 2)
+    assert 8.2e9 < before < 8.4e9
+    summary = quantize(model)
+    assert summary.record.bytes_before == before
+    assert summary.record.ratio <= 0.55
+    assert size_in_bytes(model, 2) == summary.record.bytes_after
+
+
+def test_any_model_is_quantised_and_refusals_say_why() -> None:
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3))
+    x = torch.randn(5, 20)
+    before = model(x)
+    summary = quantize(model, "rowwise", keep=("2",))
+    assert summary.quantized == ["0"]
+    assert summary.kept == {"2": "asked for by keep='2'"}
+    assert 0 < (model(x) - before).norm() / before.norm() < 0.1
+    with pytest.raises(ValueError, match="already quantised: 0"):
+        quantize(model)
+    with pytest.raises(ValueError, match="matches no site"):
+        quantize(nn.Sequential(nn.Linear(2, 2)), keep=("nothing.*",))
+    with pytest.raises(ValueError, match="no recipe 'fp8'"):
+        quantize(nn.Sequential(nn.Linear(2, 2)), "fp8")
+    with pytest.raises(ValueError, match="nothing to quantise"):
+        quantize(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match="needs a score"):
+        quantize(nn.Sequential(nn.Linear(2, 2)), bound=0.1)
+
+
+class TestBound:
+    """A model in which one site is made to hurt: a column of activations a thousand times larger than the others, under one scale per token."""
+
+    @staticmethod
+    def subject() -> tuple[nn.Module, object]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False))
+        x = torch.randn(400, 64)
+        with torch.no_grad():
+            model[0].weight[0] *= 1e5  # the second linear then sees one huge feature ...
+            model[1].weight[:, 0] = 0  # ... that its weight ignores: only the scale suffers
+            y = model(x)
+        noise = 0.05 * torch.randn(400, 1)
+
+        def score(m: nn.Module) -> tuple[torch.Tensor, None]:
+            return (m(x) - y - noise * y.std()).square().squeeze(1), None
+
+        return model, score
+
+    def test_the_site_that_hurts_is_kept(self) -> None:
+        model, score = self.subject()
+        summary = quantize(model, "rowwise", score=score, bound=4.0, metric="squared error")
+        assert list(summary.kept) == ["1"]
+        assert summary.record.change is not None
+        assert summary.record.change.high <= 4.0
+        alone = {site.name: site.metric_change for site in summary.record.sites}
+        assert alone["1"].low > 4.0
+        assert "kept" in summary.kept["1"]
+
+    def test_without_a_bound_everything_is_quantised_and_measured(self) -> None:
+        model, score = self.subject()
+        summary = quantize(model, "rowwise", score=score)
+        assert summary.quantized == ["0", "1", "2"]
+        assert summary.record.change.low > 4.0
+
+    def test_a_bound_nothing_meets_keeps_everything(self) -> None:
+        model, score = self.subject()
+        plain = [module.weight for module in model]
+        summary = quantize(model, "rowwise", score=score, bound=1e-9)
+        assert summary.quantized == []
+        assert summary.record.change.value == 0
+        assert all(module.weight is weight for module, weight in zip(model, plain, strict=True))
+
+
+def test_widening_adds_what_is_safe() -> None:
+    model = make()
+    history, codes = requests(model, 64)
+
+    def score(m: nn.Module) -> tuple[torch.Tensor, None]:
+        logits = m(history, codes)
+        return torch.stack([semantic_id_loss(tuple(l[i : i + 1] for l in logits), codes[i : i + 1]) for i in range(64)]), None
+
+    summary = quantize(model, score=score, bound=0.05, widen=True)
+    assert "heads.0.linear" in summary.quantized
+    assert summary.record.change.high <= 0.05
+
+
+def test_bisection_finds_the_largest_count_within_the_bound() -> None:
+    def measure(count: int) -> Interval:
+        return Interval(value=count / 10, low=0.0, high=count / 10)
+
+    assert _bisect(measure, 100, 3.25) == 32
+    assert _bisect(measure, 100, 0.05) == 0
+
+
+class TestFiles:
+    def test_loads_without_the_original(self, tmp_path: Path) -> None:
+        model = make()
+        history, codes = requests(model)
+        summary = quantize(model)
+        save(model, summary, tmp_path / "q.safetensors", dtype=torch.float32)
+        again, read = load_quantized(tmp_path / "q.safetensors")
+        assert isinstance(again, OneRec)
+        assert again.config == model.config
+        assert read.record == summary.record
+        for a, b in zip(model(history, codes), again(history, codes), strict=True):
+            assert torch.equal(a, b)
+
+    def test_the_file_is_as_small_as_the_record_says(self, tmp_path: Path) -> None:
+        model = make("small", d_ff=1024, codebooks=(64, 64, 64))
+        summary = quantize(model)
+        save(model, summary, tmp_path / "q.safetensors")
+        with safe_open(str(tmp_path / "q.safetensors"), framework="pt") as file:
+            stored = sum(file.get_tensor(n).nbytes for n in file.keys())  # noqa: SIM118
+        assert stored == summary.record.bytes_after
+        assert summary.record.ratio < 0.6
+
+    def test_a_users_model_loads_through_its_factory(self, tmp_path: Path) -> None:
+        def factory() -> nn.Module:
+            return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3))
+
+        model, x = factory(), torch.randn(4, 20)
+        summary = quantize(model, "rowwise")
+        path = tmp_path / "q.safetensors"
+        save(model, summary, path, dtype=torch.float32)
+        again, _ = load_quantized(path, build=factory)
+        assert torch.equal(again(x), model(x))
+        with pytest.raises(ValueError, match="give build="):
+            load_quantized(path)
+        with pytest.raises(ValueError, match="other sites"):
+            load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30)))
+        with pytest.raises(ValueError, match="weight of"):
+            load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 4)))
+
+    def test_damage_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "broken.safetensors"
+        path.write_bytes(b"not a file")
+        with pytest.raises(ValueError, match=r"broken\.safetensors"):
+            load_quantized(path)
+
+
+class TestExport:
+    def test_every_tensor_has_its_place(self, tmp_path: Path) -> None:
+        model = make()
+        summary = quantize(model)
+        export_compressed_tensors(model, summary, tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+        groups = {g["weights"]["strategy"]: g for g in config["config_groups"].values()}
+        assert groups["channel"]["input_activations"]["strategy"] == "token"
+        assert groups["block"]["weights"]["block_structure"] == [128, 128]
+        assert "blocks.1.ffn.down.3" in groups["block"]["targets"]
+        assert "heads.0.linear" in config["ignore"]
+        with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+            names = set(file.keys())
+            for group in config["config_groups"].values():
+                for target in group["targets"]:
+                    assert file.get_tensor(f"{target}.weight").dtype == torch.float8_e4m3fn
+                    assert f"{target}.weight_scale" in names
+            one = file.get_tensor("blocks.1.ffn.down.3.weight")
+        assert torch.equal(one.view(torch.uint8), model.get_submodule("blocks.1.ffn.down").weight[3].view(torch.uint8))
+
+    def test_what_cannot_be_said_is_refused(self) -> None:
+        from loka.dispatch import Operands
+        from loka.ptq import PtqRecipe, Rule
+
+        recipe = PtqRecipe("odd", (Rule("*", Operands.parse("e4m3:tensor", "e4m3:tensor"), "odd"),))
+        model = nn.Sequential(nn.Linear(4, 4))
+        summary = quantize(model, recipe)
+        with pytest.raises(ValueError, match="no spelling"):
+            quantization_config(model, summary)
