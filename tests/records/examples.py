@@ -13,6 +13,8 @@ KINDS: list[type[Record]] = sorted(
     key=lambda kind: kind.__name__,
 )
 
+COMPUTED = ("schema", "seal")  # they follow from the rest
+
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -22,7 +24,7 @@ def strategy_for(type_: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.StructType(cls=cls) if cls is Interval:
             return st.lists(finite, min_size=3, max_size=3).map(sorted).map(_interval)
         case inspect.StructType(cls=cls, fields=fields):
-            free = {f.name: strategy_for(f.type) for f in fields if f.name != "schema"}
+            free = {f.name: strategy_for(f.type) for f in fields if f.name not in COMPUTED}
             if cls is Choice:  # both operands or neither
                 return st.one_of([st.builds(cls, **{**free, "a": both, "b": both}) for both in (st.none(), st.text())])
             return st.builds(cls, **free)
@@ -63,7 +65,7 @@ def example_of(kind: type[Record]) -> Record:
 def _fill(type_: inspect.Type, number: int) -> Any:
     match type_:
         case inspect.StructType(cls=cls, fields=fields):
-            return cls(**{f.name: _fill(f.type, number) for f in fields if f.name != "schema"})
+            return cls(**{f.name: _fill(f.type, number) for f in fields if f.name not in COMPUTED})
         case inspect.IntType():
             return number
         case inspect.FloatType():

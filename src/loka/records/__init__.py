@@ -1,7 +1,7 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
 from loka.records.measurement import Environment, Interval, capture_environment
-from loka.records.plan import Choice, Plan, SitePlan
+from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
     SOURCES,

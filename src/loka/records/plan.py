@@ -1,4 +1,12 @@
-"""The decision: which GEMM of which site runs on which kernel in which precision, and why."""
+"""The decision: which GEMM of which site runs on which kernel in which precision, and why.
+
+A plan file carries a seal, a digest of its meaning. A file that was damaged or edited after it was made does not match it and is refused; deleting
+the `seal` accepts the file as it stands. In memory the seal follows the content, so a plan made from another (`msgspec.structs.replace`) has its own.
+"""
+
+import hashlib
+import json
+from typing import Any
 
 import msgspec
 
@@ -17,7 +25,9 @@ class Choice(Part, frozen=True):
     reason: str
     fast_accum: bool = False
     expected_error: float | None = None
-    expected_speedup: float | None = None
+    expected_speedup: float | None = None  # over bf16, quantisation included
+    expected_microseconds: float | None = None
+    speed_source: str | None = None  # where the speed was measured; None: it was not
     refusals: list[str] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -46,6 +56,36 @@ class SitePlan(Part, frozen=True):
         return self.flops_share * sum(c.quantized for c in self.choices) / len(self.choices) if self.choices else 0.0
 
 
+class ChainStep(Part, frozen=True):
+    """One kernel of a chain: the ops it covers, and the representation it reads and writes."""
+
+    ops: list[str]  # names of the chain's ops, in order; several: fused into one kernel
+    kernel: str
+    reads: str
+    writes: str
+    microseconds: float
+
+
+class ChainPlan(Part, frozen=True):
+    """How a chain of ops runs: the cheapest path over measured costs, conversions included."""
+
+    ops: list[str]
+    steps: list[ChainStep]
+    microseconds: float
+    baseline_microseconds: float | None  # the same chain in bf16; None: a part of it was not measured
+    refusals: list[str] = msgspec.field(default_factory=list)
+
+
+class Seal(Part, frozen=True):
+    """Digest of a plan's meaning, as a file carries it."""
+
+    sha256: str
+
+
+class _Computed(Seal, frozen=True):
+    """A seal made from the content in memory: it needs no check, and is made again when the content changes."""
+
+
 class Plan(Record, frozen=True, tag="plan"):
     """A plan a person can read, diff and trust."""
 
@@ -59,8 +99,39 @@ class Plan(Record, frozen=True, tag="plan"):
     sites: list[SitePlan]
     environment: Environment
     notes: list[str] = msgspec.field(default_factory=list)  # what a reader must know before trusting it
+    weights: str | None = None  # speeds are for weights quantised in every call ("dynamic") or before ("cached")
+    max_metric_change: float | None = None  # budget of the end metric, relative; None: none was set
+    expected_metric_change: float | None = None  # sum of the upper ends measured one site at a time
+    chains: list[ChainPlan] = msgspec.field(default_factory=list)
+    seal: Seal | None = None
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        digest = digest_of(self)
+        if self.seal is not None and not isinstance(self.seal, _Computed) and self.seal.sha256 != digest:
+            raise ValueError(
+                f"the plan's content does not match its seal ({self.seal.sha256} in the file, {digest} by content): it was changed after it "
+                "was made; hint: restore the file, or delete its `seal` to accept it as it stands"
+            )
+        msgspec.structs.force_setattr(self, "seal", _Computed(sha256=digest))
 
     @property
     def low_precision_share(self) -> float:
         """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
         return sum(site.low_precision_share for site in self.sites)
+
+
+def digest_of(plan: Plan) -> str:
+    """sha256 of everything but the seal. Absent, None, False and empty are one, so that a field added later changes no digest."""
+    content = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "seal"}
+    text = json.dumps(_prune(msgspec.to_builtins(content)), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _prune(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _prune(item) for key, item in value.items()}
+        return {
+            key: item for key, item in kept.items() if item is not None and item is not False and item not in ([], {})
+        }
+    return [_prune(item) for item in value] if isinstance(value, list) else value
