@@ -41,6 +41,8 @@ __all__ = [
     "SOURCES",
     "Candidate",
     "Cause",
+    "ChainPlan",
+    "ChainStep",
     "Choice",
     "Comparison",
     "DistributionError",
