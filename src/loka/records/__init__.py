@@ -1,6 +1,7 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
 from loka.records.measurement import Environment, Interval, capture_environment
+from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
 from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
@@ -52,6 +53,10 @@ __all__ = [
     "Gemm",
     "GemmVerdict",
     "Interval",
+    "ModChange",
+    "ModClass",
+    "ModLeft",
+    "ModSummary",
     "Outcome",
     "Part",
     "Plan",
@@ -62,6 +67,7 @@ __all__ = [
     "QuantizedSite",
     "Record",
     "RecordError",
+    "Recovery",
     "Role",
     "Run",
     "Safety",

@@ -1,0 +1,38 @@
+"""mods: change the model, so that more of it is safe and fast in low precision. Reversible rewrites of any nn.Module.
+
+    import loka
+    applied = loka.mods.apply(model, ["no_bias", "block_norm", "hard_swish"], example=x)
+    print(applied)                          # what changed where, what was left and why
+    loka.mods.revert(model)                 # the original again, what was trained stays trained
+
+Every change states what it does to the function: exact, up to rounding, or an architecture change that needs training.
+"""
+
+from loka.mods.block_norm import UseBlockNorm
+from loka.mods.hard_swish import UseHardSwish
+from loka.mods.mod import Mod, spell
+from loka.mods.no_bias import NoBias
+from loka.mods.registry import CORE, find, names
+from loka.mods.rewriting import Applied, applied_to, apply, revert
+from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
+from loka.mods.suggestion import Suggestion, suggest
+
+__all__ = [
+    "CORE",
+    "Applied",
+    "Mod",
+    "NoBias",
+    "Suggestion",
+    "UseBlockNorm",
+    "UseHardSwish",
+    "adapt_state_dict",
+    "applied_to",
+    "apply",
+    "find",
+    "load_checkpoint",
+    "load_state_dict",
+    "names",
+    "revert",
+    "spell",
+    "suggest",
+]

@@ -1,0 +1,107 @@
+"""block_norm: LayerNorm and RMSNorm become a parameter-free RMSNorm over fixed blocks of 256 features.
+
+    BlockNorm(x)_c = x_c / rms(the block of c)          every output of a full block is bounded by 16
+
+Why: a block fits into one tile of a GEMM, so the norm can run in its epilogue; no mean is subtracted, so nothing cancels; and the bound makes a static FP8
+scale safe. A width under 256 is one block, a ragged tail a block of its own width. A norm over d of (B, n, d) stays one over d.
+
+The gain and the shift of the old norm move into the linears that alone read it, W <- W diag(g), b <- b + W s, which is exact; where they cannot, they are
+dropped, and the summary says why. An RMSNorm over at most 256 features whose gain moved computes the same as before, up to rounding. Everything else is
+another function.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from loka.mods.editor import Editor
+from loka.mods.flow import Sink
+from loka.mods.journal import Fold
+from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_norm
+from loka.nn import BLOCK, EPS, BlockNorm
+from loka.records.mods import ModClass
+
+
+@dataclass(frozen=True)
+class UseBlockNorm:
+    """block: features per block; fold: move gains and shifts into the next linear where that is exact."""
+
+    block: int = BLOCK
+    fold: bool = True
+    name: ClassVar[str] = "block_norm"
+    effect: ClassVar[ModClass] = "architecture"
+
+    def __post_init__(self) -> None:
+        if self.block < 2:
+            raise ValueError(
+                f"block_norm(block={self.block}): a block of one feature keeps only its sign; expected >= 2"
+            )
+
+    def rewrite(self, editor: Editor) -> None:
+        """Every norm over features."""
+        for name, norm in editor.modules(*find_norms(editor.model)):
+            if why := refuse_norm(norm):
+                editor.leave(name, why)
+                continue
+            width = find_width(editor, name, norm)
+            if width is None:
+                editor.leave(name, "the width of its input is not known; pass example=, or give it a weight")
+            elif not name:
+                editor.leave(
+                    name, "the model is itself a norm and cannot be swapped in place; wrap it in nn.Sequential"
+                )
+            else:
+                self._replace(editor, name, norm, width)
+
+    def _replace(self, editor: Editor, name: str, norm: nn.Module, width: int) -> None:
+        moved, same = self._move_affine(editor, name, norm)
+        eps = self._choose_eps(norm)
+        rms = is_rms(norm)
+        effect: ModClass = "rounding" if same and rms and width <= self.block else "architecture"
+        blocks = "one block" if width <= self.block else f"blocks of {self.block}"
+        what = f"{type(norm).__name__}({width}) -> BlockNorm, {blocks}{moved}"
+        editor.swap(name, BlockNorm(width, block=self.block, eps=eps), what, effect)
+
+    @staticmethod
+    def _choose_eps(norm: nn.Module) -> float:
+        """An RMSNorm keeps its own; LayerNorm's guards a variance, which is another quantity."""
+        if not is_rms(norm):
+            return EPS
+        eps, weight = epsilon_of(norm), getattr(norm, "weight", None)
+        if eps is not None:
+            return eps
+        return torch.finfo(weight.dtype if isinstance(weight, Tensor) else torch.float32).eps
+
+    def _move_affine(self, editor: Editor, name: str, norm: nn.Module) -> tuple[str, bool]:
+        """What became of gain and shift, in words, and whether nothing was lost."""
+        gain, shift = (_values(norm, attribute) for attribute in ("weight", "bias"))
+        has_gain = gain is not None and bool((gain != 1).any())
+        has_shift = shift is not None and bool(shift.any())
+        if not has_gain and not has_shift:
+            return "", True
+        sinks = editor.sinks(name, shift=has_shift) if self.fold else "folding is off"
+        if isinstance(sinks, str) and has_shift and self.fold:  # without the shift, dropout is no obstacle
+            sinks, has_shift, lost_shift = editor.sinks(name), False, True
+        else:
+            lost_shift = False
+        if isinstance(sinks, str):
+            return f"; its gain is dropped ({sinks})", False
+        lost_shift |= has_shift and not all(_has_bias(editor, sink) for sink in sinks)
+        for sink in sinks if has_shift and not lost_shift else ():
+            editor.fold(Fold(f"{name}.bias", sink.site, "shift", sink.repeat))
+        for sink in sinks if has_gain else ():
+            editor.fold(Fold(f"{name}.weight", sink.site, "gain", sink.repeat))
+        into = ", ".join(sink.site for sink in sinks)
+        lost = "; its shift is dropped (no bias to move it into)" if lost_shift else ""
+        return f"; its affine moved into {into}{lost}", not lost_shift
+
+
+def _values(norm: nn.Module, attribute: str) -> Tensor | None:
+    value = getattr(norm, attribute, None)
+    return value.detach() if isinstance(value, Tensor) else None
+
+
+def _has_bias(editor: Editor, sink: Sink) -> bool:
+    return isinstance(editor.model.get_submodule(sink.site).bias, Tensor)

@@ -1,0 +1,210 @@
+"""Editor: what a mod is given to work with. It finds sites, makes changes through the journal, and writes down what was left and why.
+
+One editor serves one mod on one model. Flow (what feeds what) is recorded when a mod first asks for it, on the example or on the model's own
+`example_inputs`; where there is neither, a mod gets the reason instead and does without.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from loka.mods.flow import Call, Flow, Sink, Unknown, follow, record
+from loka.mods.journal import Drop, Fold, Mark, Reclass, Step, Swap, journal_of, names_of, put_module
+from loka.records.mods import ModChange, ModClass, ModLeft
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is taken for a prediction layer
+# What stands between a prediction layer and the result: no weights, no products, no norms.
+_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
+_TAIL |= {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "_to_copy",
+    "clone",
+    "alias",
+    "detach",
+    "select",
+    "slice",
+}
+_TAIL |= {
+    "cat",
+    "stack",
+    "add",
+    "Sigmoid",
+    "HardSigmoid",
+    "Softmax",
+    "LogSoftmax",
+    "Identity",
+    "Dropout",
+    "Flatten",
+    "permute",
+}
+
+
+class Editor:
+    """The hands of one mod on one model."""
+
+    def __init__(self, model: nn.Module, mod: str, keep: ModuleFilter | None, example: Any) -> None:
+        self.model, self.mod = model, mod
+        self._keep, self._example = keep, example
+        self._flow: Flow | Unknown | None = None
+        self._prediction: frozenset[str] | None = None
+        self.changed: list[ModChange] = []
+        self.left: list[ModLeft] = []
+        self.notes: list[str] = []
+
+    # Looking
+
+    def modules(self, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+        """Every module of these kinds (all without any) under its first name; what the filter rejects is left, with that reason."""
+        for name, module in list(self.model.named_modules()):
+            if kinds and not isinstance(module, kinds):
+                continue
+            if self._keep is None or self._keep(module, name):
+                yield name, module
+            else:
+                self.leave(name, "module_filter_fn does not let it through")
+
+    @property
+    def flow(self) -> Flow | Unknown:
+        """What feeds what, or why that is not known."""
+        if self._flow is None:
+            self._flow = record(self.model, self._example)
+        return self._flow
+
+    def calls(self, name: str) -> list[Call]:
+        """The calls of an atom that were seen, none where nothing was seen."""
+        return [] if isinstance(self.flow, Unknown) else self.flow.calls_of(name)
+
+    def sinks(self, name: str, *, shift: bool = False) -> list[Sink] | str:
+        """The linears that alone read what the module makes, or what stands in the way of moving an affine map into them."""
+        if isinstance(self.flow, Unknown):
+            return self.flow.reason
+        calls = self.flow.calls_of(name)
+        if len(calls) != 1 or len(calls[0].outputs) != 1:
+            return f"it is used {len(calls)} times" if len(calls) != 1 else "it has several outputs"
+        found = follow(self.flow, calls[0].outputs[0], shift=shift)
+        if isinstance(found, str):
+            return found
+        for sink in found:
+            if why := self._refuse_sink(sink):
+                return f"{sink.site} {why}"
+        return found
+
+    def _refuse_sink(self, sink: Sink) -> str | None:
+        assert isinstance(self.flow, Flow)
+        linear = self.model.get_submodule(sink.site)
+        if len(self.flow.calls_of(sink.site)) != 1 or len(names_of(self.model, linear)) != 1:
+            return "is used more than once"
+        if any(f"{sink.site}.{p}" in self.flow.outside_reads for p in ("weight", "bias")) or self.is_tied(linear):
+            return "shares its weight"
+        if self._keep is not None and not self._keep(linear, sink.site):
+            return "is excluded by module_filter_fn"
+        return None
+
+    def is_tied(self, module: nn.Module) -> bool:
+        """Whether a parameter of the module is registered elsewhere too."""
+        own = {id(p) for p in module.parameters(recurse=False)}
+        everywhere = [id(p) for _, p in self.model.named_parameters(remove_duplicate=False)]
+        names = len(names_of(self.model, module))
+        return any(everywhere.count(key) > names for key in own)
+
+    @property
+    def prediction(self) -> frozenset[str]:
+        """Names of the linears whose output is the model's answer: seen in the flow, else guessed from their few outputs."""
+        if self._prediction is None:
+            self._prediction = self._find_prediction()
+        return self._prediction
+
+    def _find_prediction(self) -> frozenset[str]:
+        if isinstance(self.flow, Flow):
+            return frozenset(_ends(self.flow))
+        linears = [(name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        few = [name for name, m in linears if m.out_features <= FEW_OUTPUTS] or [name for name, _ in linears[-1:]]
+        if few:
+            self.note(f"prediction layers guessed from their few outputs ({', '.join(few)}): {self.flow.reason}")
+        return frozenset(few)
+
+    # Changing
+
+    def swap(self, name: str, new: nn.Module, what: str, effect: ModClass) -> None:
+        """Another module under all names of the old one."""
+        old = self.model.get_submodule(name)
+        names = names_of(self.model, old)
+        lost = tuple(key for key in old.state_dict() if key not in new.state_dict())
+        new.train(old.training)
+        for every in names:
+            put_module(self.model, every, new)
+        self._log(Swap(names, old, lost))
+        self.change(name, what, effect)
+
+    def reclass(self, name: str, new: type[nn.Module], what: str, effect: ModClass, **attributes: Any) -> None:
+        """The same module with a forward of its subclass `new`; attributes go beside its parameters, outside of the state_dict."""
+        module = self.model.get_submodule(name)
+        self._log(Reclass(name, type(module), tuple(attributes)))
+        module.__class__ = new
+        module.__dict__.update(attributes)
+        self.change(name, what, effect)
+
+    def drop(self, name: str, attribute: str) -> None:
+        """A parameter that is no more; the mod says why with `change`."""
+        module = self.model.get_submodule(name)
+        old = getattr(module, attribute)
+        self._log(Drop(names_of(self.model, module), attribute, old))
+        setattr(module, attribute, None)
+
+    def fold(self, fold: Fold) -> None:
+        """Move values from one parameter into another."""
+        fold.apply_to(self.model)
+        self._log(fold)
+
+    def mark(self, name: str, attribute: str, value: Any) -> None:
+        """Leave a note on a module for other tools."""
+        module = self.model.get_submodule(name)
+        self._log(Mark(name, attribute, module.__dict__.get(attribute)))
+        module.__dict__[attribute] = value
+
+    def _log(self, step: Step) -> None:
+        journal_of(self.model).append(step)
+
+    # Telling
+
+    def change(self, name: str, what: str, effect: ModClass) -> None:
+        """A site was rewritten."""
+        self.changed.append(ModChange(mod=self.mod, site=name, effect=effect, what=what))
+
+    def leave(self, name: str, why: str) -> None:
+        """A site was not rewritten."""
+        self.left.append(ModLeft(mod=self.mod, site=name, why=why))
+
+    def note(self, text: str) -> None:
+        """Something a reader must know."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _ends(flow: Flow) -> Iterator[str]:
+    """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
+    makers = {out: call for call in flow.calls for out in call.outputs}
+    waiting, seen = list(flow.results), set(flow.results)
+    while waiting:
+        call = makers.get(waiting.pop())
+        if call is None:
+            continue
+        if call.site is not None and call.linear:
+            yield call.site
+        elif call.op in _TAIL and not _is_residual(flow, call):
+            waiting.extend(value for value in call.inputs if value not in seen)
+            seen.update(call.inputs)
+
+
+def _is_residual(flow: Flow, call: Call) -> bool:
+    """An addition of something to what was made from it."""
+    if call.op not in ("add", "add_") or len(call.inputs) != 2:
+        return False
+    first, second = call.inputs
+    return first in flow.ancestors(second) or second in flow.ancestors(first)

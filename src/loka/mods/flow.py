@@ -1,0 +1,256 @@
+"""Flow: which module feeds which, seen by running the model once on an example.
+
+A module tree says what a model has, not in which order it is used. Whether a norm's gain can be folded into the next linear, whether a sigmoid is a gate or
+the output, whether a module is used twice: all of that is in the forward pass. So it is run once, under no_grad and in eval mode, and written down:
+
+    atom   a module without children: one call, whatever happens inside it
+    op     a tensor operation outside of any atom, as the dispatcher sees it (aten), so nothing is missed: views, autograd functions, custom ops
+
+Tensors are told apart by identity and by version, so an operation in place makes a new value.
+
+This is one execution, not a proof: a model whose forward takes another path on other data may use a module in ways that were not seen. Symbolic tracing
+(torch.fx) would not see them either, and refuses most recommendation models; `loka.mods.graph` uses it where a forward must be rewritten.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations that hand on every channel of the last dimension as it is.
+_COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
+_RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "_reshape_alias"}
+_CUTS = {"slice", "select", "index", "index_select", "gather"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One atom or operation that ran: the values it read and made, and the innermost module it ran in."""
+
+    index: int
+    op: str
+    inside: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    site: str | None = None  # the atom's name; None for an operation
+    inner: frozenset[str] = frozenset()  # operations inside an atom
+    dim: int | None = None  # the dimension an operation cuts
+    linear: bool = False  # whether the atom is an nn.Linear
+
+
+@dataclass
+class Flow:
+    """Calls in the order they ran, the shapes of all values, and which values are the model's results."""
+
+    calls: list[Call] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    results: frozenset[int] = frozenset()
+    outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
+
+    def calls_of(self, site: str) -> list[Call]:
+        """Every call of an atom."""
+        return [call for call in self.calls if call.site == site]
+
+    def readers(self, value: int) -> list[Call]:
+        """The calls that read a value."""
+        return [call for call in self.calls if value in call.inputs]
+
+    def maker(self, value: int) -> Call | None:
+        """The call that made a value; None for inputs and parameters."""
+        return next((call for call in self.calls if value in call.outputs), None)
+
+    def ancestors(self, value: int) -> set[int]:
+        """Every value that went into a value."""
+        makers = {out: call for call in self.calls for out in call.outputs}
+        found: set[int] = set()
+        waiting = [value]
+        while waiting:
+            call = makers.get(waiting.pop())
+            for source in () if call is None else call.inputs:
+                if source not in found:
+                    found.add(source)
+                    waiting.append(source)
+        return found
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a flow could not be seen."""
+
+    reason: str
+
+
+def channels_kept(flow: Flow, call: Call, value: int, width: int, *, shift: bool) -> bool:
+    """Whether a call only moves whole rows of `width` channels, so that an affine map of the channels can be applied after it instead."""
+    last = flow.shapes[call.outputs[0]][-1:] if call.outputs else ()
+    if call.site is not None and call.op in ("Flatten", "Unflatten"):
+        return bool(last) and last[0] % width == 0
+    if call.site is not None:
+        return call.op == "Identity" or (call.op == "Dropout" and not shift)
+    if call.op in _COPIES:
+        return not (shift and call.op == "native_dropout")
+    if call.op in _RESHAPES:
+        return bool(last) and last[0] % width == 0
+    before = flow.shapes[value]
+    return call.op in _CUTS and call.dim is not None and call.dim % len(before) != len(before) - 1
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A linear at the end of a walk; its inputs are `repeat` copies of the channels, one after another."""
+
+    site: str
+    repeat: int
+
+
+def follow(flow: Flow, value: int, *, shift: bool) -> list[Sink] | str:
+    """The linears that read a value, if nothing else does and nothing in between changes its channels; otherwise what stands in the way.
+
+    `shift`: whether a constant is to be moved along, which random dropout would not let through as a constant.
+    """
+    width, sinks, waiting = flow.shapes[value][-1], [], [value]
+    while waiting:
+        at = waiting.pop()
+        if at in flow.results:
+            return "it is a result of the model"
+        readers = flow.readers(at)
+        for call in readers:
+            if call.site is not None and call.linear:
+                sinks.append(Sink(call.site, flow.shapes[at][-1] // width))
+            elif channels_kept(flow, call, at, width, shift=shift):
+                waiting.extend(call.outputs)
+            else:
+                where = f" in {call.inside}" if call.inside else ""
+                return f"it is also read by {call.site or call.op}{where if call.site is None else ''}"
+    return sinks or "nothing reads it"
+
+
+def record(model: nn.Module, example: Any = None) -> Flow | Unknown:
+    """Run the model on an example and write down what fed what. A model that fails on it is Unknown, with the reason.
+
+    Without an example, a model that has `example_inputs()` (shapes without storage, as the models of this package have) is run on the meta device.
+    """
+    ghost = example is None
+    if ghost and not hasattr(model, "example_inputs"):
+        return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
+    recorder = _Recorder(model)
+    try:
+        with recorder.watching(), torch.no_grad():
+            result = recorder.run_without_storage() if ghost else call_model(model, example)
+    except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so
+        return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
+    return recorder.finish(result)
+
+
+def call_model(model: nn.Module, example: Any) -> Any:
+    """A tuple is *args, a dict **kwargs, anything else one argument."""
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, dictionaries and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors_in(getattr(value, part.name))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hooks on every module and a mode that sees every operation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._flow = Flow()
+        self._values: dict[int, int] = {}
+        self._alive: list[Any] = []  # a tensor that is gone could lend its identity to another
+        self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []
+        self._outside: set[str] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        was_training = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            for module, mode in was_training.items():
+                stack.callback(setattr, module, "training", mode)
+            with self:
+                yield
+
+    def run_without_storage(self) -> Any:
+        """The model on its own example inputs, with parameters that have shapes and no values."""
+        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers()]
+        ghosts: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
+        self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
+        inputs = self._model.example_inputs()  # type: ignore[operator]
+        return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
+
+    def finish(self, result: Any) -> Flow:
+        self._flow.results = frozenset(self._value(t) for t in tensors_in(result))
+        self._flow.outside_reads = frozenset(self._outside)
+        return self._flow
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        atom = next(module.children(), None) is None
+        self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        name, atom, inputs, inner = self._stack.pop()
+        if atom and not self._in_atom():
+            outputs = tuple(self._new_value(t) for t in tensors_in(output))
+            linear = isinstance(module, nn.Linear)
+            self._add(type(module).__name__, inputs, outputs, name, inner=frozenset(inner), linear=linear)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._in_atom():
+            self._stack[-1][3].add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+        inputs = self._read((args, kwargs or {}))
+        for tensor in tensors_in((args, kwargs or {})):
+            if id(tensor) in self._owners:
+                self._outside.add(self._owners[id(tensor)])
+        out = func(*args, **(kwargs or {}))
+        outputs = tuple(self._new_value(t) for t in tensors_in(out))
+        name = func.overloadpacket.__name__
+        dim = args[1] if name in _CUTS and len(args) > 1 and isinstance(args[1], int) else None
+        self._add(name, inputs, outputs, None, dim=0 if name == "slice" and dim is None else dim)
+        return out
+
+    def _in_atom(self) -> bool:
+        return any(atom for _, atom, _, _ in self._stack)
+
+    def _inside(self) -> str:
+        return self._stack[-1][0] if self._stack else ""
+
+    def _add(self, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], site: str | None, **known: Any) -> None:
+        self._flow.calls.append(Call(len(self._flow.calls), op, self._inside(), inputs, outputs, site, **known))
+
+    def _read(self, values: Any) -> tuple[int, ...]:
+        return tuple(self._value(t) for t in tensors_in(values))
+
+    def _value(self, tensor: Tensor) -> int:
+        return self._values[id(tensor)] if id(tensor) in self._values else self._new_value(tensor)
+
+    def _new_value(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        self._values[id(tensor)] = len(self._flow.shapes)
+        self._flow.shapes.append(tuple(tensor.shape))
+        return self._values[id(tensor)]

@@ -1,0 +1,203 @@
+"""Journal: every single change a mod makes, as a value that can be undone and that knows what it does to a checkpoint.
+
+    Swap      another module under the same name
+    Reclass   the same module with another forward: its class is replaced by a subclass of it, children and parameters stay
+    Drop      a parameter that is no more
+    Fold      the values of one parameter moved into another: a gain into the weight of the next linear, a shift into its bias
+    Mark      a note on a module that other tools read
+
+The journal lives on the model, outside of its state_dict. `undo` restores in the opposite order. A fold is undone by bits while nobody has trained the
+target; afterwards the trained target keeps what it absorbed, and the source comes back neutral (gain 1, shift 0): the same function, no training lost.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+ATTRIBUTE = "_loka_mods"
+
+
+@dataclass
+class Swap:
+    """`old`, registered under all of `names`, was replaced."""
+
+    names: tuple[str, ...]
+    old: nn.Module
+    lost: tuple[str, ...] = ()  # entries of its state_dict that the new one has not
+
+    def undo(self, model: nn.Module) -> None:
+        """Put the old module back, where the model is now."""
+        new = model.get_submodule(self.names[0])
+        _follow(self.old, model)
+        self.old.train(new.training)
+        for name in self.names:
+            put_module(model, name, self.old)
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """What the new module has not is forgotten; values that live on elsewhere have been moved by a Fold before."""
+        for name in self.names:
+            for key in self.lost:
+                state.pop(f"{name}.{key}", None)
+
+
+@dataclass
+class Reclass:
+    """The module `name` was of class `old`."""
+
+    name: str
+    old: type[nn.Module]
+    added: tuple[str, ...] = ()  # attributes the new class brought
+
+    def undo(self, model: nn.Module) -> None:
+        """The old forward again."""
+        module = model.get_submodule(self.name)
+        module.__class__ = self.old
+        for attribute in self.added:
+            module.__dict__.pop(attribute, None)
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+@dataclass
+class Drop:
+    """The parameter `attribute` of a module, registered under all of `names`, was set to None."""
+
+    names: tuple[str, ...]
+    attribute: str
+    old: nn.Parameter
+
+    def undo(self, model: nn.Module) -> None:
+        """Register it again."""
+        module = model.get_submodule(self.names[0])
+        like = next(module.parameters(), None)
+        if like is not None and self.old.device != like.device:
+            self.old.data = self.old.data.to(like.device)
+        module.register_parameter(self.attribute, self.old)
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """Forget it."""
+        for name in self.names:
+            state.pop(f"{name}.{self.attribute}", None)
+
+
+@dataclass
+class Fold:
+    """What `source` did to its channels is done by the linear `target`, which reads `repeat` copies of them.
+
+    gain: W <- W diag(g);    shift: b <- b + W s, with the W of before any gain.
+    """
+
+    source: str  # entry of the state_dict
+    target: str  # name of the linear
+    kind: Literal["gain", "shift"]
+    repeat: int = 1
+    saved: Tensor | None = field(default=None, repr=False)
+
+    def apply(self, state: MutableMapping[str, Tensor]) -> None:
+        """Do it to a mapping of names to tensors."""
+        key = self._key
+        if self.source in state and key in state:
+            state[key] = self._compute(state[key], state[f"{self.target}.weight"], state[self.source])
+
+    adapt = apply
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Do it to a model, and remember the target's values."""
+        state = _tensors(model)
+        self.saved = state[self._key].clone()
+        _write(model, self._key, self._compute(self.saved, state[f"{self.target}.weight"], state[self.source]))
+
+    def undo(self, model: nn.Module) -> None:
+        """The saved values, or a neutral source where the target has been trained since."""
+        state = _tensors(model)
+        assert self.saved is not None
+        saved = self.saved.to(state[self._key].device)
+        weight = saved if self.kind == "gain" else state[f"{self.target}.weight"]
+        folded = self._compute(saved, weight, state[self.source])
+        if torch.equal(folded.to(saved.dtype), state[self._key]):
+            _write(model, self._key, saved)
+        else:
+            neutral = torch.ones_like if self.kind == "gain" else torch.zeros_like
+            _write(model, self.source, neutral(state[self.source]))
+
+    @property
+    def _key(self) -> str:
+        return f"{self.target}.{'weight' if self.kind == 'gain' else 'bias'}"
+
+    def _compute(self, value: Tensor, weight: Tensor, source: Tensor) -> Tensor:
+        channels = source.detach().to(weight.device, torch.float64).repeat(self.repeat)
+        if self.kind == "gain":
+            return (value.double() * channels).to(value.dtype)
+        # A sum of products and not a matrix product: BLAS rounds by how its operands lie in memory, and undo compares bits.
+        return (value.double() + (weight.double() * channels).sum(-1)).to(value.dtype)
+
+
+@dataclass
+class Mark:
+    """The attribute of a module was set; `old` is what it was, None where there was none."""
+
+    name: str
+    attribute: str
+    old: Any = None
+
+    def undo(self, model: nn.Module) -> None:
+        """As it was."""
+        module = model.get_submodule(self.name)
+        if self.old is None:
+            module.__dict__.pop(self.attribute, None)
+        else:
+            setattr(module, self.attribute, self.old)
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+Step = Swap | Reclass | Drop | Fold | Mark
+
+
+def journal_of(model: nn.Module) -> list[Step]:
+    """The steps taken on a model, oldest first; empty for a model without mods."""
+    steps: list[Step] = model.__dict__.setdefault(ATTRIBUTE, [])
+    return steps
+
+
+def names_of(model: nn.Module, module: nn.Module) -> tuple[str, ...]:
+    """Every name a module is registered under."""
+    return tuple(name for name, found in model.named_modules(remove_duplicate=False) if found is module)
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Register a module under a dotted name that exists."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _write(model: nn.Module, key: str, value: Tensor) -> None:
+    with torch.no_grad():
+        model.get_parameter(key).copy_(value)
+
+
+def _follow(old: nn.Module, model: nn.Module) -> None:
+    """Move a module that was set aside to where the model has gone meanwhile."""
+    like = next(model.parameters(), None)
+    own = next(old.parameters(), None)
+    if like is not None and own is not None and own.device != like.device:
+        old.to(like.device)
+
+
+def undo_all(model: nn.Module) -> Iterator[Step]:
+    """Undo every step, newest first, and give each back."""
+    steps = journal_of(model)
+    while steps:
+        step = steps.pop()
+        step.undo(model)
+        yield step
+    model.__dict__.pop(ATTRIBUTE, None)

@@ -1,0 +1,77 @@
+"""no_bias: drop the biases of linears and norms, keep those of the prediction layers.
+
+    y = W x + b   ->   y = W x
+
+Why: biases that diverge in training are one of the hazards of low precision; a bias is an extra term in a fused epilogue; and behind a norm most of it
+is undone anyway. Where a bias flows straight into a linear that keeps its own (W2 (W1 x + b1) + b2), it is folded, exactly: b2 <- b2 + W2 b1.
+Elsewhere dropping one changes the function, unless it is zero.
+
+Not touched: biases of convolutions, recurrent layers and embeddings; nn.MultiheadAttention, which reads its projections' tensors itself; norms with
+tracked statistics, whose bias belongs to their running mean.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from loka.mods.editor import Editor
+from loka.mods.flow import Sink
+from loka.mods.journal import Fold
+from loka.mods.norms import find_norms, refuse_norm
+from loka.records.mods import ModClass
+
+
+@dataclass(frozen=True)
+class NoBias:
+    """fold: move a bias into a kept one where that is exact, instead of dropping it."""
+
+    fold: bool = True
+    name: ClassVar[str] = "no_bias"
+    effect: ClassVar[ModClass] = "architecture"
+
+    def rewrite(self, editor: Editor) -> None:
+        """Linears and norms, in the order they run, so that a folded bias can be folded on."""
+        inside_attention = {
+            f"{name}.out_proj" for name, m in editor.model.named_modules() if isinstance(m, nn.MultiheadAttention)
+        }
+        sites: list[str] = []
+        for name, module in editor.modules(nn.Linear, *find_norms(editor.model)):
+            if not isinstance(getattr(module, "bias", None), Tensor):
+                continue
+            if name in inside_attention:
+                editor.leave(name, "nn.MultiheadAttention reads its bias itself")
+            elif name in editor.prediction:
+                editor.leave(name, "a prediction layer keeps its bias")
+            elif not isinstance(module, nn.Linear) and (why := refuse_norm(module)):
+                editor.leave(name, why)
+            else:
+                sites.append(name)
+        order = {name: editor.calls(name)[0].index for name in sites if editor.calls(name)}
+        for name in sorted(sites, key=lambda name: order.get(name, -1)):
+            self._remove(editor, name, set(sites))
+
+    def _remove(self, editor: Editor, name: str, dropped: set[str]) -> None:
+        bias = editor.model.get_submodule(name).bias
+        assert isinstance(bias, nn.Parameter)
+        if not bias.detach().any():
+            editor.drop(name, "bias")
+            editor.change(name, "a bias of zeros dropped", "exact")
+            return
+        sinks = editor.sinks(name, shift=True) if self.fold else "folding is off"
+        kept = isinstance(sinks, list) and all(self._has_bias(editor, sink) for sink in sinks)
+        if not isinstance(sinks, list) or not kept:
+            editor.drop(name, "bias")
+            editor.change(name, "bias dropped", "architecture")
+            return
+        for sink in sinks:
+            editor.fold(Fold(f"{name}.bias", sink.site, "shift", sink.repeat))
+        editor.drop(name, "bias")
+        into = ", ".join(sink.site for sink in sinks)
+        final = [sink.site for sink in sinks if sink.site not in dropped]
+        effect: ModClass = "rounding" if len(final) == len(sinks) else "architecture"
+        editor.change(name, f"bias folded into that of {into}", effect)
+
+    @staticmethod
+    def _has_bias(editor: Editor, sink: Sink) -> bool:
+        return isinstance(editor.model.get_submodule(sink.site).bias, Tensor)

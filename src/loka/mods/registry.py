@@ -1,0 +1,46 @@
+"""The mods by name; adding one is one file and one row."""
+
+from collections.abc import Iterable
+
+from loka.mods.block_norm import UseBlockNorm
+from loka.mods.hard_swish import UseHardSwish
+from loka.mods.mod import Mod
+from loka.mods.no_bias import NoBias
+
+MODS: dict[str, type[Mod]] = {
+    "no_bias": NoBias,
+    "block_norm": UseBlockNorm,
+    "hard_swish": UseHardSwish,
+}
+CORE = ("no_bias", "block_norm", "hard_swish")
+
+
+def names() -> tuple[str, ...]:
+    """All mods, in the order in which they are best applied."""
+    return tuple(MODS)
+
+
+def find(mod: "str | Mod") -> Mod:
+    """A mod by name, or the mod itself."""
+    if isinstance(mod, str):
+        if mod not in MODS:
+            raise ValueError(f"there is no mod {mod!r}; the mods are {', '.join(MODS)}")
+        return MODS[mod]()
+    if not isinstance(mod, Mod):
+        raise ValueError(
+            f"expected the name of a mod or a mod, got {type(mod).__name__}; the mods are {', '.join(MODS)}"
+        )
+    return mod
+
+
+def find_all(mods: "str | Mod | Iterable[str | Mod]") -> list[Mod]:
+    """Mods of one name, a comma-separated list of names, or a sequence; each at most once."""
+    if isinstance(mods, str):
+        mods = [name.strip() for name in mods.split(",") if name.strip()]
+    found = [find(mod) for mod in ([mods] if isinstance(mods, Mod) else mods)]
+    twice = {mod.name for mod in found if [m.name for m in found].count(mod.name) > 1}
+    if twice or not found:
+        raise ValueError(
+            f"given twice: {', '.join(sorted(twice))}" if twice else f"no mod given; choose from {', '.join(MODS)}"
+        )
+    return found

@@ -1,0 +1,56 @@
+import torch
+from torch import Tensor, nn
+
+from loka import mods
+from loka.nn import HardSigmoid, HardSwish, Sigmoid
+
+from .zoo import subject
+
+
+class SwishNorm(nn.Module):
+    """x * sigmoid(norm(x)), as ranking libraries write it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.LayerNorm(width), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.norm(x)
+
+
+def test_activations_become_hard_and_relu_stays():
+    model = nn.Sequential(nn.SiLU(), nn.GELU(), nn.ReLU(), nn.Hardswish(), nn.Linear(3, 3))
+    applied = mods.apply(model, "hard_swish", example=torch.randn(2, 3))
+    assert [type(m) for m in model] == [HardSwish, HardSwish, nn.ReLU, nn.Hardswish, nn.Linear]
+    x = torch.linspace(-5, 5, 11)
+    torch.testing.assert_close(model[0](x), x * (x + 3).clamp(0, 6) / 6)
+    assert [c.site for c in applied.summary.changed] == ["0", "1"]
+
+
+def test_a_gate_becomes_hard_and_a_probability_does_not():
+    model, inputs = subject("gated")
+    mods.apply(model, "hard_swish", example=inputs)
+    assert isinstance(model.gate, HardSigmoid)
+    assert isinstance(model.probability, nn.Sigmoid)
+
+
+def test_without_an_example_a_sigmoid_is_left_unless_it_is_a_gate_by_contract():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), Sigmoid(), nn.Linear(3, 3))
+    applied = mods.apply(model, "hard_swish")
+    assert isinstance(model[1], nn.Sigmoid)
+    assert isinstance(model[2], HardSigmoid)
+    assert "pass example=" in applied.summary.left[0].why
+
+
+def test_a_swish_norm_becomes_hard_inside():
+    model = nn.Sequential(SwishNorm(4), nn.Linear(4, 1))
+    x = torch.randn(5, 4)
+    mods.apply(model, "hard_swish", example=x)
+    normal = model[0].norm[0](x)
+    torch.testing.assert_close(model[0](x), x * (normal + 3).clamp(0, 6) / 6)
+
+
+def test_gates_can_be_kept():
+    model, inputs = subject("gated")
+    mods.apply(model, mods.UseHardSwish(gates=False), example=inputs)
+    assert isinstance(model.gate, nn.Sigmoid)
