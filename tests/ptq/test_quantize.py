@@ -118,7 +118,9 @@ class TestBound:
     @staticmethod
     def subject() -> tuple[nn.Module, object]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False))
+        model = nn.Sequential(
+            nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False), nn.Linear(64, 1, bias=False)
+        )
         x = torch.randn(400, 64)
         with torch.no_grad():
             model[0].weight[0] *= 1e5  # the second linear then sees one huge feature ...
@@ -162,7 +164,9 @@ def test_widening_adds_what_is_safe() -> None:
 
     def score(m: nn.Module) -> tuple[torch.Tensor, None]:
         logits = m(history, codes)
-        return torch.stack([semantic_id_loss(tuple(l[i : i + 1] for l in logits), codes[i : i + 1]) for i in range(64)]), None
+        return torch.stack(
+            [semantic_id_loss(tuple(level[i : i + 1] for level in logits), codes[i : i + 1]) for i in range(64)]
+        ), None
 
     summary = quantize(model, score=score, bound=0.05, widen=True)
     assert "heads.0.linear" in summary.quantized

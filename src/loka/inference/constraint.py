@@ -90,9 +90,7 @@ class Listed:
 Constraint = Unconstrained | Masked | Listed
 
 
-def make_constraints(
-    trie: Trie | None, levels: int, backend: str, lse: Callable[[Tensor], Tensor]
-) -> list[Constraint]:
+def make_constraints(trie: Trie | None, levels: int, backend: str, lse: Callable[[Tensor], Tensor]) -> list[Constraint]:
     """One per level, each in the way that suits its part of the trie."""
     if trie is None:
         return [Unconstrained(backend) for _ in range(levels)]

@@ -51,7 +51,7 @@ class PackedContext:
             first_rows=torch.tensor(model.codes.starts, dtype=torch.int64, device=placement.device),
             positions=placement.place(part.positions.weight),
             static=None if static is None else PackedLinear.of(static, placement),
-            seed=placement.place(part.static.weight) if static is None else None,  # type: ignore[arg-type]
+            seed=placement.place(part.static.weight) if static is None else None,
             long=PackedLinear.of(part.long, placement),
             short=PackedLinear.of(part.short, placement),
             norm=PackedNorm.of(part.norm, placement),

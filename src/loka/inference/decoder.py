@@ -148,9 +148,8 @@ class Decoder:
         if steps == 1:
             out = v.contiguous()
         else:
-            past = (store[:steps] for store in cache)
             name = self.backends.get("beam_attention", "auto")
-            out = ancestor_attention(q.contiguous(), *past, ancestors, backend=name)
+            out = ancestor_attention(q.contiguous(), cache[0][:steps], cache[1][:steps], ancestors, backend=name)
         return h, block.self_out(block.self_out.prepare(out.view(h.shape)), self.dtype)
 
     def _ffn(self, block: PackedBlock, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ class Engine:
 
     def _capture(self, made: Prepared) -> None:
         """Warm up on another stream, as capture wants it, then record."""
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(2):

@@ -48,13 +48,11 @@ def normalize(x: Tensor, norm: PackedNorm) -> Tensor:
         assert norm.weight is not None  # a layer norm of loka.nn is affine
         bias = None if norm.bias is None else norm.bias.to(wide)
         return F.layer_norm(y, (x.shape[-1],), norm.weight.to(wide), bias, norm.eps).to(x.dtype)
-    parts = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + norm.eps) for p in y.split(NORM_BLOCK, -1)]
+    parts = [p * torch.rsqrt(p.square().mean(-1, keepdim=True) + norm.eps) for p in torch.split(y, NORM_BLOCK, -1)]
     return torch.cat(parts, -1).to(x.dtype)
 
 
-def route(
-    x: Tensor, router: Tensor, balance: Tensor, top: int, routed: int, always: bool
-) -> tuple[Tensor, Tensor]:
+def route(x: Tensor, router: Tensor, balance: Tensor, top: int, routed: int, always: bool) -> tuple[Tensor, Tensor]:
     """Experts int64 [T, top (+ 1)] and their weights; the last column is the folded shared expert."""
     logits = F.linear(x, router)
     scores = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))

@@ -62,9 +62,7 @@ def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int
     return Needed(weights, caches, max(context, experts, logits) + 8 * tokens * c.d * size)
 
 
-def check_memory(
-    model: OneRec, config: EngineConfig, buckets: list[tuple[int, int]], device: torch.device
-) -> Needed:
+def check_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int, int]], device: torch.device) -> Needed:
     """Raise when the engine needs more than there is: `config.memory`, or what the GPU has free."""
     needed = estimate_memory(model, config, buckets)
     available = config.memory

@@ -31,7 +31,12 @@ class Recommender:
             raise ValueError("a recommender needs an engine constrained to valid ids: Engine(..., valid=index.trie)")
 
     def recommend(
-        self, histories: Sequence[Tensor], *, top: int = 10, exclude_seen: bool = False, static: Sequence[Tensor] | None = None
+        self,
+        histories: Sequence[Tensor],
+        *,
+        top: int = 10,
+        exclude_seen: bool = False,
+        static: Sequence[Tensor] | None = None,
     ) -> list[Recommendation]:
         """The `top` best items for each history of item numbers, oldest first; fewer where fewer are valid."""
         if top < 1:

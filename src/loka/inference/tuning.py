@@ -10,6 +10,7 @@ Where there is no GPU nothing is measured, and the registry's order decides.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ class Tuned:
 class Tuning:
     """Tuned copies of a packed model, by number of rows; the weights are shared."""
 
-    def __init__(self, packed: PackedModel, dtype: torch.dtype, *, fixed: set[str], measure: bool | None = None) -> None:
+    def __init__(
+        self, packed: PackedModel, dtype: torch.dtype, *, fixed: set[str], measure: bool | None = None
+    ) -> None:
         self.packed, self.dtype, self.fixed = packed, dtype, fixed
         self.measure = packed.table.is_cuda if measure is None else measure
         self.log: list[Tuned] = []
@@ -55,7 +58,9 @@ class Tuning:
 
     def _by_rule(self) -> PackedModel:
         blocks = [
-            replace(b, ffn=replace(b.ffn, fused=_has_fused(b.ffn, self.dtype))) if isinstance(b.ffn, PackedExperts) else b
+            replace(b, ffn=replace(b.ffn, fused=_has_fused(b.ffn, self.dtype)))
+            if isinstance(b.ffn, PackedExperts)
+            else b
             for b in self.packed.blocks
         ]
         return replace(self.packed, blocks=blocks)
@@ -67,7 +72,7 @@ class Tuning:
                 name = self._pick_linear(role, [getattr(b, role) for b in blocks], rows)
                 if name is not None:
                     blocks = [
-                        replace(b, **{role: replace(getattr(b, role), backend=name)})  # type: ignore[arg-type]
+                        replace(b, **{role: replace(getattr(b, role), backend=name)})
                         if getattr(b, role).activation is not None
                         else b
                         for b in blocks
@@ -77,7 +82,9 @@ class Tuning:
             if groups:
                 backend, fused = self._pick_experts(groups, rows)
                 blocks = [
-                    replace(b, ffn=replace(b.ffn, backend=backend, fused=fused)) if isinstance(b.ffn, PackedExperts) else b
+                    replace(b, ffn=replace(b.ffn, backend=backend, fused=fused))
+                    if isinstance(b.ffn, PackedExperts)
+                    else b
                     for b in blocks
                 ]
         return dataclasses.replace(self.packed, blocks=blocks)
@@ -92,7 +99,7 @@ class Tuning:
         q = low[0].prepare(x)
 
         def make(name: str) -> list[Callable[[], Any]]:
-            return [lambda m=replace(m, backend=name): m(q, self.dtype) for m in low]  # type: ignore[misc]
+            return [partial(replace(m, backend=name), q, self.dtype) for m in low]
 
         names = [n for n in registry.BACKENDS["scaled_mm"] if n != "reference"]
         return self._race(role, rows, {n: make(n) for n in names}, make("reference")[0], default="auto")
@@ -144,9 +151,7 @@ def _sample(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> 
     return torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
 
 
-def _run_experts(
-    moe: PackedExperts, x: Operand, offsets: Tensor, name: str, fused: bool, dtype: torch.dtype
-) -> Tensor:
+def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, name: str, fused: bool, dtype: torch.dtype) -> Tensor:
     if fused:
         inner = grouped_swiglu(x, moe.gate_up, offsets, spec=moe.specs[1], out_dtype=dtype, backend=name)
     else:
@@ -158,7 +163,10 @@ def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
     """Whether a backend other than the emulation has gate, up, SwiGLU and quantisation in one kernel for this layer."""
     if not isinstance(moe.activation, nn.SiLU):
         return False
-    specs: tuple[Spec | None, Spec | None] = (moe.specs[0], moe.gate_up.spec if isinstance(moe.gate_up, QTensor) else None)
+    specs: tuple[Spec | None, Spec | None] = (
+        moe.specs[0],
+        moe.gate_up.spec if isinstance(moe.gate_up, QTensor) else None,
+    )
     experts, n, k = moe.gate_up.shape
     data = moe.gate_up.data.dtype if isinstance(moe.gate_up, QTensor) else moe.gate_up.dtype
     call = GroupedCall(experts, k, n, experts, *specs, data, dtype, False, True, moe.specs[1])
@@ -190,9 +198,9 @@ def time_calls(calls: list[Callable[[], Any]], device: torch.device) -> float:
     best = float("inf")
     for _ in range(REPEATS):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()  # type: ignore[no-untyped-call]
+        start.record()
         graph.replay()
-        stop.record()  # type: ignore[no-untyped-call]
+        stop.record()
         stop.synchronize()
-        best = min(best, 1e3 * start.elapsed_time(stop) / len(calls))  # type: ignore[no-untyped-call]
+        best = min(best, 1e3 * start.elapsed_time(stop) / len(calls))
     return best

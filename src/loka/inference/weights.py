@@ -96,7 +96,9 @@ class PackedLinear:
         if isinstance(self.weight, QTensor):
             q = self.prepare(x)
             assert isinstance(q, QTensor)  # prepare quantised it
-            fast = self.fast_accum and self.weight.spec.block == ROW  # block scales leave the tensor cores every 128 products
+            fast = (
+                self.fast_accum and self.weight.spec.block == ROW
+            )  # block scales leave the tensor cores every 128 products
             y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.backend, fast_accum=fast)
             return y if self.bias is None else y + self.bias
         assert isinstance(x, Tensor)  # a high-precision linear is never handed FP8
@@ -230,9 +232,17 @@ class PackedBlock:
             ffn = PackedSwiGLU.of(block.ffn, placement)
         else:
             raise ValueError(f"the engine knows SwiGLU and MixtureOfExperts, not {type(block.ffn).__name__}")
-        norms = [PackedNorm.of(n, placement) for n in (block.cross_norm, block.self_norm, block.ffn_norm)]
-        linears = (block.cross.query, block.cross.out, block.attention.qkv, block.attention.out)
-        return cls(block.pair, *norms, *(PackedLinear.of(m, placement) for m in linears), ffn)  # type: ignore[arg-type,misc]
+        return cls(
+            pair=block.pair,
+            cross_norm=PackedNorm.of(block.cross_norm, placement),
+            self_norm=PackedNorm.of(block.self_norm, placement),
+            ffn_norm=PackedNorm.of(block.ffn_norm, placement),
+            query=PackedLinear.of(block.cross.query, placement),
+            cross_out=PackedLinear.of(block.cross.out, placement),
+            qkv=PackedLinear.of(block.attention.qkv, placement),
+            self_out=PackedLinear.of(block.attention.out, placement),
+            ffn=ffn,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """ptq: post-training quantisation of a trained model, and the look at its distributions that says whether it will go well.
 
-    summary = loka.quantize(model, recipe="onerec")                  in place; by a recipe, optionally under a bound on the end metric
-    loka.ptq.save(model, summary, "model.safetensors")               loads again without the original: loka.ptq.load_quantized(path)
-    loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines that read that layout
+summary = loka.quantize(model, recipe="onerec")                  in place; by a recipe, optionally under a bound on the end metric
+loka.ptq.save(model, summary, "model.safetensors")               loads again without the original: loka.ptq.load_quantized(path)
+loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines that read that layout
 """
 
 from loka.ptq.checkpoint import load_quantized, save

@@ -146,7 +146,9 @@ def _restore(kind: type, values: dict[str, Any]) -> Any:
     made: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = values[field.name]
-        nested = next((t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)), None)
+        nested = next(
+            (t for t in (hints[field.name], *get_args(hints[field.name])) if dataclasses.is_dataclass(t)), None
+        )
         if isinstance(value, dict) and isinstance(nested, type):
             value = _restore(nested, value)
         made[field.name] = tuple(value) if isinstance(value, list) else value

@@ -53,8 +53,7 @@ class _Quantized(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in before.items():
             new = self._buffers[name]
-            assert old is not None and new is not None  # buffers are set once, in __init__
-            if new.dtype != old.dtype:
+            if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
         return self
 

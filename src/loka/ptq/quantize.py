@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from loka.dispatch import Operands
-from loka.formats import relative_l2
+from loka.formats import QTensor, relative_l2
 from loka.nn import GroupedLinear
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, quantize_module, sites, swap
 from loka.ptq.recipe import BLOCKWISE, ROWWISE, PtqRecipe, ptq_recipe
@@ -156,23 +156,25 @@ def _say(change: Interval, bound: float | None, picked: bool) -> str:
 
 
 def _describe(name: str, old: Site, new: nn.Module, reason: str, change: Interval | None) -> QuantizedSite:
-    quantized = isinstance(new, QuantizedLinear | QuantizedExperts)
-    error = None
-    if quantized and old.weight.device.type != "meta":
-        first = old.weight.detach() if old.weight.dim() == 2 else old.weight[0].detach()
-        q = new.qweight
-        again = q.dequantize() if q.data.dim() == 2 else type(q)(q.data[0], q.scale[0], q.spec).dequantize()
-        error = relative_l2(again, first)
+    low = new if isinstance(new, QuantizedLinear | QuantizedExperts) else None
     return QuantizedSite(
         name=name,
         type=type(old).__name__,
         shape=list(old.weight.shape),
-        activation=str(new.activation) if quantized else None,
-        weight=str(new.weight_spec) if quantized else None,
+        activation=None if low is None else str(low.activation),
+        weight=None if low is None else str(low.weight_spec),
         reason=reason,
-        weight_error=error,
+        weight_error=None
+        if low is None or old.weight.device.type == "meta"
+        else _weight_error(old.weight, low.qweight),
         metric_change=change,
     )
+
+
+def _weight_error(weight: torch.Tensor, q: QTensor) -> float:
+    """Relative L2 of the rounding; of the first expert where there are many."""
+    one = q if q.data.dim() == 2 else QTensor(q.data[0], q.scale[0], q.spec)
+    return relative_l2(one.dequantize(), weight.detach() if weight.dim() == 2 else weight[0].detach())
 
 
 def size_in_bytes(model: nn.Module, wide: int | None = None) -> int:

@@ -90,7 +90,9 @@ def _change(
         losses, _ = _run(model, score)
     finally:
         swap(model, originals)
-    result = compare_paired(losses, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True)
+    result = compare_paired(
+        losses, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True
+    )
     value, low, high = (x / 100 for x in (result.estimate, result.low, result.high))
     return Interval(value=value, low=min(low, value), high=max(high, value))
 
