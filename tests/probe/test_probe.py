@@ -125,7 +125,7 @@ def test_errors_equal_a_direct_computation(small: Small) -> None:
     probe = Probe(small, every=1, rows=64)
     x, y = batches(1)[0]
     nn.functional.binary_cross_entropy_with_logits(small(x), y).backward()
-    report = probe.evaluate(["rowwise"], samples=3)
+    report = probe.evaluate(["rowwise"], samples=3, sources=["rows"], judged_on=["rows"])
     spec = Spec.parse("e4m3:row")
     weight = small.first.weight.detach()
     out, ref = fake_quantize(x, spec) @ fake_quantize(weight, spec).T, x @ weight.T
@@ -169,7 +169,7 @@ def test_unsafe_names_the_cause() -> None:
     report = probe.evaluate(["rowwise"], samples=3)
     (verdict,) = [v for v in report.record.sites[0].verdicts if v.gemm == "fprop"]
     assert verdict.safety == "unsafe"
-    assert "1 outlier channels in the input" in verdict.reason
+    assert "1 outlier channel in the input" in verdict.reason
     assert "underflows" in verdict.reason
     assert verdict.suggested_mod is not None
     assert "unsafe" in report.table()

@@ -1,175 +1,299 @@
-"""Candidates on real rows: how far each way to run a GEMM is from high precision.
+"""Candidates on a site's own distributions: how far each way to run a GEMM is from high precision.
 
-For every GEMM of a site and every recipe the operands are quantised and multiplied as the backend would, and compared with the
-product of the unquantised operands in float32:
+For every GEMM of a site, every recipe and every engine the operands are quantised and multiplied as the backend would, and compared with the
+float64 product of the unquantised operands:
 
     fprop          guarded MERE    what the next layer sees
     dgrad, wgrad   relative L2     what the optimiser sees: a sum, where element-wise errors of small entries do not matter
 
-The guard of MERE, 0.01 rms, is taken row by row: a row is an example, and its size must not depend on its neighbours'. With one guard for
-the whole output a tensorwise scale that flushes every small row to zero scores 0.004 (rows lognormal with sigma 5), since the large rows
-alone set the guard; row by row it scores 0.99. For rows of one size the two are the same.
+Operands come from four origins (`loka.probe.problem`). A candidate is judged on the *worst* of rows, copula and gaussian, by the upper end of the
+interval: rows are what was seen, the copula is what the learned marginals say can be seen together, the Gaussian is what the published method
+draws and the only one with weights other than the actual one. Each misses something (rows: what the next thousand steps bring; the copula: how
+x and dy hang together; the Gaussian: tails), and a wrong "safe" costs a training run where a wrong "unsafe" costs a little speed. N(0, 1)
+never decides: it knows nothing about the site.
 
-The interval is a bootstrap over rows: rows are drawn with replacement, the whole GEMM (scales included) is repeated on them, and the
-2.5 % and 97.5 % quantiles of its error are reported, widened if need be to contain the error on all rows. The weight is the actual one.
+Intervals are 95 % bootstraps:
 
-This measures error only. Times are measured where there is a GPU, by `loka.measure`; here they stay None.
+    rows       the rows are resampled, `samples` times, scales included; quantiles of the replicates, widened to contain the error of all rows
+    learned    `samples` independent draws of 32 rows (wgrad: of 128); the mean and the bootstrap of the mean, resampling weights where several
+               draws share one. That the learned parameters are themselves estimates is not in the interval.
+
+A row's error does not depend on other rows, unless they share a scale: so a resample of rows needs no new product, but for a tensor scale one
+product per distinct largest row. In wgrad the rows are summed: every replicate is computed (on at most 128 rows).
+
+The conformance gate comes first (`loka.probe.engine`); what fails it has a refusal and no error. Times are `loka.probe.speed`'s business.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from loka.dispatch import Operands, Recipe
-from loka.formats import QTensor, mere, relative_l2, saturated_fraction, sqnr, underflowed_fraction
-from loka.kernels import registry
-from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import MatmulCall, scaled_mm
+from loka.dispatch import Operands, error_of, recipe_named
+from loka.formats import TENSOR, saturated_fraction, underflowed_fraction
+from loka.measure.site import gemm_shape
+from loka.probe.engine import Engine, Gate
+from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
+from loka.probe.problem import (
+    ROWS_PER_SAMPLE,
+    WGRAD_ROWS,
+    Chunk,
+    Problem,
+    RowErrors,
+    compare_rows,
+    draw_chunks,
+    lost_by_row,
+    rows_of,
+)
 from loka.probe.watch import Watch
-from loka.records import Candidate, Gemm, Interval
+from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
 
-DISTRIBUTION = "real rows"
+JUDGED: tuple[Source, ...] = ("rows", "copula", "gaussian")
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One GEMM on sampled rows: out = a b^T. In wgrad the rows are the contracted axis."""
+class Trial:
+    """One candidate for one GEMM."""
 
-    gemm: Gemm
-    a: Tensor
-    b: Tensor
+    recipe: str
+    operands: Operands
+    engine: Engine
 
-    @property
-    def rows(self) -> int:
-        """Number of sampled rows."""
-        return self.a.shape[1] if self.gemm == "wgrad" else self.a.shape[0]
-
-    def select(self, index: Tensor) -> "Problem":
-        """The same GEMM on some of the rows."""
-        if self.gemm == "wgrad":
-            return Problem(self.gemm, self.a[:, index], self.b[:, index])
-        return Problem(self.gemm, self.a[index], self.b)
-
-    def reference(self) -> Tensor:
-        """The product in float32."""
-        return self.a @ self.b.T
+    def describe(self, gemm: Gemm, refusal: str | None = None) -> Candidate:
+        """The record, without errors."""
+        a, b = str(self.operands.a), str(self.operands.b)
+        return Candidate(gemm=gemm, recipe=self.recipe, backend=self.engine.name, a=a, b=b, refusal=refusal)
 
 
-def problem_of(watch: Watch, gemm: Gemm) -> Problem:
-    """The operands of one GEMM, from the rows a site kept and its actual weight."""
-    x, dy = watch.reservoir.x.float(), watch.reservoir.dy
-    weight = watch.module.weight.detach().float()
-    if gemm == "fprop":
-        return Problem(gemm, x, weight)
-    if dy is None:
-        raise ValueError(f"{watch.name}: no gradient was seen, so {gemm} cannot be evaluated")
-    return Problem(gemm, dy.float(), weight.T) if gemm == "dgrad" else Problem(gemm, dy.float().T, x.T)
+@dataclass
+class Outcome:
+    """What a trial gave, while it is being measured."""
+
+    trial: Trial
+    errors: list[DistributionError] = field(default_factory=list)
+    refusal: str | None = None
 
 
-@torch.no_grad()
-def evaluate_candidate(
-    problem: Problem, recipe: Recipe, backend: str, *, samples: int, generator: torch.Generator
-) -> Candidate | None:
-    """Measure one recipe on one GEMM; None where the recipe leaves this GEMM in high precision."""
-    operands = recipe.operands(problem.gemm)
-    if operands is None:
-        return None
-    refusal = _find_refusal(problem, operands, backend)
-    if refusal is None:
+class Evaluator:
+    """Evaluates the GEMMs of sites; remembers which engines passed the gate and what N(0, 1) said at which shape."""
+
+    def __init__(
+        self,
+        recipes: Sequence[str],
+        engines: Sequence[Engine],
+        *,
+        samples: int,
+        sources: Sequence[Source],
+        judged_on: Sequence[Source],
+        seed: int,
+        gate: bool = True,
+    ) -> None:
+        check_sources(sources, judged_on)
+        if samples < 1:
+            raise ValueError(f"samples={samples}: an interval needs at least one resample")
+        self.recipes = [recipe_named(name) for name in recipes]
+        self.engines, self.samples = engines, samples
+        self.sources, self.judged_on = tuple(sources), tuple(judged_on)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._gate = Gate() if gate else None
+        self._normal: dict[tuple[object, ...], DistributionError | str] = {}
+
+    @torch.no_grad()
+    def evaluate(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
+        """Every candidate of one GEMM; a recipe that leaves it in high precision has none."""
+        outcomes = [
+            Outcome(Trial(recipe.name, operands, engine))
+            for recipe in self.recipes
+            if (operands := recipe.operands(gemm)) is not None
+            for engine in self.engines
+        ]
+        shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
+        if gemm == "wgrad":  # the batch is contracted: its length only has to keep its remainder
+            shape = (shape[0], min(shape[1], 512 + shape[1] % 128), shape[2])
+        for outcome in outcomes:
+            if self._gate is not None:
+                trial = outcome.trial
+                outcome.refusal = self._gate.refuse(trial.engine, trial.operands, shape, watch.module.weight.device)
+        for source in self.sources:
+            self._measure(watch, gemm, source, [o for o in outcomes if o.refusal is None])
+        return [judge_errors(o, gemm, self.judged_on) for o in outcomes]
+
+    def _measure(self, watch: Watch, gemm: Gemm, source: Source, outcomes: Sequence[Outcome]) -> None:
+        known: dict[int, tuple[object, ...]] = {
+            id(o): (source, gemm, watch.n, watch.k, o.trial.operands, id(o.trial.engine)) for o in outcomes
+        }
+        fresh = [o for o in outcomes if source != "normal" or known[id(o)] not in self._normal]
         try:
-            return _measure(problem, recipe.name, operands, backend, samples, generator)
-        except _NotFiniteError as error:
-            refusal = str(error)
-    return Candidate(
-        gemm=problem.gemm,
-        recipe=recipe.name,
-        backend=backend,
-        a=str(operands.a),
-        b=str(operands.b),
-        refusal=refusal,
+            if source == "rows":
+                found = measure_rows(rows_of(watch, gemm), [o.trial for o in fresh], self.samples, self._generator)
+            else:
+                chunks = draw_chunks(watch, gemm, source, self.samples, self._generator) if fresh else ()
+                found = measure_draws(chunks, [o.trial for o in fresh], source, self._generator)
+        except _NothingLearnedError as error:
+            found = [str(error)] * len(fresh)
+        results = {known[id(outcome)]: result for outcome, result in zip(fresh, found, strict=True)}
+        if source == "normal":
+            results = self._normal = {**self._normal, **results}
+        for outcome in outcomes:
+            result = results[known[id(outcome)]]
+            if isinstance(result, DistributionError):
+                outcome.errors.append(result)
+            elif source in self.judged_on:
+                outcome.refusal = result
+
+
+class _NothingLearnedError(ValueError):
+    """A distribution that cannot be drawn from."""
+
+
+def check_sources(sources: Sequence[str], judged_on: Sequence[str]) -> None:
+    """Refuse unknown origins, and a verdict on what is not measured."""
+    unknown = [s for s in (*sources, *judged_on) if s not in SOURCES]
+    if unknown or not sources:
+        raise ValueError(f"sources {unknown or 'are missing'}; there are {', '.join(SOURCES)}")
+    missing = [s for s in judged_on if s not in sources]
+    if missing or not judged_on:
+        raise ValueError(f"to be judged on {', '.join(missing) or 'nothing'}, which is not evaluated: {list(sources)}")
+
+
+def judge_errors(outcome: Outcome, gemm: Gemm, judged_on: Sequence[Source]) -> Candidate:
+    """The record of a candidate, with the entry that counts repeated at its top."""
+    bare = outcome.trial.describe(gemm, outcome.refusal)
+    if outcome.refusal is not None:
+        return bare
+    measured = [
+        replace(_promote(bare, entry), errors=outcome.errors) for entry in outcome.errors if entry.source in judged_on
+    ]
+    return max(measured, key=lambda c: error.high if (error := error_of(c)) else 0.0)
+
+
+def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
+    return replace(
+        bare,
+        distribution=entry.source,
+        samples=entry.samples,
+        mere=entry.mere,
+        relative_l2=entry.relative_l2,
+        sqnr_db=None if entry.sqnr_db is None else entry.sqnr_db.value,
+        saturated=entry.saturated.value,
+        underflowed=entry.underflowed.value,
     )
 
 
-class _NotFiniteError(ValueError):
-    """An error that cannot be written down as a number."""
+def run_rows(problem: Problem, trial: Trial, reference: Tensor) -> tuple[RowErrors, tuple[float, float]]:
+    """Errors of every row of the result, and the shares of b that saturate and vanish."""
+    out, qa, qb = trial.engine.run(problem, trial.operands)
+    of_b = saturated_fraction(problem.b, qb), underflowed_fraction(problem.b, qb)
+    return RowErrors(*compare_rows(out, reference), *lost_by_row(problem.a, qa)), of_b
 
 
-def _find_refusal(problem: Problem, operands: Operands, backend: str) -> str | None:
-    call = MatmulCall(
-        problem.a.shape[0],
-        problem.a.shape[1],
-        problem.b.shape[0],
-        operands.a,
-        operands.b,
-        torch.float32,
-        operands.fast_accum,
-    )
-    verdict = registry.backend("scaled_mm", backend).supports(call, problem.a.device)
-    return None if verdict else verdict.reason
+def summarise(rows: RowErrors, of_b: tuple[float, float]) -> Values:
+    """The four numbers of one sample."""
+    size, error = float(rows.size.sum()), float(rows.error.sum())
+    l2 = math.sqrt(error / size) if size > 0 else (0.0 if error == 0 else math.inf)
+    lost = (float(share.mean()) if share.numel() else 0.0 for share in (rows.saturated, rows.underflowed))
+    saturated, underflowed = (max(a, b) for a, b in zip(lost, of_b, strict=True))
+    return float(rows.mere.mean()) if rows.mere.numel() else 0.0, l2, saturated, underflowed
 
 
-def _quantize(problem: Problem, operands: Operands, backend: str) -> tuple[QTensor, QTensor]:
-    quantizer = "reference" if backend == "reference" else "auto"  # emulation is emulation throughout
-    a, b = problem.a.contiguous(), problem.b.contiguous()
-    return quantize(a, operands.a, backend=quantizer), quantize(b, operands.b, backend=quantizer)
+def measure_draws(
+    chunks: Iterable[Chunk], trials: Sequence[Trial], source: Source, generator: torch.Generator
+) -> list[DistributionError | str]:
+    """Every trial on the same draws; a reason instead of an error where there is none."""
+    results: list[list[Values] | str] = [[] for _ in trials]
+    weights: list[int] = []
+    rows = ROWS_PER_SAMPLE
+    for number, chunk in enumerate(_drawn(chunks)):
+        reference = chunk.problem.reference()
+        weights += [number] * chunk.samples
+        rows = WGRAD_ROWS if chunk.problem.gemm == "wgrad" else ROWS_PER_SAMPLE
+        for index, trial in enumerate(trials):
+            held = results[index]
+            if isinstance(held, str):
+                continue
+            try:
+                held += _run_chunk(chunk, trial, reference)
+            except Exception as error:  # a backend that fails is an answer, not the end of the others
+                results[index] = f"fails on {source} operands: {type(error).__name__}: {error}"
+    return [r if isinstance(r, str) else summarise_draws(r, weights, source, rows, generator) for r in results]
 
 
-def _run(problem: Problem, operands: Operands, backend: str) -> Tensor:
-    qa, qb = _quantize(problem, operands, backend)
-    return scaled_mm(qa, qb, out_dtype=torch.float32, backend=backend, fast_accum=operands.fast_accum)
+def _drawn(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The same chunks; what drawing refuses is told apart from what a backend refuses."""
+    try:
+        yield from chunks
+    except ValueError as error:
+        raise _NothingLearnedError(f"cannot be drawn: {error}") from error
 
 
-def mere_by_row(out: Tensor, ref: Tensor) -> float:
-    """Guarded MERE with each row's own guard; a row whose reference is all zero is measured against the whole."""
-    whole = ref.square().mean().sqrt()
-    size = ref.square().mean(dim=1, keepdim=True).sqrt()
-    size = torch.where(size > 0, size, whole)
-    size = torch.where(size > 0, size, torch.ones_like(size))
-    return mere(out / size, ref / size)
+def _run_chunk(chunk: Chunk, trial: Trial, reference: Tensor) -> list[Values]:
+    problem, count = chunk.problem, chunk.samples
+    if problem.gemm == "wgrad" or count == 1:
+        return [summarise(*run_rows(problem, trial, reference))]
+    height = problem.rows // count
+    parts = [slice(i * height, (i + 1) * height) for i in range(count)]
+    if trial.operands.a.block.rows == 1:  # rows do not share a scale: one product serves all samples
+        errors, of_b = run_rows(problem, trial, reference)
+        return [summarise(errors[part], of_b) for part in parts]
+    return [
+        summarise(*run_rows(Problem(problem.gemm, problem.a[part], problem.b), trial, reference[part]))
+        for part in parts
+    ]
 
 
-def _errors(out: Tensor, ref: Tensor) -> tuple[float, float]:
-    return (mere_by_row(out, ref) if ref.numel() else 0.0), relative_l2(out, ref)
+def measure_rows(
+    problem: Problem, trials: Sequence[Trial], samples: int, generator: torch.Generator
+) -> list[DistributionError | str]:
+    """Every trial on the kept rows, with the bootstrap over them."""
+    if problem.gemm == "wgrad" and problem.rows > WGRAD_ROWS:
+        problem = problem.select(torch.randperm(problem.rows, generator=generator)[:WGRAD_ROWS].to(problem.a.device))
+    index = torch.randint(problem.rows, (samples, problem.rows), generator=generator).to(problem.a.device)
+    reference = problem.reference()
+    found: list[DistributionError | str] = []
+    for trial in trials:
+        try:
+            whole, of_b = run_rows(problem, trial, reference)
+            value = summarise(whole, of_b)
+            if not all(math.isfinite(v) for v in value[:2]):
+                found.append(not_finite("rows", value))
+                continue
+            if problem.gemm == "wgrad":
+                replicates = [_replicate_wgrad(problem.select(part), trial) for part in index]
+            elif trial.operands.a.block == TENSOR:
+                replicates = _replicate_tensorwise(problem, trial, reference, index)
+            else:
+                replicates = [summarise(whole[part], of_b) for part in index]
+        except Exception as error:  # a backend that fails is an answer, not the end of the others
+            found.append(f"fails on rows operands: {type(error).__name__}: {error}")
+            continue
+        bad = [r for r in replicates if not all(math.isfinite(v) for v in r)]
+        if bad:
+            found.append(not_finite("rows", bad[0]))
+            continue
+        intervals = [interval_of(v, [r[i] for r in replicates]) for i, v in enumerate(value)]
+        found.append(make_entry("rows", samples, problem.rows, intervals))
+    return found
 
 
-def _measure(
-    problem: Problem, recipe: str, operands: Operands, backend: str, samples: int, generator: torch.Generator
-) -> Candidate:
-    out, ref = _run(problem, operands, backend), problem.reference()
-    whole = _errors(out, ref)
-    if not all(math.isfinite(error) for error in whole):
-        raise _NotFiniteError(f"the error is not finite on the sampled rows (MERE {whole[0]}, relative L2 {whole[1]})")
-    replicates: list[tuple[float, float]] = []
-    for _ in range(samples):
-        index = torch.randint(problem.rows, (problem.rows,), generator=generator).to(problem.a.device)
-        part = problem.select(index)
-        replicates.append(_errors(_run(part, operands, backend), part.reference()))
-    qa, qb = _quantize(problem, operands, backend)
-    noise = sqnr(out, ref)
-    return Candidate(
-        gemm=problem.gemm,
-        recipe=recipe,
-        backend=backend,
-        a=str(operands.a),
-        b=str(operands.b),
-        distribution=DISTRIBUTION,
-        samples=samples,
-        mere=interval_of(whole[0], [r[0] for r in replicates]),
-        relative_l2=interval_of(whole[1], [r[1] for r in replicates]),
-        sqnr_db=noise if math.isfinite(noise) else None,
-        saturated=max(saturated_fraction(problem.a, qa), saturated_fraction(problem.b, qb)),
-        underflowed=max(underflowed_fraction(problem.a, qa), underflowed_fraction(problem.b, qb)),
-    )
+def _replicate_wgrad(problem: Problem, trial: Trial) -> Values:
+    return summarise(*run_rows(problem, trial, problem.reference()))
 
 
-def interval_of(value: float, replicates: Sequence[float]) -> Interval:
-    """The 95 % quantile interval of the replicates, widened to contain the value."""
-    finite = [r for r in replicates if math.isfinite(r)]
-    if not finite:
-        return Interval(value=value, low=value, high=value)
-    levels = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.quantile(torch.tensor(finite, dtype=torch.float64), levels).tolist()
-    return Interval(value=value, low=min(low, value), high=max(high, value))
+def _replicate_tensorwise(problem: Problem, trial: Trial, reference: Tensor, index: Tensor) -> list[Values]:
+    """Resamples under one scale for all their rows: it is that of the largest row among them, so few products serve them all."""
+    largest = problem.a.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
+    tops = largest[index].amax(1)
+    known: dict[float, tuple[RowErrors, tuple[float, float], Tensor]] = {}
+    replicates = []
+    for part, top in zip(index, tops.tolist(), strict=True):
+        if top not in known:
+            inside = (largest <= top).nonzero().flatten()
+            place = torch.full_like(largest, -1, dtype=torch.long)
+            place[inside] = torch.arange(inside.numel(), device=place.device)
+            known[top] = (*run_rows(problem.select(inside), trial, reference[inside]), place)
+        errors, of_b, place = known[top]
+        replicates.append(summarise(errors[place[part]], of_b))
+    return replicates

@@ -21,17 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from loka.dispatch import recipe_named
 from loka.formats import Spec
-from loka.probe.evaluate import evaluate_candidate, problem_of
+from loka.probe.engine import Engine
 from loka.probe.report import Report
-from loka.probe.verdict import judge
+from loka.probe.survey import DEFAULT_RECIPES, MAX_ERROR, MAX_GRADIENT_ERROR, Settings, Survey
 from loka.probe.watch import Watch
-from loka.records import Candidate, FlopsOf, FormatRange, GemmVerdict, ProbeReport, Site, capture_environment
+from loka.records import FlopsOf, FormatRange, ProbeReport, Site, capture_environment
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
-MAX_ERROR, MAX_GRADIENT_ERROR, MIN_SPEEDUP = 0.2, 0.1, 1.05
 
 
 class Probe:
@@ -121,23 +118,35 @@ class Probe:
         recipes: Sequence[str] = DEFAULT_RECIPES,
         *,
         samples: int = 100,
-        backends: Sequence[str] = ("reference",),
+        backends: Sequence[str | Engine] = ("reference",),
         max_error: float = MAX_ERROR,
         max_gradient_error: float = MAX_GRADIENT_ERROR,
         model_name: str | None = None,
+        data_name: str | None = None,
         command: str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
+        **settings: Any,
     ) -> Report:
-        """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each."""
-        if samples < 1:
-            raise ValueError(f"samples={samples}: an interval needs at least one resample")
-        generator = torch.Generator().manual_seed(self._seed)
+        """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each.
+
+        `settings` are further fields of `loka.probe.survey.Settings`: sources, judged_on, min_speedup, weights, repeats, seconds, gate.
+        """
+        asked = Settings(
+            recipes=recipes,
+            backends=backends,
+            samples=samples,
+            max_error=max_error,
+            max_gradient_error=max_gradient_error,
+            **settings,
+        )
+        survey = Survey(asked, seed=self._seed)
+        flops = self._flops_by_site()
+        total = self._flops or sum(flops.values()) or 1
         sites = []
         for number, watch in enumerate(self._watches.values()):
             if progress is not None:
                 progress(watch.name, number, len(self._watches))
-            candidates = _evaluate_site(watch, recipes, backends, samples, generator)
-            sites.append(self._describe(watch, candidates, max_error, max_gradient_error))
+            sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0)))
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,
@@ -148,6 +157,8 @@ class Probe:
             rows=self.rows,
             formats=_describe_formats(sites),
             sites=sites,
+            judged_on=list(asked.judged_on),
+            data=data_name,
             environment=capture_environment(
                 command=command, device=_name_device(self.model), threads=torch.get_num_threads()
             ),
@@ -161,38 +172,6 @@ class Probe:
     def _flops_by_site(self) -> dict[str, float]:
         steps = max(self.sampled_steps, 1)
         return {w.name: 2 * w.rows_seen * w.k * w.n * len(w.gemms) / steps for w in self._watches.values()}
-
-    def _describe(self, watch: Watch, candidates: list[Candidate], max_error: float, max_gradient: float) -> Site:
-        flops = self._flops_by_site()
-        total = self._flops or sum(flops.values()) or 1
-        stats = watch.describe()
-        verdicts: list[GemmVerdict] = [
-            judge(
-                gemm,
-                candidates,
-                stats,
-                limit=max_error if gemm == "fprop" else max_gradient,
-                min_speedup=MIN_SPEEDUP,
-                outputs=watch.n,
-            )
-            for gemm in watch.gemms
-        ]
-        if not watch.calls:
-            reason = "never called on a sampled step"
-            verdicts = [GemmVerdict(gemm="fprop", safety="not measured", speed="not measured", reason=reason)]
-        return Site(
-            name=watch.name,
-            type=watch.type,
-            m=watch.largest,
-            k=watch.k,
-            n=watch.n,
-            calls=watch.calls,
-            flops_share=min(flops[watch.name] / total, 1.0),
-            gemms=watch.gemms,
-            stats=stats,
-            candidates=candidates,
-            verdicts=verdicts,
-        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """What was seen, as flat named tensors (safetensors can write them)."""
@@ -213,20 +192,6 @@ class Probe:
         self._active = bool(self._handles) and self.steps % self.every == 0
         for name, watch in self._watches.items():
             watch.load_state_dict({k.rpartition(":")[2]: v for k, v in state.items() if k.rpartition(":")[0] == name})
-
-
-def _evaluate_site(
-    watch: Watch, recipes: Sequence[str], backends: Sequence[str], samples: int, generator: torch.Generator
-) -> list[Candidate]:
-    candidates = []
-    for gemm in watch.gemms if watch.reservoir.kept else ():
-        problem = problem_of(watch, gemm)
-        for name in recipes:
-            for backend in backends:
-                found = evaluate_candidate(problem, recipe_named(name), backend, samples=samples, generator=generator)
-                if found is not None:
-                    candidates.append(found)
-    return candidates
 
 
 def _describe_formats(sites: Sequence[Site]) -> list[FormatRange]:

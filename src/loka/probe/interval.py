@@ -1,0 +1,63 @@
+"""From the errors of samples to an estimate with its 95 % interval."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from loka.records import DistributionError, Interval, Source
+
+RESAMPLES = 1000
+Values = tuple[float, float, float, float]  # mere, relative L2, saturated, underflowed
+
+
+def summarise_draws(
+    values: Sequence[Values], weights: Sequence[int], source: Source, rows: int, generator: torch.Generator
+) -> DistributionError | str:
+    """Means over independent draws with the bootstrap of the mean; draws that share a weight are resampled together."""
+    table = torch.tensor(values, dtype=torch.float64)
+    if not bool(table[:, :2].isfinite().all()):
+        worst = table[~table[:, :2].isfinite().all(1)][0].tolist()
+        return not_finite(source, worst)
+    groups = torch.tensor(weights) - min(weights)
+    count = int(groups.max()) + 1
+    sums = torch.zeros(count, 4, dtype=torch.float64).index_add_(0, groups, table)
+    sizes = torch.bincount(groups, minlength=count).double()
+    index = torch.randint(count, (RESAMPLES, count), generator=generator)
+    means = sums[index].sum(1) / sizes[index].sum(1, keepdim=True)
+    intervals = [interval_of(float(table[:, i].mean()), means[:, i].tolist()) for i in range(4)]
+    return make_entry(source, len(values), rows, intervals)
+
+
+def not_finite(source: Source, value: Sequence[float]) -> str:
+    """The refusal of a candidate whose error is no number."""
+    return f"the error is not finite on {source} operands (MERE {value[0]}, relative L2 {value[1]})"
+
+
+def make_entry(source: Source, samples: int, rows: int, intervals: Sequence[Interval]) -> DistributionError:
+    """The record of one origin."""
+    mere, l2, saturated, underflowed = intervals
+    return DistributionError(
+        source=source,
+        samples=samples,
+        rows=rows,
+        mere=mere,
+        relative_l2=l2,
+        sqnr_db=to_decibel(l2),
+        saturated=saturated,
+        underflowed=underflowed,
+    )
+
+
+def to_decibel(l2: Interval) -> Interval | None:
+    """SQNR = -20 log10(relative L2), end by end; None where an end is exact."""
+    if l2.low <= 0:
+        return None
+    return Interval(value=-20 * math.log10(l2.value), low=-20 * math.log10(l2.high), high=-20 * math.log10(l2.low))
+
+
+def interval_of(value: float, replicates: Sequence[float]) -> Interval:
+    """The 95 % quantile interval of the replicates, widened to contain the value."""
+    levels = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(torch.tensor(replicates, dtype=torch.float64), levels).tolist()
+    return Interval(value=value, low=min(low, value), high=max(high, value))

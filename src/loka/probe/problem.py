@@ -1,0 +1,156 @@
+"""One GEMM of a site on operands drawn from somewhere, and the errors of a result, row by row.
+
+    fprop   y  = x  W^T      a = x     b = W
+    dgrad   dx = dy W        a = dy    b = W^T
+    wgrad   dW = dy^T x      a = dy^T  b = x^T       the rows of the batch are the contracted axis
+
+Where operands come from:
+
+    rows       real rows a site kept, with its actual weight: the control for everything that is modelled
+    copula     rows with the learned correlation and the empirical marginals (heavy tails survive), with the actual weight
+    gaussian   rows of N(mu, Sigma) and a weight of the learned matrix normal: what the published method draws
+    normal     N(0, 1) for both, which is what kernels are usually tested on: for comparison only
+
+References are products in float64: whatever a process has allowed for float32 products (TF32), the reference is not touched by it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, decode, expand_scale
+from loka.formats.error import MERE_GUARD
+from loka.probe.watch import Watch
+from loka.records import Gemm, Source
+
+ROWS_PER_SAMPLE = 32  # of a drawn fprop or dgrad: 100 samples look at 3,200 rows
+WGRAD_ROWS = 128  # contracted rows of a drawn wgrad: one whole 1x128 group
+WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
+MIN_WEIGHTS = 5
+DRAWN_TOGETHER = 10  # samples of a wgrad: a draw has a fixed cost
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out = a b^T, and the product the result is compared with."""
+
+    gemm: Gemm
+    a: Tensor
+    b: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Number of sampled rows."""
+        return self.a.shape[1] if self.gemm == "wgrad" else self.a.shape[0]
+
+    def select(self, index: Tensor) -> "Problem":
+        """The same GEMM on some of the rows."""
+        if self.gemm == "wgrad":
+            return Problem(self.gemm, self.a[:, index].contiguous(), self.b[:, index].contiguous())
+        return Problem(self.gemm, self.a[index], self.b)
+
+    def reference(self) -> Tensor:
+        """The product in float64."""
+        return self.a.double() @ self.b.double().T
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Several samples of one weight: equal numbers of rows, one sample after the other."""
+
+    problem: Problem
+    samples: int
+
+
+def rows_of(watch: Watch, gemm: Gemm) -> Problem:
+    """The GEMM on the rows a site kept and its actual weight."""
+    x, dy = watch.reservoir.x.float(), watch.reservoir.dy
+    if gemm == "fprop":
+        return Problem(gemm, x, weight_of(watch))
+    if dy is None:
+        raise ValueError(f"{watch.name}: no gradient was seen, so {gemm} cannot be evaluated")
+    if gemm == "dgrad":
+        return Problem(gemm, dy.float(), weight_of(watch).T.contiguous())
+    return Problem(gemm, dy.float().T.contiguous(), x.T.contiguous())
+
+
+def weight_of(watch: Watch) -> Tensor:
+    """The actual weight [N, K]."""
+    return watch.module.weight.detach().float()
+
+
+def draw_chunks(watch: Watch, gemm: Gemm, source: Source, samples: int, generator: torch.Generator) -> Iterator[Chunk]:
+    """`samples` draws of a GEMM; weights are drawn anew as often as WEIGHT_FLOPS allows."""
+    if gemm == "wgrad":
+        for count in split_samples(samples, -(-samples // DRAWN_TOGETHER)):
+            x, dy = watch.draw_pair(source, count * WGRAD_ROWS, generator)
+            for left, right in zip(torch.split(dy, WGRAD_ROWS), torch.split(x, WGRAD_ROWS), strict=True):
+                yield Chunk(Problem(gemm, left.T.contiguous(), right.T.contiguous()), 1)
+        return
+    for count in split_samples(samples, count_weights(watch.n, watch.k, samples)):
+        weight = weight_of(watch) if source == "copula" else watch.draw("w", source, watch.n, generator)
+        a = watch.draw("x" if gemm == "fprop" else "dy", source, count * ROWS_PER_SAMPLE, generator)
+        yield Chunk(Problem(gemm, a, weight if gemm == "fprop" else weight.T.contiguous()), count)
+
+
+def count_weights(n: int, k: int, samples: int) -> int:
+    """How many weights are drawn for `samples` pairs: drawing one factors U and V and multiplies [N, N] by [N, K] by [K, K]."""
+    affordable = int(WEIGHT_FLOPS / (2 * n * k * (n + k) + (n**3 + k**3) / 3))
+    return max(1, min(samples, max(affordable, MIN_WEIGHTS)))
+
+
+def split_samples(samples: int, parts: int) -> list[int]:
+    """Parts of nearly equal size."""
+    return [samples // parts + (part < samples % parts) for part in range(parts)]
+
+
+@dataclass(frozen=True)
+class RowErrors:
+    """What went wrong in every row of a result; float64 [rows]."""
+
+    mere: Tensor  # guarded by the row's own size
+    error: Tensor  # squared norm of the error
+    size: Tensor  # squared norm of the reference
+    saturated: Tensor  # shares of the row of a
+    underflowed: Tensor
+
+    def __getitem__(self, index: Tensor | slice) -> "RowErrors":
+        return RowErrors(
+            self.mere[index], self.error[index], self.size[index], self.saturated[index], self.underflowed[index]
+        )
+
+
+def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(guarded MERE, squared error, squared size) of every row.
+
+    The guard, 0.01 rms, is the row's own: a row is an example, and its size must not depend on its neighbours'. With one guard for the
+    whole output a tensorwise scale that flushes every small row to zero scores 0.004 (rows lognormal with sigma 5), since the large
+    rows alone set the guard; row by row it scores 0.99. A row whose reference is all zero is measured against the whole.
+    """
+    out, ref = out.double(), ref.double()
+    error, magnitude = (out - ref).abs(), ref.abs()
+    squares = magnitude.square()
+    row = squares.mean(dim=1, keepdim=True).sqrt()
+    whole = squares.mean().sqrt()
+    size = torch.where(row > 0, row, torch.where(whole > 0, whole, torch.ones_like(whole)))
+    relative = error / torch.maximum(magnitude, MERE_GUARD * size)
+    return relative.mean(dim=1), error.square().sum(dim=1), squares.sum(dim=1)
+
+
+def lost_by_row(x: Tensor, q: QTensor) -> tuple[Tensor, Tensor]:
+    """Shares of each row's elements that were clipped, and of its non-zero ones that became zero; float64 [rows].
+
+    The same definitions as loka.formats.saturated_fraction and underflowed_fraction.
+    """
+    scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
+    limit = q.spec.format.max * expand_scale(scale, q.shape, q.spec.block) * (1 + 2.0**-20)
+    finite = x.isfinite()
+    nonzero = finite & (x != 0)
+    clipped = (x.abs() > limit) & finite
+    vanished = (decode(q.data, q.spec.format) == 0) & nonzero
+    return (
+        clipped.sum(1, dtype=torch.float64) / finite.sum(1).clamp(min=1),
+        vanished.sum(1, dtype=torch.float64) / nonzero.sum(1).clamp(min=1),
+    )

@@ -1,0 +1,100 @@
+"""Speed of a site's candidates, through `loka.measure.site`: quantisation included, paired with bf16 repeat by repeat.
+
+Only candidates whose error was measured are timed: how fast a wrong product is, nobody needs to know. Without a GPU nothing is timed and every
+candidate says "not measured: no GPU"; a time on a CPU would be that of an emulation.
+
+Where nothing is faster, `explain_slow` asks why: it times the bare product of the best candidate, operands quantised beforehand, beside bf16.
+
+    quantisation = whole - bare        saved = bf16 - bare
+"""
+
+from collections.abc import Sequence
+
+import torch
+from msgspec.structs import replace
+
+from loka.dispatch import error_of, recipe_named
+from loka.formats import Spec
+from loka.kernels import registry
+from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm import MatmulCall
+from loka.measure import Candidate as Timed
+from loka.measure import inputs, time_together
+from loka.measure.conformance import baseline_tolerance, check_scaled_mm, judge_runs, law_of_values
+from loka.measure.site import GemmCandidate, SiteTiming, Weights, gemm_shape, time_gemms
+from loka.probe.watch import Watch
+from loka.records import Candidate, Gemm
+
+UNKNOWN_BACKEND = "not measured: the backend is not in the registry"
+
+
+def time_candidates(
+    watch: Watch, gemm: Gemm, candidates: Sequence[Candidate], *, weights: Weights, repeats: int, seconds: float
+) -> list[Candidate]:
+    """The candidates with their times, or with the reason why there are none."""
+    known = registry.BACKENDS["scaled_mm"]
+    asked = {i: describe(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
+    if not asked:
+        return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
+    distinct = list(dict.fromkeys(asked.values()))  # two recipes may treat one GEMM alike
+    device = watch.module.weight.device
+    timings = time_gemms(
+        gemm, watch.largest, watch.k, watch.n, distinct, device, weights=weights, repeats=repeats, seconds=seconds
+    )
+    by_candidate = dict(zip(distinct, timings, strict=True))
+    return [
+        _add(c, by_candidate[asked[i]]) if i in asked else (c if c.refusal else _note(c, UNKNOWN_BACKEND))
+        for i, c in enumerate(candidates)
+    ]
+
+
+def describe(candidate: Candidate) -> GemmCandidate:
+    """A candidate as `measure` knows it."""
+    operands = recipe_named(candidate.recipe).operands(candidate.gemm)
+    fast = operands is not None and operands.fast_accum
+    return GemmCandidate(Spec.parse(candidate.a), Spec.parse(candidate.b), candidate.backend, fast)
+
+
+def _note(candidate: Candidate, note: str) -> Candidate:
+    return replace(candidate, speed_note=note)
+
+
+def _add(candidate: Candidate, timing: SiteTiming) -> Candidate:
+    if timing.speedup is None:
+        return _note(candidate, timing.refusal or "not measured")
+    return replace(candidate, microseconds=timing.microseconds, speedup=timing.speedup)
+
+
+@torch.no_grad()
+def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | None:
+    """Where the time of a candidate goes, in words; None where that cannot be measured."""
+    if candidate.microseconds is None or candidate.speedup is None:
+        return None
+    asked = describe(candidate)
+    m, k, n = gemm_shape(candidate.gemm, watch.largest, watch.k, watch.n)
+    device = watch.module.weight.device
+    call = MatmulCall(m, k, n, asked.a, asked.b, torch.bfloat16, asked.fast_accum)
+    backend = registry.backend("scaled_mm", asked.backend)
+    a, b = (inputs.draw(rows, k, seed=seed, device=device, dtype=torch.bfloat16) for seed, rows in enumerate((m, n)))
+    qa, qb = quantize(a, asked.a), quantize(b, asked.b)
+    allowed = baseline_tolerance(torch.bfloat16, k)
+    base = judge_runs(lambda: a @ b.T, law_of_values(a, b), allowed, torch.bfloat16, poison=False)
+    green = check_scaled_mm(backend, call, qa, qb)
+    if not base or not green:
+        return None
+    options = {"out_dtype": torch.bfloat16, "fast_accum": asked.fast_accum}
+    thunks = {"bf16": lambda: a @ b.T, "bare": lambda: backend.run(qa, qb, **options)}
+    proofs = {"bf16": base, "bare": green}
+    rivals = [Timed(name, [thunk], proofs[name]) for name, thunk in thunks.items()]
+    timings = {t.name: t.microseconds().value for t in time_together(rivals, device, repeats=repeats)}
+    return spell_slow(k, candidate.microseconds.value, timings["bare"], timings["bf16"])
+
+
+def spell_slow(k: int, whole: float, bare: float, bf16: float) -> str:
+    """The sentence, in microseconds."""
+    cost, saved = whole - bare, bf16 - bare
+    if saved <= 0:
+        return f"K = {k}: the bare product ({bare:.1f} us) is no faster than bf16 ({bf16:.1f} us)"
+    if cost > saved:
+        return f"K = {k}: quantisation ({cost:.1f} us) costs more than the GEMM saves ({saved:.1f} us)"
+    return f"K = {k}: quantisation ({cost:.1f} us) leaves little of what the GEMM saves ({saved:.1f} us)"

@@ -1,0 +1,128 @@
+"""The evaluation of all sites: errors, then times, then a verdict for every GEMM, as records.
+
+settings    what is tried (recipes x backends), on what (samples, origins), and what is allowed
+survey      one site after the other; passed gates and N(0, 1) results are shared between sites
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loka.dispatch import recipe_named
+from loka.measure.site import Weights
+from loka.probe.cause import find_causes, operands_from
+from loka.probe.engine import Engine
+from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
+from loka.probe.speed import explain_slow, time_candidates
+from loka.probe.verdict import judge
+from loka.probe.watch import Watch
+from loka.records import SOURCES, Candidate, Cause, Gemm, GemmVerdict, Site, Source
+
+DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
+MAX_ERROR, MAX_GRADIENT_ERROR, MIN_SPEEDUP = 0.2, 0.1, 1.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an evaluation is asked. `backends` are names of the registry, or engines of one's own."""
+
+    recipes: Sequence[str] = DEFAULT_RECIPES
+    backends: Sequence[str | Engine] = ("reference",)
+    samples: int = 100
+    sources: Sequence[Source] = SOURCES
+    judged_on: Sequence[Source] = JUDGED
+    max_error: float = MAX_ERROR
+    max_gradient_error: float = MAX_GRADIENT_ERROR
+    min_speedup: float = MIN_SPEEDUP
+    gate: bool = True  # without it a kernel's errors are measured whatever it computes: to see what the gate is worth
+    weights: Weights = "dynamic"
+    repeats: int = 15
+    seconds: float = 60.0  # of timing, per GEMM
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples}: an interval needs at least one resample")
+        if not self.recipes or not self.backends:
+            raise ValueError("nothing to evaluate: name at least one recipe and one backend")
+        for name in ("max_error", "max_gradient_error", "min_speedup", "seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}, expected a positive number")
+        check_sources(self.sources, self.judged_on)
+
+    def limit(self, gemm: Gemm) -> float:
+        """The error allowed in one GEMM."""
+        return self.max_error if gemm == "fprop" else self.max_gradient_error
+
+
+class Survey:
+    """Looks at one site after the other."""
+
+    def __init__(self, settings: Settings, *, seed: int) -> None:
+        self.settings, self._seed = settings, seed
+        self._engines = {e.name: e for e in (Engine.named(b) if isinstance(b, str) else b for b in settings.backends)}
+        if len(self._engines) < len(settings.backends):
+            raise ValueError(f"a backend is named twice: {[getattr(b, 'name', b) for b in settings.backends]}")
+        self._evaluator = Evaluator(
+            settings.recipes,
+            list(self._engines.values()),
+            samples=settings.samples,
+            sources=settings.sources,
+            judged_on=settings.judged_on,
+            seed=seed,
+            gate=settings.gate,
+        )
+
+    def visit(self, watch: Watch, flops_share: float) -> Site:
+        """Everything about one site."""
+        gemms = watch.gemms if watch.reservoir.kept else []
+        candidates = [c for gemm in gemms for c in self._measure(watch, gemm)]
+        return Site(
+            name=watch.name,
+            type=watch.type,
+            m=watch.largest,
+            k=watch.k,
+            n=watch.n,
+            calls=watch.calls,
+            flops_share=flops_share,
+            gemms=watch.gemms,
+            stats=watch.describe(),
+            candidates=candidates,
+            verdicts=self._judge(watch, candidates),
+            covariance=watch.covariance_kind,
+        )
+
+    def _measure(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
+        asked = self.settings
+        found = self._evaluator.evaluate(watch, gemm)
+        return time_candidates(watch, gemm, found, weights=asked.weights, repeats=asked.repeats, seconds=asked.seconds)
+
+    def _judge(self, watch: Watch, candidates: Sequence[Candidate]) -> list[GemmVerdict]:
+        if not watch.calls:
+            reason = "never called on a sampled step"
+            return [GemmVerdict(gemm="fprop", safety="not measured", speed="not measured", reason=reason)]
+        stats = watch.describe()
+        return [
+            judge(
+                gemm,
+                candidates,
+                stats,
+                limit=self.settings.limit(gemm),
+                min_speedup=self.settings.min_speedup,
+                outputs=watch.n,
+                explain=lambda best: self._explain(watch, best),
+                explain_slow=lambda fastest: explain_slow(watch, fastest, repeats=self.settings.repeats),
+            )
+            for gemm in watch.gemms
+        ]
+
+    @torch.no_grad()
+    def _explain(self, watch: Watch, best: Candidate) -> list[Cause]:
+        operands = recipe_named(best.recipe).operands(best.gemm)
+        source = next((s for s in SOURCES if s == best.distribution), None)
+        if operands is None or source is None:
+            return []
+        generator = torch.Generator().manual_seed(self._seed)
+        problem = operands_from(watch, best.gemm, source, generator)
+        trial = Trial(best.recipe, operands, self._engines[best.backend])
+        return find_causes(problem, trial, self.settings.limit(best.gemm))
