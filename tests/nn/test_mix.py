@@ -1,6 +1,8 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import loka.nn.mix
 from loka.nn import DotInteraction, FactorizationMachine, FeatureMix, multiply_transposed
 
 
@@ -24,6 +26,74 @@ def test_feature_mix_gradients():
     mix(x).backward(grad)
     torch.testing.assert_close(x.grad, torch.einsum("mn,bmd->bnd", mix.weight, grad))
     torch.testing.assert_close(mix.weight.grad, torch.einsum("bmd,bnd->mn", grad, x))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any operator wrote into one new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("products", [1, 25, 10**9])
+def test_weight_gradient_is_the_sum_of_all_products_whatever_the_parts(products, monkeypatch):
+    monkeypatch.setattr(loka.nn.mix, "PRODUCTS", products)
+    torch.manual_seed(0)
+    mix = FeatureMix(4, 3).double()
+    x = torch.randn(7, 4, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(mix, {"weight": w}, (x,)), (x, mix.weight))
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: torch.func.functional_call(mix, {"weight": w}, (x,)), (x, mix.weight)
+    )
+
+
+def test_weight_gradient_never_writes_the_products_of_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(loka.nn.mix, "PRODUCTS", 32 * 48 * 64)
+    mix, x = FeatureMix(64, 48), torch.randn(512, 64, 2, requires_grad=True)
+    y = mix(x)
+    with Largest() as largest:
+        y.backward(torch.randn_like(y))
+    assert largest.numel <= max(x.numel(), 32 * 48 * 64) < 512 * 48 * 64
+
+
+def test_weight_gradient_of_bf16_products_is_summed_in_float32():
+    torch.manual_seed(0)
+    mix, x = FeatureMix(8, 8), torch.randn(4096, 8, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = mix(x)
+    grad = torch.ones_like(y)
+    y.backward(grad)
+    assert mix.weight.grad.dtype == torch.float32
+    exact = torch.einsum("bmd,bnd->mn", grad.double(), x.bfloat16().double())
+    torch.testing.assert_close(mix.weight.grad.double(), exact, rtol=1e-5, atol=1e-3)
+    half = FeatureMix(8, 8).bfloat16()
+    half(x.bfloat16()).sum().backward()
+    assert half.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_feature_mix_has_the_gradients_of_the_eager_one(dtype):
+    torch.manual_seed(0)
+    mix = FeatureMix(6, (2, 3))
+    x = torch.randn(5, 6, 4, requires_grad=True)
+    results = []
+    for run in (mix, torch.compile(mix, backend="aot_eager", fullgraph=True)):
+        mix.zero_grad()
+        x.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = run(x)
+        y.float().square().sum().backward()
+        results.append((y, x.grad, mix.weight.grad))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+        assert eager.abs().max() > 0
 
 
 def test_feature_mix_under_autocast_is_bf16_and_writes_no_copy_of_w_per_example():

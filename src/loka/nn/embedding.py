@@ -136,7 +136,7 @@ def pad_recent(values: Tensor, offsets: Tensor, length: int, *, skip: int = 0) -
     # fetched from one row, which a GPU does one after another. What is not wanted goes to one row behind the last.
     target = torch.where((place >= 0) & (place < lengths[row]), row * length + place, rows * length)
     padded = values.new_zeros(rows * length + 1, *values.shape[1:]).index_copy_(0, target, values)
-    return padded[:-1].unflatten(0, (rows, length)), lengths
+    return padded[:-1].view(rows, length, *values.shape[1:]), lengths
 
 
 def _describe(ids: Tensor, bad: Tensor, cardinality: Tensor, names: tuple[str, ...]) -> str:

@@ -8,8 +8,10 @@
 cost more than the GEMMs. Here W is broadcast over the batch with stride 0 and multiplied from the left; the batch GEMM reads x where it lies.
 `torch.matmul(W, x)` is not used on purpose: when W needs a gradient it folds B and d together, which copies x.
 
-Two products bring their own gradients, because the ones autograd derives are laid out badly:
+Three products bring their own gradients, because the ones autograd derives are laid out badly:
 
+    W X      dW = sum_b G_b X_b^T, a part of the batch at a time: autograd would write all B products [B, m, n] before it sums them. A part's
+             products are small enough to stay in a GPU's cache, and are summed in float32 (a 16-bit W gets a gradient rounded once)
     A B^T    dB = G^T A straight in B's layout; autograd would compute A^T G and hand on its transpose, which the next consumer copies
     dots     dX = (G + G^T) X with G + G^T gathered from the triangle; autograd would scatter it with atomics and multiply twice
 """
@@ -27,6 +29,44 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
+
+
+# Elements of the products that wait to be summed: 32 MiB in 16 bits, which the 50 MiB cache of a Hopper GPU holds.
+PRODUCTS = 2**24
+
+
+class _MixRows(torch.autograd.Function):
+    """W X for one W [m, n] and a batch x [B, n, d]; W is cast to x's dtype."""
+
+    @staticmethod
+    def forward(weight: Tensor, x: Tensor) -> Tensor:
+        # Cast before the expand: casting an expanded tensor would write one copy of W per example.
+        return torch.bmm(weight.to(x.dtype).expand(x.shape[0], -1, -1), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        weight, x = ctx.saved_tensors
+        dw = _sum_products(grad, x, weight) if ctx.needs_input_grad[0] else None
+        dx = None
+        if ctx.needs_input_grad[1]:
+            dx = torch.bmm(weight.to(x.dtype).mT.expand(x.shape[0], -1, -1), grad)
+        return dw, dx
+
+
+def _sum_products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """sum_b G_b X_b^T in the dtype of the weight, from grad [B, m, d] and x [B, n, d]."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+    size = max(1, PRODUCTS // weight.numel())
+    for first in range(0, x.shape[0], size):
+        part = slice(first, first + size)
+        total = total + torch.bmm(grad[part], x[part].mT).sum(0, dtype=wide)
+    return total if weight.dtype == wide else total.to(weight.dtype)
 
 
 class FeatureMix(nn.Module):
@@ -50,9 +90,8 @@ class FeatureMix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """All rows at once, [B, sum(rows), d]."""
-        # Cast before the expand: casting an expanded tensor would write one copy of W per example.
-        weight = self.weight.to(compute_dtype(x))
-        return torch.bmm(weight.expand(x.shape[0], -1, -1), x.to(weight.dtype))
+        out: Tensor = _MixRows.apply(self.weight, x.to(compute_dtype(x)))  # type: ignore[no-untyped-call]
+        return out
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """One [B, r, d] view per entry of `rows`."""
