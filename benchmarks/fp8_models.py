@@ -4,7 +4,7 @@
     python benchmarks/fp8_models.py --out fp8_models.json --only wukong-train   the cases that start so
 
 A case is model-mode-precision. Both sides have the same Mods (BlockNorm-256, hard swish, no biases), the same layout and the same weights, and are compiled
-with static shapes; training is forward and backward without the optimiser, inference has 16-bit weights and inputs.
+with static shapes and replayed as CUDA graphs; training is forward and backward without the optimiser, inference has 16-bit weights and inputs.
 
     fp32, tf32                              the float32 model
     bf16                                    autocast in training, bf16 weights in inference: the baseline

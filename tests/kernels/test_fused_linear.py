@@ -183,7 +183,12 @@ def assert_codes_close(ours: QTensor | Tensor, law: QTensor | Tensor, share: flo
     torch.testing.assert_close(ours.scale, law.scale, rtol=0.02 if share > 0.01 else FLOAT32, atol=0)
     codes = [q.data.contiguous().view(torch.uint8).int() for q in (ours, law)]
     apart = torch.where(ours.data.float() == law.data.float(), 0, (codes[0] - codes[1]).abs())  # -0 is 0
-    assert apart.max() <= 1
+    size = law.dequantize().abs()
+    largest = size.amax(-1, keepdim=True)
+    small = size < 2.0**-5 * largest if share > 0.01 else torch.zeros_like(size, dtype=torch.bool)
+    assert apart[~small].max() <= 1
+    # Near zero many codes lie within what a tensor core's sums lose, which is a share of the largest value of the row.
+    assert ((ours.dequantize() - law.dequantize()).abs() <= 2.0**-9 * largest)[small].all()
     assert (apart != 0).double().mean() <= share
 
 

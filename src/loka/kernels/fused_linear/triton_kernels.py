@@ -380,7 +380,7 @@ def fused(
     bm, warps, stages = tile or (
         bm,
         8 if (bm == 128 and bn == 256) or doubled else 4,
-        3 if bm == 128 and bn == 256 else 4,
+        3 if bn == 256 and (bm == 128 or out_dtype == torch.float32) else 4,  # what fits into shared memory
     )
     a, b = tma_ready(a), tma_ready(b)
     blocks = triton.cdiv(n, bn)

@@ -1,4 +1,4 @@
-"""PyTorch's own: cuBLASLt, and CUTLASS for row scales where cuBLASLt has none, through `torch.nn.functional.scaled_mm`.
+"""PyTorch's own: cuBLASLt, and CUTLASS for row scales where cuBLASLt has none: the op under `torch.nn.functional.scaled_mm`.
 
     tensor x tensor, {row, tensor} x {row, tensor}     compute capability 8.9 and newer
     1x128 x 128x128, 128x128 x 1x128, 1x128 x 1x128    9.x only (cuBLASLt 12.9)
@@ -13,7 +13,6 @@ Two E5M2 operands are refused by cuBLASLt, and any E5M2 operand under 128x128 sc
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
@@ -74,11 +73,19 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
         kind, scale_a, scale_b = ScalingType.TensorWise, a.scale, b.scale
     else:
         kind, scale_a, scale_b = ScalingType.RowWise, row_scales(a, m), row_scales(b, columns).reshape(1, columns)
-    out = F.scaled_mm(
-        aligned(a.data, m, inner), aligned(b.data, columns, inner).t(), scale_a, kind, scale_b, kind,
-        output_dtype=out_dtype, use_fast_accum=fast_accum,
-    )  # fmt: skip
-    return cut(out, m, n)
+    x, w = aligned(a.data, m, inner), aligned(b.data, columns, inner).t()
+    return cut(_scaled_mm(x, w, scale_a, kind, scale_b, kind, out_dtype, fast_accum), m, n)
+
+
+def _scaled_mm(
+    x: Tensor, w: Tensor, scale_a: Tensor, kind_a: ScalingType, scale_b: Tensor, kind_b: ScalingType,
+    out_dtype: torch.dtype, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    """The op itself: torch 2.11 cannot trace the Python function around it."""
+    out: Tensor = torch.ops.aten._scaled_mm_v2.default(
+        x, w, [scale_a], [kind_a.value], [], [scale_b], [kind_b.value], [], None, out_dtype, [], fast_accum
+    )
+    return out
 
 
 def _blockwise(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
@@ -86,7 +93,7 @@ def _blockwise(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
     inner = up(k, 128)
     x, kind_a, scale_a = _block_operand(a, inner)
     w, kind_b, scale_b = _block_operand(b, inner)
-    return cut(F.scaled_mm(x, w.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=out_dtype), m, n)
+    return cut(_scaled_mm(x, w.t(), scale_a, kind_a, scale_b, kind_b, out_dtype, False), m, n)
 
 
 def _block_operand(q: QTensor, inner: int) -> tuple[Tensor, ScalingType, Tensor]:
