@@ -2,26 +2,34 @@
 
 A candidate is accurate enough when the *upper* end of its error's interval is under the limit: guarded MERE in fprop, relative L2 in the
 gradient GEMMs. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
-candidate and wins whenever nothing passes both.
+candidate: it wins whenever nothing passes both, and it wins ties, so nothing that may be slower than bf16 is ever chosen for its speed.
 
-Without measured speed nothing can be called fast, so there are two kinds of plan:
+Without measured speed nothing can be called fast, so there are three kinds of plan:
 
-    min_speedup = 1.05      a candidate without a measured speed-up is refused; on a machine that measured none, nothing is converted
-    min_speedup = None      accuracy only, labelled so: the first recipe in PREFERENCE that is accurate enough, since coarser scales
-                            are cheaper to compute (one amax for the tensor, one per row, one per block of 128)
+    min_speedup = 1.05                         speeds are Probe's own, of the machine it ran on; a candidate without one is refused
+    min_speedup = 1.05, target = "NVIDIA H200" speeds are database rows of that machine (`speed`), labelled so
+    min_speedup = None                         accuracy only, labelled so: the first recipe in PREFERENCE that is accurate enough, since
+                                               coarser scales are cheaper to compute (one amax for the tensor, one per row, one per block)
 
-`overrides` maps wildcards over site names to a recipe or to "high"; the first that matches decides, and the plan says that it was told.
+`recipe` keeps to one recipe where "auto" compares all. `overrides` maps wildcards over site names to a recipe or to "high"; the first that
+matches decides, and the plan says that it was told. `max_metric_change` sets a budget for the whole model (`budget`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import get_args
 
+from loka.dispatch.budget import Verify, spend
+from loka.dispatch.database import Database
 from loka.dispatch.recipe import RECIPES, Recipe, recipe_named
+from loka.dispatch.speed import DatabaseSpeeds, Option, ProbeSpeeds, Speeds, choose_machine, shipped_database
+from loka.measure.site import Weights
 from loka.records import Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("tensorwise", "rowwise_with_gw_hp", "rowwise", "blockwise")
 HIGH = "high"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -33,49 +41,72 @@ class Policy:
     min_speedup: float | None = 1.05
     target: str | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
+    recipe: str = AUTO
+    weights: Weights = "dynamic"  # which database rows: weights quantised in every call, or before
+    row_factor: float = 1.0  # rows per call on the target over rows per call where Probe ran
+    max_metric_change: float | None = None  # relative, e.g. 0.001
 
     def __post_init__(self) -> None:
-        for name in ("max_error", "max_gradient_error"):
+        for name in ("max_error", "max_gradient_error", "row_factor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}, expected a positive number")
         if self.min_speedup is not None and not self.min_speedup > 0:
             raise ValueError(f"min_speedup={self.min_speedup}, expected a positive number, or None for accuracy only")
         if self.min_speedup is None and self.target is not None:
             raise ValueError(f"target={self.target!r} needs min_speedup: a plan for accuracy only is for no device")
+        if self.max_metric_change is not None and not self.max_metric_change >= 0:
+            raise ValueError(f"max_metric_change={self.max_metric_change}, expected 0 or more, e.g. 0.001 for 0.1 %")
+        if self.recipe != AUTO:
+            recipe_named(self.recipe)
+        if self.weights not in get_args(Weights):
+            raise ValueError(f"weights={self.weights!r}, expected one of {', '.join(get_args(Weights))}")
         for pattern, choice in self.overrides.items():
-            if choice != HIGH and choice not in RECIPES:
-                raise ValueError(f"override {pattern!r}: {choice!r} is not {HIGH!r} or one of {', '.join(RECIPES)}")
+            if choice not in (HIGH, AUTO) and choice not in RECIPES:
+                known = ", ".join((HIGH, AUTO, *RECIPES))
+                raise ValueError(f"override {pattern!r}: {choice!r} is not one of {known}")
 
     def limit(self, gemm: Gemm) -> float:
         """The error allowed in one GEMM."""
         return self.max_error if gemm == "fprop" else self.max_gradient_error
 
 
-def make_plan(report: ProbeReport, policy: Policy) -> Plan:
-    """Choose for every GEMM of every site."""
-    _check_target(report, policy)
+def make_plan(
+    report: ProbeReport, policy: Policy, *, database: Database | None = None, verify: Verify | None = None
+) -> Plan:
+    """Choose for every GEMM of every site.
+
+    `database` holds the rows for `policy.target` (without one, those that ship with the package). `verify` measures a budgeted plan as a whole;
+    the budget is tightened until what it measures is within the bound.
+    """
+    if verify is not None and policy.max_metric_change is None:
+        raise ValueError("verify measures a budget: set max_metric_change")
+    speeds, notes = _find_speeds(report, policy, database)
     unmatched = [p for p in policy.overrides if not any(fnmatchcase(site.name, p) for site in report.sites)]
     if unmatched:
         raise ValueError(
             f"overrides match no site: {', '.join(unmatched)}; sites are {', '.join(s.name for s in report.sites)}"
         )
-    return Plan(
+    plan = Plan(
         model=report.model,
-        recipe="auto",
+        recipe=policy.recipe,
         target=policy.target or (report.environment.device if policy.min_speedup is not None else None),
         max_error=policy.max_error,
         max_gradient_error=policy.max_gradient_error,
         min_speedup=policy.min_speedup,
         flops_of=report.flops_of,
-        sites=[_plan_site(site, policy) for site in report.sites],
+        sites=[_plan_site(site, policy, speeds) for site in report.sites],
         environment=report.environment,
-        notes=_take_notes(report, policy),
+        notes=[*notes, *_take_notes(report, policy, speeds)],
+        weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
+        max_metric_change=policy.max_metric_change,
     )
+    return plan if policy.max_metric_change is None else spend(report, plan, policy.max_metric_change, verify)
 
 
 def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference") -> Plan:
     """One recipe at every site whatever the evidence says: what "just turn FP8 on" does, for comparison."""
     chosen = recipe_named(recipe)
+    speeds = ProbeSpeeds(report.environment.device)
     return Plan(
         model=report.model,
         recipe=recipe,
@@ -85,7 +116,9 @@ def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference"
         min_speedup=None,
         flops_of=report.flops_of,
         sites=[
-            _site_plan(site, [_told(site, gemm, chosen, backend, f"{recipe} everywhere") for gemm in site.gemms])
+            _site_plan(
+                site, [_told(site, gemm, chosen, backend, f"{recipe} everywhere", speeds) for gemm in site.gemms]
+            )
             for site in report.sites
         ],
         environment=report.environment,
@@ -93,65 +126,87 @@ def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference"
     )
 
 
-def _check_target(report: ProbeReport, policy: Policy) -> None:
+def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None) -> tuple[Speeds, list[str]]:
+    """Probe's own times for the machine it ran on, the database's for any other."""
     here = report.environment.device
-    if policy.target is not None and policy.target != here:
-        raise ValueError(
-            f"a plan for {policy.target!r} needs times measured there; this report was made on {here!r}. "
-            "Run Probe on the target, or plan for accuracy only (min_speedup=None)"
-        )
+    if policy.min_speedup is None or policy.target in (None, here):
+        if database is not None:
+            raise ValueError(
+                f"the database is asked for a machine elsewhere: set target; this report was made on {here!r}"
+            )
+        if policy.row_factor != 1:
+            raise ValueError(
+                "row_factor scales the rows of a target elsewhere; times measured here are of the rows seen here"
+            )
+        return ProbeSpeeds(here), []
+    database = shipped_database() if database is None else database
+    assert policy.target is not None
+    machine, notes = choose_machine(database, policy.target, report)
+    if policy.row_factor != 1:
+        notes.append(f"for {policy.row_factor:g} times the rows per call that Probe saw")
+    return DatabaseSpeeds(database, machine, policy.weights, policy.row_factor), notes
 
 
-def _take_notes(report: ProbeReport, policy: Policy) -> list[str]:
+def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str]:
     if policy.min_speedup is None:
         return ["made for accuracy only: no speed was considered"]
-    if not any(c.speedup for site in report.sites for c in site.candidates):
+    timed = any(o.candidate.speedup for site in report.sites for gemm in site.gemms for o in speeds.options(site, gemm))
+    if timed:
+        return []
+    if isinstance(speeds, DatabaseSpeeds):
         return [
-            f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "
-            f"{report.environment.device}; plan with min_speedup=None for accuracy only, or probe on the target"
+            f"nothing is converted: the database has no row of {policy.target} for any GEMM of this model; tune there"
         ]
-    return []
+    return [
+        f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "
+        f"{report.environment.device}; plan with min_speedup=None for accuracy only, or for a target with database rows"
+    ]
 
 
 def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
     return SitePlan(site=site.name, m=site.m, k=site.k, n=site.n, flops_share=site.flops_share, choices=choices)
 
 
-def _plan_site(site: Site, policy: Policy) -> SitePlan:
+def _plan_site(site: Site, policy: Policy, speeds: Speeds) -> SitePlan:
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
             if override == HIGH:
                 return _site_plan(site, [_high(gemm, why, []) for gemm in site.gemms])
+            if override == AUTO:
+                policy = replace(policy, recipe=AUTO)
+                break
             recipe = recipe_named(override)
-            return _site_plan(site, [_told(site, gemm, recipe, None, why) for gemm in site.gemms])
-    return _site_plan(site, [_choose(site, gemm, policy) for gemm in site.gemms])
+            return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
+    return _site_plan(site, [choose(list(speeds.options(site, gemm)), gemm, policy) for gemm in site.gemms])
 
 
 def _high(gemm: Gemm, reason: str, refusals: list[str]) -> Choice:
     return Choice(gemm=gemm, backend=HIGH, a=None, b=None, reason=reason, refusals=refusals)
 
 
-def _told(site: Site, gemm: Gemm, recipe: Recipe, backend: str | None, reason: str) -> Choice:
+def _told(site: Site, gemm: Gemm, recipe: Recipe, backend: str | None, reason: str, speeds: Speeds) -> Choice:
     """A choice that was not left to the evidence: on the given backend, or on the fastest one that was evaluated."""
     operands = recipe.operands(gemm)
     if operands is None:
         return _high(gemm, f"{reason}; {recipe.name} keeps {gemm} in high precision", [])
-    able = [c for c in site.candidates if c.gemm == gemm and c.recipe == recipe.name and c.refusal is None]
-    able = sorted((c for c in able if backend in (None, c.backend)), key=_rank_by_time)
+    options = [
+        o for o in speeds.options(site, gemm) if o.candidate.recipe == recipe.name and o.candidate.refusal is None
+    ]
+    able = sorted((o for o in options if backend in (None, o.candidate.backend)), key=_rank_by_time)
     if not able and backend is None:
         raise ValueError(
             f"{site.name} {gemm}: {reason}, but no backend was evaluated with {recipe.name}; probe with it"
         )
-    error = error_of(able[0]) if able else None
+    if able:
+        return _choice(able[0], reason, [])
     return Choice(
         gemm=gemm,
-        backend=backend or able[0].backend,
+        backend=backend or HIGH,
         a=str(operands.a),
         b=str(operands.b),
         reason=reason,
         fast_accum=operands.fast_accum,
-        expected_error=None if error is None else error.value,
     )
 
 
@@ -160,37 +215,47 @@ def error_of(candidate: Candidate) -> Interval | None:
     return candidate.mere if candidate.gemm == "fprop" else candidate.relative_l2
 
 
-def _choose(site: Site, gemm: Gemm, policy: Policy) -> Choice:
-    passing: list[Candidate] = []
+def choose(options: Sequence[Option], gemm: Gemm, policy: Policy) -> Choice:
+    """The choice for one GEMM among its options; high precision where none passes."""
+    passing: list[Option] = []
     refusals: list[str] = []
-    for candidate in site.candidates:
-        if candidate.gemm == gemm:
-            refusal = _refuse(candidate, policy)
-            if refusal is None:
-                passing.append(candidate)
-            else:
-                refusals.append(f"{candidate.recipe} on {candidate.backend}: {refusal}")
+    allowed = [o for o in options if policy.recipe in (AUTO, o.candidate.recipe)]
+    for option in allowed:
+        refusal = _refuse(option, policy)
+        if refusal is None:
+            passing.append(option)
+        else:
+            refusals.append(f"{option.candidate.recipe} on {option.candidate.backend}: {refusal}")
     if not passing:
-        return _high(gemm, "; ".join(refusals) or "no candidate was evaluated", refusals)
+        kept = policy.recipe != AUTO and recipe_named(policy.recipe).operands(gemm) is None
+        nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"
+        return _high(gemm, "; ".join(refusals) or nothing, refusals)
     best = min(passing, key=_rank_by_preference if policy.min_speedup is None else _rank_by_time)
-    operands = recipe_named(best.recipe).operands(gemm)
-    error = error_of(best)
-    assert error is not None  # _refuse refuses what was not measured
+    return _choice(best, _explain(best, policy), refusals)
+
+
+def _choice(option: Option, reason: str, refusals: list[str]) -> Choice:
+    candidate = option.candidate
+    operands = RECIPES[candidate.recipe].operands(candidate.gemm) if candidate.recipe in RECIPES else None
+    error, speedup, time = error_of(candidate), candidate.speedup, candidate.microseconds
     return Choice(
-        gemm=gemm,
-        backend=best.backend,
-        a=best.a,
-        b=best.b,
-        reason=_explain(best, error, policy),
+        gemm=candidate.gemm,
+        backend=candidate.backend,
+        a=candidate.a,
+        b=candidate.b,
+        reason=reason,
         fast_accum=operands.fast_accum if operands else False,
-        expected_error=error.value,
-        expected_speedup=best.speedup.value if best.speedup else None,
+        expected_error=None if error is None else error.value,
+        expected_speedup=None if speedup is None else speedup.value,
+        expected_microseconds=None if time is None else time.value,
+        speed_source=option.source,
         refusals=refusals,
     )
 
 
-def _refuse(candidate: Candidate, policy: Policy) -> str | None:
+def _refuse(option: Option, policy: Policy) -> str | None:
     """Why a candidate is out, or None."""
+    candidate = option.candidate
     if candidate.refusal is not None:
         return candidate.refusal
     error, limit = error_of(candidate), policy.limit(candidate.gemm)
@@ -201,25 +266,29 @@ def _refuse(candidate: Candidate, policy: Policy) -> str | None:
     if policy.min_speedup is None:
         return None
     if candidate.speedup is None:
-        return "speed not measured"
+        return option.missing
     if candidate.speedup.low <= policy.min_speedup:
         return f"speed-up of at least {candidate.speedup.low:.3g} does not exceed {policy.min_speedup:g}"
+    if candidate.speedup.low <= 1:
+        return f"speed-up of at least {candidate.speedup.low:.3g}: it may be no faster than bf16, which wins ties"
     return None
 
 
-def _rank_by_preference(candidate: Candidate) -> tuple[int, float]:
-    place = PREFERENCE.index(candidate.recipe) if candidate.recipe in PREFERENCE else len(PREFERENCE)
-    error = error_of(candidate)
+def _rank_by_preference(option: Option) -> tuple[int, float]:
+    recipe, error = option.candidate.recipe, error_of(option.candidate)
+    place = PREFERENCE.index(recipe) if recipe in PREFERENCE else len(PREFERENCE)
     return place, error.high if error else float("inf")
 
 
-def _rank_by_time(candidate: Candidate) -> tuple[float, float]:
-    speedup = candidate.speedup.value if candidate.speedup else 0.0
-    return -speedup, _rank_by_preference(candidate)[1]
+def _rank_by_time(option: Option) -> tuple[float, float]:
+    speedup = option.candidate.speedup.value if option.candidate.speedup else 0.0
+    return -speedup, _rank_by_preference(option)[1]
 
 
-def _explain(best: Candidate, error: Interval, policy: Policy) -> str:
-    reason = f"{best.recipe}: error at most {error.high:.3g}, limit {policy.limit(best.gemm):g}"
-    if best.speedup is None:
-        return f"{reason}; the cheapest recipe that passes, speed not measured"
-    return f"{reason}; {best.speedup.value:.2f}x, the fastest that passes"
+def _explain(best: Option, policy: Policy) -> str:
+    candidate, error = best.candidate, error_of(best.candidate)
+    assert error is not None  # _refuse refuses what was not measured
+    reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}"
+    if policy.min_speedup is None or candidate.speedup is None:
+        return f"{reason}; the cheapest recipe that passes, speed not considered"
+    return f"{reason}; {candidate.speedup.value:.2f}x, the fastest that passes"

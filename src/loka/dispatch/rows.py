@@ -18,7 +18,7 @@ from loka.kernels import registry
 from loka.kernels.backend import library_version
 from loka.measure.device import snapshot
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming, Weights
-from loka.records import Environment, Gemm, from_json
+from loka.records import Environment, Gemm, Interval, from_json
 from loka.records.bench import KernelBench, KernelRow
 from loka.records.performance import Errors, Origin, PerformanceRow, PerformanceRows
 
@@ -102,14 +102,25 @@ def _row_of_timing(job: SiteJob, timing: SiteTiming, versions: dict[str, str]) -
         n=job.n,
         backend=c.backend,
         version=versions[c.backend],
-        microseconds=timing.microseconds,
-        speedup=timing.speedup,
-        baseline=timing.baseline,
-        errors={name: Errors(**errors) for name, errors in timing.errors.items()},
-        conformance=timing.error,
-        tolerance=timing.tolerance,
+        microseconds=_shorten(timing.microseconds),
+        speedup=_shorten(timing.speedup),
+        baseline=_shorten(timing.baseline),
+        errors={d: Errors(**{name: _short(e) for name, e in errors.items()}) for d, errors in timing.errors.items()},
+        conformance=None if timing.error is None else _short(timing.error),
+        tolerance=None if timing.tolerance is None else _short(timing.tolerance),
         refusal=timing.refusal,
     )
+
+
+def _short(value: float) -> float:
+    """Five digits: more than a clock gives, and a third of the file."""
+    return float(f"{value:.5g}")
+
+
+def _shorten(interval: Interval | None) -> Interval | None:
+    if interval is None:
+        return None
+    return Interval(value=_short(interval.value), low=_short(interval.low), high=_short(interval.high))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,18 @@ from loka.measure.isolation import map_isolated
 from loka.measure.timing import Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
 
-__all__ = ["GemmCandidate", "SiteJob", "SiteTiming", "Weights", "gemm_shape", "time_case", "time_gemms", "time_jobs"]
+__all__ = [
+    "GemmCandidate",
+    "SiteJob",
+    "SiteTiming",
+    "Weights",
+    "decode_timing",
+    "encode_case",
+    "gemm_shape",
+    "time_case",
+    "time_gemms",
+    "time_jobs",
+]
 
 Weights = Literal["dynamic", "cached"]
 OURS = ("torch", "triton", "reference")  # trusted to fail with an exception; all others run in a child process
@@ -154,7 +165,7 @@ def time_jobs(
     for group in ((*OURS,), tuple(b for b in registry.BACKENDS["scaled_mm"] if b not in OURS)):
         chosen = [[c for c in job.candidates if c.backend in group] for job in jobs]
         asked = [i for i, some in enumerate(chosen) if some]
-        cases = [_case(jobs[i], chosen[i], options) for i in asked]
+        cases = [encode_case(jobs[i], chosen[i], options) for i in asked]
         left = end - time.monotonic()
         if isolate or group != OURS:
             answers = map_isolated(TARGET, cases, timeout=max(left, 0.1)) if cases else []
@@ -163,18 +174,19 @@ def time_jobs(
             results = [(time_case(**case, seconds=max(end - time.monotonic(), 0.0)), None) for case in cases]
         for i, (value, refusal) in zip(asked, results, strict=True):
             fields = value if value is not None else [{"refusal": refusal}] * len(chosen[i])
-            found[i].update({c: _decode(c, f) for c, f in zip(chosen[i], fields, strict=True)})
+            found[i].update({c: decode_timing(c, f) for c, f in zip(chosen[i], fields, strict=True)})
     return [[answers[c] for c in job.candidates] for job, answers in zip(jobs, found, strict=True)]
 
 
-def _case(job: SiteJob, candidates: Sequence[GemmCandidate], options: dict[str, Any]) -> dict[str, Any]:
+def encode_case(job: SiteJob, candidates: Sequence[GemmCandidate], options: dict[str, Any]) -> dict[str, Any]:
     """A job as JSON values, for a child process."""
     encoded = [{"a": str(c.a), "b": str(c.b), "backend": c.backend, "fast_accum": c.fast_accum} for c in candidates]
     shape = {"gemm": job.gemm, "m": job.m, "k": job.k, "n": job.n, "weights": job.weights}
     return {**shape, "candidates": encoded, **options}
 
 
-def _decode(candidate: GemmCandidate, fields: dict[str, Any]) -> SiteTiming:
+def decode_timing(candidate: GemmCandidate, fields: dict[str, Any]) -> SiteTiming:
+    """One answer of `time_case`."""
     values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     for name in ("microseconds", "speedup", "baseline"):
         if name in values:

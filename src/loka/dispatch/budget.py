@@ -1,0 +1,180 @@
+"""A budget for the whole model: the fastest set of sites whose measured effects on the end metric stay within a bound.
+
+Each site has an effect, the upper end of the relative change of the end metric with that site alone in low precision (`Site.metric_change`; a loss, so
+more is worse), and a saving. Effects are summed; an upper end under zero counts as zero, since an improvement by rounding noise is not to be spent
+elsewhere. Choosing sites is a knapsack:
+
+    maximise  sum of savings    subject to    sum of effects <= bound
+
+solved exactly by keeping, site after site, every (effect, saving) pair that no other pair beats in both. Where that list grows beyond `MAX_STATES`
+effects are rounded *up* to a grid of bound / 10 000 first, which can only make the answer more careful.
+
+The sum is an assumption: errors of several sites may cancel or feed each other. So the set is a proposal until somebody measures it jointly
+(`verify`), and a plan says which of the two it is.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from loka.records import Choice, Interval, Plan, ProbeReport, Site, SitePlan
+
+__all__ = ["Item", "Verify", "choose_items", "spend"]
+
+Verify = Callable[[Plan], Interval]  # measures the relative change of the end metric with a whole plan applied
+
+MAX_STATES = 20_000
+GRID = 10_000
+MAX_ROUNDS = 8  # joint measurements before giving up
+
+
+@dataclass(frozen=True)
+class Item:
+    """One site: what converting it does to the end metric, and what it saves. Any unit of saving, the same for all."""
+
+    name: str
+    effect: float
+    saving: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.effect) and math.isfinite(self.saving)):
+            raise ValueError(f"{self.name}: effect {self.effect} and saving {self.saving} must be finite")
+
+
+def choose_items(items: Sequence[Item], bound: float) -> list[str]:
+    """Names of the items with the largest total saving whose effects sum to at most the bound; in the order given."""
+    if not (math.isfinite(bound) and bound >= 0):
+        raise ValueError(f"the bound of the metric's change is {bound}, expected 0 or more")
+    free = {item.name for item in items if item.effect <= 0 and item.saving > 0}
+    costly = [item for item in items if item.effect > 0 and item.saving > 0]
+    chosen = free | _solve(costly, bound)
+    return [item.name for item in items if item.name in chosen]
+
+
+def _solve(items: Sequence[Item], bound: float) -> set[str]:
+    """Pareto states (effect, saving, chosen), cheapest first; each state's saving exceeds those of all cheaper ones."""
+    states: list[tuple[float, float, tuple[str, ...]]] = [(0.0, 0.0, ())]
+    step = bound / GRID
+    for item in sorted(items, key=lambda i: i.effect / i.saving):
+        coarse = len(states) > MAX_STATES and step > 0
+        effect = math.ceil(item.effect / step) * step if coarse else item.effect
+        added = [(e + effect, s + item.saving, (*names, item.name)) for e, s, names in states if e + effect <= bound]
+        states = _undominated(sorted([*states, *added], key=lambda state: (state[0], -state[1])))
+        if coarse:
+            states = _undominated([(math.ceil(e / step) * step, s, names) for e, s, names in states])
+            states = [state for state in states if state[0] <= bound]
+    return set(states[-1][2])
+
+
+def _undominated(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tuple[float, float, tuple[str, ...]]]:
+    kept: list[tuple[float, float, tuple[str, ...]]] = []
+    for state in ordered:
+        if not kept or state[1] > kept[-1][1]:
+            if kept and kept[-1][0] == state[0]:
+                kept.pop()
+            kept.append(state)
+    return kept
+
+
+def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None = None) -> Plan:
+    """Keep the fastest sites of a plan within a budget; the others go back to high precision, with the reason.
+
+    Sites an override converted stay and are paid for first. Only the forward product reaches the metric of a trained model, so a site that quantises
+    gradients alone costs nothing here.
+    """
+    evidence = {site.name: site for site in report.sites}
+    told = [site for site in plan.sites if _is_told(site)]
+    free = [site for site in plan.sites if any(c.quantized for c in site.choices) and site not in told]
+    effects = {site.site: _effect(evidence[site.site], site) for site in (*told, *free)}
+    unknown = [site.site for site in told if effects[site.site] is None]
+    if unknown:
+        raise ValueError(
+            f"overrides convert sites whose effect on the end metric was not measured: {', '.join(unknown)}"
+        )
+    fixed = sum(effects[site.site] or 0.0 for site in told)
+    if fixed > bound:
+        raise ValueError(
+            f"the sites overrides convert may change the end metric by {fixed:.3%}, beyond the bound of {bound:.3%}"
+        )
+    items = [
+        Item(site.site, effect, _saving(evidence[site.site], site, by_time=plan.min_speedup is not None))
+        for site in free
+        if (effect := effects[site.site]) is not None
+    ]
+    return _settle(plan, items, {site.site for site in told}, effects, bound, fixed, verify)
+
+
+def _settle(
+    plan: Plan,
+    items: list[Item],
+    told: set[str],
+    effects: dict[str, float | None],
+    bound: float,
+    fixed: float,
+    verify: Verify | None,
+) -> Plan:
+    limit = bound - fixed
+    notes: list[str] = []
+    for _ in range(MAX_ROUNDS):
+        chosen = {*choose_items(items, limit), *told}
+        total = sum(effects.get(name) or 0.0 for name in chosen)
+        spent = f"effects measured one site at a time sum to at most {total:.3%} of the end metric, bound {bound:.3%}"
+        made = _restrict(plan, chosen, effects, bound, total)
+        if verify is None:
+            return _noted(made, [f"{spent}; not measured together: verify before trusting it"])
+        joint = verify(made)
+        seen = f"measured together: {joint.value:+.3%} [{joint.low:+.3%}, {joint.high:+.3%}]"
+        if joint.high <= bound:
+            return _noted(made, [*notes, f"{spent}; {seen}"])
+        notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {bound:.3%}")
+        if total <= fixed:
+            break
+        limit = (total - fixed) * min(0.5, bound / joint.high)
+    raise ValueError(f"no set of sites stays within {bound:.3%} when measured together: " + "; ".join(notes))
+
+
+def _noted(plan: Plan, notes: list[str]) -> Plan:
+    return msgspec.structs.replace(plan, notes=[*plan.notes, *notes])
+
+
+def _is_told(site: SitePlan) -> bool:
+    return any(c.quantized and c.reason.startswith("override ") for c in site.choices)
+
+
+def _effect(site: Site, planned: SitePlan) -> float | None:
+    """What converting a site may do to the end metric; None: not measured."""
+    if not any(c.gemm == "fprop" and c.quantized for c in planned.choices):
+        return 0.0
+    return None if site.metric_change is None else max(0.0, site.metric_change.high)
+
+
+def _saving(site: Site, planned: SitePlan, *, by_time: bool) -> float:
+    """Microseconds of all calls where times are known, else the share of GEMM FLOPs."""
+    if not by_time:
+        return planned.low_precision_share
+    return site.calls * sum(
+        c.expected_microseconds * (c.expected_speedup - 1)
+        for c in planned.choices
+        if c.quantized and c.expected_microseconds is not None and c.expected_speedup is not None
+    )
+
+
+def _restrict(plan: Plan, chosen: set[str], effects: dict[str, float | None], bound: float, total: float) -> Plan:
+    sites = [s if s.site in chosen or s.site not in effects else _undo(s, effects[s.site], bound) for s in plan.sites]
+    return msgspec.structs.replace(plan, sites=sites, expected_metric_change=total)
+
+
+def _undo(site: SitePlan, effect: float | None, bound: float) -> SitePlan:
+    if effect is None:
+        why = "its effect on the end metric was not measured, and a bound is set"
+    else:
+        why = f"it may change the end metric by {effect:.3%}; the bound of {bound:.3%} is better spent on other sites"
+    choices = [
+        Choice(gemm=c.gemm, backend="high", a=None, b=None, reason=why, refusals=[*c.refusals, f"{c.a} @ {c.b} on {c.backend}: {why}"])
+        if c.quantized
+        else c
+        for c in site.choices
+    ]  # fmt: skip
+    return msgspec.structs.replace(site, choices=choices)

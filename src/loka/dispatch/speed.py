@@ -1,0 +1,123 @@
+"""The speed side of a candidate: measured by Probe where it ran, or joined from the performance database for a machine that is elsewhere.
+
+Probe measures errors anywhere, by emulation if need be; times only exist for the machine they were taken on. For a plan `target="NVIDIA H200"` every
+recipe Probe has an error for is looked up in the database, backend by backend: same GEMM, Specs and K x N, M in the same bucket, all rows of one
+machine (the newest description of that device). The error stays Probe's: a backend that passed conformance computes the same function up to its
+tolerance. What has no row is refused with the reason; no time is interpolated between shapes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from loka.dispatch.database import Database, Key, Machine
+from loka.dispatch.recipe import RECIPES
+from loka.dispatch.rows import BASELINE, LINEAR, linear_variant, shipped
+from loka.measure.site import Weights
+from loka.records import Candidate, Gemm, ProbeReport, Site
+from loka.records.performance import Origin
+
+__all__ = ["DatabaseSpeeds", "Option", "ProbeSpeeds", "Speeds", "choose_machine", "shipped_database"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A candidate with where its speed was measured; None: it was not."""
+
+    candidate: Candidate
+    source: str | None = None
+    missing: str = "speed not measured"  # what to say when there is none
+
+
+@dataclass(frozen=True)
+class ProbeSpeeds:
+    """Times Probe took itself, on the machine it ran on."""
+
+    device: str
+
+    def options(self, site: Site, gemm: Gemm) -> Iterator[Option]:
+        """Every candidate as it was measured."""
+        for candidate in site.candidates:
+            if candidate.gemm == gemm:
+                missing = (
+                    f"speed not measured ({candidate.speed_note})" if candidate.speed_note else "speed not measured"
+                )
+                yield Option(candidate, f"Probe on {self.device}" if candidate.speedup else None, missing)
+
+
+@dataclass(frozen=True)
+class DatabaseSpeeds:
+    """Times of database rows of one machine. `row_factor`: rows per call there over rows per call where Probe ran."""
+
+    database: Database
+    machine: Machine
+    weights: Weights = "dynamic"
+    row_factor: float = 1.0
+
+    def options(self, site: Site, gemm: Gemm) -> Iterator[Option]:
+        """Every recipe that has an error, on every backend that was measured on the machine; then what Probe refused throughout."""
+        backends = [name for name in self.machine.versions if name not in (BASELINE, "reference")]
+        recipes = dict.fromkeys(c.recipe for c in site.candidates if c.gemm == gemm)
+        for recipe in recipes:
+            tried = [c for c in site.candidates if c.gemm == gemm and c.recipe == recipe]
+            measured = [c for c in tried if c.refusal is None]
+            if not measured:
+                yield from (Option(c) for c in tried)
+            for backend in backends if measured else ():
+                yield self._join(site, _evidence_for(measured, backend), backend)
+
+    def _join(self, site: Site, evidence: Candidate, backend: str) -> Option:
+        m = max(1, round(site.m * self.row_factor))
+        operands = RECIPES[evidence.recipe].operands(evidence.gemm) if evidence.recipe in RECIPES else None
+        fast = operands.fast_accum if operands else False
+        variant = linear_variant(evidence.gemm, evidence.a, evidence.b, fast_accum=fast, weights=self.weights)
+        found = self.database.find(Key(LINEAR, variant, m, site.k, site.n, backend), self.machine)
+        bare = msgspec.structs.replace(evidence, backend=backend, microseconds=None, speedup=None)
+        if found.row is None or found.origin is None:
+            return Option(bare, missing=f"speed not known: {found.reason}")
+        row = found.row
+        if row.refusal is not None:
+            return Option(msgspec.structs.replace(bare, refusal=f"on {self.machine.device}: {row.refusal}"))
+        joined = msgspec.structs.replace(bare, microseconds=row.microseconds, speedup=row.speedup)
+        return Option(joined, _cite(found.origin, row.m, m, self.weights), "the row has no bf16 time to compare with")
+
+
+Speeds = ProbeSpeeds | DatabaseSpeeds
+
+
+def _evidence_for(measured: list[Candidate], backend: str) -> Candidate:
+    """The error to judge a backend by: its own where it was evaluated, the law's otherwise."""
+    order = {backend: 0, "reference": 1}
+    return min(measured, key=lambda candidate: order.get(candidate.backend, 2))
+
+
+def _cite(origin: Origin, measured_at: int, m: int, weights: Weights) -> str:
+    at = f"M {m}" if m == measured_at else f"M {measured_at}, the bucket of {m}"
+    commit = f", commit {origin.commit[:12]}" if origin.commit else ""
+    return f"database row of {origin.date[:10]}, {origin.device}, driver {origin.driver}, torch {origin.torch}{commit}; {at}, weights {weights}"
+
+
+def shipped_database() -> Database:
+    """The rows that come with the package, in memory."""
+    database = Database(":memory:")
+    for _, record in shipped():
+        database.merge(record)
+    return database
+
+
+def choose_machine(database: Database, target: str, report: ProbeReport) -> tuple[Machine, list[str]]:
+    """The newest description of a device in a database, and notes on what was left out."""
+    machines = database.machines()
+    fitting = [machine for machine in machines if machine.device == target]
+    if not fitting:
+        known = ", ".join(dict.fromkeys(f"{m.device!r}" for m in machines)) or "none"
+        raise ValueError(
+            f"a plan for {target!r} needs times measured there; this report was made on {report.environment.device!r} and the database "
+            f"knows {known}. Run Probe or `tune` on the target, merge its rows (loka db merge), or plan for accuracy only (min_speedup=None)"
+        )
+    notes = [f"speeds are of {fitting[0]}, from database rows: not of this machine, not of this model"]
+    if len(fitting) > 1:
+        others = "; ".join(str(machine) for machine in fitting[1:])
+        notes.append(f"rows of other installations of that device were not used: {others}")
+    return fitting[0], notes
