@@ -51,6 +51,7 @@ def test_an_in_place_activation_does_not_reach_the_sample(small: Small) -> None:
     x = batches(1)[0][0]
     probe = Probe(model, every=1)
     model(x).sum().backward()
+    probe.step()
     assert torch.equal(probe._watches["0"].reservoir.x, x)
     dy = probe._watches["0"].reservoir.dy
     assert dy is not None

@@ -55,7 +55,7 @@ def test_quantiles_are_within_an_eighth_of_an_octave(values: torch.Tensor) -> No
     assert found is not None
     for level, seen in ((0.99, found.abs_p99), (0.999, found.abs_p999)):
         exact = float(values.abs().flatten().double().quantile(level))
-        assert abs(math.log2(seen / exact)) < 1 / 8 + 0.02
+        assert abs(seen / exact - 1) < 1 / 8
 
 
 def test_histogram_counts_powers_of_two() -> None:
@@ -68,9 +68,9 @@ def test_histogram_counts_powers_of_two() -> None:
 def test_histogram_holds_the_extremes_of_float32() -> None:
     found = collect(torch.tensor([[2.0**-149, 3e38]])).finish("x")
     assert found is not None
-    assert found.histogram_first == -149
+    assert found.histogram_first == -127  # all subnormals
     assert sum(found.histogram) == 2
-    assert len(found.histogram) == 149 + 128
+    assert len(found.histogram) == 127 + 128
 
 
 def test_outlier_channels_are_those_far_above_the_median() -> None:

@@ -116,7 +116,7 @@ class Evaluator:
         for outcome in outcomes:
             if self._gate is not None:
                 trial = outcome.trial
-                outcome.refusal = self._gate.refuse(trial.engine, trial.operands, shape, watch.module.weight.device)
+                outcome.refusal = self._gate.refuse(trial.engine, trial.operands, shape, watch.device)
         for source in self.sources:
             self._measure(watch, gemm, source, [o for o in outcomes if o.refusal is None])
         return [judge_errors(o, gemm, self.judged_on) for o in outcomes]

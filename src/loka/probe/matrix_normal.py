@@ -33,6 +33,7 @@ class Side:
         self.blocks = torch.eye(self.block, device=device).repeat(self.count, 1, 1)
         if self.padding:
             self.blocks[-1, self.block - self.padding :] = 0
+        self._root: tuple[float, Tensor] | None = None
 
     @property
     def padding(self) -> int:
@@ -49,7 +50,22 @@ class Side:
         return parts.transpose(0, 1).reshape(parts.shape[1], -1)[:, : self.width]
 
     def root(self, samples: float) -> Tensor:
-        """Cholesky factors of the shrunk blocks."""
+        """Cholesky factors of the shrunk blocks; made once, until `learn` changes them."""
+        if self._root is None or self._root[0] != samples:
+            self._root = (samples, self._factor(samples))
+        return self._root[1]
+
+    def learn(self, measured: Tensor, fresh: float) -> None:
+        """Move towards new blocks."""
+        self.blocks.lerp_(measured, fresh)
+        self._root = None
+
+    def scale(self, factor: Tensor | float) -> None:
+        """Multiply."""
+        self.blocks *= factor
+        self._root = None
+
+    def _factor(self, samples: float) -> Tensor:
         shrunk = torch.stack([shrink(block, samples) for block in self.blocks.double()])
         if self.padding:  # absent channels: a one on the diagonal keeps the block invertible and touches nothing else
             shrunk[-1].diagonal()[self.block - self.padding :] = 1
@@ -138,17 +154,17 @@ class MatrixNormal:
 
     def _flip_flop(self, centred: Tensor, fresh: float) -> None:
         if not bool(centred.any()):
-            self.v.blocks *= 1 - fresh if self.snapshots > 1 else 0.0
+            self.v.scale(1 - fresh if self.snapshots > 1 else 0.0)
             return
         seen = float(self.snapshots)
         if float(self.v.mean_variance()) > 0:
             whitened = self.v.whiten(centred, self.v.root(self.n * seen))
-            self.u.blocks.lerp_(self.u.measure(whitened.T), fresh)
+            self.u.learn(self.u.measure(whitened.T), fresh)
         whitened = self.u.whiten(centred.T, self.u.root(self.k * seen))
-        self.v.blocks.lerp_(self.v.measure(whitened.T), fresh)
+        self.v.learn(self.v.measure(whitened.T), fresh)
         size = self.u.mean_variance()
-        self.u.blocks /= size
-        self.v.blocks *= size
+        self.u.scale(1 / size)
+        self.v.scale(size)
 
     @torch.no_grad()
     def sample(self, generator: torch.Generator) -> Tensor:
@@ -175,4 +191,6 @@ class MatrixNormal:
                 seen = tuple(state[name].shape) if name in state else "missing"
                 raise ValueError(f"matrix normal: {name} is {seen}, expected {tuple(mine.shape)}")
             mine.copy_(state[name])
+        self.u.scale(1.0)
+        self.v.scale(1.0)
         self.snapshots = int(state["snapshots"])

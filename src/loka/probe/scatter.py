@@ -1,7 +1,7 @@
 """Scatter matrices S = sum of x x^T over rows, added up batch by batch: whole, or, for wide rows, in two parts that fit.
 
     whole       S [K, K]
-    sketched    the diagonal blocks S_bb of 256 channels, exactly, and Y = S Omega [K, 32] for a fixed random Omega
+    sketched    the diagonal blocks S_bb of 128 channels, exactly, and Y = S Omega [K, 32] for a fixed random Omega
 
 All of them are linear in S, so adding rows, adding another rank's and adding the correction of Chan's merge (one more row) are the same
 operation, and the result does not depend on how rows were batched, up to rounding.
@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BLOCK = 256  # channels per diagonal block of a sketched scatter
+BLOCK = 128  # channels per diagonal block of a sketched scatter; also the width of a scaling block, so a block holds what shares a scale
 RANK = 32
 JITTER = 1e-6  # of the mean variance, on the diagonal before Cholesky
 

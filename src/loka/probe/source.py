@@ -50,11 +50,12 @@ def rows_of(reservoir: Reservoir, role: Role, site: str) -> Tensor:
 
 
 def draw_modelled(
-    source: Source, learned: Gaussian, kept: Tensor, width: int, count: int, generator: torch.Generator
+    source: Source, learned: Gaussian | None, kept: Tensor, count: int, generator: torch.Generator
 ) -> Tensor:
-    """float32 [count, width] from a Gaussian, its copula, or N(0, 1)."""
+    """float32 [count, width of kept] from a Gaussian, its copula, or N(0, 1)."""
     if source == "normal":
-        return torch.randn(count, width, generator=generator, device=generator.device).to(kept.device)
+        return torch.randn(count, kept.shape[1], generator=generator, device=generator.device).to(kept.device)
+    assert learned is not None
     if source == "gaussian":
         return learned.sample(count, generator)
     normals = learned.normals(count, generator)

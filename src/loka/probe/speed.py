@@ -37,7 +37,7 @@ def time_candidates(
     if not asked:
         return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
     distinct = list(dict.fromkeys(asked.values()))  # two recipes may treat one GEMM alike
-    device = watch.module.weight.device
+    device = watch.device
     timings = time_gemms(
         gemm, watch.largest, watch.k, watch.n, distinct, device, weights=weights, repeats=repeats, seconds=seconds
     )
@@ -72,7 +72,7 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
         return None
     asked = describe(candidate)
     m, k, n = gemm_shape(candidate.gemm, watch.largest, watch.k, watch.n)
-    device = watch.module.weight.device
+    device = watch.device
     call = MatmulCall(m, k, n, asked.a, asked.b, torch.bfloat16, asked.fast_accum)
     backend = registry.backend("scaled_mm", asked.backend)
     a, b = (inputs.draw(rows, k, seed=seed, device=device, dtype=torch.bfloat16) for seed, rows in enumerate((m, n)))

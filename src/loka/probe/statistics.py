@@ -1,17 +1,23 @@
 """Online statistics of one operand: what a format needs to know about a tensor, in one pass, without storing it.
 
-    count, mean, M2, M3, M4     central moments, merged batch by batch (Chan / Pebay), in float64
+    count, mean, M2, M3, M4     central moments of each look (one call on one sampled step), merged by Chan / Pebay in float64
     absmax, zeros, non-finite   per tensor; absmax also per channel (the last dimension), to find outlier channels
-    histogram of log2 |x|       in eighths of an octave; it predicts saturation and underflow for any format, and gives the
-                                quantiles of |x| to within 2^(1/8), about 9 %
+    histogram of |x|            in eighths of an octave; it predicts saturation and underflow for any format, and gives the
+                                quantiles of |x| to within an eighth of an octave
 
     n = n_a + n_b;  d = mean_b - mean_a
     mean <- mean_a + d n_b / n
     M2   <- M2_a + M2_b + d^2 n_a n_b / n                                      (M3, M4 alike)
 
-Everything stays on the tensor's device until `finish`, so that a sampled step does not wait for the GPU. Non-finite elements are
-counted and left out of everything else.
+A float32's upper bits are its exponent and the head of its mantissa, so the bin of |x| is its bits shifted by 20: no logarithm. The eight
+parts of an octave are equal in x. Everything below 2^-126 but zero is counted in the octave 2^-127.
+
+A look leaves eight numbers on the tensor's device and does not wait for them; they are brought over and merged when somebody asks, or every
+256 looks. That way a sampled step never waits for the GPU, and the looks, kept in order, are what drift is judged by (`loka.probe.drift`).
+Non-finite elements are counted and left out of everything else.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,39 +25,72 @@ from torch import Tensor
 from loka.records import Role, TensorStats
 
 OUTLIER_FACTOR = 8.0  # a channel is an outlier when its absmax exceeds this many times the median channel's
-_FINE = 8  # bins per octave
-_LOWEST = -149  # log2 of the smallest float32
-_OCTAVES = 128 - _LOWEST
+FINE = 8  # bins per octave
+LOWEST = -127  # log2 of the first octave's lower end; the last one ends at 2^128
+OCTAVES = 255
+COLUMNS = ("count", "mean", "m2", "m3", "m4", "zeros", "non_finite", "absmax")
+MAX_PENDING = 256
 
 
 class Statistics:
     """Accumulates over 2-D tensors [rows, channels] of one width. `merge` adds another rank's; `finish` gives the record."""
 
     def __init__(self, channels: int, device: torch.device) -> None:
-        self.moments = torch.zeros(5, dtype=torch.float64, device=device)  # count, mean, M2, M3, M4
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # zeros, non-finite
         self.channel_absmax = torch.zeros(channels, dtype=torch.float32, device=device)
-        self.bins = torch.zeros(_OCTAVES * _FINE, dtype=torch.int64, device=device)
+        self.raw_bins = torch.zeros(
+            OCTAVES * FINE, dtype=torch.int64, device=device
+        )  # zeros and non-finites in the first
+        self._merged = torch.zeros(len(COLUMNS), dtype=torch.float64)  # of all settled looks
+        self._pending: list[Tensor] = []
+        self._settled: list[Tensor] = []
 
     @torch.no_grad()
-    def update(self, values: Tensor) -> None:
-        """Add the elements of [rows, channels]."""
-        if values.numel() == 0:
-            return
+    def update(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the elements of [rows, channels]; returns them in float32 with non-finites zero, and 1 for rows that had none, else 0."""
         values = values.detach().float()
         finite = values.isfinite()
-        kept = torch.where(finite, values, torch.zeros_like(values))
-        self.moments = _merge_moments(self.moments, _moments_of(kept.double(), finite))
-        self.counts += torch.stack([((values == 0) & finite).sum(), (~finite).sum()])
-        magnitude = kept.abs()
-        self.channel_absmax = torch.maximum(self.channel_absmax, magnitude.amax(dim=0))
-        self._count_magnitudes(magnitude.reshape(-1))
+        clean = torch.where(finite, values, torch.zeros_like(values))
+        usable = finite.all(1).float()
+        if values.numel() == 0:
+            return clean, usable
+        magnitude = clean.abs()
+        peaks = magnitude.amax(0)
+        self.channel_absmax = torch.maximum(self.channel_absmax, peaks)
+        self.raw_bins += _count_bins(magnitude)
+        self._pending.append(_summarise(clean, finite, peaks.amax()))
+        if len(self._pending) >= MAX_PENDING:
+            self._settle()
+        return clean, usable
 
-    def _count_magnitudes(self, magnitude: Tensor) -> None:
-        mantissa, exponent = torch.frexp(magnitude)  # magnitude = mantissa * 2^exponent, 0.5 <= mantissa < 1
-        fine = ((mantissa.log2() + 1) * _FINE).floor().clamp(0, _FINE - 1).long()
-        index = ((exponent.long() - 1 - _LOWEST) * _FINE + fine).clamp(0, self.bins.numel() - 1)
-        self.bins.index_add_(0, index, (magnitude > 0).long())
+    def _settle(self) -> None:
+        if not self._pending:
+            return
+        fresh = torch.stack(self._pending).cpu()
+        self._pending = []
+        self._settled.append(fresh)
+        for look in fresh:
+            self._merged = _merge(self._merged, look)
+
+    @property
+    def looks(self) -> Tensor:
+        """One row per look, float64 [looks, 8] on the CPU; see COLUMNS."""
+        self._settle()
+        self._settled = [torch.cat(self._settled)] if self._settled else []
+        return self._settled[0] if self._settled else torch.zeros(0, len(COLUMNS), dtype=torch.float64)
+
+    @property
+    def moments(self) -> Tensor:
+        """Count, mean, M2, M3, M4 over everything, float64."""
+        self._settle()
+        return self._merged[:5]
+
+    @property
+    def bins(self) -> Tensor:
+        """Counts of magnitudes, eight to an octave, on the CPU."""
+        self._settle()
+        bins = self.raw_bins.cpu().clone()
+        bins[0] -= int(self._merged[5] + self._merged[6])
+        return bins
 
     def merge(self, other: "Statistics") -> None:
         """Add what another Statistics of the same width has seen."""
@@ -59,63 +98,84 @@ class Statistics:
             raise ValueError(
                 f"statistics of {self.channel_absmax.numel()} and {other.channel_absmax.numel()} channels do not merge"
             )
-        self.moments = _merge_moments(self.moments, other.moments.to(self.moments.device))
-        self.counts += other.counts.to(self.counts.device)
+        self._settled = [self.looks, other.looks]
+        self._merged = _merge(self._merged, other._merged)
         self.channel_absmax = torch.maximum(self.channel_absmax, other.channel_absmax.to(self.channel_absmax.device))
-        self.bins += other.bins.to(self.bins.device)
+        self.raw_bins += other.raw_bins.to(self.raw_bins.device)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything, as tensors."""
-        return {name: getattr(self, name).detach().cpu() for name in ("moments", "counts", "channel_absmax", "bins")}
+        return {
+            "looks": self.looks.clone(),
+            "merged": self._merged.clone(),
+            "channel_absmax": self.channel_absmax.cpu().clone(),
+            "raw_bins": self.raw_bins.cpu().clone(),
+        }
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state_dict` gave."""
-        for name, value in state.items():
-            mine = getattr(self, name)
-            if mine.shape != value.shape:
-                raise ValueError(f"statistics: {name} is {tuple(value.shape)}, expected {tuple(mine.shape)}")
-            setattr(self, name, value.to(mine.device))
+        for name in ("channel_absmax", "raw_bins"):
+            mine: Tensor = getattr(self, name)
+            if mine.shape != state[name].shape:
+                raise ValueError(f"statistics: {name} is {tuple(state[name].shape)}, expected {tuple(mine.shape)}")
+            setattr(self, name, state[name].to(mine.device, copy=True))
+        self._pending, self._settled, self._merged = [], [state["looks"].clone()], state["merged"].clone()
 
     def finish(self, role: Role) -> TensorStats | None:
         """The record; None when nothing was seen."""
-        zeros, non_finite = self.counts.tolist()
-        count, mean, m2, _, m4 = self.moments.tolist()
-        if count + non_finite == 0:
-            return None
-        bins = self.bins.cpu()
-        octaves = bins.reshape(_OCTAVES, _FINE).sum(1)
-        used = octaves.nonzero().reshape(-1)
-        first, last = (int(used[0]), int(used[-1])) if used.numel() else (0, -1)
-        return TensorStats(
-            role=role,
-            elements=int(count) + non_finite,
-            non_finite=non_finite,
-            mean=mean,
-            std=(m2 / count) ** 0.5 if count else 0.0,
-            absmax=float(self.channel_absmax.max()),
-            abs_p99=_quantile(bins, zeros, 0.99),
-            abs_p999=_quantile(bins, zeros, 0.999),
-            kurtosis=count * m4 / m2**2 - 3 if m2 > 0 else 0.0,
-            zero_fraction=zeros / count if count else 0.0,
-            outlier_channels=_count_outliers(self.channel_absmax),
-            histogram_first=first + _LOWEST if used.numel() else 0,
-            histogram=octaves[first : last + 1].tolist(),
-        )
+        return describe(role, self.moments, self._merged[5:], self.bins, self.channel_absmax.cpu())
 
 
-def _moments_of(kept: Tensor, finite: Tensor) -> Tensor:
-    """Count, mean and central moments of the finite elements; `kept` is zero elsewhere."""
-    count = finite.sum().double()
-    mean = kept.sum() / count.clamp(min=1)
-    centred = torch.where(finite, kept - mean, torch.zeros_like(kept))
-    square = centred.square()
-    return torch.stack([count, mean, square.sum(), (square * centred).sum(), square.square().sum()])
+def describe(role: Role, moments: Tensor, rest: Tensor, bins: Tensor, channel_absmax: Tensor) -> TensorStats | None:
+    """A record from moments (count to M4), (zeros, non-finite, absmax), fine bins and each channel's absmax."""
+    count, mean, m2, _, m4 = moments.tolist()
+    zeros, non_finite, absmax = rest.tolist()
+    if count + non_finite == 0:
+        return None
+    octaves = bins.reshape(OCTAVES, FINE).sum(1)
+    used = octaves.nonzero().reshape(-1)
+    first, last = (int(used[0]), int(used[-1])) if used.numel() else (0, -1)
+    return TensorStats(
+        role=role,
+        elements=int(count + non_finite),
+        non_finite=int(non_finite),
+        mean=mean,
+        std=(m2 / count) ** 0.5 if count else 0.0,
+        absmax=absmax,
+        abs_p99=quantile(bins, int(zeros), 0.99),
+        abs_p999=quantile(bins, int(zeros), 0.999),
+        kurtosis=count * m4 / m2**2 - 3 if m2 > 0 else 0.0,
+        zero_fraction=zeros / count if count else 0.0,
+        outlier_channels=count_outliers(channel_absmax),
+        histogram_first=first + LOWEST if used.numel() else 0,
+        histogram=octaves[first : last + 1].tolist(),
+    )
 
 
-def _merge_moments(first: Tensor, second: Tensor) -> Tensor:
-    na, mean_a, m2a, m3a, m4a = first.unbind()
-    nb, mean_b, m2b, m3b, m4b = second.unbind()
-    n = (na + nb).clamp(min=1)
+def _count_bins(magnitude: Tensor) -> Tensor:
+    """Elements per bin. Not bincount on a GPU: it waits for the largest index before it can make its result."""
+    index = magnitude.reshape(-1).view(torch.int32) >> 20
+    if index.is_cuda:
+        return torch.histc(index, OCTAVES * FINE, 0, OCTAVES * FINE).long()
+    return torch.bincount(index, minlength=OCTAVES * FINE)
+
+
+def _summarise(clean: Tensor, finite: Tensor, absmax: Tensor) -> Tensor:
+    """COLUMNS of one look. Sums in float64 on a CPU; in float32 on a GPU, where they are summed in a tree."""
+    wide = clean if clean.is_cuda else clean.double()
+    count = finite.sum()
+    mean = wide.sum() / count.clamp(min=1)
+    centred = torch.where(finite, wide - mean, torch.zeros_like(wide)).reshape(-1)
+    square = centred * centred
+    sums = [torch.dot(centred, centred), torch.dot(square, centred), torch.dot(square, square)]
+    zeros = count - clean.count_nonzero()
+    return torch.stack([v.double() for v in (count, mean, *sums, zeros, finite.numel() - count, absmax)])
+
+
+def _merge(first: Tensor, second: Tensor) -> Tensor:
+    na, mean_a, m2a, m3a, m4a, *_ = first.tolist()
+    nb, mean_b, m2b, m3b, m4b, *_ = second.tolist()
+    n = max(na + nb, 1.0)
     d = mean_b - mean_a
     m2 = m2a + m2b + d**2 * na * nb / n
     m3 = m3a + m3b + d**3 * na * nb * (na - nb) / n**2 + 3 * d * (na * m2b - nb * m2a) / n
@@ -126,19 +186,23 @@ def _merge_moments(first: Tensor, second: Tensor) -> Tensor:
         + 6 * d**2 * (na**2 * m2b + nb**2 * m2a) / n**2
         + 4 * d * (na * m3b - nb * m3a) / n
     )
-    return torch.stack([na + nb, mean_a + d * nb / n, m2, m3, m4])
+    counts = (first[5:7] + second[5:7]).tolist()
+    absmax = max(float(first[7]), float(second[7]))
+    return torch.tensor([na + nb, mean_a + d * nb / n, m2, m3, m4, *counts, absmax], dtype=torch.float64)
 
 
-def _quantile(bins: Tensor, zeros: int, level: float) -> float:
-    """The magnitude below which a share `level` of the elements lies: the geometric middle of its bin."""
+def quantile(bins: Tensor, zeros: int, level: float) -> float:
+    """The magnitude below which a share `level` of the elements lies: the middle of its bin."""
     total = int(bins.sum()) + zeros
     rank = level * total - zeros
     if total == 0 or rank <= 0:
         return 0.0
     index = int(torch.searchsorted(bins.cumsum(0).double(), torch.tensor(rank, dtype=torch.float64)))
-    return float(2.0 ** (_LOWEST + (min(index, bins.numel() - 1) + 0.5) / _FINE))
+    octave, part = divmod(min(index, bins.numel() - 1), FINE)
+    return float(2.0 ** (LOWEST + octave) * (1 + (part + 0.5) / FINE))
 
 
-def _count_outliers(channel_absmax: Tensor) -> int:
+def count_outliers(channel_absmax: Tensor) -> int:
+    """Channels far above the median of those that are not zero."""
     alive = channel_absmax[channel_absmax > 0]
     return int((alive > OUTLIER_FACTOR * alive.median()).sum()) if alive.numel() else 0

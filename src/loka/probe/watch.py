@@ -1,155 +1,267 @@
-"""Watching one linear: what its three GEMMs are given on sampled steps.
+"""Watching one site: what its GEMMs are given on sampled steps.
 
-A forward hook sees x and the output; a hook on the output tensor sees dy. Neither changes a value, and row sampling draws from a
-generator of its own, so training is bit-identical with and without the probe.
+A look is one call of the module on a sampled step. The forward takes up to `rows` rows of x, one from each of as many equal parts of the batch; the
+backward takes the same rows of dy; both are copies. Nothing is computed from them until the step is over (`absorb`), so that the step itself only
+gathers. Rows are drawn from a generator seeded by the site and the number of the look: a probe changes no random state, and continues after
+a crash as if there had been none.
 
-Calls under no_grad (validation) are not recorded. A module called twice in a step contributes both calls; one never called says so.
+    calls under no_grad, or in a module never called      nothing is recorded
+    a module called twice in a step                       two looks, each x with its own dy
+    recomputation by activation checkpointing             recognised (autograd is running) and not counted again; with reentrant checkpoints,
+                                                          whose first forward runs without gradients, the recomputation is the look
+    empty batches                                         counted as calls of no rows
+    non-finite values                                     counted; their rows stay out of the covariance
+
+Weights change slowly: their statistics are taken at every tenth step with a look, the matrix normal only at snapshots.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from loka.probe.gaussian import Gaussian
-from loka.probe.marginals import match_ranks
-from loka.probe.matrix_normal import MatrixNormal
+from loka.probe.adapter import Adapter
+from loka.probe.learned import Learned
+from loka.probe.ledger import Ledger
 from loka.probe.reservoir import Reservoir
-from loka.probe.source import Source, check_source, draw_modelled, pick_rows, rows_of
-from loka.probe.statistics import Statistics
+from loka.probe.seeing import NO_TICKET, enroll, inside_backward
+from loka.probe.source import Source
 from loka.records import GEMMS, Gemm, Role, TensorStats
+
+WEIGHT_EVERY = 10
+
+
+@dataclass
+class Look:
+    """Rows of one call, waiting for its gradient and for the end of the step."""
+
+    x: Tensor
+    index: Tensor | None  # which rows of how many; None: all
+    right: Tensor | None  # the second operand of one example, where that is an activation
+    dy: Tensor | None = None
 
 
 class Watch:
-    """Statistics and sampled rows of one nn.Linear."""
+    """One site of a model."""
 
-    def __init__(self, name: str, module: nn.Linear, rows: int, generator: torch.Generator) -> None:
-        self.name, self.module = name, module
-        self.k, self.n = module.in_features, module.out_features
+    def __init__(self, name: str, module: nn.Module, adapter: Adapter, *, rows: int, seed: int, ledger: Ledger) -> None:
+        self.name, self.module, self.adapter = name, module, adapter
         self.type = type(module).__name__
-        device = module.weight.device
-        self._rows, self._generator = rows, generator
-        self.statistics: dict[Role, Statistics] = {
-            "x": Statistics(self.k, device),
-            "w": Statistics(self.k, device),
-            "dy": Statistics(self.n, device),
-        }
-        self.reservoir = Reservoir(rows, (self.k, self.n), device, generator)
-        self.gaussians: dict[Role, Gaussian] = {"x": Gaussian(self.k, device), "dy": Gaussian(self.n, device)}
-        self.matrix_normal = MatrixNormal(self.n, self.k, device)
-        self.calls = self.rows_seen = self.largest = 0
+        self.on = True  # whether it is this site's turn; read when an op runs, never when a graph is made
+        self._rows, self._seed, self._ledger = rows, seed, ledger
+        self.calls = self.rows_seen = self.largest = self.steps = 0
         self.needs_dgrad = False
+        self.learned: Learned | None = None
+        self._pending: dict[int, Look] = {}
+        self._shape = (0, 0)
+        self._outside = 0  # calls of this step that were no recomputation
+        self.number = enroll(self)
+        parameter = next(module.parameters(), None)
+        self.token = torch.zeros(1, dtype=torch.int32, device=None if parameter is None else parameter.device)
+        if (weight := self.weight) is not None:
+            self._prepare(weight.shape[-1], weight.shape[-2], weight.device)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The parameter, [N, K] or [experts, N, K]; None where both operands are activations."""
+        return None if self.adapter.weight is None else self.adapter.weight(self.module)
+
+    @property
+    def k(self) -> int:
+        """Length of the contracted dimension; of a lookup, rows of the table."""
+        return self._shape[0]
+
+    @property
+    def n(self) -> int:
+        """Columns of the output."""
+        return self._shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Matrices that share the rows: experts of a grouped GEMM, else 1."""
+        weight = self.weight
+        return weight.shape[0] if weight is not None and weight.dim() == 3 else 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the site computes."""
+        return self.token.device if self.learned is None else self.learned.device
+
+    @property
+    def reservoir(self) -> Reservoir:
+        """Its kept rows; of a site never seen, none."""
+        if self.learned is None:
+            return Reservoir(1, (1, 1), self.device, torch.Generator())
+        return self.learned.reservoir
+
+    def _prepare(self, k: int, n: int, device: torch.device) -> None:
+        lookup = self.adapter.kind == "lookup"
+        self._shape = (n, k) if lookup else (k, n)
+        widths = (k, k) if lookup else (k, n)
+        self._share = self._ledger.reserve(self.name, *widths, not lookup)
+        self.learned = self._make_learned(widths, device)
+
+    def _make_learned(self, widths: tuple[int, int], device: torch.device) -> Learned:
+        weight = self.adapter.kind != "lookup"
+        return Learned(self.name, widths, device, self._rows, self._seed, self._share, weight=weight)
 
     @property
     def gemms(self) -> list[Gemm]:
         """The GEMMs that happened."""
-        absent = set() if self.reservoir.has_dy else {"dgrad", "wgrad"}
+        if self.learned is None or not self.calls or self.adapter.kind == "lookup":
+            return []
+        absent = set() if self.learned.reservoir.has_dy else {"dgrad", "wgrad"}
         if not self.needs_dgrad:
             absent.add("dgrad")
-        if not self.module.weight.requires_grad:
+        weight = self.weight
+        if weight is not None and not weight.requires_grad:
             absent.add("wgrad")
-        return [gemm for gemm in GEMMS if gemm not in absent] if self.calls else []
+        return [gemm for gemm in GEMMS if gemm not in absent]
 
     @torch.no_grad()
-    def see_forward(self, x: Tensor, output: Tensor, *, record_weight: bool) -> None:
-        """One call: x [..., K] and its output, whose gradient will be seen in backward."""
-        flat = x.detach().reshape(-1, self.k)
-        self.calls += 1
-        self.rows_seen += flat.shape[0]
-        self.largest = max(self.largest, flat.shape[0])
-        self.needs_dgrad |= x.requires_grad
-        if record_weight:
-            self.statistics["w"].update(self.module.weight)
-        if flat.shape[0] == 0:
-            return
-        chosen = self._choose(flat.shape[0], flat.device)
-        rows = flat if chosen is None else flat[chosen]
-        rows = rows.clone()  # an in-place op after this module must not reach the sample
-        self.statistics["x"].update(rows)
-        self.gaussians["x"].update(rows)
-        if not output.requires_grad:
-            self.reservoir.offer(rows, None)
-            return
-        output.register_hook(lambda dy: self._see_backward(rows, chosen, dy))  # type: ignore[no-untyped-call]
+    def see_forward(self, x: Tensor, right: Tensor | None, needs_dgrad: bool, dtype: torch.dtype | None = None) -> int:
+        """One call: its operands. Returns the ticket to bring with the gradient; `dtype` is what the GEMM casts x to."""
+        if not self.on:
+            return NO_TICKET
+        if inside_backward():
+            if self._outside:
+                return self._recall()
+        else:
+            self._outside += 1
+        if self.learned is None:
+            assert right is not None
+            self._prepare(x.shape[-1], right.shape[-2], x.device)
+        count = x.numel() // max(x.shape[self.adapter.channel], 1)
+        ticket, self.calls = self.calls, self.calls + 1
+        self.rows_seen += count
+        self.largest = max(self.largest, count)
+        self.needs_dgrad |= needs_dgrad
+        if count == 0:
+            return NO_TICKET
+        generator = self._generator(ticket)
+        index = choose_rows(count, self._rows, generator)
+        rows = take_rows(x.detach(), self.adapter.channel, index)
+        example = None if right is None else take_example(right.detach(), generator)
+        self._pending[ticket] = Look(rows if dtype is None else rows.to(dtype), index, example)
+        return ticket
 
-    def _see_backward(self, rows: Tensor, chosen: Tensor | None, dy: Tensor) -> None:
-        flat = dy.detach().reshape(-1, self.n)
-        picked = flat if chosen is None else flat[chosen]
-        self.statistics["dy"].update(picked)
-        self.gaussians["dy"].update(picked)
-        self.reservoir.offer(rows, picked)
+    def _recall(self) -> int:
+        """The ticket of a recomputed call, where there is no doubt which one it is."""
+        waiting = [ticket for ticket, look in self._pending.items() if look.dy is None]
+        return waiting[0] if len(waiting) == 1 else NO_TICKET
 
-    def _choose(self, count: int, device: torch.device) -> Tensor | None:
-        """Rows to look at: all of them, or `rows` at random without replacement."""
-        if count <= self._rows:
-            return None
-        return torch.randperm(count, generator=self._generator)[: self._rows].to(device)
+    @torch.no_grad()
+    def see_backward(self, ticket: int, dy: Tensor) -> None:
+        """The gradient of a call's output; a second one for the same call is not counted."""
+        look = self._pending.get(ticket)
+        if look is not None and look.dy is None:
+            look.dy = take_rows(dy.detach(), self.adapter.channel, look.index)
+
+    def _generator(self, look: int) -> torch.Generator:
+        return torch.Generator().manual_seed((self._seed * 1_000_003 + look) % 2**63)
+
+    @torch.no_grad()
+    def absorb(self, step: int) -> bool:
+        """The step is over: learn from what it showed. Returns whether it showed anything."""
+        looks, self._pending, called = self._pending, {}, self._outside or self._pending
+        self._outside = 0
+        if not called or self.learned is None:
+            return bool(called)
+        if self.steps % WEIGHT_EVERY == 0 and (weight := self.weight) is not None:
+            self.learned.see_weight(self._sampled_weight(weight))
+        self.steps += 1
+        for ticket, look in looks.items():
+            self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
+        return True
+
+    def _sampled_weight(self, weight: Tensor) -> Tensor:
+        """Of a GEMM's weight everything; of a table, which may be huge, some rows."""
+        flat = weight.detach().reshape(-1, weight.shape[-1])
+        if self.adapter.kind != "lookup":
+            return flat
+        return take_rows(flat, -1, choose_rows(flat.shape[0], self._rows, self._generator(self.calls)))
+
+    @torch.no_grad()
+    def snapshot(self) -> None:
+        """Take the weight into its matrix normal."""
+        if self.learned is not None and self.adapter.kind != "lookup":
+            self.learned.snapshot(self.weight)
+
+    def describe(self) -> list[TensorStats]:
+        """The statistics that have seen anything."""
+        return [] if self.learned is None else self.learned.describe()
 
     @property
     def covariance_kind(self) -> str:
         """How the covariances of x and dy and the matrix normal of W are kept, for the report."""
-        kinds = {"x": self.gaussians["x"].kind, "dy": self.gaussians["dy"].kind, "w": self.matrix_normal.kind}
-        return (
-            "full" if set(kinds.values()) == {"full"} else "; ".join(f"{role}: {kind}" for role, kind in kinds.items())
-        )
+        return "nothing seen" if self.learned is None else self.learned.kind
 
-    @torch.no_grad()
     def draw(self, role: Role, source: Source, count: int, generator: torch.Generator) -> Tensor:
         """float32: `count` rows of x [count, K] or dy [count, N], or one weight [N, K]. See `loka.probe.source`."""
-        check_source(source)
-        if role == "w":
-            return self._draw_weight(source, generator)
-        kept = rows_of(self.reservoir, role, self.name)
-        if source == "rows":
-            return kept[pick_rows(self.reservoir, count, generator, self.name)].float()
-        width = self.k if role == "x" else self.n
-        return draw_modelled(source, self.gaussians[role], kept, width, count, generator)
+        return self._seen().draw(role, source, count, generator, self.weight)
 
-    @torch.no_grad()
     def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """x and dy; of real rows, x and dy of the same examples."""
-        check_source(source)
-        if source != "rows":
-            return self.draw("x", source, count, generator), self.draw("dy", source, count, generator)
-        x, dy = rows_of(self.reservoir, "x", self.name), rows_of(self.reservoir, "dy", self.name)
-        chosen = pick_rows(self.reservoir, count, generator, self.name)
-        return x[chosen].float(), dy[chosen].float()
+        return self._seen().draw_pair(source, count, generator)
 
-    def _draw_weight(self, source: Source, generator: torch.Generator) -> Tensor:
-        weight = self.module.weight.detach().float()
-        if source == "rows":
-            return weight
-        if source == "normal":
-            return torch.randn(weight.shape, generator=generator, device=generator.device).to(weight.device)
-        if self.matrix_normal.snapshots == 0:
-            self.matrix_normal.update(weight)
-        sample = self.matrix_normal.sample(generator)
-        return sample if source == "gaussian" else match_ranks(sample, weight)
-
-    def describe(self) -> list[TensorStats]:
-        """The statistics that have seen anything."""
-        finished = [self.statistics[role].finish(role) for role in self.statistics]
-        return [stats for stats in finished if stats is not None]
-
-    def _parts(self) -> dict[str, Any]:
-        return {
-            "reservoir": self.reservoir,
-            "matrix_normal": self.matrix_normal,
-            **{str(role): part for role, part in self.statistics.items()},
-            **{f"gaussian_{role}": part for role, part in self.gaussians.items()},
-        }
+    def _seen(self) -> Learned:
+        if self.learned is None:
+            raise ValueError(f"{self.name}: never called on a sampled step, so there is nothing to draw from")
+        return self.learned
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything, as flat named tensors."""
-        counts = [self.calls, self.rows_seen, self.largest, int(self.needs_dgrad)]
-        state = {
-            f"{name}.{key}": value for name, part in self._parts().items() for key, value in part.state_dict().items()
-        }
+        counts = [self.calls, self.rows_seen, self.largest, int(self.needs_dgrad), self.steps, *self._shape]
+        state = {} if self.learned is None else self.learned.state_dict()
         return {**state, "counts": torch.tensor(counts)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put back what `state_dict` gave."""
-        self.calls, self.rows_seen, self.largest, dgrad = state["counts"].tolist()
+        self.calls, self.rows_seen, self.largest, dgrad, self.steps, k, n = state["counts"].tolist()
         self.needs_dgrad = bool(dgrad)
-        for name, part in self._parts().items():
-            part.load_state_dict({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+        if (k, n) == (0, 0):
+            return
+        if self.learned is None:
+            self._prepare(k, n, self.device)
+        self._seen().load_state_dict(state)
+
+    def merge(self, state: dict[str, Tensor]) -> None:
+        """Add what the watch of the same site has seen on another rank, given as its state."""
+        calls, rows_seen, largest, dgrad, steps, k, n = state["counts"].tolist()
+        if (k, n) != (0, 0):
+            if self.learned is None:
+                self._prepare(k, n, self.device)
+            mine = self._seen()
+            other = self._make_learned(mine.widths, torch.device("cpu"))
+            other.load_state_dict(state)
+            mine.merge(other, self._generator(self.calls + calls))
+        self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
+        self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
+        self.needs_dgrad |= bool(dgrad)
+
+
+def choose_rows(count: int, wanted: int, generator: torch.Generator) -> Tensor | None:
+    """One row from each of `wanted` equal parts of the batch, in order; None for all of them."""
+    if count <= wanted:
+        return None
+    places = (torch.arange(wanted) + torch.rand(wanted, generator=generator, dtype=torch.float64)) * (count / wanted)
+    return places.long().clamp(max=count - 1)
+
+
+def take_rows(tensor: Tensor, channel: int, index: Tensor | None) -> Tensor:
+    """A copy of some rows [*, channels]; rows are what is left of the tensor besides its channel dimension."""
+    if channel == -2:
+        tensor = tensor.transpose(-1, -2)
+    if index is None:
+        return tensor.reshape(-1, tensor.shape[-1]).clone()
+    if tensor.is_contiguous():
+        return tensor.reshape(-1, tensor.shape[-1])[index.to(tensor.device, non_blocking=True)]
+    # Not a reshape, which would copy all of it to give a few rows.
+    places = torch.unravel_index(index, tensor.shape[:-1])
+    return tensor[tuple(place.to(tensor.device, non_blocking=True) for place in places)]
+
+
+def take_example(right: Tensor, generator: torch.Generator) -> Tensor:
+    """A copy of one matrix [N, K] of a batch of them."""
+    flat = right.reshape(-1, *right.shape[-2:])
+    return flat[int(torch.randint(flat.shape[0], (), generator=generator))].clone()

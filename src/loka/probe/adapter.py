@@ -1,0 +1,92 @@
+"""What counts as a site, and how its operands are seen as one GEMM: out = a b^T with rows of a from the module's input.
+
+    linear      nn.Linear (and what replaces it)       a = x [..., K]             b = W [N, K]
+    grouped     loka.nn.GroupedLinear                  a = x [rows, K]            b = W of one expert; every row meets one
+    mixed       loka.nn.FeatureMix                     a = columns of x [B, K, d] b = W [N, K]
+    batched     FactorizationMachine, DotInteraction,  a = rows of the first      b = the second operand of one example, an activation
+                DotProductAttention (Q K^T)            operand
+    lookup      nn.Embedding, nn.EmbeddingBag          no GEMM: statistics of the table, of what it returns (as "x"), of its gradient
+
+Sites of your own: `register(MyModule, Adapter(...))`, before a Probe is made. The class decides; subclasses are covered.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+Kind = Literal["linear", "grouped", "mixed", "batched", "lookup"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Operands = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Tensor, Tensor | None]]
+
+
+def first_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The first argument, however it was passed; the other operand is the module's weight."""
+    return args[0] if args else next(iter(kwargs.values())), None
+
+
+def two_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The first two arguments: both operands are activations."""
+    both = [*args, *kwargs.values()]
+    return both[0], both[1]
+
+
+def input_twice(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The first argument with itself."""
+    x, _ = first_input(module, args, kwargs)
+    return x, x
+
+
+def own_weight(module: nn.Module) -> Tensor | None:
+    """`module.weight`."""
+    weight = module.weight
+    return weight if isinstance(weight, Tensor) else None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How to see one class of modules. `weight` gives [N, K], or [experts, N, K]; without one, `operands` gives the second operand [..., N, K]."""
+
+    kind: Kind
+    operands: Operands = first_input
+    weight: Callable[[nn.Module], Tensor | None] | None = own_weight
+    channel: Literal[-1, -2] = -1  # where the contracted dimension of the input, and the columns of the output, are
+    gradient: bool = True  # whether the output is the product itself, so that its gradient is an operand
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
+        if self.channel not in (-1, -2):
+            raise ValueError(f"channel={self.channel}: expected -1 (the last dimension) or -2")
+
+
+_REGISTERED: dict[type[nn.Module], Adapter] = {}
+
+
+def register(module_class: type[nn.Module], adapter: Adapter) -> None:
+    """Make modules of a class sites of every Probe made from now on."""
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise ValueError(f"register takes a class of modules, got {module_class!r}")
+    _REGISTERED[module_class] = adapter
+
+
+def _built_in() -> dict[type[nn.Module], Adapter]:
+    from loka.nn import DotInteraction, DotProductAttention, FactorizationMachine, FeatureMix, GroupedLinear
+
+    return {
+        nn.Linear: Adapter("linear"),
+        GroupedLinear: Adapter("grouped"),
+        FeatureMix: Adapter("mixed", channel=-2),
+        FactorizationMachine: Adapter("batched", two_inputs, None),
+        DotInteraction: Adapter("batched", input_twice, None, gradient=False),
+        DotProductAttention: Adapter("batched", two_inputs, None, gradient=False),
+        nn.Embedding: Adapter("lookup"),
+        nn.EmbeddingBag: Adapter("lookup"),
+    }
+
+
+def find_adapter(module: nn.Module) -> Adapter | None:
+    """The adapter of the nearest class; None for a module that is no site."""
+    known = _built_in() | _REGISTERED
+    return next((known[base] for base in type(module).__mro__ if base in known), None)

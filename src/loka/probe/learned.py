@@ -1,0 +1,200 @@
+"""All that a probe knows of one site: statistics, learned distributions and kept rows of x, dy and W, as one thing to save, merge and draw from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.probe.gaussian import Gaussian
+from loka.probe.ledger import Share
+from loka.probe.marginals import match_ranks
+from loka.probe.matrix_normal import MatrixNormal
+from loka.probe.reservoir import Reservoir
+from loka.probe.source import Source, check_source, draw_modelled, pick_rows, rows_of
+from loka.probe.statistics import Statistics
+from loka.records import Role, TensorStats
+
+MAX_EXAMPLES = 8  # second operands kept where they are activations; experts taken into a snapshot
+
+
+class Learned:
+    """Knowledge of a site whose x has `widths[0]` channels and whose dy has `widths[1]`."""
+
+    def __init__(
+        self,
+        name: str,
+        widths: tuple[int, int],
+        device: torch.device,
+        rows: int,
+        seed: int,
+        share: Share,
+        *,
+        weight: bool,
+    ) -> None:
+        self.name, self.widths = name, widths
+        x, dy = widths
+        self.statistics: dict[Role, Statistics] = {
+            "x": Statistics(x, device),
+            "w": Statistics(x, device),
+            "dy": Statistics(dy, device),
+        }
+        self._generator = torch.Generator()
+        self.reservoir = Reservoir(rows, widths, device, self._generator)
+        self.gaussians: dict[Role, Gaussian] = {}
+        self.matrix_normal: MatrixNormal | None = None
+        if share.cap:
+            self.gaussians = {
+                "x": Gaussian(x, device, cap=share.cap, seed=seed),
+                "dy": Gaussian(dy, device, cap=share.cap, seed=seed + 1),
+            }
+            if weight:
+                self.matrix_normal = MatrixNormal(dy, x, device, cap=share.side_cap, whole_mean=share.whole_mean)
+        self._examples: list[Tensor] = []
+        self._examples_seen = 0
+        self.bytes = share.bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything is kept."""
+        return self.reservoir.x.device
+
+    @property
+    def kind(self) -> str:
+        """How the distributions are kept, in words."""
+        if not self.gaussians:
+            return "real rows only: the rest did not fit into memory_budget"
+        kinds = {str(role): part.kind for role, part in self.gaussians.items()}
+        if self.matrix_normal is not None:
+            kinds["w"] = self.matrix_normal.kind
+        full = set(kinds.values()) == {"full"}
+        return "full" if full else "; ".join(f"{role}: {kind}" for role, kind in kinds.items())
+
+    def see(self, x: Tensor, dy: Tensor | None, right: Tensor | None, step: int, generator: torch.Generator) -> None:
+        """Rows of one look, and the second operand of one example where it is an activation."""
+        self._generator.set_state(generator.get_state())
+        self._see_rows("x", x)
+        if dy is not None:
+            self._see_rows("dy", dy)
+        self.reservoir.offer(x, dy)
+        if right is not None:
+            self.see_weight(right)
+            self._keep_example(right)
+
+    def _see_rows(self, role: Role, rows: Tensor) -> None:
+        clean, usable = self.statistics[role].update(rows)
+        if role in self.gaussians:
+            self.gaussians[role].update(clean, usable)
+
+    def _keep_example(self, right: Tensor) -> None:
+        self._examples_seen += 1
+        if len(self._examples) < MAX_EXAMPLES:
+            self._examples.append(right.float())
+            return
+        slot = int(torch.randint(self._examples_seen, (), generator=self._generator))
+        if slot < MAX_EXAMPLES:
+            self._examples[slot] = right.float()
+
+    def see_weight(self, weight: Tensor) -> None:
+        """Statistics of a weight [rows, K]."""
+        self.statistics["w"].update(weight)
+
+    def snapshot(self, weight: Tensor | None) -> None:
+        """Take the weight, some experts of it, or the kept second operands into the matrix normal."""
+        if self.matrix_normal is None:
+            return
+        for matrix in self._matrices(weight)[:MAX_EXAMPLES]:
+            self.matrix_normal.update(matrix)
+
+    def _matrices(self, weight: Tensor | None) -> list[Tensor]:
+        if weight is None:
+            return self._examples
+        return [weight] if weight.dim() == 2 else list(weight.unbind())
+
+    def describe(self) -> list[TensorStats]:
+        """The statistics that have seen anything."""
+        found = [self.statistics[role].finish(role) for role in self.statistics]
+        return [stats for stats in found if stats is not None]
+
+    @torch.no_grad()
+    def draw(self, role: Role, source: Source, count: int, generator: torch.Generator, weight: Tensor | None) -> Tensor:
+        """Rows of x or dy, or one weight; see `Watch.draw`."""
+        check_source(source)
+        if role == "w":
+            return self._draw_weight(source, generator, weight)
+        kept = rows_of(self.reservoir, role, self.name)
+        if source == "rows":
+            return kept[pick_rows(self.reservoir, count, generator, self.name)].float()
+        self._require(source)
+        return draw_modelled(source, self.gaussians.get(role), kept, count, generator)
+
+    @torch.no_grad()
+    def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """x and dy; of real rows, x and dy of the same examples."""
+        check_source(source)
+        x, dy = rows_of(self.reservoir, "x", self.name), rows_of(self.reservoir, "dy", self.name)
+        if source != "rows":
+            return self.draw("x", source, count, generator, None), self.draw("dy", source, count, generator, None)
+        chosen = pick_rows(self.reservoir, count, generator, self.name)
+        return x[chosen].float(), dy[chosen].float()
+
+    def _draw_weight(self, source: Source, generator: torch.Generator, weight: Tensor | None) -> Tensor:
+        """The actual matrix (of a random expert or example), or one like it."""
+        matrices = self._matrices(weight)
+        if not matrices:
+            raise ValueError(f"{self.name}: no second operand was seen, so there is none to draw")
+        number = int(torch.randint(len(matrices), (), generator=generator)) if len(matrices) > 1 else 0
+        actual = matrices[number].detach().float()
+        if source == "rows":
+            return actual
+        if source == "normal":
+            return torch.randn(actual.shape, generator=generator, device=generator.device).to(actual.device)
+        self._require(source)
+        if self.matrix_normal is None:
+            raise ValueError(f"{self.name}: a table of embeddings has no matrix normal")
+        if self.matrix_normal.snapshots == 0:
+            self.snapshot(weight)
+        sample = self.matrix_normal.sample(generator)
+        return sample if source == "gaussian" else match_ranks(sample, actual)
+
+    def _require(self, source: Source) -> None:
+        if source in ("gaussian", "copula") and not self.gaussians:
+            raise ValueError(
+                f"{self.name}: its distribution did not fit into memory_budget, so source={source!r} is not available; "
+                "hint: raise memory_budget, or probe fewer sites"
+            )
+
+    def _parts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"reservoir": self.reservoir, **{str(r): part for r, part in self.statistics.items()}}
+        parts |= {f"gaussian_{role}": part for role, part in self.gaussians.items()}
+        return parts if self.matrix_normal is None else {**parts, "matrix_normal": self.matrix_normal}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as flat named tensors."""
+        state = {f"{name}.{key}": v for name, part in self._parts().items() for key, v in part.state_dict().items()}
+        examples = {f"example.{i}": example.cpu().clone() for i, example in enumerate(self._examples)}
+        return {**state, **examples, "examples_seen": torch.tensor(self._examples_seen)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state_dict` gave."""
+        for name, part in self._parts().items():
+            mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+            if not mine:
+                raise ValueError(f"{self.name}: the state has no {name}; was it saved under another memory_budget?")
+            part.load_state_dict(mine)
+        self._examples_seen = int(state["examples_seen"])
+        self._examples = [
+            state[f"example.{i}"].to(self.device, copy=True) for i in range(MAX_EXAMPLES) if f"example.{i}" in state
+        ]
+
+    def merge(self, other: "Learned", generator: torch.Generator) -> None:
+        """Add what another rank knows. The matrix normal stays this rank's: weights are the same on all."""
+        self._generator.set_state(generator.get_state())
+        for role, statistics in self.statistics.items():
+            if role != "w" or self._examples or other._examples:
+                statistics.merge(other.statistics[role])
+        for role, learned in self.gaussians.items():
+            learned.merge(other.gaussians[role])
+        self.reservoir.merge(other.reservoir)
+        for example in other._examples:
+            self._keep_example(example.to(self.device))

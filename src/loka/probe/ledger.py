@@ -1,0 +1,63 @@
+"""Memory: what the learned distributions of all sites may take together, and what each one gets.
+
+Per site there are two covariances (x and dy), the matrix normal of the weight, and the kept rows. A full covariance of K channels takes 4 K^2
+bytes, so width is what costs: every width above a cap is sketched instead (`loka.probe.scatter`). The cap starts at 4096, where the widest site
+takes under 256 MB, and is halved until everything known at the start fits into the budget. A site whose shape shows up later, or that does not fit even
+sketched, gets what is left: then nothing but its kept rows and its statistics, and the report says so.
+"""
+
+from dataclasses import dataclass
+
+from loka.probe.gaussian import WIDTH_CAP, Gaussian
+from loka.probe.matrix_normal import SIDE_CAP, MatrixNormal
+from loka.probe.reservoir import Reservoir
+
+SITE_BYTES = 256 * 2**20
+MEAN_BYTES = 64 * 2**20  # a weight larger than this keeps its row and column means instead of a mean of its own
+LEAST_CAP = 128
+DEFAULT_BUDGET = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one site keeps. `cap` 0: no covariances and no matrix normal."""
+
+    cap: int
+    side_cap: int
+    whole_mean: bool
+    bytes: int
+
+
+class Ledger:
+    """Hands out shares of a budget in bytes."""
+
+    def __init__(self, budget: int, rows: int) -> None:
+        if budget < 2**20:
+            raise ValueError(f"memory_budget={budget}: expected bytes, at least 1 MiB")
+        self.budget, self.spent, self.cap = budget, 0, WIDTH_CAP
+        self._rows = rows
+        self.short: list[str] = []  # sites that had to do without
+
+    def prepare(self, shapes: list[tuple[int, int, bool]]) -> None:
+        """Lower the cap until sites of these (width of x, width of dy, has a weight) fit together."""
+        while self.cap > LEAST_CAP and sum(self._share(*shape, self.cap).bytes for shape in shapes) > self.budget:
+            self.cap //= 2
+
+    def reserve(self, site: str, x: int, dy: int, weight: bool) -> Share:
+        """The share of one site."""
+        for cap in (self.cap, LEAST_CAP):
+            share = self._share(x, dy, weight, cap)
+            if share.bytes <= SITE_BYTES and self.spent + share.bytes <= self.budget:
+                break
+        else:
+            self.short.append(site)
+            share = Share(0, 0, False, Reservoir.bytes_for(self._rows, (x, dy)))
+        self.spent += share.bytes
+        return share
+
+    def _share(self, x: int, dy: int, weight: bool, cap: int) -> Share:
+        side_cap, whole_mean = min(cap, SIDE_CAP), 4 * x * dy <= MEAN_BYTES
+        size = Gaussian.bytes_for(x, cap) + Gaussian.bytes_for(dy, cap) + Reservoir.bytes_for(self._rows, (x, dy))
+        if weight:
+            size += MatrixNormal.bytes_for(dy, x, cap=side_cap, whole_mean=whole_mean)
+        return Share(cap, side_cap, whole_mean, size)

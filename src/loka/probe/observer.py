@@ -1,0 +1,269 @@
+"""Observer: the half of a Probe that looks. It finds the sites, attaches hooks, keeps the cadence, and saves, merges and resumes what was seen.
+
+Cadence. Every site is looked at on one step in `every`. Sites take turns (`stagger` groups of about equal cost), so that no single step pays for
+all of them: with every=100 and stagger=4 a quarter of the sites is looked at on steps 0, 25, 50, 75. Other steps run a hook that is one `if`.
+
+With torch.compile, make the Probe before the first compiled call (torch.compile does not notice hooks added later). There are then two graphs,
+one for steps with a look and one for the others; see `loka.probe.seeing`.
+
+Weights are taken into their matrix normals every `snapshot_every` steps, one site a step, and the state is saved then where `save_to` says.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
+from loka.probe.ledger import DEFAULT_BUDGET, Ledger
+from loka.probe.saving import Saver, read_state
+from loka.probe.seeing import NO_TICKET, Tap, probe_see
+from loka.probe.watch import Watch
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+MAX_STAGGER = 4
+SLOT_STEPS = 25  # at least so many steps lie between two looks, unless `stagger` says otherwise
+
+
+class Switch:
+    """Whether the step now running has a look. A plain bool: what a hook reads is what torch.compile guards on."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+class Observer:
+    """Watches the sites of a model while it trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        module_filter_fn: ModuleFilter | None = None,
+        *,
+        every: int = 100,
+        rows: int = 1024,
+        seed: int = 0,
+        kinds: Sequence[Kind] = ("linear",),
+        stagger: int | None = None,
+        memory_budget: int = DEFAULT_BUDGET,
+        snapshot_every: int = 10_000,
+        save_to: str | Path | None = None,
+    ) -> None:
+        if every < 1 or rows < 2 or snapshot_every < 1:
+            raise ValueError(
+                f"every={every}, rows={rows}, snapshot_every={snapshot_every}: expected at least 1, 2 and 1"
+            )
+        if stagger is not None and not 1 <= stagger <= every:
+            raise ValueError(f"stagger={stagger}: expected between 1 and every={every} groups of sites")
+        self.model, self.every, self.rows = model, every, rows
+        self.snapshot_every, self.save_to = snapshot_every, save_to
+        self.steps = self.sampled_steps = 0
+        self._seed, self._saver = seed, Saver()
+        self.ledger = Ledger(memory_budget, rows)
+        self._watches = self._find_sites(module_filter_fn, kinds)
+        self._slots = assign_slots(
+            list(self._watches.values()), stagger or min(MAX_STAGGER, max(1, every // SLOT_STEPS))
+        )
+        self._switch = Switch()
+        self._handles: list[RemovableHandle] = [
+            watch.module.register_forward_hook(make_hook(self._switch, watch), with_kwargs=True)
+            for watch in self._watches.values()
+        ]
+        self._turn()
+
+    def _find_sites(self, keep: ModuleFilter | None, kinds: Sequence[Kind]) -> dict[str, Watch]:
+        unknown = set(kinds) - set(KINDS)
+        if unknown:
+            raise ValueError(f"kinds={sorted(unknown)}: expected some of {', '.join(KINDS)}")
+        found: list[tuple[str, nn.Module, Adapter]] = []
+        for name, module in self.model.named_modules():
+            adapter = find_adapter(module)
+            if adapter is not None and adapter.kind in kinds and (keep is None or keep(module, name)):
+                found.append((name, module, adapter))
+        if not found:
+            raise ValueError(
+                f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn lets through"
+            )
+        self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
+        return {
+            name: Watch(name, module, adapter, rows=self.rows, seed=self._seed + 7919 * number, ledger=self.ledger)
+            for number, (name, module, adapter) in enumerate(found)
+        }
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the step now running has a look."""
+        return self._switch.on
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the watched modules."""
+        return tuple(self._watches)
+
+    def watch(self, site: str) -> Watch:
+        """What is known of one site."""
+        if site not in self._watches:
+            raise ValueError(f"no site {site!r}; sites are {', '.join(self._watches)}")
+        return self._watches[site]
+
+    def _turn(self) -> None:
+        """Set whose turn the coming step is."""
+        for number, slot in enumerate(self._slots):
+            due = bool(self._handles) and self.steps % self.every == number * self.every // len(self._slots)
+            for watch in slot:
+                watch.on = due
+        self._switch.on = any(watch.on for watch in self._watches.values())
+
+    def step(self) -> None:
+        """Say that a training step is over."""
+        self.absorb()
+        self.steps += 1
+        if self.steps >= self.snapshot_every and self._handles:
+            for number, watch in enumerate(self._watches.values()):
+                if self.steps % self.snapshot_every == number % self.snapshot_every:
+                    watch.snapshot()
+            if self.save_to is not None and self.steps % self.snapshot_every == 0:
+                self.save(self.save_to)
+        self._turn()
+
+    def absorb(self) -> None:
+        """Learn from what the running step has shown so far."""
+        if self._switch.on:
+            shown = [watch.absorb(self.steps) for watch in self._watches.values()]
+            self.sampled_steps += any(shown)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is looked at inside."""
+        before, self._switch.on = self._switch.on, False
+        try:
+            yield
+        finally:
+            self._switch.on = before
+
+    def detach(self) -> None:
+        """Remove every hook; what was seen stays."""
+        self.absorb()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._turn()
+
+    # What was seen, as files and across ranks
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was seen, as flat named tensors (safetensors can write them)."""
+        self.absorb()
+        state = {f"{name}:{key}": value for name, w in self._watches.items() for key, value in w.state_dict().items()}
+        return {**state, "counts": torch.tensor([self.steps, self.sampled_steps, *self._extra_counts()])}
+
+    def _extra_counts(self) -> list[int]:
+        return []
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a saved state; refuses one of another set of sites."""
+        parts = self._split(state)
+        self.steps, self.sampled_steps = state["counts"].tolist()[:2]
+        for name, watch in self._watches.items():
+            watch.load_state_dict(parts[name])
+        self._turn()
+
+    def _split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            if key != "counts":
+                name, _, rest = key.rpartition(":")
+                parts.setdefault(name, {})[rest] = value
+        if parts.keys() != self._watches.keys():
+            there, here = parts.keys() - self._watches.keys(), self._watches.keys() - parts.keys()
+            raise ValueError(
+                f"the state holds other sites: only there {sorted(there)[:5]}, only here {sorted(here)[:5]}"
+            )
+        return parts
+
+    def save(self, path: str | Path, *, wait: bool = False) -> None:
+        """Write the state as safetensors, in the background unless `wait`."""
+        self._saver.save(self.state_dict(), path)
+        if wait:
+            self._saver.wait()
+
+    def wait(self) -> None:
+        """Until a save in the background is done; raises what went wrong in it."""
+        self._saver.wait()
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a saved file."""
+        self._saver.wait()
+        self.load_state_dict(read_state(path))
+
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add what another rank's probe of the same model has seen (its `state_dict`)."""
+        self.absorb()
+        for name, part in self._split(state).items():
+            self._watches[name].merge(part)
+        self.sampled_steps = max(self.sampled_steps, int(state["counts"][1]))
+
+    def gather(self, *, dst: int = 0, group: Any = None) -> None:
+        """Bring what all ranks have seen to one: a collective call. Elsewhere nothing changes."""
+        here, state = dist.get_rank() == dst, self.state_dict()
+        states: list[Any] | None = [None] * dist.get_world_size(group) if here else None
+        dist.gather_object(state, states, dst=dst, group=group)
+        for rank, other in enumerate(states or []):
+            if rank != dst:
+                self.merge(other)
+
+
+def shape_of(module: nn.Module, adapter: Adapter) -> tuple[int, int, bool] | None:
+    """Width of x, width of dy, whether the weight is learned; None where only a call will tell."""
+    weight = None if adapter.weight is None else adapter.weight(module)
+    if weight is None:
+        return None
+    width = weight.shape[-1]
+    return (width, width, False) if adapter.kind == "lookup" else (width, weight.shape[-2], True)
+
+
+def assign_slots(watches: Sequence[Watch], count: int) -> list[list[Watch]]:
+    """Groups of about equal cost: the dearest site first, each to the group that has least."""
+    slots: list[list[Watch]] = [[] for _ in range(min(count, len(watches)))]
+    costs = [0.0] * len(slots)
+    for watch in sorted(watches, key=lambda w: -(w.k**2 + w.n**2)):
+        lightest = costs.index(min(costs))
+        slots[lightest].append(watch)
+        costs[lightest] += watch.k**2 + watch.n**2 + 1
+    return slots
+
+
+def make_hook(switch: Switch, watch: Watch) -> Callable[..., Tensor | None]:
+    """The forward hook of a site. What it reads besides the switch is constant, so a compiled model has two graphs and no more."""
+    adapter = watch.adapter
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled() or not switch.on:
+            return None
+        x, right = adapter.operands(module, args, kwargs)
+        if adapter.kind == "lookup":
+            x = output
+        dtype = compute_dtype(x)
+        tapped = adapter.gradient and output.requires_grad
+        if torch.compiler.is_compiling():
+            seen = None if right is None else right.detach()
+            ticket = probe_see(watch.token, x.detach().to(dtype), seen, watch.number, x.requires_grad)
+            return Tap.apply(output, ticket, watch.token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
+        number = watch.see_forward(x, right, x.requires_grad, dtype)
+        if tapped and number != NO_TICKET:
+            # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.
+            output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
+        return None
+
+    return hook
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a GEMM casts its input to."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

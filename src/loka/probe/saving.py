@@ -1,0 +1,58 @@
+"""Saving without waiting: the state is copied at once, a thread writes it, and a rename makes it the file.
+
+A crash leaves the last complete file. The copy is the only part training waits for. One write at a time: a second save waits for the first. An
+error of the thread is raised by the next save, or by `wait`.
+"""
+
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+FORMAT = "loka probe 1"
+
+
+class Saver:
+    """Writes states in the background."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, state: Mapping[str, Tensor], path: str | Path) -> None:
+        """Start to write; the tensors must not change any more."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(dict(state), Path(path)), name="loka-probe-save")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise ValueError(f"the probe's state could not be saved: {error}") from error
+
+    def _write(self, state: dict[str, Tensor], path: Path) -> None:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(state, temporary, metadata={"format": FORMAT})
+            os.replace(temporary, path)
+        except BaseException as error:
+            temporary.unlink(missing_ok=True)
+            self._error = error
+
+
+def read_state(path: str | Path) -> dict[str, Tensor]:
+    """A saved state."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: is not a probe's state: {error}") from error
