@@ -2,120 +2,142 @@
 
     fprop   y  = x  W^T        dgrad   dx = dy W        wgrad   dW = dy^T x
 
-It is an nn.Linear that shares the original's parameters, so a state_dict is the same before and after the swap. What runs is bound once, at
-construction: `binding.fprop` and its siblings name a backend and the Specs of its operands, or are None for high precision. A backend that
+It is an nn.Linear with the original's parameters, so a state_dict is the same before and after the swap. What runs is bound once (`loka.nn.binding`). A backend that
 cannot run what it is bound to raises in forward; nothing else is run in its place.
 
-Operands are quantised where they are used, from their high-precision values, along the axis the GEMM contracts. The bias is added in the
-output's type, after the GEMM.
+Every tensor is quantised once, along the axis the GEMM contracts, and together with its transpose where two GEMMs want both: x and x^T in forward, dy and dy^T in
+backward, W and W^T once per optimizer step. Nothing is transposed in memory for that. The bias is added in the output's type after the GEMM, where a compiler joins it
+to what follows.
+
+Widths that are no multiple of 16 are the backends' business (they pad); the result has the shape that was asked for.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from loka.dispatch.recipe import Operands
-from loka.kernels import registry
-from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import scaled_mm
+from loka.nn.binding import BoundGemm, LinearBinding
+from loka.nn.health import FORWARD, record, sampled_error
+from loka.nn.linear_function import Given, LinearFunction, parts_of
+from loka.nn.scaling import AmaxState, find_amax
+from loka.nn.weight_cache import WeightCache, quantize_weight
 
-
-@dataclass(frozen=True)
-class BoundGemm:
-    """A GEMM in low precision: on which backend, with which operands."""
-
-    backend: str
-    operands: Operands
-
-    def __post_init__(self) -> None:
-        for spec in (self.operands.a, self.operands.b):
-            if spec.mode != "dynamic":
-                raise ValueError(f"Linear computes its scales from its operands; {spec} brings its own")
-        if self.backend != "auto":
-            registry.backend("scaled_mm", self.backend)  # an unknown name raises here, not in the first forward
-        registry.load("quantize")
-        registry.load("scaled_mm")
-
-    def __str__(self) -> str:
-        return f"{self.operands.a}@{self.operands.b}/{self.backend}"
+__all__ = ["BoundGemm", "Linear", "LinearBinding", "LinearState", "refuse"]
 
 
-@dataclass(frozen=True)
-class LinearBinding:
-    """What each GEMM of a Linear runs; None is high precision."""
+class LinearState:
+    """What a Linear remembers beside its parameters. A plain object: no buffer, so no state_dict, no DDP broadcast."""
 
-    fprop: BoundGemm | None = None
-    dgrad: BoundGemm | None = None
-    wgrad: BoundGemm | None = None
+    def __init__(self, binding: LinearBinding, weight: Tensor) -> None:
+        device = weight.device
+        self.name = ""
+        self.note = ""  # why it runs other than it was bound
+        self.original: type[nn.Linear] = nn.Linear
+        self.weights: WeightCache | None = None
+        self.health: Tensor | None = None
+        self.watching = False
+        remembered = [any(s.mode != "dynamic" for s in specs.values()) for specs in (binding.x_specs, binding.dy_specs)]
+        self.x = AmaxState(binding.scaling, device) if remembered[0] else None
+        self.dy = AmaxState(binding.scaling, device) if remembered[1] else None
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={getattr(self, name) or 'high'}" for name in ("fprop", "dgrad", "wgrad"))
+    @property
+    def amax_states(self) -> dict[str, AmaxState]:
+        """The operands with remembered scales."""
+        return {name: state for name, state in (("x", self.x), ("dy", self.dy)) if state is not None}
 
+    def to(self, device: torch.device) -> None:
+        """Follow the parameters to a device; quantised weights are made there anew."""
+        for state in self.amax_states.values():
+            state.to(device)
+        if self.health is not None:
+            self.health = self.health.to(device)
 
-def _multiply(a: Tensor, b: Tensor, bound: BoundGemm | None, out_dtype: torch.dtype) -> Tensor:
-    """a [M, K] @ b [N, K]^T, in low precision where bound."""
-    if bound is None:
-        return torch.matmul(a.to(out_dtype), b.to(out_dtype).T)
-    qa, qb = quantize(a.contiguous(), bound.operands.a), quantize(b.contiguous(), bound.operands.b)
-    return scaled_mm(qa, qb, out_dtype=out_dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum)
-
-
-class _LinearFunction(torch.autograd.Function):
-    """Autograd of x [M, K], weight [N, K] -> y [M, N] with three separate bindings."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, binding: LinearBinding, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.binding, ctx.dtype = binding, dtype
-        return _multiply(x, weight, binding.fprop, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (dy,) = grads
-        x, weight = ctx.saved_tensors
-        dx = dw = None
-        with torch.autocast(dy.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                dx = _multiply(dy, weight.T, ctx.binding.dgrad, ctx.dtype).to(x.dtype)
-            if ctx.needs_input_grad[1]:
-                dw = _multiply(dy.T, x.T, ctx.binding.wgrad, ctx.dtype).to(weight.dtype)
-        return dx, dw, None, None
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "weights": None}  # a copy of the module makes its own
 
 
 class Linear(nn.Linear):
-    """An nn.Linear in low precision. Make one with `Linear.replacing(module, binding)`."""
+    """An nn.Linear in low precision. Make one with `Linear.replacing(module, binding)`, or turn a module into one with `Linear.adopt`."""
 
     binding: LinearBinding
+    state: LinearState
 
-    @classmethod
-    def replacing(cls, module: nn.Linear, binding: LinearBinding) -> "Linear":
+    @staticmethod
+    def replacing(module: nn.Linear, binding: LinearBinding) -> "Linear":
         """A Linear that shares the module's parameters and its hooks."""
-        if parametrize.is_parametrized(module):
+        twin = nn.Linear.__new__(nn.Linear)
+        twin.__dict__.update(
+            {k: v.copy() if k in ("_parameters", "_buffers", "_modules") else v for k, v in vars(module).items()}
+        )
+        if isinstance(module, Linear):
+            twin.__dict__.pop("state"), twin.__dict__.pop("binding")
+        elif reason := refuse(module):
+            raise ValueError(f"{module} cannot run in low precision: {reason}")
+        return Linear.adopt(twin, binding)
+
+    @staticmethod
+    def adopt(module: nn.Linear, binding: LinearBinding, name: str = "") -> "Linear":
+        """Turn a module into a Linear in place: parameters, hooks, wrappers and whoever holds the module see the same object."""
+        if reason := refuse(module):
+            raise ValueError(f"{name or module} cannot run in low precision: {reason}")
+        state = LinearState(binding, module.weight)
+        state.name, state.original = name, type(module)
+        module.__dict__["state"], module.__dict__["binding"] = state, binding
+        module.__class__ = _class_for(type(module))
+        assert isinstance(module, Linear)
+        module._allocate()
+        return module
+
+    def release(self) -> nn.Linear:
+        """The counterpart of `adopt`: the module it was, in place."""
+        original = self.state.original
+        if type(self) is not _class_for(original):
             raise ValueError(
-                f"{module} has parametrised weights, which a Linear cannot share; hint: remove the parametrisation"
+                f"{self.state.name or 'this Linear'} is now a {type(self).__name__}: it was wrapped after its conversion and cannot be reverted in place"
             )
-        replacement = cls.__new__(cls)
-        nn.Module.__init__(replacement)
-        replacement.in_features, replacement.out_features = module.in_features, module.out_features
-        replacement.weight, replacement.bias = module.weight, module.bias
-        replacement.binding = binding
-        replacement.train(module.training)
-        for name, value in vars(module).items():
-            if "hook" in name:
-                setattr(replacement, name, value)
-        return replacement
+        self.__class__ = original  # type: ignore[assignment]
+        del self.__dict__["state"], self.__dict__["binding"]
+        return self
 
     def restored(self) -> nn.Linear:
-        """The plain nn.Linear this replaced, sharing the parameters."""
+        """A plain nn.Linear beside this one, sharing the parameters."""
         plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight, plain.bias = self.weight, self.bias
         return plain.train(self.training)
+
+    def rebind(self, binding: LinearBinding, note: str = "") -> None:
+        """Run something else from the next step on. Compiled code notices and compiles once more."""
+        name, original, watching = self.state.name, self.state.original, self.state.watching
+        state = LinearState(binding, self.weight)
+        state.name, state.original, state.note = name, original, note
+        state.health, state.watching = self.state.health, watching
+        self.__dict__["state"], self.__dict__["binding"] = state, binding
+        self._allocate()
+
+    def refresh(self) -> None:
+        """Quantise the weight now; for edits that no version counter shows."""
+        if self.state.weights is None:
+            self._allocate()
+        else:
+            self.state.weights.rewrite(self.weight)
+
+    def _allocate(self) -> None:
+        """Make the quantised weight's buffers, where it can be cached."""
+        weight, binding = self._parameters.get("weight"), self.binding
+        self.state.weights = None
+        if binding.weights == "fresh" or not _cacheable(weight, binding):
+            return
+        assert weight is not None
+        w, w_t = (None if gemm is None else gemm.operands.b for gemm in (binding.fprop, binding.dgrad))
+        if w_t is not None and not self.training:
+            w_t = None  # inference never needs the transpose; `train()` makes it
+        if w is not None or w_t is not None:
+            self.state.weights = WeightCache(
+                weight, w, w_t, quantizer=binding.quantizer, manual=binding.weights == "manual"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
@@ -125,11 +147,138 @@ class Linear(nn.Linear):
             if input.shape[-1] != self.in_features:
                 raise ValueError(f"Linear takes [..., {self.in_features}], got {tuple(input.shape)}")
             flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
-            y: Tensor = _LinearFunction.apply(flat, self.weight, self.binding, dtype)  # type: ignore[no-untyped-call]
+            y = self._multiply(flat, dtype)
             if self.bias is not None:
                 y = y + self.bias.to(dtype)
         return y.reshape(*input.shape[:-1], self.out_features)
 
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """y [M, N] without the bias."""
+        weight, state = self.weight, self.state
+        if type(weight) not in (nn.Parameter, Tensor):
+            raise ValueError(f"the weight is a {type(weight).__name__}, expected a plain tensor; a sharded linear cannot run in low precision")  # fmt: skip
+        needs = (torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
+        health = state.health if state.watching else None
+        with torch.no_grad():
+            given = self._operands(x, weight, needs, health)
+        y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, *given)  # type: ignore[no-untyped-call]
+        if health is not None:
+            with torch.no_grad():
+                turn, low = health[FORWARD], self.binding.fprop is not None
+                error = sampled_error(x, weight.T, y, turn) if low else torch.zeros_like(turn)
+                record(health, FORWARD, x, (y,), error)
+        return y
+
+    def _operands(self, x: Tensor, weight: Tensor, needs: tuple[bool, bool], health: Tensor | None) -> Given:
+        """Everything that is known before the GEMM: the quantised weight and remembered scales."""
+        binding, state = self.binding, self.state
+        w_spec = None if binding.fprop is None else binding.fprop.operands.b
+        t_spec = binding.dgrad.operands.b if binding.dgrad is not None and needs[0] else None
+        w = w_t = None
+        if state.weights is not None:
+            w, w_t = state.weights.get(weight, training=self.training)
+        missing = (w_spec if w is None else None, t_spec if w_t is None else None)
+        if missing[0] is not None or missing[1] is not None:
+            made = quantize_weight(weight, *missing, binding.quantizer)
+            w, w_t = made[0] if w is None else w, made[1] if w_t is None else w_t
+        scales = (None, None) if state.x is None else self._x_scales(x, state.x)
+        largest, pending = (None, None) if state.dy is None else (state.dy.largest, state.dy.pending)
+        given = Given(*parts_of(w), *parts_of(w_t if needs[0] else None))
+        return given._replace(
+            x_scale=scales[0], xt_scale=scales[1], dy_largest=largest, dy_pending=pending, health=health
+        )
+
+    def _x_scales(self, x: Tensor, amax: AmaxState) -> tuple[Tensor | None, Tensor | None]:
+        """Given scales of x and x^T."""
+        now = find_amax(x)
+        if amax.calibrating:
+            amax.calibrate(now)
+        elif not amax.calibrated and any(spec.mode == "static" for spec in self.binding.x_specs.values()):
+            raise ValueError(
+                f"{self.state.name or 'Linear'}: the static scale of x is not calibrated; "
+                "hint: with loka.convert.calibrating(model): model(batch)"
+            )
+        if self.training:
+            amax.observe(now)
+        gemms = (self.binding.fprop, self.binding.wgrad)
+        specs = [None if g is None else (g.operands.a, g.operands.b)[i] for i, g in enumerate(gemms)]
+        return amax.scale(specs[0], now), amax.scale(specs[1], now)
+
     def extra_repr(self) -> str:
         """Precision and kernel of each GEMM."""
-        return f"{super().extra_repr()}, {self.binding}"
+        note = f", {self.state.note}" if self.state.note else ""
+        return f"{super().extra_repr()}, {self.binding}{note}"
+
+    def train(self, mode: bool = True) -> "Linear":
+        """A change of mode is where weights are swapped by hand (EMA); the cache does not survive it."""
+        changed = mode != self.training
+        super().train(mode)
+        weights = self.state.weights
+        if changed and weights is not None:
+            if mode and self.binding.dgrad is not None and weights.data_t is None:
+                self._allocate()
+            elif not weights.manual:
+                weights.invalidate()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.state.to(self.weight.device)
+        self._allocate()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.state.weights is None or self.state.weights.manual:
+            self.refresh()
+        else:
+            self.state.weights.invalidate()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "state" in self.__dict__:
+            self.state.weights = (
+                None  # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
+            )
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._allocate()
+
+
+def _cacheable(weight: Tensor | None, binding: LinearBinding) -> bool:
+    """Plain tensors with storage, one level of scales."""
+    if weight is None or type(weight) is not nn.Parameter or weight.device.type == "meta":
+        return False
+    return all(spec.scale != "e4m3" for spec in binding.weight_specs.values())
+
+
+_CLASSES: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
+
+
+def _class_for(kind: type[nn.Linear]) -> type[Linear]:
+    """A Linear that is also a `kind`: Linear itself for nn.Linear, otherwise one that keeps the subclass's other methods."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__doc__": Linear.__doc__})
+    return _CLASSES[kind]
+
+
+def refuse(module: nn.Module) -> str | None:
+    """Why a module cannot become a Linear; None where it can."""
+    if not isinstance(module, nn.Linear):
+        return f"is a {type(module).__name__}, expected an nn.Linear"
+    if isinstance(module, Linear):
+        return "already converted; hint: loka.revert(model) first"
+    if parametrize.is_parametrized(module):
+        return "has parametrised weights; hint: remove the parametrisation"
+    if type(module).forward is not nn.Linear.forward:
+        return f"is a {type(module).__name__} with a forward of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if "weight" not in module._parameters:
+        return "its weight is not a parameter (weight_norm, spectral_norm?)"
+    if isinstance(module.weight, nn.UninitializedParameter):
+        return "its weight is not initialised yet (lazy module)"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight without calling it"
+    return None
