@@ -117,3 +117,29 @@ def test_shares_count_the_gemms_in_low_precision() -> None:
         site("a", candidate(), candidate(gemm="wgrad", error=0.5), share=0.6), site("b", candidate(), share=0.3)
     )
     assert make_plan(evidence, ACCURACY).low_precision_share == pytest.approx(0.6 / 2 + 0.3)
+
+
+def test_bf16_wins_ties_even_where_slower_would_be_accepted() -> None:
+    plan = make_plan(report(site("a", candidate(speedup=1.005))), Policy(min_speedup=0.5))
+    assert not choice(plan).quantized
+    assert "bf16, which wins ties" in choice(plan).reason
+    assert choice(make_plan(report(site("a", candidate(speedup=1.02))), Policy(min_speedup=0.5))).quantized
+
+
+def test_a_speed_says_where_it_was_measured() -> None:
+    plan = make_plan(report(site("a", candidate(speedup=1.5))), Policy(min_speedup=1.05))
+    assert choice(plan).speed_source == "Probe on test device"
+    assert choice(make_plan(report(site("a", candidate())), ACCURACY)).speed_source is None
+
+
+def test_one_recipe_is_kept_to_where_asked() -> None:
+    found = [candidate(recipe=r, gemm=g, error=e) for g in ("fprop", "wgrad") for r, e in (("tensorwise", 0.01), ("rowwise", 0.05))]  # type: ignore[arg-type]  # fmt: skip
+    plan = make_plan(report(site("a", *found)), Policy(min_speedup=None, recipe="rowwise"))
+    assert [c.a for c in plan.sites[0].choices] == ["e4m3:row"] * 2
+    assert plan.recipe == "rowwise"
+    kept = make_plan(report(site("a", *found)), Policy(min_speedup=None, recipe="rowwise_with_gw_hp"))
+    assert "keeps wgrad in high precision" in choice(kept, "wgrad").reason
+    back = Policy(min_speedup=None, recipe="rowwise", overrides={"a": "auto"})
+    assert choice(make_plan(report(site("a", *found)), back)).a == "e4m3:tensor"
+    with pytest.raises(ValueError, match="no recipe 'fp8'"):
+        Policy(recipe="fp8")
