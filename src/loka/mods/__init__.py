@@ -8,10 +8,15 @@
 Every change states what it does to the function: exact, up to rounding, or an architecture change that needs training.
 """
 
+from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.fuse import Chain, ChainLink, Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod, spell
 from loka.mods.no_bias import NoBias
+from loka.mods.norm_order import NormOrder
+from loka.mods.protect_intermediates import ProtectIntermediates, is_protected, unprotected
+from loka.mods.protect_residual import ProtectResidual
 from loka.mods.registry import CORE, find, names
 from loka.mods.rewriting import Applied, applied_to, apply, revert
 from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
@@ -19,9 +24,16 @@ from loka.mods.suggestion import Suggestion, suggest
 
 __all__ = [
     "CORE",
+    "AlignShapes",
     "Applied",
+    "Chain",
+    "ChainLink",
+    "Fuse",
     "Mod",
     "NoBias",
+    "NormOrder",
+    "ProtectIntermediates",
+    "ProtectResidual",
     "Suggestion",
     "UseBlockNorm",
     "UseHardSwish",
@@ -29,10 +41,12 @@ __all__ = [
     "applied_to",
     "apply",
     "find",
+    "is_protected",
     "load_checkpoint",
     "load_state_dict",
     "names",
     "revert",
     "spell",
     "suggest",
+    "unprotected",
 ]

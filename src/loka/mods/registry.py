@@ -2,15 +2,25 @@
 
 from collections.abc import Iterable
 
+from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.fuse import Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod
 from loka.mods.no_bias import NoBias
+from loka.mods.norm_order import NormOrder
+from loka.mods.protect_intermediates import ProtectIntermediates
+from loka.mods.protect_residual import ProtectResidual
 
 MODS: dict[str, type[Mod]] = {
     "no_bias": NoBias,
     "block_norm": UseBlockNorm,
     "hard_swish": UseHardSwish,
+    "norm_order": NormOrder,
+    "protect_residual": ProtectResidual,
+    "protect_intermediates": ProtectIntermediates,
+    "align_shapes": AlignShapes,
+    "fuse": Fuse,
 }
 CORE = ("no_bias", "block_norm", "hard_swish")
 
@@ -43,4 +53,6 @@ def find_all(mods: "str | Mod | Iterable[str | Mod]") -> list[Mod]:
         raise ValueError(
             f"given twice: {', '.join(sorted(twice))}" if twice else f"no mod given; choose from {', '.join(MODS)}"
         )
+    if any(mod.name == "fuse" for mod in found[:-1]):
+        raise ValueError("fuse comes last: mods after it would not reach what a fused chain runs")
     return found

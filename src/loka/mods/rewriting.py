@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from loka.mods.editor import Editor, ModuleFilter
+from loka.mods.fuse import ChainForward
 from loka.mods.journal import journal_of, undo_all
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
+from loka.nn import FusedTower
 from loka.nn.linear import Linear
 from loka.records import capture_environment
 from loka.records.mods import ModClass, ModSummary
@@ -84,6 +86,20 @@ def apply(
         environment=capture_environment(device=device, threads=torch.get_num_threads()),
     )
     return Applied(summary)
+
+
+def refuse_converted(model: nn.Module) -> None:
+    """Mods come before conversion, and fuse comes last."""
+    converted = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    if converted:
+        raise ValueError(
+            f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before its mods"
+        )
+    fused = [name for name, module in model.named_modules() if isinstance(module, (FusedTower, ChainForward))]
+    if fused:
+        raise ValueError(
+            f"already fused: {', '.join(fused[:5])}; mods.revert(model), then apply all mods with fuse last"
+        )
 
 
 def applied_to(model: nn.Module) -> tuple[str, ...]:

@@ -1,0 +1,246 @@
+"""fuse: chains of linear, norm and activation become one module.
+
+    [linear -> BlockNorm -> activation]*  (-> last linear)
+
+With precision="high" (the default) the chain runs its own children one after another: exactly what it replaces, bit by bit, under one name. With
+precision="fp8" it becomes a `loka.nn.FusedTower`: every layer one kernel, whose epilogue normalises, activates and writes FP8 for the next layer, so that no
+quantisation pass is left between them. The children stay where they were, so the state_dict does not change either way.
+
+A chain is found by tracing a module's forward, child by child (torch.fx): an MLP, an nn.Sequential, or anything whose forward is one straight line. FP8 needs
+a BlockNorm of 256 behind every linear but the last (apply block_norm first), activations the kernels know, and no dropout in between.
+
+`fuse` comes last: a mod that swaps the children of a fused chain would not reach what it runs. Linears inside an FP8 chain are marked as protected, so
+that Probe and convert do not count them twice.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from loka.mods.editor import Editor
+from loka.mods.flow import Call, Flow
+from loka.mods.graph import trace
+from loka.mods.norms import find_norms
+from loka.mods.protect_intermediates import MARK
+from loka.nn import BLOCK, EPS, BlockNorm, FusedTower, HardSwish, Link, TowerPrecision
+from loka.records.mods import ModClass
+
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    HardSwish: "hard_swish",
+    nn.Hardswish: "hard_swish",
+}
+_OTHERS = (nn.GELU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU)
+
+
+@dataclass(frozen=True)
+class ChainLink:
+    """Names, inside the chain's module, of a linear and of what follows it."""
+
+    linear: str
+    norm: str | None = None
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A straight line of links in the module `site`, then modules that are run as they are."""
+
+    site: str
+    links: tuple[ChainLink, ...]
+    tail: tuple[str, ...] = ()
+    bounded_input: bool = False  # x comes out of a BlockNorm: no value beyond 16
+
+    def names(self) -> tuple[str, ...]:
+        """Every part in the order it runs."""
+        links = [(link.linear, link.norm, link.activation) for link in self.links]
+        return (*(name for link in links for name in link if name is not None), *self.tail)
+
+
+class ChainForward(nn.Module):
+    """Mixed in front of a module's own class: its parts, one after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the parts compute."""
+        for part in self._chain_parts:
+            x = part(x)
+        return x
+
+    _chain_parts: tuple[nn.Module, ...]
+
+
+def unroll(module: nn.Module) -> list[str] | str:
+    """Names of the atoms a module runs one after another, or why it is no straight line."""
+    graph = trace(module)
+    if isinstance(graph, str):
+        return graph
+    names: list[str] = []
+    at = None
+    for node in graph.nodes:
+        if node.op == "placeholder" and at is None:
+            at = node
+        elif (
+            node.op == "call_module"
+            and node.args == (at,)
+            and not node.kwargs
+            and at is not None
+            and len(at.users) == 1
+        ):
+            child = module.get_submodule(str(node.target))
+            inner = [""] if next(child.children(), None) is None else unroll(child)
+            if isinstance(inner, str):
+                return f"{node.target}: {inner}"
+            names += [f"{node.target}.{name}".rstrip(".") for name in inner]
+            at = node
+        elif node.op != "output" or node.args != (at,):
+            return f"its forward is no straight line: {node.format_node()}"
+    return names
+
+
+def find_chain(editor: Editor, site: str, module: nn.Module) -> Chain | str:
+    """The chain a module is, or why it is none."""
+    names = unroll(module)
+    if isinstance(names, str):
+        return names
+    norms = (*find_norms(editor.model), BlockNorm)
+    links: list[ChainLink] = []
+    tail: list[str] = []
+    for name in names:
+        part = module.get_submodule(name)
+        last = links[-1] if links else None
+        if isinstance(part, nn.Identity):
+            continue
+        if isinstance(part, nn.Linear) and not tail:
+            links.append(ChainLink(name))
+        elif last is None:
+            return f"it begins with {name} ({type(part).__name__}), not with a linear"
+        elif isinstance(part, norms) and last.norm is None and last.activation is None and not tail:
+            links[-1] = ChainLink(last.linear, name)
+        elif isinstance(part, (*ACTIVATIONS, *_OTHERS)) and last.activation is None and not tail:
+            links[-1] = ChainLink(last.linear, last.norm, name)
+        else:
+            tail.append(name)
+    if not links or (len(links) == 1 and links[0].norm is None and links[0].activation is None):
+        return "there is nothing to fuse: no linear with a norm, an activation or another linear behind it"
+    if any(isinstance(module.get_submodule(name), nn.Linear) for name in tail):
+        return f"after {tail[0]} ({type(module.get_submodule(tail[0])).__name__}) there are more linears: the chain is broken there"
+    return Chain(site, tuple(links), tuple(tail), _is_bounded(editor, f"{site}.{links[0].linear}".lstrip(".")))
+
+
+def _is_bounded(editor: Editor, linear: str) -> bool:
+    """Whether every input of a linear came out of a BlockNorm, reshaped or activated at most."""
+    flow = editor.flow
+    if not isinstance(flow, Flow) or not flow.calls_of(linear):
+        return False
+    return all(_comes_from_norm(editor, flow, flow.maker(call.inputs[0])) for call in flow.calls_of(linear))
+
+
+def _comes_from_norm(editor: Editor, flow: Flow, call: Call | None) -> bool:
+    while call is not None:
+        if call.site is None and call.op not in ("view", "_unsafe_view", "clone", "_to_copy", "alias", "detach"):
+            return False
+        if call.site is not None:
+            module = editor.model.get_submodule(call.site)
+            if isinstance(module, BlockNorm):
+                return module.block <= BLOCK
+            if not isinstance(module, (*ACTIVATIONS, nn.Identity, nn.Flatten)):
+                return False
+        call = flow.maker(call.inputs[0])
+    return False
+
+
+def make_fused(chain: Chain, module: nn.Module, precision: TowerPrecision) -> FusedTower:
+    """The FP8 tower of a chain; raises where the kernels cannot do what the chain does."""
+    links = []
+    for link in chain.links:
+        norm = None if link.norm is None else module.get_submodule(link.norm)
+        if norm is not None and not _kernel_norm(norm):
+            raise ValueError(f"{link.norm} is {norm}, the kernels know BlockNorm with blocks of {BLOCK} and eps {EPS}")
+        activation = "none"
+        if link.activation is not None:
+            kind = type(module.get_submodule(link.activation))
+            if kind not in ACTIVATIONS:
+                raise ValueError(
+                    f"{link.activation} is {kind.__name__}, the kernels know {', '.join(ACTIVATIONS.values())}"
+                )
+            activation = ACTIVATIONS[kind]
+        links.append(Link(link.linear, BLOCK if norm is not None else 0, activation))
+    return FusedTower.replacing(module, links, tail=chain.tail, bounded_input=chain.bounded_input, precision=precision)
+
+
+def _kernel_norm(norm: nn.Module) -> bool:
+    return isinstance(norm, BlockNorm) and norm.block == min(BLOCK, norm.width) and norm.eps == EPS
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """precision: "high" runs the parts as they are; "fp8" runs `loka.nn.FusedTower`, with gradients scaled per "tensor" or per "block" of 128."""
+
+    precision: Literal["high", "fp8"] = "high"
+    gradient: Literal["tensor", "block"] = "tensor"
+    name: ClassVar[str] = "fuse"
+    effect: ClassVar[ModClass] = "rounding"
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("high", "fp8"):
+            raise ValueError(f"fuse(precision={self.precision!r}): expected 'high' or 'fp8'")
+        TowerPrecision(gradient=self.gradient)  # refuses what it does not know
+
+    def rewrite(self, editor: Editor) -> None:
+        """The outermost modules that are chains."""
+        done: list[str] = []
+        for name, module in editor.modules():
+            if any(name.startswith(f"{outer}.") or outer == "" for outer in done) or not _holds_linear(module):
+                continue
+            chain = find_chain(editor, name, module)
+            if isinstance(chain, str):
+                if _looks_like_chain(module):
+                    editor.leave(name, chain)
+                continue
+            if why := self._refuse(editor, chain, module):
+                editor.leave(name, why)
+                continue
+            if self._fuse(editor, chain, module):
+                done.append(name)
+
+    def _refuse(self, editor: Editor, chain: Chain, module: nn.Module) -> str | None:
+        if any(len(editor.calls(f"{chain.site}.{link.linear}".lstrip("."))) > 1 for link in chain.links):
+            return "one of its linears is used more than once"
+        linears = [module.get_submodule(link.linear) for link in chain.links]
+        if any(editor.is_tied(linear) for linear in linears):
+            return "one of its linears shares its weight"
+        if any(type(linear) is not nn.Linear for linear in linears):
+            return "one of its linears is more than an nn.Linear"
+        if self.precision == "fp8" and not chain.site:
+            return "the model is itself a chain and cannot be swapped in place; wrap it in nn.Sequential"
+        return None
+
+    def _fuse(self, editor: Editor, chain: Chain, module: nn.Module) -> bool:
+        parts = " -> ".join(type(module.get_submodule(name)).__name__ for name in chain.names())
+        if self.precision == "high":
+            body = {"__module__": type(module).__module__}
+            new = type(type(module).__name__, (ChainForward, type(module)), body)
+            atoms = tuple(module.get_submodule(name) for name in chain.names())
+            editor.reclass(chain.site, new, f"one chain: {parts}", "exact", _chain_parts=atoms)
+            return True
+        try:
+            tower = make_fused(chain, module, TowerPrecision(gradient=self.gradient))
+        except ValueError as error:
+            editor.leave(chain.site, str(error))
+            return False
+        for link in chain.links:
+            editor.mark(f"{chain.site}.{link.linear}", MARK, "fused")
+        bounded = "static" if chain.bounded_input else "dynamic"
+        editor.swap(chain.site, tower, f"one FP8 tower, {bounded} scale for its input: {parts}", "rounding")
+        return True
+
+
+def _holds_linear(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Linear) for part in module.modules()) and not isinstance(module, nn.Linear)
+
+
+def _looks_like_chain(module: nn.Module) -> bool:
+    """Modules of which a reader would expect it."""
+    return isinstance(module, nn.Sequential) or type(module).__name__ in ("MLP", "Layer")
