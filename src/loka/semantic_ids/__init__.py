@@ -1,6 +1,7 @@
 """Semantic ids: every item as a short tuple of codes, so that a generative recommender can spell it.
 
-    embeddings = embed_text(titles)                                   # or vectors of your own, [n, d]
+    embeddings = embed_text(titles)                                   # what items are; or vectors of your own, [n, d]
+    embeddings = embed_histories(items, offsets, n_items)             # what they are chosen with: training histories
     index = fit_semantic_ids(embeddings, ResidualKMeans((256, 256, 256)), collisions="level")
     print(index.quality(embeddings))                                  # collisions, codebook use, variance left per level
     index.save("items.safetensors");  load_index("items.safetensors")
@@ -12,6 +13,7 @@ safetensors only; scikit-learn is imported by `embed_text` alone.
 
 from loka.semantic_ids.balance import assign_balanced, fit_balanced_kmeans
 from loka.semantic_ids.collisions import resolve_collisions
+from loka.semantic_ids.histories import embed_histories
 from loka.semantic_ids.index import SemanticIndex, load_index
 from loka.semantic_ids.kmeans import Clustering, fit_kmeans
 from loka.semantic_ids.quality import LevelQuality, Quality
@@ -29,6 +31,7 @@ __all__ = [
     "Trie",
     "assign_balanced",
     "build_trie",
+    "embed_histories",
     "embed_text",
     "encode",
     "fit_balanced_kmeans",
