@@ -88,6 +88,7 @@ class Found:
     row: PerformanceRow | None
     origin: Origin | None
     reason: str = ""
+    stale: bool = False  # there are rows, of another machine or version
 
 
 def default_path() -> Path:
@@ -202,7 +203,9 @@ class Database:
                 return Found(row, origin)
             reasons.append(f"a row of {origin.date[:10]} was not used: {', '.join(why)}")
         missing = f"no row for {key.op} {m}x{key.k}x{key.n} {key.variant} on {key.backend}"
-        return Found(None, None, "; ".join(dict.fromkeys(reasons)) or f"{missing} from {machine.device}")
+        if reasons:
+            return Found(None, None, "; ".join(dict.fromkeys(reasons)), stale=True)
+        return Found(None, None, f"{missing} from {machine.device}")
 
     def entries(self, **filters: Any) -> Iterator[tuple[Origin, PerformanceRow]]:
         """Rows whose columns equal the filters, newest first."""
