@@ -9,6 +9,7 @@ Compiled functions take shapes as symbols, so that one compilation serves all bu
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ NORM_BLOCK = 256
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) * weight in float32 (float64 stays), in x's dtype."""
+    """x / rms(x) * weight in float32, in x's dtype."""
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     return F.rms_norm(y, (x.shape[-1],), None if weight is None else weight.to(y.dtype), eps).to(x.dtype)
 
@@ -70,15 +71,58 @@ def lse(logits: Tensor) -> Tensor:
     return torch.logsumexp(logits.float(), -1)
 
 
+@lru_cache(maxsize=64)
+def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
+    """`rms` with this eps, compiled by `compiler` or not at all.
+
+    Constants are closed over, because numbers passed to a compiled function become symbols; and every operation has a function of its own, because
+    torch.compile counts recompilations by code object and gives up on one that has too many. Engines share them.
+    """
+
+    def run_rms(x: Tensor, weight: Tensor | None) -> Tensor:
+        return rms(x, weight, eps)
+
+    return _compile(run_rms, compiler)
+
+
+@lru_cache(maxsize=64)
+def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`add_rms` with this eps."""
+
+    def run_add_rms(h: Tensor, delta: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        return add_rms(h, delta, weight, eps)
+
+    return _compile(run_add_rms, compiler)
+
+
+@lru_cache(maxsize=64)
+def compiled_route(top: int, routed: int, always: bool, compiler: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`route` for mixtures of this kind."""
+
+    def run_route(x: Tensor, router: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+        return route(x, router, balance, top, routed, always)
+
+    return _compile(run_route, compiler)
+
+
+@lru_cache(maxsize=4)
+def compiled_lse(compiler: str | None) -> Callable[[Tensor], Tensor]:
+    """`lse`."""
+    return _compile(lse, compiler)
+
+
+def _compile(function: Callable[..., Any], compiler: str | None) -> Callable[..., Any]:
+    if compiler is None:
+        return function
+    return torch.compile(function, dynamic=True, fullgraph=True, backend=compiler)
+
+
 class Glue:
     """The operations, compiled or plain; one per engine."""
 
     def __init__(self, *, fuse: bool, backends: dict[str, str], compiler: str = "inductor") -> None:
-        self.fuse, self.backends = fuse, backends
-        self._add_rms = _compile(add_rms, fuse, compiler)
-        self._rms = _compile(rms, fuse, compiler)
-        self._route = _compile(route, fuse, compiler)
-        self.lse = _compile(lse, fuse, compiler)
+        self.backends, self.compiler = backends, compiler if fuse else None
+        self.lse = compiled_lse(self.compiler)
 
     def add_norm(
         self, h: Tensor, delta: Tensor | None, norm: PackedNorm, spec: Spec | None, *, plain: bool = False
@@ -98,17 +142,17 @@ class Glue:
             )
             return found.q, found.y, found.h
         if delta is not None and norm.kind == "rms":
-            h, y = self._add_rms(h, delta, norm.weight, norm.eps)
+            h, y = compiled_add_rms(norm.eps, self.compiler)(h, delta, norm.weight)
         else:
             h = h if delta is None else h + delta
-            y = self._rms(h, norm.weight, norm.eps) if norm.kind == "rms" else normalize(h, norm)
+            plainly = norm.kind != "rms"
+            y = normalize(h, norm) if plainly else compiled_rms(norm.eps, self.compiler)(h, norm.weight)
         x = y if spec is None else quantize(y, spec, backend=self.backends.get("quantize", "auto"))
         return x, y if plain else None, h
 
     def route(self, x: Tensor, moe: PackedExperts) -> tuple[Tensor, Tensor]:
         """Experts and weights of every token."""
-        chosen, gates = self._route(x, moe.router, moe.balance, moe.top, moe.routed, moe.always)
-        return chosen, gates
+        return compiled_route(moe.top, moe.routed, moe.always, self.compiler)(x, moe.router, moe.balance)
 
     def gate(self, both: Tensor, activation: nn.Module, spec: Spec | None) -> Operand:
         """act(gate) * up of [M, 2 F], quantised where the next linear wants it."""
@@ -117,7 +161,3 @@ class Glue:
         gate, up = both.chunk(2, -1)
         y = activation(gate) * up
         return y if spec is None else quantize(y.contiguous(), spec, backend=self.backends.get("quantize", "auto"))
-
-
-def _compile(function: Callable[..., Any], fuse: bool, compiler: str) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True, backend=compiler) if fuse else function

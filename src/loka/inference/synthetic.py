@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from loka.inference.request import Request
 from loka.models.onerec import OneRec, OneRecConfig
-from loka.nn import GroupedLinear, MixtureOfExperts
+from loka.nn import EmbeddingTables, GroupedLinear, MixtureOfExperts
 from loka.nn.experts import UNIT
 
 TAIL = 6  # degrees of freedom
@@ -59,7 +59,7 @@ def _fill(name: str, module: nn.Module, g: torch.Generator) -> None:
     elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
         module.weight.copy_(torch.randn(module.weight.shape, generator=g, device=g.device).mul_(SPREAD).exp_())
         if getattr(module, "bias", None) is not None:
-            module.bias.zero_()  # type: ignore[operator,union-attr]
+            module.bias.zero_()  # type: ignore[operator]
     elif isinstance(module, MixtureOfExperts):
         module.balance.zero_()
         module.load.zero_()
@@ -67,7 +67,7 @@ def _fill(name: str, module: nn.Module, g: torch.Generator) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             if key == "weight":
                 parameter.normal_(std=0.5, generator=g)
-    if hasattr(module, "first_row"):
+    if isinstance(module, EmbeddingTables):
         module.first_row.copy_(torch.tensor(module.starts))
         module.cardinality.copy_(torch.tensor(module.sizes))
 
