@@ -78,7 +78,7 @@ CONFIGURATIONS = {
     ),
     ("quantize", "_amax", "all maxima"): (
         {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
-        {"BM": 64, "BK": 256, "ROW": True, "COLUMN": True, "TENSOR": True},
+        {"BM": 128, "BK": 256, "ROWS": 16, "ROW": True, "COLUMN": True, "TENSOR": True},
         {"num_warps": 8},
     ),
     ("quantize", "_scales", "pow2"): (

@@ -187,21 +187,20 @@ class _Tower(torch.autograd.Function):
         dbiases: list[Tensor | None] = [None] * count
         (dy,) = grads
         dx: Tensor | None = None
-        with torch.autocast(dy.device.type, enabled=False):
-            for index in reversed(range(count)):
-                x_t, x_scale, w_t, w_scale, z, rstd = saved[6 * index : 6 * index + 6]
-                g, g_t, dbias = _gradient_of(dy, z, rstd, scale, layout, index)
-                if layout.biases[index]:
-                    assert dbias is not None
-                    dbiases[index] = dbias.to(ctx.dtypes[1 + count + index])
-                if ctx.needs_input_grad[3 + index]:
-                    spec = _STATIC if index or layout.bounded_input else _TENSOR
-                    x_q = QTensor(x_t, x_scale, spec)
-                    dweights[index] = _multiply(g_t, x_q, ctx.dtypes[1 + index], layout)
-                if index or ctx.needs_input_grad[0]:
-                    dy = _multiply(g, QTensor(w_t, w_scale, layout.precision.weight_t_spec), layout.dtype, layout)
-            if ctx.needs_input_grad[0]:
-                dx = dy if dy.dtype == ctx.dtypes[0] else dy.to(ctx.dtypes[0])
+        for index in reversed(range(count)):
+            x_t, x_scale, w_t, w_scale, z, rstd = saved[6 * index : 6 * index + 6]
+            g, g_t, dbias = _gradient_of(dy, z, rstd, scale, layout, index)
+            if layout.biases[index]:
+                assert dbias is not None
+                dbiases[index] = dbias.to(ctx.dtypes[1 + count + index])
+            if ctx.needs_input_grad[3 + index]:
+                spec = _STATIC if index or layout.bounded_input else _TENSOR
+                x_q = QTensor(x_t, x_scale, spec)
+                dweights[index] = _multiply(g_t, x_q, ctx.dtypes[1 + index], layout)
+            if index or ctx.needs_input_grad[0]:
+                dy = _multiply(g, QTensor(w_t, w_scale, layout.precision.weight_t_spec), layout.dtype, layout)
+        if ctx.needs_input_grad[0]:
+            dx = dy if dy.dtype == ctx.dtypes[0] else dy.to(ctx.dtypes[0])
         return dx, None, None, *dweights, *dbiases
 
 
