@@ -135,3 +135,13 @@ def test_decoding_compiles_to_one_graph() -> None:
 
     compiled = torch.compile(decode, backend="eager", fullgraph=True)
     assert torch.equal(compiled(codes), numbers)
+
+
+def test_what_may_follow_each_part_of_an_id() -> None:
+    codes, _, trie = make()
+    for level, mask in enumerate(trie.follow(codes)):
+        nodes = walk(trie, codes[:, :level]) if level else torch.zeros(len(codes), dtype=torch.int64)
+        assert torch.equal(mask, trie.mask(nodes, level))
+        assert mask.gather(1, codes[:, level : level + 1]).all(), "the true code may follow"
+    with pytest.raises(ValueError, match="expected"):
+        trie.follow(codes[:, :2])

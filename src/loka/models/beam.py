@@ -3,13 +3,14 @@
     score(c_1 ... c_p) = sum_i log softmax(logits_i)[c_i];    per level the `beams` best continuations of all beams survive
 
 With `valid`, continuations that lead to no item are removed before they compete: their score is -inf, and a request with fewer valid ids than
-beams ends with beams of score -inf and item -1. Shapes depend on sizes only, never on data.
+beams ends with beams of score -inf and item -1. Shapes depend on sizes only, never on data. The softmax runs over the whole codebook, or with
+normalize="valid" over the codes that may follow, as a model expects whose loss saw valid codes only.
 
 This is the plain search, written to be checked against; it keeps log-probabilities in float32 and sorts with torch.topk.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -46,10 +47,20 @@ class Beams:
 
 
 @torch.no_grad()
-def search(model: OneRec, context: Context, *, beams: int, valid: ValidIds | None = None) -> Beams:
+def search(
+    model: OneRec,
+    context: Context,
+    *,
+    beams: int,
+    valid: ValidIds | None = None,
+    normalize: Literal["codebook", "valid"] = "codebook",
+) -> Beams:
     """The `beams` most probable ids of every request (fewer where there are not so many)."""
     if beams < 1:
         raise ValueError(f"beam search needs at least one beam, got {beams}")
+    if normalize not in ("codebook", "valid") or (normalize == "valid" and valid is None):
+        seen = "no valid ids were given" if normalize == "valid" else "unknown"
+        raise ValueError(f"normalize={normalize!r} ({seen}); expected 'codebook', or 'valid' together with valid ids")
     requests, device = context.mask.shape[0], context.mask.device
     scores = torch.zeros(requests, 1, device=device)
     nodes = torch.zeros(requests, 1, dtype=torch.int64, device=device)
@@ -58,9 +69,13 @@ def search(model: OneRec, context: Context, *, beams: int, valid: ValidIds | Non
     codes: Tensor | None = None
     for level in range(model.config.levels):
         logits, carried = model.step(context, codes, past)
+        allowed = None if valid is None else valid.mask(nodes, level)
+        if allowed is not None and normalize == "valid":
+            # Not -inf: a dead beam has no valid code, and a softmax over nothing is NaN.
+            logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
         total = scores[..., None] + logits.log_softmax(-1)
-        if valid is not None:
-            total = total.masked_fill(~valid.mask(nodes, level), float("-inf"))
+        if allowed is not None:
+            total = total.masked_fill(~allowed, float("-inf"))
         width = total.shape[2]
         scores, best = total.flatten(1).topk(min(beams, total.shape[1] * width), dim=1)
         parents, codes = best // width, best % width

@@ -3,7 +3,7 @@
     context    C = W [static || long-term || short-term]          [B, S, d_ctx],  d_ctx = S_kv L_kv G_kv d_head, cut into chunks along features
                k_l = Norm(C_{l S_kv}),  v_l = Norm(C_{l S_kv + 1}) with S_kv = 2, else v_l = k_l
     block      h += CrossAttention(Norm(h), k, v);   h += CausalSelfAttention(Norm(h));   h += FFN(Norm(h))
-    heads      logits of code p = W_p Norm_p(h at position p);    loss = mean cross-entropy over the codes of the id
+    heads      logits of code p = W_p Norm_p(h at position p);    loss = mean cross-entropy over the codes of the id, of all or only of valid ids
 
 The cross-attention is lazy: it has queries and an output projection, but no projections of keys and values. Block l reads pair floor(l L_kv / layers)
 of the context, computed once per request and shared by blocks, by groups of query heads (GQA) and, when decoding, by all beams of the request.
@@ -17,6 +17,7 @@ user without history still has a context.
 Decoding: `encode` once, then one `step` per code over [B, W] beams; self-attention keeps what it has seen. Searching beams is not done here.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -343,8 +344,15 @@ def reorder(past: list[Past], parents: Tensor) -> list[Past]:
     return kept
 
 
-def semantic_id_loss(logits: tuple[Tensor, ...], codes: Tensor) -> Tensor:
-    """Mean cross-entropy over the levels of the id; codes int64 [B, levels]."""
+def semantic_id_loss(logits: tuple[Tensor, ...], codes: Tensor, valid: tuple[Tensor, ...] | None = None) -> Tensor:
+    """Mean cross-entropy over the levels of the id; codes int64 [B, levels].
+
+    valid: which codes may follow the true ones before them, bool [B, codebook] per level (`Trie.follow`). The probabilities are then those of valid
+    ids: nothing has to be learned about ids that no item has, and the sum over levels is the log-likelihood of an item. Such a model is decoded
+    with `search(..., normalize="valid")`.
+    """
+    if valid is not None:
+        logits = tuple(level.masked_fill(~mask, -math.inf) for level, mask in zip(logits, valid, strict=True))
     return torch.stack([F.cross_entropy(level, codes[:, i]) for i, level in enumerate(logits)]).mean()
 
 

@@ -90,6 +90,16 @@ class Trie:
         every = torch.arange(self.codebook_sizes[level], device=self.keys.device)
         return self.step(nodes[..., None], every) >= 0
 
+    def follow(self, codes: Tensor) -> tuple[Tensor, ...]:
+        """For ids [B, levels], which codes may follow their first 0, 1, ... codes: bool [B, codebook size] per level."""
+        if codes.dim() != 2 or codes.shape[1] != self.levels:
+            raise ValueError(f"codes have shape {tuple(codes.shape)}, expected [B, {self.levels}]")
+        nodes, masks = torch.zeros_like(codes[:, 0]), []
+        for level in range(self.levels):
+            masks.append(self.mask(nodes, level))
+            nodes = self.step(nodes, codes[:, level])
+        return tuple(masks)
+
     def items(self, nodes: Tensor) -> Tensor:
         """The item of each leaf; -1 for inner nodes and for -1."""
         leaf = nodes - self.level_starts[-2]
