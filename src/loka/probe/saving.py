@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -44,10 +45,13 @@ class Saver:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             save_file(state, temporary, metadata={"format": FORMAT})
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException as error:
-            temporary.unlink(missing_ok=True)
             self._error = error
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ class Watch:
             return NO_TICKET
         if inside_backward():
             if self._outside:
-                return self._recall()
+                return self._recall(x.detach())
         else:
             self._outside += 1
         if self.learned is None:
@@ -145,10 +145,18 @@ class Watch:
         self._pending[ticket] = Look(rows if dtype is None else rows.to(dtype), index, example)
         return ticket
 
-    def _recall(self) -> int:
-        """The ticket of a recomputed call, where there is no doubt which one it is."""
+    def _recall(self, x: Tensor) -> int:
+        """The ticket of a recomputed call. Of several that wait for a gradient it is the one with the same rows: the only time a look waits for the device."""
         waiting = [ticket for ticket, look in self._pending.items() if look.dy is None]
-        return waiting[0] if len(waiting) == 1 else NO_TICKET
+        if len(waiting) < 2:
+            return waiting[0] if waiting else NO_TICKET
+
+        def distance(ticket: int) -> float:
+            look = self._pending[ticket]
+            rows = take_rows(x, self.adapter.channel, look.index)
+            return float((rows - look.x).abs().nan_to_num().max()) if rows.shape == look.x.shape else float("inf")
+
+        return min(waiting, key=distance)
 
     @torch.no_grad()
     def see_backward(self, ticket: int, dy: Tensor) -> None:
