@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loka.formats import TENSOR, Spec
 from loka.probe.evaluate import Trial, run_rows, summarise
-from loka.probe.problem import Problem, draw_chunks, rows_of
+from loka.probe.problem import Outputs, Problem, draw_chunks, rows_of
 from loka.probe.watch import Watch
 from loka.records import Cause, Gemm, Role, Source
 
@@ -111,7 +111,7 @@ def _mean(x: Tensor, spec: Spec, role: Role, gemm: Gemm) -> Suspicion | None:
     if not size > spread:
         return None
     ratio = float(size / spread) if spread > 0 else float("inf")
-    text = f"bias dominates amax of {NAMES[role]} (its mean is {ratio:.1f} x its spread)"
+    text = f"bias dominates amax of {NAMES[role]} (its mean is {ratio:.3g} x its spread)"
     return Suspicion(text, x - mean, MODS["no_bias"] if role == "x" else None)
 
 
@@ -173,8 +173,10 @@ def recognise(problem: Problem, trial: Trial, error: float, limit: float) -> lis
 
 def operands_from(watch: Watch, gemm: Gemm, source: Source, generator: torch.Generator) -> Problem:
     """A problem to test causes on: of the origin that decided, at most MAX_ROWS rows."""
-    if source != "rows":
-        return next(iter(draw_chunks(watch, gemm, source, 1, generator))).problem
     problem = rows_of(watch, gemm)
+    outputs = Outputs.choose(problem, generator)
+    if source != "rows":
+        return next(iter(draw_chunks(watch, gemm, source, 1, generator, outputs))).problem
+    problem = problem.keep(outputs)
     chosen = torch.randperm(problem.rows, generator=generator)[:MAX_ROWS].to(problem.a.device)
     return problem.select(chosen)

@@ -29,7 +29,6 @@ from loka.kernels.backend import Backend
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import MatmulCall
 from loka.measure import Conformance, check_quantized, check_scaled_mm, inputs
-from loka.probe.problem import Problem
 
 GATE_INPUTS = (("normal", 1.0), ("lognormal_rows", 1.0), ("outlier_channels", 2.0**12))
 GATE_ELEMENTS = 1 << 20  # of the largest operand of the gate: rows are cut to it, widths never
@@ -50,12 +49,6 @@ class Engine:
         quantizer = partial(quantize, backend="reference" if name == "reference" else "auto")
         return cls(name, quantizer, registry.backend("scaled_mm", name))
 
-    def run(self, problem: Problem, operands: Operands) -> tuple[Tensor, QTensor, QTensor]:
-        """The result and the quantised operands."""
-        qa = self.quantize(problem.a.contiguous(), operands.a)
-        qb = self.quantize(problem.b.contiguous(), operands.b)
-        return self.multiply(qa, qb, operands), qa, qb
-
     def multiply(self, qa: QTensor, qb: QTensor, operands: Operands) -> Tensor:
         """The product alone."""
         out: Tensor = self.matmul.run(qa, qb, out_dtype=out_dtype(qa.device), fast_accum=operands.fast_accum)
@@ -65,12 +58,6 @@ class Engine:
 def out_dtype(device: torch.device) -> torch.dtype:
     """What a product is written in: bf16 on a GPU, as layers do and every library can; float32 in emulation."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def describe_call(problem: Problem, operands: Operands) -> MatmulCall:
-    """A problem as the kernels see it."""
-    (m, k), n = problem.a.shape, problem.b.shape[0]
-    return MatmulCall(m, k, n, operands.a, operands.b, out_dtype(problem.a.device), operands.fast_accum)
 
 
 class Gate:

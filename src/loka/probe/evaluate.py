@@ -19,7 +19,8 @@ Intervals are 95 % bootstraps:
                draws share one. That the learned parameters are themselves estimates is not in the interval.
 
 A row's error does not depend on other rows, unless they share a scale: so a resample of rows needs no new product, but for a tensor scale one
-product per distinct largest row. In wgrad the rows are summed: every replicate is computed (on at most 128 rows).
+product per distinct largest row. In wgrad the rows are summed: every replicate is computed (on at most 128 rows). Of wide results some blocks of
+outputs are looked at (`Outputs`), so that the cost of a site does not grow with the square of its width.
 
 The conformance gate comes first (`loka.probe.engine`); what fails it has a refusal and no error. Times are `loka.probe.speed`'s business.
 """
@@ -33,7 +34,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from loka.dispatch import Operands, error_of, recipe_named
-from loka.formats import TENSOR, saturated_fraction, underflowed_fraction
+from loka.formats import TENSOR, QTensor
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
@@ -41,6 +42,7 @@ from loka.probe.problem import (
     ROWS_PER_SAMPLE,
     WGRAD_ROWS,
     Chunk,
+    Outputs,
     Problem,
     RowErrors,
     compare_rows,
@@ -117,21 +119,27 @@ class Evaluator:
             if self._gate is not None:
                 trial = outcome.trial
                 outcome.refusal = self._gate.refuse(trial.engine, trial.operands, shape, watch.device)
+        rows = rows_of(watch, gemm)
+        outputs = Outputs.choose(rows, self._generator)
         for source in self.sources:
-            self._measure(watch, gemm, source, [o for o in outcomes if o.refusal is None])
+            able = [o for o in outcomes if o.refusal is None]
+            self._measure(watch, rows.keep(outputs), outputs, source, able)
         return [judge_errors(o, gemm, self.judged_on) for o in outcomes]
 
-    def _measure(self, watch: Watch, gemm: Gemm, source: Source, outcomes: Sequence[Outcome]) -> None:
+    def _measure(
+        self, watch: Watch, rows: Problem, outputs: Outputs, source: Source, outcomes: Sequence[Outcome]
+    ) -> None:
+        gemm = rows.gemm
         known: dict[int, tuple[object, ...]] = {
             id(o): (source, gemm, watch.n, watch.k, o.trial.operands, id(o.trial.engine)) for o in outcomes
         }
         fresh = [o for o in outcomes if source != "normal" or known[id(o)] not in self._normal]
         try:
             if source == "rows":
-                found = measure_rows(rows_of(watch, gemm), [o.trial for o in fresh], self.samples, self._generator)
+                found = measure_rows(rows, [o.trial for o in fresh], self.samples, self._generator)
             else:
-                chunks = draw_chunks(watch, gemm, source, self.samples, self._generator) if fresh else ()
-                found = measure_draws(chunks, [o.trial for o in fresh], source, self._generator)
+                drawn = draw_chunks(watch, gemm, source, self.samples, self._generator, outputs) if fresh else ()
+                found = measure_draws(drawn, [o.trial for o in fresh], source, self._generator)
         except _NothingLearnedError as error:
             found = [str(error)] * len(fresh)
         results = {known[id(outcome)]: result for outcome, result in zip(fresh, found, strict=True)}
@@ -183,20 +191,41 @@ def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
     )
 
 
-def run_rows(problem: Problem, trial: Trial, reference: Tensor) -> tuple[RowErrors, tuple[float, float]]:
+@dataclass(frozen=True)
+class Right:
+    """The right operand as a trial has it, and the shares of it that saturate and vanish."""
+
+    q: QTensor
+    lost: tuple[float, float]
+
+    @classmethod
+    def of(cls, b: Tensor, trial: Trial) -> "Right":
+        """Quantised once, for as many products as share it."""
+        q = trial.engine.quantize(b.contiguous(), trial.operands.b)
+        saturated, underflowed = lost_by_row(b, q)
+        return cls(q, (_mean(saturated), _mean(underflowed)))
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if values.numel() else 0.0
+
+
+def run_rows(
+    problem: Problem, trial: Trial, reference: Tensor, right: Right | None = None
+) -> tuple[RowErrors, tuple[float, float]]:
     """Errors of every row of the result, and the shares of b that saturate and vanish."""
-    out, qa, qb = trial.engine.run(problem, trial.operands)
-    of_b = saturated_fraction(problem.b, qb), underflowed_fraction(problem.b, qb)
-    return RowErrors(*compare_rows(out, reference), *lost_by_row(problem.a, qa)), of_b
+    right = right or Right.of(problem.b, trial)
+    qa = trial.engine.quantize(problem.a.contiguous(), trial.operands.a)
+    out = trial.engine.multiply(qa, right.q, trial.operands)
+    return RowErrors(*compare_rows(out, reference), *lost_by_row(problem.a, qa)), right.lost
 
 
 def summarise(rows: RowErrors, of_b: tuple[float, float]) -> Values:
     """The four numbers of one sample."""
     size, error = float(rows.size.sum()), float(rows.error.sum())
     l2 = math.sqrt(error / size) if size > 0 else (0.0 if error == 0 else math.inf)
-    lost = (float(share.mean()) if share.numel() else 0.0 for share in (rows.saturated, rows.underflowed))
-    saturated, underflowed = (max(a, b) for a, b in zip(lost, of_b, strict=True))
-    return float(rows.mere.mean()) if rows.mere.numel() else 0.0, l2, saturated, underflowed
+    saturated, underflowed = max(_mean(rows.saturated), of_b[0]), max(_mean(rows.underflowed), of_b[1])
+    return _mean(rows.mere), l2, saturated, underflowed
 
 
 def measure_draws(
@@ -235,13 +264,12 @@ def _run_chunk(chunk: Chunk, trial: Trial, reference: Tensor) -> list[Values]:
         return [summarise(*run_rows(problem, trial, reference))]
     height = problem.rows // count
     parts = [slice(i * height, (i + 1) * height) for i in range(count)]
+    right = Right.of(problem.b, trial)
     if trial.operands.a.block.rows == 1:  # rows do not share a scale: one product serves all samples
-        errors, of_b = run_rows(problem, trial, reference)
+        errors, of_b = run_rows(problem, trial, reference, right)
         return [summarise(errors[part], of_b) for part in parts]
-    return [
-        summarise(*run_rows(Problem(problem.gemm, problem.a[part], problem.b), trial, reference[part]))
-        for part in parts
-    ]
+    split = [(Problem(problem.gemm, problem.a[part], problem.b), reference[part]) for part in parts]
+    return [summarise(*run_rows(some, trial, expected, right)) for some, expected in split]
 
 
 def measure_rows(
@@ -284,6 +312,7 @@ def _replicate_wgrad(problem: Problem, trial: Trial) -> Values:
 
 def _replicate_tensorwise(problem: Problem, trial: Trial, reference: Tensor, index: Tensor) -> list[Values]:
     """Resamples under one scale for all their rows: it is that of the largest row among them, so few products serve them all."""
+    right = Right.of(problem.b, trial)
     largest = problem.a.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
     tops = largest[index].amax(1)
     known: dict[float, tuple[RowErrors, tuple[float, float], Tensor]] = {}
@@ -293,7 +322,7 @@ def _replicate_tensorwise(problem: Problem, trial: Trial, reference: Tensor, ind
             inside = (largest <= top).nonzero().flatten()
             place = torch.full_like(largest, -1, dtype=torch.long)
             place[inside] = torch.arange(inside.numel(), device=place.device)
-            known[top] = (*run_rows(problem.select(inside), trial, reference[inside]), place)
+            known[top] = (*run_rows(problem.select(inside), trial, reference[inside], right), place)
         errors, of_b, place = known[top]
         replicates.append(summarise(errors[place[part]], of_b))
     return replicates

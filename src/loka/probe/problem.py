@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, decode, expand_scale
+from loka.formats import E4M3, E5M2, QTensor, decode, expand_scale
 from loka.formats.error import MERE_GUARD
 from loka.probe.watch import Watch
 from loka.records import Gemm, Source
@@ -30,6 +30,12 @@ WGRAD_ROWS = 128  # contracted rows of a drawn wgrad: one whole 1x128 group
 WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
 MIN_WEIGHTS = 5
 DRAWN_TOGETHER = 10  # samples of a wgrad: a draw has a fixed cost
+MAX_OUTPUTS: dict[Gemm, int] = {
+    "fprop": 256,
+    "dgrad": 256,
+    "wgrad": 128,
+}  # columns of a result that are looked at; wgrad: rows too
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,45 @@ class Problem:
             return Problem(self.gemm, self.a[:, index].contiguous(), self.b[:, index].contiguous())
         return Problem(self.gemm, self.a[index], self.b)
 
+    def keep(self, outputs: "Outputs") -> "Problem":
+        """The same GEMM with some of its outputs."""
+        a = self.a if outputs.rows is None else self.a[outputs.rows]
+        return Problem(self.gemm, a, self.b if outputs.columns is None else self.b[outputs.columns])
+
     def reference(self) -> Tensor:
         """The product in float64."""
         return self.a.double() @ self.b.double().T
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Which rows (of a wgrad) and columns of a result are computed; None: all.
+
+    Outputs do not depend on each other but through scales, so a wide GEMM is judged by whole blocks of 128 of them, drawn at random,
+    the one with the largest element always among them: it decides the scale where there is only one.
+    """
+
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+    @classmethod
+    def choose(cls, problem: Problem, generator: torch.Generator) -> "Outputs":
+        """For a GEMM of this width."""
+        limit = MAX_OUTPUTS[problem.gemm]
+        rows = _choose_blocks(problem.a, limit, generator) if problem.gemm == "wgrad" else None
+        return cls(rows, _choose_blocks(problem.b, limit, generator))
+
+
+def _choose_blocks(operand: Tensor, limit: int, generator: torch.Generator) -> Tensor | None:
+    """Rows of an operand: whole blocks, in order."""
+    height = operand.shape[0]
+    if height <= limit:
+        return None
+    largest = int(operand.abs().nan_to_num(0.0, 0.0, 0.0).amax(1).argmax()) // BLOCK
+    others = [b for b in torch.randperm(-(-height // BLOCK), generator=generator).tolist() if b != largest]
+    blocks = sorted([largest, *others[: limit // BLOCK - 1]])
+    index = torch.cat([torch.arange(b * BLOCK, min((b + 1) * BLOCK, height)) for b in blocks])
+    return index.to(operand.device)
 
 
 @dataclass(frozen=True)
@@ -81,18 +123,21 @@ def weight_of(watch: Watch) -> Tensor:
     return watch.draw("w", "rows", 1, torch.Generator().manual_seed(0))
 
 
-def draw_chunks(watch: Watch, gemm: Gemm, source: Source, samples: int, generator: torch.Generator) -> Iterator[Chunk]:
+def draw_chunks(
+    watch: Watch, gemm: Gemm, source: Source, samples: int, generator: torch.Generator, outputs: Outputs | None = None
+) -> Iterator[Chunk]:
     """`samples` draws of a GEMM; weights are drawn anew as often as WEIGHT_FLOPS allows."""
+    outputs = outputs or Outputs()
     if gemm == "wgrad":
         for count in split_samples(samples, -(-samples // DRAWN_TOGETHER)):
             x, dy = watch.draw_pair(source, count * WGRAD_ROWS, generator)
             for left, right in zip(torch.split(dy, WGRAD_ROWS), torch.split(x, WGRAD_ROWS), strict=True):
-                yield Chunk(Problem(gemm, left.T.contiguous(), right.T.contiguous()), 1)
+                yield Chunk(Problem(gemm, left.T.contiguous(), right.T.contiguous()).keep(outputs), 1)
         return
     for count in split_samples(samples, count_weights(watch.n, watch.k, samples)):
         weight = weight_of(watch) if source == "copula" else watch.draw("w", source, watch.n, generator)
         a = watch.draw("x" if gemm == "fprop" else "dy", source, count * ROWS_PER_SAMPLE, generator)
-        yield Chunk(Problem(gemm, a, weight if gemm == "fprop" else weight.T.contiguous()), count)
+        yield Chunk(Problem(gemm, a, weight if gemm == "fprop" else weight.T.contiguous()).keep(outputs), count)
 
 
 def count_weights(n: int, k: int, samples: int) -> int:
@@ -142,15 +187,22 @@ def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def lost_by_row(x: Tensor, q: QTensor) -> tuple[Tensor, Tensor]:
     """Shares of each row's elements that were clipped, and of its non-zero ones that became zero; float64 [rows].
 
-    The same definitions as loka.formats.saturated_fraction and underflowed_fraction.
+    The same definitions as loka.formats.saturated_fraction and underflowed_fraction, a row at a time.
     """
     scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
     limit = q.spec.format.max * expand_scale(scale, q.shape, q.spec.block) * (1 + 2.0**-20)
     finite = x.isfinite()
-    nonzero = finite & (x != 0)
     clipped = (x.abs() > limit) & finite
-    vanished = (decode(q.data, q.spec.format) == 0) & nonzero
+    nonzero = (x != 0) & finite
+    vanished = is_zero(q) & nonzero
     return (
         clipped.sum(1, dtype=torch.float64) / finite.sum(1).clamp(min=1),
         vanished.sum(1, dtype=torch.float64) / nonzero.sum(1).clamp(min=1),
     )
+
+
+def is_zero(q: QTensor) -> Tensor:
+    """Where a quantised tensor holds zero: from the bits of an 8-bit float, which is much cheaper than decoding it."""
+    if q.spec.format in (E4M3, E5M2):
+        return (q.data.view(torch.uint8) & 0x7F) == 0
+    return decode(q.data, q.spec.format) == 0

@@ -1,0 +1,71 @@
+"""Speed is measured through `measure` or called not measured; and where a slow GEMM's time goes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loka.measure.site import SiteTiming
+from loka.probe import speed
+from loka.probe.speed import UNKNOWN_BACKEND, explain_slow, spell_slow, time_candidates
+from loka.records import Candidate, Interval
+
+
+def watch() -> Any:
+    return SimpleNamespace(largest=32, k=16, n=16, device=torch.device("cpu"))
+
+
+def candidate(**more: Any) -> Candidate:
+    error = Interval(value=0.1, low=0.1, high=0.1)
+    settings: dict[str, Any] = {"gemm": "fprop", "recipe": "rowwise", "backend": "reference", "mere": error, **more}
+    return Candidate(a="e4m3:row", b="e4m3:row", **settings)
+
+
+def timed(*candidates: Candidate) -> list[Candidate]:
+    return time_candidates(watch(), "fprop", candidates, weights="dynamic", repeats=3, seconds=1.0)
+
+
+def test_on_a_cpu_nothing_is_timed_and_it_says_so() -> None:
+    (found,) = timed(candidate())
+    assert found.speedup is None
+    assert found.speed_note == "not measured: no GPU"
+
+
+def test_what_was_refused_or_is_not_in_the_registry_is_not_timed() -> None:
+    refused = candidate(mere=None, refusal="wrong")
+    own = candidate(backend="mine")
+    first, second, third = timed(refused, own, candidate())
+    assert first == refused
+    assert second.speed_note == UNKNOWN_BACKEND
+    assert third.speed_note == "not measured: no GPU"
+    assert timed(own)[0].speed_note == UNKNOWN_BACKEND
+
+
+def test_times_reach_every_candidate_and_equal_ones_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fake(gemm: Any, m: int, k: int, n: int, candidates: Any, device: Any, **_: Any) -> list[SiteTiming]:
+        asked.append(len(candidates))
+        time = Interval(value=5.0, low=4.0, high=6.0)
+        return [SiteTiming(c, microseconds=time, speedup=time) for c in candidates]
+
+    monkeypatch.setattr(speed, "time_gemms", fake)
+    found = timed(candidate(), candidate(recipe="rowwise_with_gw_hp"))
+    assert asked == [1]
+    assert [c.speedup.value for c in found if c.speedup] == [5.0, 5.0]
+
+
+def test_a_slow_candidate_is_taken_apart() -> None:
+    torch.manual_seed(0)
+    time = Interval(value=1e6, low=1e6, high=1e6)
+    text = explain_slow(watch(), candidate(microseconds=time, speedup=time), repeats=3)
+    assert text is not None
+    assert text.startswith("K = 16: ")
+    assert explain_slow(watch(), candidate(), repeats=3) is None
+
+
+def test_the_three_sentences() -> None:
+    assert spell_slow(256, 20.0, 8.0, 11.0).endswith("quantisation (12.0 us) costs more than the GEMM saves (3.0 us)")
+    assert "no faster than bf16" in spell_slow(256, 20.0, 12.0, 11.0)
+    assert "leaves little" in spell_slow(256, 10.0, 8.0, 11.0)
