@@ -7,7 +7,8 @@ precision="fp8" it becomes a `loka.nn.FusedTower`: every layer one kernel, whose
 quantisation pass is left between them. The children stay where they were, so the state_dict does not change either way.
 
 A chain is found by tracing a module's forward, child by child (torch.fx): an MLP, an nn.Sequential, or anything whose forward is one straight line. FP8 needs
-a BlockNorm of 256 behind every linear but the last (apply block_norm first), activations the kernels know, and no dropout in between.
+a BlockNorm of 256 behind every linear but the last (apply block_norm first), activations the kernels know, and no dropout in between. A prediction layer at
+the end of a chain runs as it is.
 
 `fuse` comes last: a mod that swaps the children of a fused chain would not reach what it runs. Linears inside an FP8 chain are marked as protected, so
 that Probe and convert do not count them twice.
@@ -22,7 +23,7 @@ from loka.mods.editor import Editor
 from loka.mods.flow import Call, Flow
 from loka.mods.graph import trace
 from loka.mods.norms import find_norms
-from loka.mods.protect_intermediates import MARK
+from loka.mods.protect_intermediates import MARK, is_protected
 from loka.nn import BLOCK, EPS, BlockNorm, FusedTower, HardSwish, Link, TowerPrecision
 from loka.records.mods import ModClass
 
@@ -99,11 +100,8 @@ def unroll(module: nn.Module) -> list[str] | str:
     return names
 
 
-def find_chain(editor: Editor, site: str, module: nn.Module) -> Chain | str:
-    """The chain a module is, or why it is none."""
-    names = unroll(module)
-    if isinstance(names, str):
-        return names
+def find_chain(editor: Editor, site: str, module: nn.Module, names: list[str]) -> Chain | str:
+    """The chain that a straight line of atoms is, or why it is none."""
     norms = (*find_norms(editor.model), BlockNorm)
     links: list[ChainLink] = []
     tail: list[str] = []
@@ -112,10 +110,10 @@ def find_chain(editor: Editor, site: str, module: nn.Module) -> Chain | str:
         last = links[-1] if links else None
         if isinstance(part, nn.Identity):
             continue
-        if isinstance(part, nn.Linear) and not tail:
+        if isinstance(part, nn.Linear) and not tail and not _is_kept(editor, f"{site}.{name}".lstrip("."), part):
             links.append(ChainLink(name))
         elif last is None:
-            return f"it begins with {name} ({type(part).__name__}), not with a linear"
+            return f"it begins with {name} ({type(part).__name__}), which stays as it is"
         elif isinstance(part, norms) and last.norm is None and last.activation is None and not tail:
             links[-1] = ChainLink(last.linear, name)
         elif isinstance(part, (*ACTIVATIONS, *_OTHERS)) and last.activation is None and not tail:
@@ -124,9 +122,15 @@ def find_chain(editor: Editor, site: str, module: nn.Module) -> Chain | str:
             tail.append(name)
     if not links or (len(links) == 1 and links[0].norm is None and links[0].activation is None):
         return "there is nothing to fuse: no linear with a norm, an activation or another linear behind it"
-    if any(isinstance(module.get_submodule(name), nn.Linear) for name in tail):
-        return f"after {tail[0]} ({type(module.get_submodule(tail[0])).__name__}) there are more linears: the chain is broken there"
+    rest = [(name, module.get_submodule(name)) for name in tail]
+    if any(isinstance(m, nn.Linear) and not _is_kept(editor, f"{site}.{n}".lstrip("."), m) for n, m in rest):
+        return f"after {tail[0]} ({type(rest[0][1]).__name__}) there are more linears: the chain is broken there; hint: norm_order"
     return Chain(site, tuple(links), tuple(tail), _is_bounded(editor, f"{site}.{links[0].linear}".lstrip(".")))
+
+
+def _is_kept(editor: Editor, name: str, linear: nn.Linear) -> bool:
+    """Prediction layers and protected linears run as they are."""
+    return name in editor.prediction or is_protected(linear, name)
 
 
 def _is_bounded(editor: Editor, linear: str) -> bool:
@@ -192,18 +196,24 @@ class Fuse:
         """The outermost modules that are chains."""
         done: list[str] = []
         for name, module in editor.modules():
-            if any(name.startswith(f"{outer}.") or outer == "" for outer in done) or not _holds_linear(module):
+            inside = any(name.startswith(f"{outer}.") or outer == "" for outer in done)
+            if inside or not _holds_linear(module):
                 continue
-            chain = find_chain(editor, name, module)
-            if isinstance(chain, str):
+            names = unroll(module)
+            if isinstance(names, str):
                 if _looks_like_chain(module):
-                    editor.leave(name, chain)
+                    editor.leave(name, names)
                 continue
-            if why := self._refuse(editor, chain, module):
+            if not isinstance(_first(module, names), nn.Linear):
+                continue  # something stands before the chain: a module inside may be one
+            chain = find_chain(editor, name, module, names)
+            if name or self.precision == "high":
+                done.append(name)  # its parts are not looked at again: a broken chain is not fused in pieces
+            why = chain if isinstance(chain, str) else self._refuse(editor, chain, module)
+            if why:
                 editor.leave(name, why)
-                continue
-            if self._fuse(editor, chain, module):
-                done.append(name)
+            elif isinstance(chain, Chain):
+                self._fuse(editor, chain, module)
 
     def _refuse(self, editor: Editor, chain: Chain, module: nn.Module) -> str | None:
         if any(len(editor.calls(f"{chain.site}.{link.linear}".lstrip("."))) > 1 for link in chain.links):
@@ -217,24 +227,28 @@ class Fuse:
             return "the model is itself a chain and cannot be swapped in place; wrap it in nn.Sequential"
         return None
 
-    def _fuse(self, editor: Editor, chain: Chain, module: nn.Module) -> bool:
+    def _fuse(self, editor: Editor, chain: Chain, module: nn.Module) -> None:
         parts = " -> ".join(type(module.get_submodule(name)).__name__ for name in chain.names())
         if self.precision == "high":
             body = {"__module__": type(module).__module__}
             new = type(type(module).__name__, (ChainForward, type(module)), body)
             atoms = tuple(module.get_submodule(name) for name in chain.names())
             editor.reclass(chain.site, new, f"one chain: {parts}", "exact", _chain_parts=atoms)
-            return True
+            return
         try:
             tower = make_fused(chain, module, TowerPrecision(gradient=self.gradient))
         except ValueError as error:
             editor.leave(chain.site, str(error))
-            return False
+            return
         for link in chain.links:
             editor.mark(f"{chain.site}.{link.linear}", MARK, "fused")
         bounded = "static" if chain.bounded_input else "dynamic"
         editor.swap(chain.site, tower, f"one FP8 tower, {bounded} scale for its input: {parts}", "rounding")
-        return True
+
+
+def _first(module: nn.Module, names: list[str]) -> nn.Module | None:
+    parts = (module.get_submodule(name) for name in names)
+    return next((part for part in parts if not isinstance(part, nn.Identity)), None)
 
 
 def _holds_linear(module: nn.Module) -> bool:

@@ -64,11 +64,7 @@ def apply(
     `example_inputs()` is run without storage; otherwise mods that need the order say so for every site they leave.
     """
     chosen = find_all(mods)
-    converted = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    if converted:
-        raise ValueError(
-            f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before its mods"
-        )
+    refuse_converted(model)
     before = set(model.state_dict())
     editors = []
     for mod in chosen:
