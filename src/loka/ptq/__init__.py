@@ -6,19 +6,25 @@ loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines tha
 """
 
 from loka.ptq.checkpoint import load_quantized, save
+from loka.ptq.distribution import REFERENCES, analyze_checkpoint, analyze_model
 from loka.ptq.export import export_compressed_tensors, quantization_config
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, quantize_module
+from loka.ptq.plot import draw_analysis
 from loka.ptq.quantize import Summary, quantize, size_in_bytes
 from loka.ptq.recipe import RECIPES, PtqRecipe, Rule, ptq_recipe
 from loka.ptq.sensitivity import measure_sites
 
 __all__ = [
     "RECIPES",
+    "REFERENCES",
     "PtqRecipe",
     "QuantizedExperts",
     "QuantizedLinear",
     "Rule",
     "Summary",
+    "analyze_checkpoint",
+    "analyze_model",
+    "draw_analysis",
     "export_compressed_tensors",
     "load_quantized",
     "measure_sites",

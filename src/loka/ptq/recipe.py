@@ -5,6 +5,7 @@
                 heads, router, context           16 bits: cheap, or the last thing before a ranking
     rowwise     every linear per channel and per token, experts as above
     blockwise   every linear and every expert 128x128 and 1x128
+    none        nothing: the model as it is, in the same files
 
 Patterns are `fnmatch` on the qualified name, so `*.router` matches the router of every block. Embeddings and norms are no sites: nothing here
 multiplies by them. A recipe names no kernel; the modules take one from the registry.
@@ -68,6 +69,7 @@ RECIPES = {
             ),
         ),
         PtqRecipe("rowwise", (_EXPERTS, Rule("*", ROWWISE, "linear: per-channel weights, per-token activations"))),
+        PtqRecipe("none", (Rule("*", None, "left in 16 bits"),)),
         PtqRecipe("blockwise", (_EXPERTS, Rule("*", BLOCKWISE, "linear: 128x128 weights, 1x128 activations"))),
     )
 }

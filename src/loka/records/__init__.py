@@ -1,5 +1,6 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
+from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
 from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
@@ -40,6 +41,7 @@ from loka.records.run import Comparison, Outcome, Point, Progress, Run
 __all__ = [
     "GEMMS",
     "SOURCES",
+    "Analysis",
     "Candidate",
     "Cause",
     "ChainPlan",
@@ -52,11 +54,15 @@ __all__ = [
     "FormatRange",
     "Gemm",
     "GemmVerdict",
+    "GroupRange",
     "Interval",
+    "LayerStats",
+    "Likeness",
     "ModChange",
     "ModClass",
     "ModLeft",
     "ModSummary",
+    "ModelStats",
     "Outcome",
     "Part",
     "Plan",
@@ -68,6 +74,7 @@ __all__ = [
     "Record",
     "RecordError",
     "Recovery",
+    "Reference",
     "Role",
     "Run",
     "Safety",
