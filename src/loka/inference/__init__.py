@@ -8,14 +8,18 @@ speaks items and titles instead of codes.
 """
 
 from loka.inference.batching import Batcher, CancelledRequestError, Ticket
+from loka.inference.bundle import Bundle, is_bundle, load_bundle, save_bundle
+from loka.inference.comparison import compare_arms, overlap_of
 from loka.inference.config import EngineConfig
 from loka.inference.engine import Engine
+from loka.inference.evaluation import UserMetrics, evaluate_users
 from loka.inference.memory import EngineMemoryError, Needed, estimate_memory
 from loka.inference.recommender import Recommender
 from loka.inference.request import Recommendation, Request
 
 __all__ = [
     "Batcher",
+    "Bundle",
     "CancelledRequestError",
     "Engine",
     "EngineConfig",
@@ -25,5 +29,12 @@ __all__ = [
     "Recommender",
     "Request",
     "Ticket",
+    "UserMetrics",
+    "compare_arms",
     "estimate_memory",
+    "evaluate_users",
+    "is_bundle",
+    "load_bundle",
+    "overlap_of",
+    "save_bundle",
 ]

@@ -1,5 +1,6 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
+from loka.records.ab import BundleInfo, PairedMetric, PairedTest, SplitCheck
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
@@ -42,6 +43,7 @@ __all__ = [
     "GEMMS",
     "SOURCES",
     "Analysis",
+    "BundleInfo",
     "Candidate",
     "Cause",
     "ChainPlan",
@@ -64,6 +66,8 @@ __all__ = [
     "ModSummary",
     "ModelStats",
     "Outcome",
+    "PairedMetric",
+    "PairedTest",
     "Part",
     "Plan",
     "Point",
@@ -82,6 +86,7 @@ __all__ = [
     "SitePlan",
     "Source",
     "Speed",
+    "SplitCheck",
     "TensorStats",
     "append",
     "capture_environment",

@@ -1,0 +1,62 @@
+"""A generative recommender in a folder: everything that is needed to recommend, and nothing of the data.
+
+model.safetensors    the model, plain or quantised, with its configuration (loka.ptq.save)
+index.safetensors    which id is which item
+bundle.json          which data and training it came from
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from loka.models.onerec import OneRec
+from loka.ptq import Summary, load_quantized, save
+from loka.records import BundleInfo
+from loka.records import load as load_record
+from loka.records import save as save_record
+from loka.semantic_ids import SemanticIndex, load_index
+
+MODEL, INDEX, INFO = "model.safetensors", "index.safetensors", "bundle.json"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Model, index and where they came from; `summary` says what is quantised."""
+
+    model: OneRec
+    summary: Summary
+    index: SemanticIndex
+    info: BundleInfo
+
+    def __post_init__(self) -> None:
+        if self.index.codebook_sizes != self.model.config.codebooks:
+            raise ValueError(
+                f"the index has codebooks {self.index.codebook_sizes}, the model {self.model.config.codebooks}"
+            )
+
+
+def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the folder; the description comes last, so that a folder with one is complete."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    save(bundle.model, bundle.summary, target / MODEL, dtype=dtype)
+    bundle.index.save(target / INDEX)
+    save_record(bundle.info, target / INFO)
+
+
+def is_bundle(folder: str | Path) -> bool:
+    """Whether the folder holds one."""
+    return (Path(folder) / INFO).is_file()
+
+
+def load_bundle(folder: str | Path, *, device: torch.device | str = "cpu") -> Bundle:
+    """Read the folder; weights are float32 again, what is quantised stays as it is."""
+    source = Path(folder)
+    if not is_bundle(source):
+        raise ValueError(f"{source} holds no {INFO}; hint: loka generate --train 300 --out {source}")
+    info = load_record(source / INFO, BundleInfo)
+    model, summary = load_quantized(source / MODEL, device=device)
+    if not isinstance(model, OneRec):
+        raise ValueError(f"{source}: expected a OneRec model, got {type(model).__name__}")
+    return Bundle(model.float(), summary, load_index(source / INDEX), info)

@@ -1,0 +1,119 @@
+"""Per-user quality of a generative recommender: what an offline A/B compares.
+
+    recall@K            share of a user's held-out items among the first K recommended
+    ndcg@K              with gains 1 / log2(rank + 2), over the best order possible
+    log-likelihood      mean over levels of log p(code), averaged over the held-out items that have an id
+
+Every metric is one number per user, so that two models can be compared pair by pair. Users without a held-out item that has an id are left out: nothing can
+be said about them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.data.batch import Jagged
+from loka.data.sequences import SequenceBatch, SequenceSplit
+from loka.inference.bundle import Bundle
+from loka.inference.config import EngineConfig
+from loka.inference.engine import Engine
+from loka.inference.recommender import Recommender
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class UserMetrics:
+    """Users int64 [U], recommended items [U, beams] padded with -1, and one tensor [U] per metric."""
+
+    users: Tensor
+    items: Tensor
+    values: dict[str, Tensor]
+
+
+@torch.no_grad()
+def evaluate_users(
+    bundle: Bundle,
+    split: SequenceSplit,
+    *,
+    users: int | None = None,
+    beams: int = 50,
+    tops: Sequence[int] = (10,),
+    dtype: str = "fp32",
+    batch: int = 16,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> UserMetrics:
+    """Recommend for the first `users` of a split (all by default) and score what was held out."""
+    if max(tops) > beams:
+        raise ValueError(f"recall@{max(tops)} needs at least as many beams, got {beams}")
+    config = EngineConfig(beams=beams, requests=(batch,), dtype=dtype)
+    engine = Engine(bundle.model.to(device), config, valid=bundle.index.trie)
+    recommender = Recommender(engine, bundle.index)
+    total = len(split) if users is None else min(users, len(split))
+    parts: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
+    for start in range(0, total, batch):
+        cut = split.cut(np.arange(start, min(start + batch, total)), bundle.model.config.context)
+        parts.append(_score(bundle, recommender, cut, beams, tops))
+        if progress is not None:
+            progress(min(start + batch, total), total)
+    kept = [part for part in parts if len(part[0])]
+    if not kept:
+        raise ValueError(f"none of the {total} users has a held-out item with an id")
+    values = {name: torch.cat([part[2][name] for part in kept]) for name in kept[0][2]}
+    return UserMetrics(torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept]), values)
+
+
+def _score(
+    bundle: Bundle, recommender: Recommender, cut: SequenceBatch, beams: int, tops: Sequence[int]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    histories, targets = _rows(cut.history), _rows(cut.targets)
+    known = bundle.index.items.cpu()
+    targets = [t[torch.isin(t, known)].unique() for t in targets]
+    keep = [i for i, t in enumerate(targets) if len(t)]
+    found = recommender.recommend([histories[i] for i in keep], top=beams)
+    items = torch.full((len(keep), beams), -1, dtype=torch.int64)
+    columns: dict[str, list[float]] = {f"{name}@{k}": [] for k in tops for name in ("recall", "ndcg")}
+    for row, (place, one) in enumerate(zip(keep, found, strict=True)):
+        assert one.items is not None  # a recommender is constrained to items
+        items[row, : len(one.items)] = one.items
+        hits = torch.isin(items[row], targets[place]).double()
+        for k in tops:
+            columns[f"recall@{k}"].append(float(hits[:k].sum()) / len(targets[place]))
+            columns[f"ndcg@{k}"].append(_ndcg(hits[:k], len(targets[place])))
+    values = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    values["log-likelihood"] = _likelihood(bundle, [histories[i] for i in keep], [targets[i] for i in keep])
+    return cut.users[keep], items, values
+
+
+def _ndcg(hits: Tensor, targets: int) -> float:
+    gains = 1.0 / torch.log2(torch.arange(2, len(hits) + 2, dtype=torch.float64))
+    return float((hits * gains).sum() / gains[: min(targets, len(hits))].sum())
+
+
+def _rows(jagged: Jagged) -> list[Tensor]:
+    edges = jagged.offsets.tolist()
+    return [jagged.values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def _likelihood(bundle: Bundle, histories: list[Tensor], targets: list[Tensor]) -> Tensor:
+    """Mean over a user's targets of the mean log-probability of their codes."""
+    if not histories:
+        return torch.zeros(0, dtype=torch.float64)
+    model, index = bundle.model, bundle.index
+    device = model.begin.weight.device
+    known = index.items.cpu()
+    rows = [index.codes_of(h[torch.isin(h, known)]) for h in histories]
+    owner = torch.repeat_interleave(torch.arange(len(targets)), torch.tensor([len(t) for t in targets]))
+    spread = [rows[i] for i in owner.tolist()]
+    offsets = torch.tensor([0, *(len(r) for r in spread)]).cumsum(0)
+    goals = index.codes_of(torch.cat(targets)).to(device)
+    logits = model(Jagged(torch.cat(spread).to(device), offsets.to(device)), goals)
+    levels = [-F.cross_entropy(part.double(), goals[:, i], reduction="none") for i, part in enumerate(logits)]
+    mean = torch.stack(levels).mean(0).cpu()
+    sums = torch.zeros(len(targets), dtype=torch.float64).index_add_(0, owner, mean)
+    return sums / torch.tensor([len(t) for t in targets])

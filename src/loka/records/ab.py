@@ -1,0 +1,50 @@
+"""An offline A/B comparison: two models on the same users, metric by metric, with what must hold before it is believed."""
+
+from loka.records.measurement import Environment, Interval
+from loka.records.record import Part, Record
+from loka.records.run import Outcome
+
+
+class PairedMetric(Part, frozen=True):
+    """One metric per user in both arms; the change is relative to the baseline's mean."""
+
+    metric: str
+    baseline: float
+    candidate: float
+    change: Interval
+    minimum_detectable: float
+    margin: float
+    outcome: Outcome
+    users: int
+    method: str
+
+
+class SplitCheck(Part, frozen=True):
+    """Whether both arms answered for as many users as they should have."""
+
+    observed: list[int]
+    p_value: float
+    mismatch: bool
+
+
+class PairedTest(Record, frozen=True, tag="paired_test"):
+    """Baseline and candidate."""
+
+    baseline: str
+    candidate: str
+    data: str
+    split: SplitCheck
+    metrics: list[PairedMetric]
+    overlap: dict[str, float]  # of the recommended sets, by n; empty where lists were not compared
+    environment: Environment
+
+
+class BundleInfo(Record, frozen=True, tag="bundle"):
+    """A generative recommender in a folder: which data it was made from, and how."""
+
+    data: str
+    options: dict[str, str | int | float | bool | None]
+    steps: int
+    seed: int
+    loss: float | None
+    environment: Environment
