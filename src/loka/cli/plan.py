@@ -1,19 +1,25 @@
-"""`loka plan`, `loka explain`, `loka diff`: make a plan from a probe's report, ask it why, compare two.
+"""`loka plan`, `loka explain`, `loka diff`, `loka export`: make a plan from a probe's report, ask it why, compare two, hand it to other tools.
 
     loka plan runs/demo/records/probe.json --accuracy-only --out plan.json
-    loka plan probe.json --min-speedup 1.05 --override 'core.head.*=high'
+    loka plan probe.json --target "NVIDIA H200" --row-factor 16         speeds from the rows that ship with loka
+    loka plan probe.json --target "NVIDIA H200" --db rows.sqlite --weights cached --override 'core.head.*=high'
+    loka plan probe.json --accuracy-only --max-metric-change 0.001
     loka explain plan.json core.head.last
     loka diff plan.json other.json
+    loka export plan.json torchao
 
 `loka diff` exits 1 when the plans differ, as diff does.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-__all__ = ["diff", "explain", "plan"]
+if TYPE_CHECKING:
+    from loka.records import Plan
+
+__all__ = ["diff", "explain", "export", "plan"]
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan (JSON).")]
 
@@ -26,32 +32,59 @@ def plan(
     ] = None,
     min_speedup: Annotated[float, typer.Option(help="Least speed-up over bf16 worth converting for.")] = 1.05,
     accuracy_only: Annotated[bool, typer.Option("--accuracy-only", help="Ignore speed; the plan says so.")] = False,
-    override: Annotated[list[str] | None, typer.Option(help="WILDCARD=RECIPE or WILDCARD=high.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Device to plan for, with database rows, e.g. 'NVIDIA H200'.")
+    ] = None,
+    db: Annotated[
+        Path | None, typer.Option(help="Performance database of --target; default: the rows that ship.")
+    ] = None,
+    weights: Annotated[
+        str, typer.Option(help="Rows of --target: weights quantised in every call (dynamic) or before (cached).")
+    ] = "dynamic",
+    row_factor: Annotated[float, typer.Option(help="Rows per call on --target over those Probe saw.")] = 1.0,
+    recipe: Annotated[str, typer.Option(help="auto, or the one recipe to keep to.")] = "auto",
+    max_metric_change: Annotated[
+        float | None,
+        typer.Option(help="Budget of the end metric, relative (0.001 is 0.1 %); needs measured sensitivity."),
+    ] = None,
+    override: Annotated[list[str] | None, typer.Option(help="WILDCARD=RECIPE, WILDCARD=auto or WILDCARD=high.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the plan to.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Choose, for every GEMM, the fastest candidate that is accurate enough."""
     from loka import records
-    from loka.dispatch import spell
-    from loka.probe import Report
+    from loka.dispatch import Database, Policy, make_plan
 
-    made = Report.load(probe).plan(
-        max_error=max_error,
-        max_gradient_error=max_gradient_error,
+    if target is None and (db is not None or weights != "dynamic" or row_factor != 1):
+        raise ValueError("--db, --weights and --row-factor choose database rows of a device: name it with --target")
+    report = records.load(probe, records.ProbeReport)
+    policy = Policy(
+        max_error=report.max_mere if max_error is None else max_error,
+        max_gradient_error=report.max_gradient_error if max_gradient_error is None else max_gradient_error,
         min_speedup=None if accuracy_only else min_speedup,
+        target=target,
         overrides=parse_overrides(override or []),
+        recipe=recipe,
+        weights=weights,  # type: ignore[arg-type]  # checked by Policy
+        row_factor=row_factor,
+        max_metric_change=max_metric_change,
     )
+    made = make_plan(report, policy, database=Database.open(db, create=False) if db is not None else None)
     if out is not None:
         records.save(made, out)
-    if json_:
-        typer.echo(records.to_json(made).decode())
-        return
-    for site in made.sites:
-        typer.echo(f"{site.site}  {'; '.join(f'{c.gemm} {spell(c)}' for c in site.choices) or 'no GEMM was seen'}")
+    typer.echo(records.to_json(made).decode() if json_ else _describe(made))
+
+
+def _describe(made: "Plan") -> str:
+    from loka.dispatch import spell
+
+    lines = [
+        f"{site.site}  {'; '.join(f'{c.gemm} {spell(c)}' for c in site.choices) or 'no GEMM was seen'}"
+        for site in made.sites
+    ]
     of = "the model's" if made.flops_of == "model" else "the probed"
-    typer.echo(f"{made.low_precision_share:.1%} of {of} GEMM FLOPs in low precision")
-    for note in made.notes:
-        typer.echo(f"note: {note}")
+    lines.append(f"{made.low_precision_share:.1%} of {of} GEMM FLOPs in low precision")
+    return "\n".join([*lines, *(f"note: {note}" for note in made.notes)])
 
 
 def parse_overrides(texts: list[str]) -> dict[str, str]:
@@ -65,18 +98,52 @@ def parse_overrides(texts: list[str]) -> dict[str, str]:
     return overrides
 
 
-def explain(file: PlanFile, site: Annotated[str, typer.Argument(help="Name of the site.")]) -> None:
+def explain(
+    file: PlanFile,
+    site: Annotated[str, typer.Argument(help="Name of the site.")],
+    json_: Annotated[bool, typer.Option("--json", help="Print the site's choices as JSON.")] = False,
+) -> None:
     """Say why a site runs what it runs."""
+    import msgspec
+
     from loka import dispatch, records
 
-    typer.echo(dispatch.explain(records.load(file, records.Plan), site))
+    loaded = records.load(file, records.Plan)
+    text = dispatch.explain(loaded, site)
+    if json_:
+        text = msgspec.json.encode(next(s for s in loaded.sites if s.site == site)).decode()
+    typer.echo(text)
 
 
-def diff(before: PlanFile, after: PlanFile) -> None:
+def diff(
+    before: PlanFile,
+    after: PlanFile,
+    json_: Annotated[bool, typer.Option("--json", help="Print the differences as a JSON list.")] = False,
+) -> None:
     """Say what changed from one plan to another."""
+    import json
+
     from loka import dispatch, records
 
     text = dispatch.diff(records.load(before, records.Plan), records.load(after, records.Plan))
-    if text:
+    if json_:
+        typer.echo(json.dumps(text.split("\n") if text else []))
+    elif text:
         typer.echo(text)
+    if text:
         raise typer.Exit(1)
+
+
+def export(
+    file: PlanFile,
+    to: Annotated[str, typer.Argument(help="torchao, transformer-engine, llm-compressor or modelopt.")],
+    out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
+) -> None:
+    """Say a plan in another tool's words: a filter, a YAML, an ignore list."""
+    from loka import dispatch, records
+
+    text = dispatch.export(records.load(file, records.Plan), to)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        records.write_atomically(out, text.encode())

@@ -11,9 +11,22 @@ from torch import nn
 from loka.formats import Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm import MatmulCall
-from loka.records import Choice, Gemm, Plan, SitePlan
+from loka.measure.site import gemm_shape
+from loka.records import ChainPlan, Choice, Plan, SitePlan
 
 __all__ = ["check", "diff", "explain", "spell"]
+
+
+_SETTINGS = (
+    "model",
+    "recipe",
+    "target",
+    "weights",
+    "max_error",
+    "max_gradient_error",
+    "min_speedup",
+    "max_metric_change",
+)
 
 
 def spell(choice: Choice) -> str:
@@ -28,7 +41,7 @@ def diff(before: Plan, after: Plan) -> str:
     """What changed from one plan to another, one line per difference; empty when they run the same."""
     lines = [
         f"{name}: {old!r} -> {new!r}"
-        for name in ("model", "recipe", "target", "max_error", "max_gradient_error", "min_speedup")
+        for name in _SETTINGS
         if (old := getattr(before, name)) != (new := getattr(after, name))
     ]
     old_sites, new_sites = ({site.site: site for site in plan.sites} for plan in (before, after))
@@ -39,7 +52,20 @@ def diff(before: Plan, after: Plan) -> str:
             lines.append(f"+ {name}: new, {_spell_site(new_sites[name])}")
         else:
             lines += _diff_site(old_sites[name], new_sites[name])
-    return "\n".join(lines)
+    return "\n".join([*lines, *_diff_chains(before, after)])
+
+
+def _diff_chains(before: Plan, after: Plan) -> list[str]:
+    old, new = ({" -> ".join(chain.ops): _spell_chain(chain) for chain in plan.chains} for plan in (before, after))
+    names = [*old, *(name for name in new if name not in old)]
+    changed = [
+        (name, old.get(name, "absent"), new.get(name, "absent")) for name in names if old.get(name) != new.get(name)
+    ]
+    return [f"~ chain {name}: {was} => {now}" for name, was, now in changed]
+
+
+def _spell_chain(chain: ChainPlan) -> str:
+    return ", ".join(f"{step.kernel} ({step.reads} -> {step.writes})" for step in chain.steps)
 
 
 def _spell_site(site: SitePlan) -> str:
@@ -73,14 +99,40 @@ def explain(plan: Plan, site: str) -> str:
     for choice in planned.choices:
         lines.append(f"  {choice.gemm}: {spell(choice)}")
         lines.append(f"    because {choice.reason}")
+        lines += _explain_numbers(choice)
         if choice.quantized:
             lines += [f"    refused {refusal}" for refusal in choice.refusals]
+    for chain in plan.chains:
+        if site in chain.ops:
+            lines += _explain_chain(chain)
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
 
+def _explain_numbers(choice: Choice) -> list[str]:
+    """What is expected of a choice, and where the speed comes from."""
+    if not choice.quantized:
+        return []
+    error = "not measured" if choice.expected_error is None else f"{choice.expected_error:.3g}"
+    if choice.expected_speedup is None:
+        return [f"    expected error {error}; speed not measured"]
+    time = f", {choice.expected_microseconds:.1f} us" if choice.expected_microseconds is not None else ""
+    return [
+        f"    expected error {error}; {choice.expected_speedup:.2f}x over bf16{time}: {choice.speed_source or 'source unknown'}"
+    ]
+
+
+def _explain_chain(chain: ChainPlan) -> list[str]:
+    bf16 = f", bf16 {chain.baseline_microseconds:.1f}" if chain.baseline_microseconds is not None else ""
+    lines = [f"  in the chain {' -> '.join(chain.ops)}: {chain.microseconds:.1f} us{bf16}"]
+    return lines + [
+        f"    {' + '.join(step.ops) or 'convert'}: {step.kernel}, {step.reads} -> {step.writes}, {step.microseconds:.1f} us"
+        for step in chain.steps
+    ]
+
+
 def check(plan: Plan, model: nn.Module) -> list[str]:
-    """Every way in which a plan does not fit a model on its device; empty when it fits."""
+    """Every way in which a plan does not fit a model on its device, or the device itself; empty when it fits."""
     modules = dict(model.named_modules(remove_duplicate=False))
     counts = Counter(site.site for site in plan.sites)
     problems = [f"{name}: the plan names it {count} times" for name, count in counts.items() if count > 1]
@@ -95,7 +147,16 @@ def check(plan: Plan, model: nn.Module) -> list[str]:
             problems.append(f"{site.site}: the model has {seen}, the plan K {site.k}, N {site.n}")
         else:
             problems += _check_choices(site, module.weight.device)
-    return problems
+    return [*_check_target(plan, model), *problems]
+
+
+def _check_target(plan: Plan, model: nn.Module) -> list[str]:
+    """Speeds of one device say nothing about another. A plan for accuracy only is for any."""
+    if plan.target is None or not any(choice.quantized for site in plan.sites for choice in site.choices):
+        return []
+    devices = {p.device for p in model.parameters() if p.device.type != "meta"}
+    here = {torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices}
+    return [f"the plan is for {plan.target}, the model is on {name}" for name in sorted(here) if name != plan.target]
 
 
 def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
@@ -108,7 +169,10 @@ def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
         place = f"{site.site} {choice.gemm}"
         try:
             call = MatmulCall(
-                *shape_of(choice.gemm, site), Spec.parse(choice.a), Spec.parse(choice.b), fast_accum=choice.fast_accum
+                *gemm_shape(choice.gemm, site.m, site.k, site.n),
+                Spec.parse(choice.a),
+                Spec.parse(choice.b),
+                fast_accum=choice.fast_accum,
             )
             verdict = registry.backend("scaled_mm", choice.backend).supports(call, device)
         except ValueError as error:
@@ -117,9 +181,3 @@ def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
         if not verdict:
             problems.append(f"{place}: {choice.backend} cannot run {call} on {device}: {verdict.reason}")
     return problems
-
-
-def shape_of(gemm: Gemm, site: SitePlan) -> tuple[int, int, int]:
-    """Rows, contracted length and columns of one GEMM of a linear with M rows, K inputs and N outputs."""
-    shapes = {"fprop": (site.m, site.k, site.n), "dgrad": (site.m, site.n, site.k), "wgrad": (site.n, site.m, site.k)}
-    return shapes[gemm]

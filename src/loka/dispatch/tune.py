@@ -22,13 +22,15 @@ import torch
 import torch.distributed as dist
 
 from loka.dispatch.database import Database, Key, Machine, bucket_of
+from loka.dispatch.recipe import RECIPES, recipe_named
 from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_timings, was_not_tried
+from loka.kernels import registry
 from loka.measure.device import snapshot
-from loka.measure.site import GemmCandidate, SiteJob, SiteTiming, time_jobs
-from loka.records import Environment
+from loka.measure.site import GemmCandidate, SiteJob, SiteTiming, Weights, time_jobs
+from loka.records import Environment, ProbeReport
 from loka.records.performance import PerformanceRows, RowGroup
 
-__all__ = ["TuneResult", "key_of", "missing_jobs", "tune"]
+__all__ = ["TuneResult", "jobs_of_report", "key_of", "missing_jobs", "tune"]
 
 Timer = Callable[..., list[list[SiteTiming]]]
 
@@ -54,6 +56,25 @@ def key_of(job: SiteJob, candidate: GemmCandidate) -> Key:
     c = candidate
     variant = linear_variant(job.gemm, str(c.a), str(c.b), fast_accum=c.fast_accum, weights=job.weights)
     return Key(LINEAR, variant, job.m, job.k, job.n, c.backend)
+
+
+def jobs_of_report(
+    report: ProbeReport,
+    *,
+    weights: Weights = "dynamic",
+    backends: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
+) -> list[SiteJob]:
+    """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up."""
+    names = backends or [name for name in registry.BACKENDS["scaled_mm"] if name != "reference"]
+    chosen = [recipe_named(name) for name in recipes or RECIPES]
+    jobs = []
+    for site in report.sites:
+        for gemm in site.gemms:
+            pairs = dict.fromkeys(o for recipe in chosen if (o := recipe.operands(gemm)) is not None)
+            made = tuple(GemmCandidate(o.a, o.b, name, o.fast_accum) for o in pairs for name in names)
+            jobs.append(SiteJob(gemm, site.m, site.k, site.n, made, weights))
+    return jobs
 
 
 def missing_jobs(jobs: Sequence[SiteJob], database: Database, machine: Machine) -> tuple[list[SiteJob], int]:

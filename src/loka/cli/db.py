@@ -1,0 +1,196 @@
+"""`loka db`: the performance database. What was measured, where; merged, exported, pruned, and filled on this machine's GPU.
+
+    loka db merge rows.json benchmarks/results/h200/scaled_mm.json     exports, benchmark records, other databases
+    loka db show --op linear --backend triton
+    loka db show --shipped --json                                      the rows that come with loka
+    loka db tune runs/demo/records/probe.json --seconds 120            measure what a plan for this machine would look up
+    loka db export --device "NVIDIA H200" --out rows.json
+    loka db prune --before 2026-01-01
+
+The file is --db, else $LOKA_DB, else loka/performance.sqlite in the user's cache folder. `tune` exits 1 when it measured nothing that was missing.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loka.dispatch import Database
+    from loka.records.performance import Origin, PerformanceRow
+
+__all__ = ["app"]
+
+app = typer.Typer(name="db", help="The performance database: show, merge, export, prune, tune.", no_args_is_help=True)
+
+DbOption = Annotated[Path | None, typer.Option("--db", help="The database; default: $LOKA_DB, else the user's cache.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Filter = Annotated[str | None, typer.Option(help="Only these rows.")]
+
+
+def _filters(**given: str | None) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@app.command()
+def show(
+    db: DbOption = None,
+    shipped: Annotated[bool, typer.Option("--shipped", help="The rows that come with loka instead.")] = False,
+    op: Filter = None,
+    backend: Filter = None,
+    device: Filter = None,
+    limit: Annotated[int, typer.Option(help="At most so many rows; 0: all.")] = 50,
+    json_: JsonOption = False,
+) -> None:
+    """Print rows, newest first, and the machines they are of."""
+    import json
+
+    import msgspec
+
+    from loka.dispatch import Database
+    from loka.dispatch.speed import shipped_database
+
+    if shipped and db is not None:
+        raise ValueError("--shipped shows the rows that come with loka, --db those of a file: choose one")
+    database = shipped_database() if shipped else Database.open(db, create=False)
+    found = list(database.entries(**_filters(op=op, backend=backend, device=device)))
+    shown = found[:limit] if limit else found
+    if json_:
+        typer.echo(json.dumps([{**msgspec.to_builtins(row), "origin": msgspec.to_builtins(o)} for o, row in shown]))
+        return
+    for origin, row in shown:
+        typer.echo(_line(origin, row))
+    typer.echo(f"{len(shown)} of {len(found)} rows, {len(database)} in all")
+    for machine in database.machines():
+        typer.echo(f"machine: {machine}")
+
+
+def _line(origin: "Origin", row: "PerformanceRow") -> str:
+    shape = "x".join(str(size) for size in (row.m, row.k, row.n) if size)
+    head = f"{row.op:<13} {shape:<18} {row.variant:<58} {row.backend:<9}"
+    if row.microseconds is None:
+        return f"{head} refused: {row.refusal}"
+    speedup = f" {row.speedup.value:5.2f}x [{row.speedup.low:.2f}, {row.speedup.high:.2f}]" if row.speedup else ""
+    return f"{head} {row.microseconds.value:9.2f} us{speedup}  {origin.device}, {row.version}"
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Exports (JSON), kernel benchmarks (JSON), databases (SQLite).")],
+    db: DbOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Add rows of other files; of a row known to both the newer stays."""
+    import json
+
+    from loka.dispatch import Database
+
+    answers = []
+    with Database.open(db) as database:
+        for file in files:
+            written, skipped = _merge(database, file)
+            answers.append({"file": str(file), "written": written, "skipped": skipped})
+        total = len(database)
+    if json_:
+        typer.echo(json.dumps({"files": answers, "rows": total}))
+        return
+    for answer in answers:
+        typer.echo(f"{answer['file']}: {answer['written']} rows written")
+        for reason, count in dict(answer["skipped"]).items():  # type: ignore[call-overload]
+            typer.echo(f"  {count} skipped: {reason}")
+    typer.echo(f"{total} rows in all")
+
+
+def _merge(database: "Database", file: Path) -> tuple[int, dict[str, int]]:
+    """Rows written, and rows skipped by reason."""
+    import msgspec
+
+    from loka.dispatch import Database
+    from loka.dispatch.rows import rows_of_bench
+    from loka.records import RecordError, from_json
+    from loka.records.bench import KernelBench
+    from loka.records.performance import PerformanceRows
+
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+    if data.startswith(b"SQLite format 3"):
+        with Database.open(file, create=False) as other:
+            return database.merge(other.export()), {}
+    try:
+        kind = msgspec.json.decode(data).get("kind")
+    except (msgspec.DecodeError, AttributeError) as error:
+        raise RecordError(f"{file}: neither a database nor a JSON record: {error}") from error
+    if kind == "performance":
+        return database.merge(from_json(data, PerformanceRows, source=str(file))), {}
+    if kind == "kernel_bench":
+        imported = rows_of_bench(from_json(data, KernelBench, source=str(file)))
+        return database.add(imported.origin, imported.rows), imported.skipped
+    raise RecordError(f"{file}: a record of kind {kind!r}; expected performance or kernel_bench")
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    db: DbOption = None,
+    op: Filter = None,
+    backend: Filter = None,
+    device: Filter = None,
+) -> None:
+    """Write rows to a JSON file that `loka db merge` reads."""
+    from loka.dispatch import Database
+    from loka.records import to_json, write_atomically
+
+    with Database.open(db, create=False) as database:
+        record = database.export(**_filters(op=op, backend=backend, device=device))
+    write_atomically(out, to_json(record) + b"\n")
+    typer.echo(f"{sum(len(group.rows) for group in record.groups)} rows of {len(record.groups)} runs written to {out}")
+
+
+@app.command()
+def prune(
+    db: DbOption = None,
+    before: Annotated[str | None, typer.Option(help="Delete rows measured before this date (ISO).")] = None,
+    others: Annotated[bool, typer.Option("--others", help="Delete rows this machine cannot use.")] = False,
+    json_: JsonOption = False,
+) -> None:
+    """Delete old rows, or rows of other machines and versions."""
+    import json
+    from datetime import date
+
+    from loka.dispatch import Database
+    from loka.dispatch.rows import machine_here
+
+    if before is not None:
+        date.fromisoformat(before)
+    with Database.open(db, create=False) as database:
+        deleted = database.prune(before=before, except_machines=[machine_here()] if others else [])
+        left = len(database)
+    typer.echo(json.dumps({"deleted": deleted, "left": left}) if json_ else f"{deleted} rows deleted, {left} left")
+
+
+@app.command()
+def tune(
+    probe: Annotated[Path, typer.Argument(help="A probe's report (JSON): its sites are measured.")],
+    db: DbOption = None,
+    seconds: Annotated[float, typer.Option(help="Time box.")] = 120.0,
+    weights: Annotated[str, typer.Option(help="dynamic, or cached for inference.")] = "dynamic",
+    backends: Annotated[str, typer.Option(help="Comma-separated; default: all but the reference.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu to hear that there is no GPU.")] = "cuda",
+    json_: JsonOption = False,
+) -> None:
+    """Measure, on this machine, the rows that a plan for it would look up and not find."""
+    import json
+    from dataclasses import asdict
+
+    from loka import dispatch, records
+
+    report = records.load(probe, records.ProbeReport)
+    names = [name.strip() for name in backends.split(",") if name.strip()] or None
+    jobs = dispatch.jobs_of_report(report, weights=weights, backends=names)  # type: ignore[arg-type]
+    with dispatch.Database.open(db) as database:
+        result = dispatch.tune(jobs, database, device, seconds=seconds)
+    typer.echo(json.dumps(asdict(result)) if json_ else str(result))
+    if not result.measured and result.unmeasured:
+        raise typer.Exit(1)
