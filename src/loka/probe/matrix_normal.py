@@ -2,12 +2,13 @@
 
     L_V L_V^T = V + eps I;  U_new = (1/K) (Wc L_V^-T)(Wc L_V^-T)^T
     L_U L_U^T = U + eps I;  V_new = (1/N) (L_U^-1 Wc)^T (L_U^-1 Wc)              flip-flop, for W [N, K]
-    U <- m U + (1 - m) U_new (V alike);   s = tr(U) / N;  U <- U / s;  V <- s V
+    U <- m U + (1 - m) U_new (V alike);   U <- U N / tr(U);   V scaled so that tr(V) / K is the mean square of Wc, averaged alike
 
 M is a running mean of the snapshots that turns into an exponential one: the t-th snapshot counts 1 / t, never less than 1 - m. Wc is what a snapshot
 brings beyond the mean so far. The first one has nothing before it: M is then its grand mean alone, and U and V describe the spread of W
 itself. One matrix cannot determine two covariances, so what is solved with and sampled from is shrunk towards its diagonal, by the rule of
-`loka.probe.scatter.shrink` with K t (for U) and N t (for V) rows; always evaluate the actual W beside the samples.
+`loka.probe.scatter.shrink` with K t (for U) and N t (for V) rows; always evaluate the actual W beside the samples. The last line is not s V with s = tr(U) / N, which for a model that has not seen all gives samples a quarter too small:
+solving with a U fitted to the same W explains away part of V.
 
 Sides wider than the cap keep diagonal blocks only. A weight too large for a mean of its own keeps the means of its rows and columns. `kind` says both.
 """
@@ -157,14 +158,14 @@ class MatrixNormal:
             self.v.scale(1 - fresh if self.snapshots > 1 else 0.0)
             return
         seen = float(self.snapshots)
+        energy = torch.lerp(self.v.mean_variance(), centred.square().mean(), fresh)
         if float(self.v.mean_variance()) > 0:
             whitened = self.v.whiten(centred, self.v.root(self.n * seen))
             self.u.learn(self.u.measure(whitened.T), fresh)
         whitened = self.u.whiten(centred.T, self.u.root(self.k * seen))
         self.v.learn(self.v.measure(whitened.T), fresh)
-        size = self.u.mean_variance()
-        self.u.scale(1 / size)
-        self.v.scale(size)
+        self.u.scale(1 / self.u.mean_variance())
+        self.v.scale(energy / self.v.mean_variance())
 
     @torch.no_grad()
     def sample(self, generator: torch.Generator) -> Tensor:

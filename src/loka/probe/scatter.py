@@ -10,10 +10,10 @@ From Y the low-rank part comes back by Nystroem, F F^T = Y (Omega^T Y)^-1 Y^T, w
 S_bb - F_b F_b^T, is therefore still a covariance. A sample is F z1 plus each block's own z2: inside a block the covariance is exact, across
 blocks it is the strongest 32 directions.
 
-Whole scatters are shrunk towards their diagonal when a factor is taken. With n rows an off-diagonal entry has variance
-(S_ii S_jj + S_ij^2) / n, and the share of the off-diagonal energy that this noise explains is taken away:
+Whole scatters are shrunk towards their diagonal when a factor is taken. With n rows a correlation r has variance (1 - r^2)^2 / n, and the share of
+the correlations' energy that this noise explains is taken away:
 
-    lambda = min(1, sum (S_ii S_jj + S_ij^2) / n  /  sum S_ij^2)        over i != j
+    lambda = min(1, sum (1 - r_ij^2)^2 / n  /  sum r_ij^2)        over i != j
 
 so fewer rows than channels still give a matrix of full rank, and lambda vanishes like 1 / n.
 """
@@ -177,10 +177,13 @@ class SketchedFactor:
 
 
 def shrink(covariance: Tensor, count: float) -> Tensor:
-    """Towards the diagonal, by the share of the off-diagonal energy that is sampling noise."""
+    """Towards the diagonal, by the share of the correlations' energy that is sampling noise."""
     variances = covariance.diagonal()
-    energy = covariance.square().sum() - variances.square().sum()
-    noise = (variances.sum().square() - variances.square().sum() + energy) / max(count, 1)
+    alive = variances > 0
+    deviation = torch.where(alive, variances, torch.ones_like(variances)).sqrt()
+    pairs = (alive[:, None] & alive).fill_diagonal_(False)
+    squared = torch.where(pairs, covariance / deviation[:, None] / deviation, 0.0).square()
+    noise, energy = torch.where(pairs, (1 - squared).square(), 0.0).sum() / max(count, 1), squared.sum()
     share = torch.where(energy > 0, noise / energy, torch.zeros_like(energy)).clamp(max=1)
     return torch.lerp(covariance, torch.diag(variances), share)
 
