@@ -19,10 +19,11 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "norm_quantize": ("triton", "reference"),
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
+    "interaction": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
     "grouped_mm": ("torch", "reference"),
     "beam_attention": ("torch", "reference"),
-    "topk": ("torch", "reference"),
+    "topk": ("triton", "torch", "reference"),
 }
 
 

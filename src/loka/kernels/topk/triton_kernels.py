@@ -1,0 +1,347 @@
+"""Exact selection with one read of the scores, whatever they hold.
+
+The k largest of n are found among the chunks with the k largest maxima:
+
+    if an element is among the k best, so is the best element of its chunk (it is at least as good), hence its chunk is among the k best chunks
+
+under any total order. Here the order is (value descending, index ascending) and chunks are runs of C neighbours, so comparing chunks by (maximum, place)
+is that order, ties included. So
+
+    maxima    one pass over the scores writes the maximum of every C neighbours, and of every C of those                          [n / C], [n / C^2]
+    select    one program a row: the k best of the top level (at most 16384), then of the k C children of those, level by level   k ids, ascending
+    rank      the place of each of the k: how many are better                                                                     sorted output
+
+After the first pass a row reads k C scores and no more; nothing depends on how scores are distributed, and there is neither an atomic nor a fallback.
+
+Keys are float32 as int32 in the same order: NaN on top, -0 as 0, -inf ("not there") at the very bottom. The k-th largest key of a block in registers is found bit
+by bit, from the highest bit in which any two differ, until exactly k keys are left above. Bits of scores are few: 14 or so steps.
+
+For beams, score = beam_score + (logit - lse) rises with the logit, so chunk maxima are taken of logits, in the pass that also sums their exponentials:
+neither the scores nor log-probabilities are ever written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka.kernels.tile import larger
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+SELECTED = (
+    512 if INTERPRETED else 16384
+)  # most candidates one program looks at; the interpreter's tests are small and must meet every level
+LARGEST_K = SELECTED // 2
+WIDEST = 16384  # most codes of a beam whose log-sum-exp is taken in the same pass
+KEYS, SCORES, BEAMS = 0, 1, 2
+_KEYS = tl.constexpr(0)
+_SCORES = tl.constexpr(1)
+_BEAMS = tl.constexpr(2)
+_ABSENT = tl.constexpr(-2147483648)
+
+
+@triton.jit
+def _ordered(x):
+    """float32 as int32 in the same order; NaN is the largest, -inf the smallest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(x != x, 0x7FFFFFFF, key)
+    return tl.where(x == float("-inf"), _ABSENT, key)
+
+
+@triton.jit
+def _value(key):
+    """The float32 of a key."""
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    return tl.where(key == _ABSENT, float("-inf"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _largest_key(x):
+    """Key of the largest of each row of a float32 tile. NaN-propagating, so one instruction an element; keys only afterwards."""
+    if _INTERPRETED:
+        return tl.max(_ordered(x), 1)
+    else:
+        return _ordered(tl.reduce(x, 1, larger))
+
+
+@triton.jit
+def _maxima(x_ptr, mask_ptr, score_ptr, lse_ptr, first_ptr, second_ptr, W, W1, W2, stride, mask_stride,
+            C: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, LSE: tl.constexpr,
+            TWO: tl.constexpr):  # fmt: skip
+    """Keys of the maxima of C neighbours, and of C of those, for BLOCK elements of one row (of one beam)."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    HIGH: tl.constexpr = BLOCK // C
+    place = block * BLOCK + tl.arange(0, HIGH)[:, None] * C + tl.arange(0, C)[None, :]
+    there = place < W
+    if KIND == _KEYS:
+        chunk = tl.max(tl.load(x_ptr + row * stride + place, there, other=_ABSENT), 1)
+    else:
+        x = tl.load(x_ptr + row * stride + place, there, other=float("-inf")).to(tl.float32)
+        if KIND == _BEAMS:
+            if LSE:
+                top = tl.max(x)
+                lse = top + tl.log(tl.sum(tl.exp2((x - top) * 1.4426950408889634)))
+                tl.store(lse_ptr + row, lse)
+            else:
+                lse = tl.load(lse_ptr + row)
+            if MASKED:
+                x = tl.where(tl.load(mask_ptr + row * mask_stride + place, there, other=0) != 0, x, float("-inf"))
+            if _INTERPRETED:
+                best = tl.max(x, 1)
+            else:
+                best = tl.reduce(x, 1, larger)
+            chunk = _ordered(tl.load(score_ptr + row) + (best - lse))
+        else:
+            chunk = _largest_key(x)
+    at = block * HIGH + tl.arange(0, HIGH)
+    tl.store(first_ptr + row * W1 + at, chunk, at < W1)
+    if TWO:
+        if HIGH <= C:
+            tl.store(second_ptr + row * W2 + block, tl.max(chunk, 0))
+        else:
+            pairs = tl.max(tl.reshape(chunk, (HIGH // C, C)), 1)
+            up = block * (HIGH // C) + tl.arange(0, HIGH // C)
+            tl.store(second_ptr + row * W2 + up, pairs, up < W2)
+
+
+@triton.jit
+def _log_sum_exp(x_ptr, lse_ptr, W, stride, BLOCK: tl.constexpr):
+    """log sum exp of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, W, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * stride + place, place < W, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # lanes that have seen nothing
+        total = total * tl.exp2((top - safe) * 1.4426950408889634) + tl.exp2((x - safe) * 1.4426950408889634)
+        top = higher
+    peak = tl.max(top)
+    total = tl.sum(total * tl.exp2((top - peak) * 1.4426950408889634))
+    tl.store(lse_ptr + row, peak + tl.log(total))
+
+
+@triton.jit
+def _count(where):
+    return tl.sum(tl.reshape(where.to(tl.int32), (where.shape[0] * where.shape[1],), can_reorder=True), 0)
+
+
+@triton.jit
+def _threshold(key, k):
+    """A key T and whether exactly k keys are at or above it; otherwise T is the k-th largest. Absent keys never count."""
+    present = key > _ABSENT
+    count = _count(present)
+    high = tl.max(tl.max(key, 1), 0)
+    low = tl.min(tl.min(tl.where(present, key, 0x7FFFFFFF), 1), 0)
+    differ = high ^ low
+    shift = tl.full((), 31, tl.int32)
+    while (shift >= 0) & (((differ >> tl.maximum(shift, 0)) & 1) == 0):
+        shift -= 1
+    kept = tl.maximum(shift, 0)
+    prefix = (low >> kept) & ~1
+    threshold = tl.where(shift == 31, _ABSENT, tl.where(shift < 0, low, prefix << kept))
+    enough = count > k  # otherwise all that are present are taken
+    threshold = tl.where(enough, threshold, low)
+    shift = tl.where(enough, shift, -1)
+    while (shift >= 0) & (count != k):
+        candidate = threshold ^ (tl.full((), 1, tl.int32) << shift)
+        above = _count(key >= candidate)
+        threshold = tl.where(above >= k, candidate, threshold)
+        count = tl.where(above >= k, above, count)
+        shift -= 1
+    return threshold, count <= k
+
+
+@triton.jit
+def _select(x_ptr, mask_ptr, score_ptr, lse_ptr, parent_ptr, id_ptr, key_ptr, k, rows, W, PW, stride, mask_stride,
+            HIGH: tl.constexpr, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+            KP: tl.constexpr):  # fmt: skip
+    """The k best of a request's candidates, a tile [HIGH, C]: all its `rows` x W elements, or the C children of each of k parents.
+
+    Ids come out ascending, -1 where there is none. What belongs to a parent is worked out once per parent.
+    """
+    r = tl.program_id(0).to(tl.int64)
+    child = tl.arange(0, C)[None, :]
+    if FIRST:
+        index = tl.arange(0, HIGH)[:, None] * C + child
+        beam, place = index // W, index % W
+        there = beam < rows
+    else:
+        slot = tl.arange(0, HIGH)
+        parent = tl.load(parent_ptr + r * k + slot, slot < k, other=-1)
+        known = tl.maximum(parent, 0)
+        beam = (known // PW)[:, None]
+        place = (known % PW * C)[:, None] + child
+        there = (parent >= 0)[:, None] & (place < W)
+    row = r * rows + beam
+    if KIND == _KEYS:
+        key = tl.load(x_ptr + row * stride + place, there, other=_ABSENT)
+    else:
+        x = tl.load(x_ptr + row * stride + place, there, other=float("-inf")).to(tl.float32)
+        if KIND == _BEAMS:
+            real = beam < rows
+            x = tl.load(score_ptr + row, real, other=0.0) + (x - tl.load(lse_ptr + row, real, other=0.0))
+            if MASKED:
+                x = tl.where(tl.load(mask_ptr + row * mask_stride + place, there, other=0) != 0, x, float("-inf"))
+        key = tl.where(there, _ordered(x), _ABSENT)
+    threshold, clean = _threshold(key, k)
+    above = ((key > threshold) | ((key == threshold) & clean)) & (key > _ABSENT)
+    equal = (key == threshold) & (key > _ABSENT) & ~above
+    packed = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+    in_row = tl.sum(packed, 1)
+    before = tl.cumsum(packed, 1) - packed + (tl.cumsum(in_row, 0) - in_row)[:, None]
+    total = tl.sum(in_row, 0)
+    wanted = k - (total & 0xFFFF)  # of those equal to the threshold, the first ones
+    chosen = above | (equal & ((before >> 16) < wanted))
+    target = (before & 0xFFFF) + tl.minimum(before >> 16, wanted)
+    tl.store(id_ptr + r * k + target, beam * W + place, chosen)
+    tl.store(key_ptr + r * k + target, key, chosen)
+    found = (total & 0xFFFF) + tl.minimum(total >> 16, wanted)
+    slot_out = tl.arange(0, KP)
+    rest = (slot_out >= found) & (slot_out < k)
+    tl.store(id_ptr + r * k + slot_out, tl.full((KP,), -1, tl.int32), rest)
+    tl.store(key_ptr + r * k + slot_out, tl.full((KP,), _ABSENT, tl.int32), rest)
+
+
+@triton.jit
+def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.constexpr, BEAM: tl.constexpr,
+          BI: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
+    """Put BI of the k chosen into their places."""
+    r = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BI + tl.arange(0, BI)
+    mine = tl.load(key_ptr + r * k + i, i < k, other=_ABSENT)
+    id = tl.maximum(tl.load(id_ptr + r * k + i, i < k, other=0), 0)
+    place = i
+    if SORTED:
+        place = tl.zeros((BI,), tl.int32)
+        for start in range(0, k, BJ):
+            j = start + tl.arange(0, BJ)
+            other = tl.load(key_ptr + r * k + j, j < k, other=_ABSENT)
+            better = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+            place += tl.sum((better & (j < k)[None, :]).to(tl.int32), 1)
+    value = _value(mine)
+    tl.store(value_ptr + r * k + place, value.to(value_ptr.dtype.element_ty), i < k)
+    if BEAM:
+        tl.store(beam_ptr + r * k + place, (id // W).to(tl.int64), i < k)
+        tl.store(index_ptr + r * k + place, (id % W).to(tl.int64), i < k)
+    else:
+        tl.store(index_ptr + r * k + place, id.to(tl.int64), i < k)
+
+
+def chunk_size(k: int) -> int:
+    """C: as long as k chunks of it fit one program, and no longer than 128."""
+    return min(8 if INTERPRETED else 128, SELECTED // triton.next_power_of_2(k))
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(32, elements // 512))
+
+
+class _Rows:
+    """The scores of R requests of `rows` rows each, W wide, and what turns them into scores."""
+
+    def __init__(self, x, mask, scores, lse, kind):
+        self.x, self.mask, self.scores, self.lse, self.kind = x, mask, scores, lse, kind
+        self.width, self.stride = x.shape[-1], x.stride(-2)
+
+    def operands(self):
+        mask = None if self.mask is None else self.mask.view(torch.int8)
+        return self.x, mask, self.scores, self.lse
+
+    def mask_stride(self):
+        return 0 if self.mask is None else self.mask.stride(-2)
+
+
+def _levels(data: _Rows, requests: int, rows: int, c: int, known_lse: bool) -> list[tuple[Tensor, int, int]]:
+    """(keys, rows, width) of each level of maxima, the lowest first; the last has at most SELECTED keys a request."""
+    levels: list[tuple[Tensor, int, int]] = []
+    width, source = data.width, data
+    while rows * width > SELECTED:
+        if width == 1 and levels:  # the maxima of beams side by side: the same memory, read as one row
+            rows, width = 1, rows
+            levels[-1] = (levels[-1][0], rows, width)
+            source = _Rows(source.x.view(requests, 1, width), None, None, None, KEYS)
+        first, second = triton.cdiv(width, c), triton.cdiv(triton.cdiv(width, c), c)
+        two = first > 1 and rows * first > SELECTED
+        whole = source.kind == BEAMS and not known_lse
+        block = max(triton.next_power_of_2(width), c) if whole else max(min(8192, triton.next_power_of_2(width)), c)
+        block = max(block, min(c * c, triton.next_power_of_2(triton.cdiv(width, c)) * c)) if two else block
+        count = requests * rows
+        kept = torch.empty(count, first, dtype=torch.int32, device=data.x.device)
+        above = torch.empty(count if two else 0, second, dtype=torch.int32, device=data.x.device)
+        _maxima[(count, triton.cdiv(width, block))](
+            *source.operands(), kept, above, width, first, second, source.stride, source.mask_stride(),
+            c, block, source.kind, source.mask is not None, whole, two, num_warps=max(1, min(8, block // 1024)),
+        )  # fmt: skip
+        for keys, wide in ((kept, first), (above, second))[: 1 + two]:
+            levels.append((keys, rows, wide))
+            source, width = _Rows(keys, None, None, None, KEYS), wide
+    return levels
+
+
+def _finish(
+    data: _Rows, requests: int, rows: int, k: int, known_lse: bool, beam: bool, in_order: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Walk down the levels and put the k chosen in order: values, beams (empty without), indices."""
+    device = data.x.device
+    values = torch.empty(requests, k, dtype=dtype, device=device)
+    beams = torch.empty(requests if beam else 0, k, dtype=torch.int64, device=device)
+    indices = torch.empty(requests, k, dtype=torch.int64, device=device)
+    if requests == 0 or k == 0:
+        return values, beams, indices
+    c, wide_k = chunk_size(k), triton.next_power_of_2(k)
+    levels = _levels(data, requests, rows, c, known_lse)
+    if not levels and not known_lse and data.kind == BEAMS:
+        log_sum_exp(data.x, data.lse)
+    parents = None
+    for keys, level_rows, width in [*reversed(levels), (None, rows, data.width)]:
+        source = data if keys is None else _Rows(keys.view(requests, level_rows, width), None, None, None, KEYS)
+        first = parents is None
+        size = max(triton.next_power_of_2(level_rows * width), c) if first else wide_k * c
+        ids = torch.empty(requests, k, dtype=torch.int32, device=device)
+        found = torch.empty(requests, k, dtype=torch.int32, device=device)
+        _select[(requests,)](
+            *source.operands(), parents, ids, found, k, level_rows, width, triton.cdiv(width, c), source.stride,
+            source.mask_stride(), size // c, c, first, source.kind, source.mask is not None, wide_k,
+            num_warps=_warps(max(size, wide_k)),
+        )  # fmt: skip
+        parents = ids
+    block = min(32, max(16, wide_k))
+    _rank[(requests, triton.cdiv(k, block))](
+        ids, found, values, beams, indices, k, data.width, in_order, beam, block, min(256, max(16, wide_k)), num_warps=4
+    )
+    return values, beams, indices
+
+
+def log_sum_exp(x: Tensor, out: Tensor) -> None:
+    """out[rows] = log sum exp of each row of x [..., W]."""
+    width = x.shape[-1]
+    block = max(16, min(4096, triton.next_power_of_2(width)))
+    _log_sum_exp[(out.numel(),)](x, out, width, x.stride(-2), block, num_warps=max(1, min(8, block // 512)))
+
+
+def topk(scores: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
+    """scores [R, n] with unit stride along n."""
+    requests, n = scores.shape
+    data = _Rows(scores, None, None, None, SCORES)
+    values, _, indices = _finish(data, requests, 1, k, True, False, in_order, scores.dtype)
+    return values, indices
+
+
+def beam_topk(
+    logits: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [R, B, V], scores and lse contiguous [R, B], mask [R, B, V]; beams of a request follow one another at one stride."""
+    requests, beams, codes = logits.shape
+    known = lse is not None
+    if lse is None:
+        lse = torch.empty(requests, beams, dtype=torch.float32, device=logits.device)
+        if codes > WIDEST and lse.numel():
+            log_sum_exp(logits, lse)
+            known = True
+    data = _Rows(logits, mask, beam_scores, lse, BEAMS)
+    return _finish(data, requests, beams, k, known, True, True, torch.float32)
