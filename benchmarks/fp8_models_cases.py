@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from models_cases import build_on, compile_static
 from torch import Tensor, nn
 
+from loka.kernels import registry
 from loka.models import configure, count
-from loka.models.wukong import FactorizationMachineBlock, Wukong
-from loka.nn import MLP, FusedTower, Link, Style, freeze
+from loka.models.wukong import FactorizationMachineBlock, Wukong, WukongLayer
+from loka.nn import MLP, FusedInteraction, FusedTower, Link, Style, freeze
 
 MODS = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")
 SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -101,10 +102,11 @@ def lower(model: nn.Module, precision: str, mode: str) -> dict[str, Any]:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     wanted = {name for name, module in linears.items() if module.out_features >= 16 and module.in_features >= 16}
     if precision == "loka":
-        fused = fuse_towers(model)
+        facts = {"towers": fuse_towers(model), "linears": len(linears)}
         if mode == "infer":
             freeze(model)
-        return {"towers": fused, "linears": len(linears)}
+            facts["interactions"] = fuse_interactions(model)
+        return facts
     if precision.startswith("torchao"):
         recipe = precision.removeprefix("torchao-")
         if mode == "train":
@@ -146,6 +148,20 @@ def fuse_towers(model: nn.Module) -> int:
         if links:
             setattr(parent, child, FusedTower.replacing(tower, links, tail=tail, bounded_input=bounded))
     return len(towers)
+
+
+def fuse_interactions(model: nn.Module) -> int:
+    """Wukong layers whose examples fit into a program of the interaction kernel."""
+    device = next(model.parameters()).device
+    fused = 0
+    for name, layer in [(name, module) for name, module in model.named_modules() if isinstance(module, WukongLayer)]:
+        candidate = FusedInteraction.replacing(layer)
+        call = candidate.describe(torch.empty(1, candidate.mix.n, 1, dtype=torch.bfloat16))
+        if registry.backend("interaction", "triton").supports(call, device):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, candidate)
+            fused += 1
+    return fused
 
 
 @torch.no_grad()

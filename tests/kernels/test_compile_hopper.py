@@ -18,7 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 SHARED_MEMORY = 232448  # bytes a block may use on an H100 or H200
-OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear")
+OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear", "interaction")
 
 pytestmark = [
     pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="Triton interprets in this process"),
@@ -67,6 +67,8 @@ BACK = {
     "PREROUND": False,
 }
 
+INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
+
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
     ("quantize", "_rows", "row"): (QUANTIZE, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, **ROUNDED}, {"num_warps": 4}),
@@ -107,9 +109,30 @@ CONFIGURATIONS = {
     ),
     ("fused_linear", "_gradient", "delayed"): (GRADIENT, {**BACK, "BM": 32, "GROUPS": 0, "BIAS": True}, {"num_warps": 8}),
     ("fused_linear", "_gradient", "1x128"): (GRADIENT, {**BACK, "BM": 128, "GROUPS": 2, "BIAS": False}, {"num_warps": 16}),
+    ("fused_linear", "_gradient_amax", "dynamic"): (
+        {"dy_ptr": X, "z_ptr": "*fp8e4nv", "rstd_ptr": S, "partial_ptr": S},
+        {"BM": 32, "BN": 256, "NORM": True, "ACTIVATION": 3, "PREROUND": False},
+        {"num_warps": 8},
+    ),
+    ("fused_linear", "_scales", "dynamic"): (
+        {"partial_ptr": S, "s_ptr": S}, {"PARTS": 4096, "BLOCK": 1, "E5M2": False, "POW2": False}, {"num_warps": 4},
+    ),
+    ("interaction", "_interact", "plain residual"): (
+        {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "q_ptr": "*fp8e4nv"},
+        {"BN": 64, "BD": 128, "BK": 32, "BL": 32, "BF": 32, "BLOCKS": 6, "PROJECT": False, "PROGRAMS": 528, "PREROUND": False},
+        {"num_warps": 4, "num_stages": 2},
+    ),
+    ("interaction", "_interact", "projected residual"): (
+        {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "q_ptr": "*fp8e4nv"},
+        {"BN": 128, "BD": 128, "BK": 32, "BL": 32, "BF": 32, "BLOCKS": 12, "PROJECT": True, "PROGRAMS": 528, "PREROUND": False},
+        {"num_warps": 4, "num_stages": 2},
+    ),
+    ("interaction", "_finish", "32 vectors"): (
+        {"next_ptr": X, "tower_ptr": X, "residual_ptr": X}, {"BF": 32, "BD": 128}, {"num_warps": 4},
+    ),
 }  # fmt: skip
-WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient"}
-MULTIPLIES = {"_gemm", "_fused"}
+WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient", "_interact"}
+MULTIPLIES = {"_gemm", "_fused", "_interact"}
 DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
 
 
@@ -153,7 +176,7 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_kernel_that_is_launched_is_compiled_here(op: str) -> None:
     source = Path(kernels_of(op).__file__).read_text()
-    launched = set(re.findall(r"^\s+(_\w+)\[\(", source, re.MULTILINE))
+    launched = set(re.findall(r"^\s+(_\w+)\[(?:\(|tiles)", source, re.MULTILINE))
     assert launched
     assert launched == {name for room, name, _ in CONFIGURATIONS if room == op}
 

@@ -21,7 +21,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": ("triton", "reference"),
     "interaction": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
-    "grouped_mm": ("torch", "reference"),
+    "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("torch", "reference"),
     "topk": ("triton", "torch", "reference"),
 }

@@ -303,14 +303,19 @@ class FusedTower(nn.Module):
                 weights = [linear.weight for linear in self._linears]
                 y: Tensor = _Tower.apply(flat, self._scale, layout, *weights, *biases)  # type: ignore[no-untyped-call]
             else:
-                y = self._infer(flat, layout, biases)
+                y = self._infer(_quantize_input(flat.detach(), self._scale, layout), layout, biases)
         y = y.reshape(*x.shape[:-1], self._linears[-1].out_features)
         for module in self._tail:
             y = module(y)
         return y
 
-    def _infer(self, x: Tensor, layout: _Layout, biases: Sequence[Tensor | None]) -> Tensor:
-        a = _quantize_input(x.detach(), self._scale, layout)
+    def infer(self, x: QTensor, dtype: torch.dtype) -> Tensor:
+        """From an input that is already FP8 [M, K], without gradients and without the tail; for kernels that write what a tower reads."""
+        biases = [linear.bias for linear in self._linears]
+        layout = _Layout(self.links, self.precision, True, dtype, tuple(bias is not None for bias in biases))
+        return self._infer(x, layout, biases)
+
+    def _infer(self, a: QTensor, layout: _Layout, biases: Sequence[Tensor | None]) -> Tensor:
         y: Tensor | None = None
         for index, weight in enumerate(self._quantized_weights()):
             result = _run_link(a, weight, biases[index], self._scale, layout, index, training=False)

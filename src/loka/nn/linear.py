@@ -88,7 +88,11 @@ class Linear(nn.Linear):
         module.__dict__["state"], module.__dict__["binding"] = state, binding
         module.__class__ = _class_for(type(module))
         assert isinstance(module, Linear)
-        module._allocate()
+        try:
+            module._allocate()
+        except Exception:
+            module.release()
+            raise
         return module
 
     def release(self) -> nn.Linear:

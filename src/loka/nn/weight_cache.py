@@ -143,8 +143,8 @@ class WeightCache:
     ) -> None:
         self.spec, self.transpose, self.quantizer, self.manual = spec, transpose, quantizer, manual
         self.spelled = ("" if spec is None else str(spec), "" if transpose is None else str(transpose))
-        self.stamp = torch.zeros((), dtype=torch.int64)
         with torch.inference_mode(False), torch.no_grad():
+            self.stamp = torch.zeros((), dtype=torch.int64)
             q, q_t = quantize_weight(weight, spec, transpose, quantizer)
             self.data: Tensor | None = None if q is None else q.data
             self.scale: Tensor | None = None if q is None else q.scale
