@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from loka.dispatch import Policy, check, diff, explain, make_plan, spell
-from loka.records import Plan
+from loka.records import ChainPlan, ChainStep, Plan, SitePlan
 
 from .evidence import candidate, report, site
 
@@ -97,3 +97,43 @@ def test_a_backend_that_cannot_run_here_is_named() -> None:
 def test_spelling() -> None:
     choices = make(error=0.5).sites[0].choices
     assert spell(choices[0]) == "high precision"
+
+
+def test_a_plan_for_another_device_does_not_fit() -> None:
+    plan = make()
+    elsewhere = msgspec.structs.replace(plan, target="NVIDIA H200", min_speedup=1.05)
+    assert "the plan is for NVIDIA H200, the model is on cpu" in check(elsewhere, model())
+    kept = make(error=0.5)
+    kept = msgspec.structs.replace(kept, target="NVIDIA H200", sites=[_high(site) for site in kept.sites])
+    assert check(kept, model()) == []  # converts nothing: it fits anywhere
+
+
+def _high(site: SitePlan) -> SitePlan:
+    choices = [msgspec.structs.replace(c, a=None, b=None, backend="high") for c in site.choices]
+    return msgspec.structs.replace(site, choices=choices)
+
+
+def test_explain_says_where_a_speed_comes_from() -> None:
+    timed = make_plan(report(site("0", candidate(speedup=1.5))), Policy(min_speedup=1.05))
+    assert "expected error 0.05; 1.50x over bf16: Probe on test device" in explain(timed, "0")
+    assert "expected error 0.05; speed not measured" in explain(make(), "2")
+
+
+def test_chains_are_explained_and_compared() -> None:
+    step = ChainStep(ops=["0", "2"], kernel="fused_linear on triton", reads="bf16", writes="e4m3:row", microseconds=7.0)
+    chain = ChainPlan(ops=["0", "2"], steps=[step], microseconds=7.0, baseline_microseconds=12.0)
+    plan = msgspec.structs.replace(make(), chains=[chain])
+    text = explain(plan, "0")
+    assert "in the chain 0 -> 2: 7.0 us, bf16 12.0" in text
+    assert "0 + 2: fused_linear on triton, bf16 -> e4m3:row, 7.0 us" in text
+    assert diff(make(), plan) == "~ chain 0 -> 2: absent => fused_linear on triton (bf16 -> e4m3:row)"
+    assert "chain" not in explain(make(), "0")
+
+
+def test_diff_names_settings() -> None:
+    other = msgspec.structs.replace(make(), target="NVIDIA H200", weights="cached", max_metric_change=0.001)
+    assert diff(make(), other).split("\n") == [
+        "target: None -> 'NVIDIA H200'",
+        "weights: None -> 'cached'",
+        "max_metric_change: None -> 0.001",
+    ]

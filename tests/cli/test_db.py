@@ -1,0 +1,131 @@
+"""The database on the command line: filled, shown, exported, pruned; and plans for a target from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dispatch.evidence import candidate, report, site
+from dispatch.measured import interval, origin, row
+from loka.cli import app
+from loka.dispatch import Database
+from loka.dispatch.rows import linear_variant
+from loka.records import save
+from loka.records.performance import PerformanceRow
+
+runner = CliRunner()
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+
+
+def run(*words: object) -> tuple[int, str]:
+    result = runner.invoke(app, [str(word) for word in words], obj={})
+    if isinstance(result.exception, ValueError):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def matching() -> PerformanceRow:
+    """A row for evidence.site's 32 x 16 x 8."""
+    variant = linear_variant("fprop", "e4m3:row", "e4m3:row", fast_accum=True, weights="dynamic")
+    return row(variant=variant, m=32, k=16, n=8, speedup=interval(1.6, 0.01))
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.sqlite"
+    with Database.open(path) as database:
+        database.add(origin(), [matching(), row(backend="triton", version="triton 3.6, loka 0")])
+    return path
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Path:
+    path = tmp_path / "probe.json"
+    save(report(site("a", candidate(recipe="rowwise"), candidate(recipe="tensorwise"))), path)
+    return path
+
+
+def test_show(db: Path) -> None:
+    code, text = run("db", "show", "--db", db)
+    assert code == 0
+    assert "fprop e4m3:row @ e4m3:row fast, weights dynamic" in text
+    assert "2 of 2 rows, 2 in all" in text
+    assert "machine: NVIDIA H200, driver 580, torch 2.11.0" in text
+    code, text = run("db", "show", "--db", db, "--backend", "triton", "--json")
+    (found,) = json.loads(text)
+    assert (found["backend"], found["origin"]["device"]) == ("triton", "NVIDIA H200")
+
+
+def test_merge_takes_exports_benchmarks_and_databases(db: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "rows.json"
+    assert run("db", "export", "--db", db, "--out", exported)[1].startswith("2 rows of 1 runs")
+    target = tmp_path / "new.sqlite"
+    code, text = run("db", "merge", exported, RESULTS / "fused_linear.json", db, "--db", target)
+    assert code == 0
+    assert f"{db}: 2 rows written" in text
+    assert "12 skipped: 'gemm torch' is a column of the benchmark" in text or "skipped: 'gemm torch'" in text
+    answer = json.loads(run("db", "merge", exported, "--db", target, "--json")[1])
+    assert answer["files"][0]["written"] == 2
+    assert answer["rows"] == len(Database.open(target, create=False))
+
+
+def test_merge_refuses_what_it_cannot_read(tmp_path: Path, probe: Path) -> None:
+    target = tmp_path / "new.sqlite"
+    with pytest.raises(ValueError, match="kind 'probe'; expected performance or kernel_bench"):
+        run("db", "merge", probe, "--db", target)
+    with pytest.raises(ValueError, match="cannot be read"):
+        run("db", "merge", tmp_path / "none", "--db", target)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="neither a database nor a JSON record"):
+        run("db", "merge", tmp_path / "text", "--db", target)
+
+
+def test_prune(db: Path) -> None:
+    with pytest.raises(ValueError, match="what to delete"):
+        run("db", "prune", "--db", db)
+    with pytest.raises(ValueError, match="Invalid isoformat"):
+        run("db", "prune", "--db", db, "--before", "yesterday")
+    assert json.loads(run("db", "prune", "--db", db, "--before", "2026-01-02", "--json")[1]) == {
+        "deleted": 0,
+        "left": 2,
+    }
+    assert run("db", "prune", "--db", db, "--others")[1] == "2 rows deleted, 0 left\n"
+
+
+def test_a_missing_database_is_not_made_by_looking(tmp_path: Path) -> None:
+    for verb in (["show"], ["export", "--out", tmp_path / "x.json"], ["prune", "--before", "2026-01-01"]):
+        with pytest.raises(ValueError, match="there is no performance database"):
+            run("db", *verb, "--db", tmp_path / "none.sqlite")
+    assert not (tmp_path / "none.sqlite").exists()
+
+
+def test_tune_without_a_gpu_says_so(probe: Path, tmp_path: Path) -> None:
+    code, text = run("db", "tune", probe, "--device", "cpu", "--db", tmp_path / "new.sqlite")
+    assert code == 1
+    assert "not measured: no GPU" in text
+
+
+def test_a_plan_for_a_target(db: Path, probe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    code, text = run("plan", probe, "--target", "NVIDIA H200", "--db", db, "--out", out)
+    assert code == 0
+    assert "a  fprop e4m3:row @ e4m3:row on torch, fast accumulation" in text
+    assert "note: speeds are of NVIDIA H200" in text
+    code, text = run("explain", out, "a")
+    assert "1.60x over bf16, 10.0 us: database row of 2026-01-02" in text
+    assert json.loads(run("explain", out, "a", "--json")[1])["choices"][0]["backend"] == "torch"
+    assert run("diff", out, out, "--json") == (0, "[]\n")
+    code, text = run("export", out, "torchao")
+    assert code == 0
+    assert "'rowwise': ['a']" in text
+    run("export", out, "modelopt", "--out", tmp_path / "cfg.json")
+    assert json.loads((tmp_path / "cfg.json").read_text()) == []
+
+
+def test_options_of_a_target_need_one(db: Path, probe: Path) -> None:
+    for option in (["--db", db], ["--weights", "cached"], ["--row-factor", "2"]):
+        with pytest.raises(ValueError, match="name it with --target"):
+            run("plan", probe, *option)
+    with pytest.raises(ValueError, match="expected one of dynamic, cached"):
+        run("plan", probe, "--target", "NVIDIA H200", "--weights", "frozen")
