@@ -1,12 +1,13 @@
-"""`loka train`: train a ranking model on a data set.
+"""`loka train`: train a ranking model, or a sequence model (loka.cli.train_sequence), on a data set.
 
     loka train --model wukong --config tiny --data complete-journey --steps 1000 --precision bf16 --out runs/x
+    loka train --from runs/x/checkpoints/step-00001000 --mods no_bias,block_norm,hard_swish --steps 200
 
 The parts are those of loka.training; this file only turns options into them. With `--out` the run leaves
 
     checkpoints/   the last and the best        model.json    what was built, to build it again
     log.jsonl      the curve                    run.json      the Run record, test metrics included
-                                                result.json   how it went: what was compiled and why, resumed from, best step
+    mods.json      with --mods: what changed    result.json   how it went: what was compiled and why, resumed from, best step
 
 Test metrics are those of the best weights when the run evaluates, otherwise of the last. stdout carries the result (with `--json` the Run
 record), stderr the talk. Exit 0: trained. 1: the loss became NaN or infinite. 2: the request cannot be honoured.
@@ -17,16 +18,22 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
     from loka.data import RankingData
     from loka.models import Ranker
-    from loka.records import Run
+    from loka.records import ModSummary, Run
     from loka.training import Callback, Curve, TrainConfig, Trainer, TrainResult
+    from loka.training.stream import TrainData
 
 __all__ = ["train"]
 
@@ -40,6 +47,7 @@ class Recipe:
     model_options: dict[str, Any]
     data: str
     data_options: dict[str, Any]
+    mods: str | None = None
 
 
 def train(
@@ -62,7 +70,10 @@ def train(
     schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 0,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: never.")] = 200,
-    monitor: Annotated[str, typer.Option(help="Metric that decides which weights are best.")] = "ne",
+    monitor: Annotated[
+        str | None,
+        typer.Option(help="Metric that decides which weights are best; default ne, of sequence models ndcg@10."),
+    ] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many evaluations without a better one.")] = None,
     log_every: Annotated[int, typer.Option(help="Steps between log lines.")] = 50,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: best and last only.")] = 0,
@@ -73,6 +84,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     fallback: Annotated[bool, typer.Option("--fallback", help="Resume past a damaged checkpoint.")] = False,
     from_: Annotated[Path | None, typer.Option("--from", help="Start from the weights of this checkpoint.")] = None,
+    mods: Annotated[
+        str | None, typer.Option(help="Mods to apply first, comma-separated; see `loka mods list`.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
     data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=100000.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
@@ -80,11 +94,16 @@ def train(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the Run record as JSON.")] = False,
 ) -> None:
-    """Train a ranking model and test it."""
-    from loka.training import NonFiniteLossError, TrainConfig
+    """Train a ranking or sequence model and test it."""
+    from loka.cli import train_sequence
+    from loka.cli.recovery import rewrite
+    from loka.training import NonFiniteLossError, TrainConfig, Trainer
 
     try:
-        recipe = Recipe(model, config, parse_options(set_), data, parse_options(data_option))
+        is_sequence = model in train_sequence.FAMILIES
+        if is_sequence:
+            train_sequence.check_request(model, compile_, mods)
+        recipe = Recipe(model, config, parse_options(set_), data, parse_options(data_option), mods)
         settings = TrainConfig(
             steps=steps,
             batch_size=batch_size,
@@ -92,7 +111,7 @@ def train(
             seed=seed,
             device=device,
             precision=precision,  # type: ignore[arg-type]
-            compile="auto" if compile_ is None else "on" if compile_ else "off",
+            compile="off" if is_sequence else "auto" if compile_ is None else "on" if compile_ else "off",
             learning_rate=learning_rate,
             embedding_learning_rate=embedding_learning_rate,
             weight_decay=weight_decay,
@@ -100,7 +119,7 @@ def train(
             schedule=schedule,  # type: ignore[arg-type]
             warmup_steps=warmup_steps,
             evaluate_every=evaluate_every,
-            monitor=monitor,
+            monitor=monitor or (train_sequence.MONITOR if is_sequence else "ne"),
             patience=patience,
             log_every=log_every,
             checkpoint_every=checkpoint_every,
@@ -108,17 +127,28 @@ def train(
             max_bad_batches=max_bad_batches,
         )
         check_request(resume, from_, out, tensorboard)
-        dataset, network = prepare(recipe, seed, threads, data_root, source, from_)
-        trainer, curve = make_trainer(network, dataset, settings, out, tensorboard)
+        changed = None
+        if is_sequence:
+            job = train_sequence.prepare_sequence(
+                recipe, settings, threads, data_root, source, from_, out, resume=resume, progress=_tell_stage()
+            )
+            trainer, curve = make_trainer(job.network, job.task, settings, out, tensorboard, **job.hooks())
+            test = job.test
+        else:
+            dataset, network = prepare(recipe, seed, threads, data_root, source, None if mods else from_)
+            changed = rewrite(network, mods, dataset, from_, settings) if mods else None
+            trainer, curve = make_trainer(network, dataset, settings, out, tensorboard)
+            test = partial(Trainer.evaluate, split=dataset.test)
         result = trainer.fit(resume=resume, fallback=fallback)
-        run = finish(trainer, result, recipe, dataset, curve, out)
+        run = finish(trainer, result, recipe, test, curve, out)
+        summary = changed.finish(run.metrics, run.steps, out, resumed=resume) if changed else None
     except NonFiniteLossError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    tell(result, run, as_json=json_)
+    tell(result, run, summary, as_json=json_)
 
 
 def parse_options(pairs: list[str] | None) -> dict[str, Any]:
@@ -184,7 +214,7 @@ def _tell_stage() -> Any:
 
 
 def make_trainer(
-    network: Ranker, dataset: RankingData, settings: TrainConfig, out: Path | None, tensorboard: bool
+    network: nn.Module, dataset: TrainData, settings: TrainConfig, out: Path | None, tensorboard: bool, **hooks: Any
 ) -> tuple[Trainer, Curve]:
     """The trainer with its bar, its logs and a collector of the curve."""
     from loka.training import Curve, JsonlLog, Progress, TensorBoard, Trainer
@@ -195,11 +225,16 @@ def make_trainer(
         callbacks.append(JsonlLog(out / "log.jsonl"))
         if tensorboard:
             callbacks.append(TensorBoard(out / "tensorboard"))
-    return Trainer(network, dataset, settings, callbacks=callbacks, out=out), curve
+    return Trainer(network, dataset, settings, callbacks=callbacks, out=out, **hooks), curve
 
 
 def finish(
-    trainer: Trainer, result: TrainResult, recipe: Recipe, dataset: RankingData, curve: Curve, out: Path | None
+    trainer: Trainer,
+    result: TrainResult,
+    recipe: Recipe,
+    test: Callable[[Trainer], dict[str, float]],
+    curve: Curve,
+    out: Path | None,
 ) -> Run:
     """Test the best weights, and write down what happened."""
     import torch
@@ -208,7 +243,7 @@ def finish(
 
     if result.best is not None:
         trainer.load_best()
-    metrics = trainer.evaluate(dataset.test)
+    metrics = test(trainer)
     device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else str(trainer.device)
     run = records.Run(
         name=out.name if out is not None else f"{recipe.model}-{recipe.config}",
@@ -235,9 +270,10 @@ def finish(
     return run
 
 
-def tell(result: TrainResult, run: Run, *, as_json: bool) -> None:
+def tell(result: TrainResult, run: Run, summary: ModSummary | None, *, as_json: bool) -> None:
     """The choices that were made on stderr, the numbers on stdout."""
     from loka import records
+    from loka.cli.recovery import describe
 
     compiled = result.compile
     parts = ", ".join(name or "the whole model" for name in compiled.modules)
@@ -246,6 +282,8 @@ def tell(result: TrainResult, run: Run, *, as_json: bool) -> None:
         typer.echo(f"passed over: {skipped}", err=True)
     if result.bad_batches:
         typer.echo(f"skipped {result.bad_batches} batches whose loss was not finite", err=True)
+    if summary is not None:
+        typer.echo(f"mods: {summary}", err=True)
     if as_json:
         typer.echo(records.to_json(run).decode())
         return
@@ -254,3 +292,5 @@ def tell(result: TrainResult, run: Run, *, as_json: bool) -> None:
         best = result.best
         typer.echo(f"best valid {best['metric']} {best['value']:.5f} at step {best['step']}")
     typer.echo("test  " + "  ".join(f"{name} {value:.5f}" for name, value in run.metrics.items()))
+    for recovery in summary.recovery if summary is not None else ():
+        typer.echo(f"recovery  {describe(recovery)}")

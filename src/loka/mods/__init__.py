@@ -10,6 +10,7 @@ Every change states what it does to the function: exact, up to rounding, or an a
 
 from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.flow import Example, capture_example
 from loka.mods.fuse import Chain, ChainLink, Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod, spell
@@ -28,6 +29,7 @@ __all__ = [
     "Applied",
     "Chain",
     "ChainLink",
+    "Example",
     "Fuse",
     "Mod",
     "NoBias",
@@ -40,6 +42,7 @@ __all__ = [
     "adapt_state_dict",
     "applied_to",
     "apply",
+    "capture_example",
     "find",
     "is_protected",
     "load_checkpoint",

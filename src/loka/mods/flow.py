@@ -12,7 +12,7 @@ This is one execution, not a proof: a model whose forward takes another path on 
 (torch.fx) would not see them either, and refuses most recommendation models; `loka.mods.graph` uses it where a forward must be rewritten.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -146,8 +146,34 @@ def record(model: nn.Module, example: Any = None) -> Flow | Unknown:
     return recorder.finish(result)
 
 
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
+    """The arguments that the model is called with first while `run` runs: an example for whatever calls it."""
+    seen: list[Example] = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(Example(args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        handle.remove()
+    if not seen:
+        raise ValueError("the model was not called, so there is no example of how it is")
+    return seen[0]
+
+
 def call_model(model: nn.Module, example: Any) -> Any:
-    """A tuple is *args, a dict **kwargs, anything else one argument."""
+    """A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
+    if isinstance(example, Example):
+        return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
         return model(*example)
     return model(**example) if isinstance(example, dict) else model(example)

@@ -1,0 +1,101 @@
+"""`loka mods`: what rewrites there are, what they would do to a model, and which ones a probe's findings speak for.
+
+    loka mods list
+    loka mods apply --model wukong:tiny --data synthetic --mods no_bias,block_norm,hard_swish
+    loka mods apply --model mypkg.net:make --data mypkg.net:batches --mods align_shapes --json
+    loka mods suggest runs/demo/records/probe.json
+
+`apply` is a dry run that prints the summary: mods change a model in memory. To train with them, `loka train --mods ...`; in code, `loka.mods.apply`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Rewrites that make more of a model safe and fast in low precision.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_mods(json_: Json = False) -> None:
+    """List the mods and what each does to the function a model computes."""
+    from loka import mods
+
+    rows = []
+    for name in mods.names():
+        mod = mods.find(name)
+        module = __import__(type(mod).__module__, fromlist=["__doc__"])
+        text = (module.__doc__ or "").partition("\n")[0].removeprefix(f"{name}: ")
+        rows.append({"mod": name, "effect": mod.effect, "what": text})
+    if json_:
+        typer.echo(json.dumps(rows))
+        return
+    for row in rows:
+        typer.echo(f"{row['mod']:22} {row['effect']:13} {row['what']}")
+
+
+@app.command("apply")
+def apply_mods(
+    mods: Annotated[str, typer.Option(help="Mods, comma-separated, in order.")] = "no_bias,block_norm,hard_swish",
+    model: Annotated[str, typer.Option(help="Family:size, or pkg.module:factory.")] = "wukong:tiny",
+    data: Annotated[
+        str | None, typer.Option(help="Data set, or pkg.module:batches; tells the order of modules.")
+    ] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. activation=silu.")] = None,
+    data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=1000.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File to write the summary to.")] = None,
+    json_: Json = False,
+) -> None:
+    """Say what mods would change in a model, what they would leave, and why."""
+    from loka import records
+    from loka.cli.subject import load_subject
+    from loka.cli.train import parse_options
+
+    subject = load_subject(
+        model,
+        data,
+        batch_size=8,
+        seed=seed,
+        root=data_root,
+        model_options=parse_options(set_),
+        data_options=parse_options(data_option),
+    )
+    applied = _apply(subject, mods)
+    if out is not None:
+        records.save(applied.summary, out)
+    typer.echo(records.to_json(applied.summary).decode() if json_ else str(applied))
+
+
+def _apply(subject: Any, names: str) -> Any:
+    from loka import mods
+
+    batch = next(iter(subject.batches("train")))
+    example = mods.capture_example(subject.model, lambda: subject.loss(batch))
+    return mods.apply(subject.model, names, example=example, model_name=subject.name)
+
+
+@app.command("suggest")
+def suggest(
+    probe: Annotated[Path, typer.Argument(help="A probe's report (JSON).")],
+    json_: Json = False,
+) -> None:
+    """Propose mods from what a probe saw. Exit 1: there is something to propose."""
+    from dataclasses import asdict
+
+    from loka import mods, records
+
+    found = mods.suggest(records.load(probe, records.ProbeReport))
+    if json_:
+        typer.echo(json.dumps([asdict(suggestion) for suggestion in found]))
+    else:
+        typer.echo("\n".join(map(str, found)) or "nothing to propose")
+    if found:
+        raise typer.Exit(1)
