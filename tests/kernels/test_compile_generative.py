@@ -23,13 +23,82 @@ pytestmark = [
     ),
 ]
 
-S, I, L, X = "*fp32", "*i32", "*i64", "*bf16"
+S, J, L, X, Q = "*fp32", "*i32", "*i64", "*bf16", "*fp8e4nv"
 SOURCE = {"x_ptr": S, "mask_ptr": "*i8", "score_ptr": S, "lse_ptr": S}
-MAXIMA = {**SOURCE, "first_ptr": I, "second_ptr": I}
-SELECT = {**SOURCE, "parent_ptr": I, "id_ptr": I, "key_ptr": I}
+MAXIMA = {**SOURCE, "first_ptr": J, "second_ptr": J}
+SELECT = {**SOURCE, "parent_ptr": J, "id_ptr": J, "key_ptr": J}
+
+
+def desc(kind: str, rows: int, columns: int) -> str:
+    return f"tensordesc<{kind}[{rows},{columns}]>"
+
+
+def gemm(bm: int, bn: int, scales: int, resident: int, **more) -> dict:
+    exact = {"SCALES": scales, "EXACT": False, "IEEE": False, "OUT": tl.bfloat16, **more}
+    return {"BM": bm, "BN": bn, "BK": 128, "EP": 64, "PROGRAMS": 132 * resident, **exact}
+
+
+def operands(bm: int, bn: int, kind: str = "fp8e4nv", depth: int = 128) -> dict[str, str]:
+    descriptors = {"a_desc": desc(kind, bm, depth), "b_desc": desc(kind, bn, depth)}
+    return {**descriptors, "c_ptr": X, "sa_ptr": S, "sb_ptr": S, "offsets_ptr": J}
+
+
+FUSED = {"FP8": True, "POW2": False, "PREROUND": False}
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
+    ("grouped_mm", "_grouped", "blocks"): (operands(64, 128), gemm(64, 128, 3, 2), {"num_warps": 4, "num_stages": 3}),
+    ("grouped_mm", "_grouped", "blocks large"): (
+        operands(128, 128),
+        gemm(128, 128, 3, 1),
+        {"num_warps": 8, "num_stages": 4},
+    ),
+    ("grouped_mm", "_grouped", "rows, fast"): (
+        operands(128, 256),
+        gemm(128, 256, 2, 1),
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    ("grouped_mm", "_grouped", "rows, exact"): (
+        operands(64, 128),
+        gemm(64, 128, 2, 2, EXACT=True),
+        {"num_warps": 4, "num_stages": 3},
+    ),
+    ("grouped_mm", "_grouped", "bf16"): (
+        operands(128, 128, "bf16", 64),
+        gemm(128, 128, 0, 1, BK=64),
+        {"num_warps": 8, "num_stages": 4},
+    ),
+    ("grouped_mm", "_grouped_swiglu", "blocks"): (
+        {**operands(64, 128), "c_ptr": Q, "cs_ptr": S},
+        gemm(64, 128, 3, 2, **FUSED),
+        {"num_warps": 4, "num_stages": 2},
+    ),
+    ("grouped_mm", "_grouped_swiglu", "rows, fast"): (
+        {**operands(128, 128), "c_ptr": Q, "cs_ptr": S},
+        gemm(128, 128, 2, 1, **FUSED),
+        {"num_warps": 8, "num_stages": 3},
+    ),
+    ("grouped_mm", "_swiglu", "1x128"): (
+        {"h_ptr": X, "q_ptr": Q, "s_ptr": S},
+        {"BM": 32, "BF": 128, "FP8": True, "POW2": False, "PREROUND": False},
+        {"num_warps": 4},
+    ),
+    ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
+    ("grouped_mm", "_place", "53 experts"): (
+        {"ids_ptr": L, "counts_ptr": J, "order_ptr": L, "offsets_ptr": J, "inverse_ptr": L},
+        {"EP": 64, "BB": 32},
+        {"num_warps": 4},
+    ),
+    ("grouped_mm", "_gather", "1x128"): (
+        {"x_ptr": J, "s_ptr": S, "order_ptr": L, "out_ptr": J, "t_ptr": S},
+        {"BM": 4, "BW": 512, "GP": 16, "SCALED": True},
+        {"num_warps": 4},
+    ),
+    ("grouped_mm", "_combine", "top 3"): (
+        {"y_ptr": X, "inverse_ptr": L, "w_ptr": S, "add_ptr": X, "out_ptr": X},
+        {"TOP": 3, "BM": 4, "BD": 512, "ADD": True},
+        {"num_warps": 4},
+    ),
     ("topk", "_maxima", "scores"): (
         MAXIMA,
         {"C": 32, "BLOCK": 8192, "KIND": 1, "MASKED": False, "LSE": False, "TWO": True},
@@ -47,19 +116,35 @@ CONFIGURATIONS = {
         {"num_warps": 16},
     ),
     ("topk", "_select", "keys"): (
-        {**SELECT, "x_ptr": I},
+        {**SELECT, "x_ptr": J},
         {"HIGH": 128, "C": 32, "FIRST": True, "KIND": 0, "MASKED": False, "KP": 512},
         {"num_warps": 8},
     ),
     ("topk", "_rank", "sorted"): (
-        {"id_ptr": I, "key_ptr": I, "value_ptr": S, "beam_ptr": L, "index_ptr": L},
+        {"id_ptr": J, "key_ptr": J, "value_ptr": S, "beam_ptr": L, "index_ptr": L},
         {"SORTED": True, "BEAM": True, "BI": 32, "BJ": 256},
         {"num_warps": 4},
     ),
 }
-MULTIPLIES: set[str] = set()
-WRITES_FP8: set[str] = set()
-DIVISIBLE = {"M", "N", "K", "W", "W1", "stride", "mask_stride"}
+MULTIPLIES = {"_grouped", "_grouped_swiglu"}
+WRITES_FP8 = {"_grouped_swiglu", "_swiglu"}
+DIVISIBLE = {
+    "M",
+    "N",
+    "K",
+    "W",
+    "W1",
+    "F",
+    "D",
+    "stride",
+    "mask_stride",
+    "c_stride",
+    "stride_h",
+    "stride_q",
+    "stride_x",
+    "stride_out",
+    "stride_y",
+}
 
 
 def kernels_of(op: str):

@@ -214,7 +214,7 @@ def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.cons
     r = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BI + tl.arange(0, BI)
     mine = tl.load(key_ptr + r * k + i, i < k, other=_ABSENT)
-    id = tl.maximum(tl.load(id_ptr + r * k + i, i < k, other=0), 0)
+    chosen = tl.maximum(tl.load(id_ptr + r * k + i, i < k, other=0), 0)
     place = i
     if SORTED:
         place = tl.zeros((BI,), tl.int32)
@@ -226,10 +226,10 @@ def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.cons
     value = _value(mine)
     tl.store(value_ptr + r * k + place, value.to(value_ptr.dtype.element_ty), i < k)
     if BEAM:
-        tl.store(beam_ptr + r * k + place, (id // W).to(tl.int64), i < k)
-        tl.store(index_ptr + r * k + place, (id % W).to(tl.int64), i < k)
+        tl.store(beam_ptr + r * k + place, (chosen // W).to(tl.int64), i < k)
+        tl.store(index_ptr + r * k + place, (chosen % W).to(tl.int64), i < k)
     else:
-        tl.store(index_ptr + r * k + place, id.to(tl.int64), i < k)
+        tl.store(index_ptr + r * k + place, chosen.to(tl.int64), i < k)
 
 
 def chunk_size(k: int) -> int:
@@ -326,9 +326,8 @@ def log_sum_exp(x: Tensor, out: Tensor) -> None:
 
 def topk(scores: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
     """scores [R, n] with unit stride along n."""
-    requests, n = scores.shape
     data = _Rows(scores, None, None, None, SCORES)
-    values, _, indices = _finish(data, requests, 1, k, True, False, in_order, scores.dtype)
+    values, _, indices = _finish(data, scores.shape[0], 1, k, True, False, in_order, scores.dtype)
     return values, indices
 
 

@@ -1,0 +1,90 @@
+"""The Triton kernels of a mixture of experts as torch ops, so that torch.compile sees calls and not Python."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.grouped_mm import triton_kernels as kernels
+
+
+@torch.library.custom_op("loka::grouped_mm", mutates_args=())
+def grouped_mm(
+    a: Tensor, b: Tensor, sa: Tensor | None, sb: Tensor | None, offsets: Tensor, scales: int, exact: bool, out_dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """See `triton_kernels.gemm`."""
+    return kernels.gemm(a, b, sa, sb, offsets, scales=scales, exact=exact, out_dtype=out_dtype)
+
+
+@grouped_mm.register_fake
+def _(a, b, sa, sb, offsets, scales, exact, out_dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+@torch.library.custom_op("loka::grouped_swiglu", mutates_args=())
+def grouped_swiglu(
+    a: Tensor, b: Tensor, sa: Tensor | None, sb: Tensor | None, offsets: Tensor, scales: int, exact: bool, fp8: bool, pow2: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `triton_kernels.gemm_swiglu`."""
+    options = {"scales": scales, "exact": exact, "fp8": fp8, "pow2": pow2, "out_dtype": out_dtype}
+    return kernels.gemm_swiglu(a, b, sa, sb, offsets, **options)
+
+
+@grouped_swiglu.register_fake
+def _(a, b, sa, sb, offsets, scales, exact, fp8, pow2, out_dtype):  # type: ignore[no-untyped-def]
+    return _quantized(a, a.shape[0], b.shape[1] // 2, fp8, False, out_dtype)
+
+
+def _quantized(like, m, f, fp8, whole, dtype):  # type: ignore[no-untyped-def]
+    if not fp8:
+        return like.new_empty(m, f, dtype=dtype), like.new_empty(0, 0, dtype=torch.float32)
+    out = kernels.aligned(m, f, torch.float8_e4m3fn, like.device)
+    return out, like.new_empty(m, 1, dtype=torch.float32) if whole else kernels.block_scales(m, f, 3, like.device)
+
+
+@torch.library.custom_op("loka::swiglu_quantize", mutates_args=())
+def swiglu(h: Tensor, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Tensor]:
+    """See `triton_kernels.swiglu`."""
+    return kernels.swiglu(h, fp8=fp8, whole=whole, pow2=pow2)
+
+
+@swiglu.register_fake
+def _(h, fp8, whole, pow2):  # type: ignore[no-untyped-def]
+    return _quantized(h, h.shape[0], h.shape[1] // 2, fp8, whole, h.dtype)
+
+
+@torch.library.custom_op("loka::permute", mutates_args=())
+def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """order, offsets, inverse."""
+    return kernels.permute(ids, experts)
+
+
+@permute.register_fake
+def _(ids, experts):  # type: ignore[no-untyped-def]
+    visits = ids.shape[0] * ids.shape[1]
+    long = {"dtype": torch.int64}
+    return ids.new_empty(visits, **long), ids.new_empty(experts + 1, dtype=torch.int32), ids.new_empty(visits, **long)
+
+
+@torch.library.custom_op("loka::gather_rows", mutates_args=())
+def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Rows and their scales."""
+    return kernels.gather(x, scale, order, top)
+
+
+@gather.register_fake
+def _(x, scale, order, top):  # type: ignore[no-untyped-def]
+    rows, k = order.shape[0], x.shape[1]
+    out = kernels.aligned(rows, k, x.dtype, x.device) if x.element_size() == 1 else x.new_empty(rows, k)
+    groups = 0 if scale is None else scale.shape[1]
+    return out, x.new_empty(groups, rows, dtype=torch.float32).T
+
+
+@torch.library.custom_op("loka::combine", mutates_args=())
+def combine(y: Tensor, inverse: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
+    """The weighted sum of each token's rows."""
+    return kernels.combine(y, inverse, weights, add)
+
+
+@combine.register_fake
+def _(y, inverse, weights, add):  # type: ignore[no-untyped-def]
+    return y.new_empty(weights.shape[0], y.shape[1])
