@@ -6,10 +6,12 @@ import sys
 import msgspec
 import pytest
 import torch
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import loka
-from loka.convert import convert, revert
+from loka.convert import LinearOptions, convert, revert
+from loka.nn import GroupedLinear
 from loka.nn.linear import Linear
 from loka.probe import Probe
 from loka.records import Plan
@@ -138,9 +140,16 @@ def test_requests_that_make_no_sense(model: Tower, arguments: dict[str, str], me
         convert(model, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_bare_linear_and_a_converted_model_are_refused(model: Tower) -> None:
-    with pytest.raises(ValueError, match=r"wrap it in nn\.Sequential"):
-        convert(nn.Linear(2, 2), recipe="rowwise")
+def test_a_bare_linear_is_converted_in_place() -> None:
+    plain = nn.Linear(4, 4)
+    summary = convert(plain, recipe="rowwise")
+    assert list(summary.converted) == [""]
+    assert isinstance(plain, Linear)
+    assert revert(plain) == 1
+    assert type(plain) is nn.Linear
+
+
+def test_a_converted_model_and_contradicting_requests_are_refused(model: Tower) -> None:
     plan = plan_for(model)
     convert(model, plan)
     with pytest.raises(ValueError, match="already converted"):
@@ -148,6 +157,143 @@ def test_a_bare_linear_and_a_converted_model_are_refused(model: Tower) -> None:
     revert(model)
     with pytest.raises(ValueError, match="neither beside it"):
         convert(model, plan, backend="reference")
+    with pytest.raises(ValueError, match="neither beside it"):
+        convert(model, plan, options=LinearOptions(scales="delayed"))
+
+
+class Scaled(nn.Linear):
+    """A subclass without a forward of its own."""
+
+    def norm(self) -> float:
+        return float(self.weight.detach().norm())
+
+
+class LoRA(nn.Module):
+    """A frozen linear beside a trained pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(16, 16), nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+class LoRALinear(nn.Linear):
+    """The other way to write it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Zoo(nn.Module):
+    """Everything that is a linear, more or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.scaled, self.lora, self.own = nn.Linear(16, 16), Scaled(16, 16), LoRA(), LoRALinear(16, 16)
+        self.parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+        self.double = nn.Linear(16, 16, dtype=torch.float64)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.experts = GroupedLinear(2, 16, 16)
+        self.lazy = nn.LazyLinear(16)
+        self.tied = nn.Linear(16, 16)
+        self.tied.weight = self.plain.weight
+
+
+def test_every_kind_of_linear_has_a_defined_fate() -> None:
+    zoo = Zoo()
+    references = [zoo.plain, zoo.scaled]
+    summary = convert(zoo, recipe="rowwise")
+    assert set(summary.converted) == {"plain", "scaled", "lora.base", "lora.down", "lora.up", "tied"}
+    why = {
+        "own": "forward of its own",
+        "parametrised": "parametrised weights",
+        "double": "float64",
+        "attention.out_proj": "without calling it",
+        "experts": "grouped GEMMs",
+        "lazy": "not initialised",
+    }
+    assert set(summary.kept) == set(why)
+    for name, words in why.items():
+        assert words in summary.kept[name], name
+    assert [zoo.plain, zoo.scaled] == references  # converted in place: whoever holds a module holds it still
+    assert isinstance(zoo.scaled, Scaled)
+    assert zoo.scaled.norm() > 0
+    assert zoo.tied.weight is zoo.plain.weight
+    assert revert(zoo) == 6
+    assert type(zoo.scaled) is Scaled
+    assert type(zoo.plain) is nn.Linear
+
+
+def test_a_plan_for_a_linear_that_cannot_be_converted_is_refused(model: Tower) -> None:
+    plan = plan_for(model)
+    parametrize.register_parametrization(model.head, "weight", nn.Identity())
+    with pytest.raises(ValueError, match=r"head: has parametrised weights"):
+        convert(model, plan)
+    assert type(model.body[0]) is nn.Linear
+
+
+def test_lora_trains_the_pair_and_leaves_the_base(model: Tower) -> None:
+    lora = LoRA()
+    convert(lora, recipe="rowwise")
+    lora(torch.randn(4, 16)).sum().backward()
+    assert lora.base.weight.grad is None
+    assert lora.up.weight.grad is not None
+    assert lora.down.weight.grad is not None
+
+
+def test_an_example_tells_the_share_and_leaves_no_trace(model: Tower) -> None:
+    model.register_buffer("calls", torch.zeros(()))
+
+    def count(module: nn.Module, *_: object) -> None:
+        module.calls.add_(1)
+        torch.rand(1)
+
+    model.register_forward_hook(count)
+    example, state = torch.randn(8, 16), torch.get_rng_state()
+    summary = convert(model, recipe="tensorwise", module_filter_fn=lambda _, name: name != "head", example=example)
+    # per row: body.0 has fprop and wgrad (its input needs no gradient), body.2 runs twice, the head is kept
+    body, again, head = 2 * 16 * 32 * 2, 2 * 2 * 32 * 32 * 3, 2 * 32 * 3
+    assert summary.low_precision_share == pytest.approx((body + again) / (body + again + head))
+    assert summary.flops_of == "model"
+    assert model.head.weight.grad is None
+    assert model.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_examples_of_several_arguments(form: str) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"out": self.a(x) + self.b(y)}
+
+    x, y = torch.randn(4, 16), torch.randn(4, 16)
+    example = (x, y) if form == "tuple" else {"x": x, "y": y}
+    assert convert(Two(), recipe="rowwise", example=example).low_precision_share == 1.0
+    half = convert(Two().eval(), recipe="rowwise", module_filter_fn=lambda _, n: n == "a", example=example)
+    assert half.low_precision_share == 0.5
+
+
+def test_a_failing_conversion_changes_nothing(model: Tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Linear._allocate, []
+
+    def failing(self: Linear) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no memory")
+        real(self)
+
+    monkeypatch.setattr(Linear, "_allocate", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        convert(model, recipe="rowwise")
+    assert all(type(m) is nn.Linear for m in (model.body[0], model.body[2], model.head))
 
 
 @pytest.mark.parametrize(

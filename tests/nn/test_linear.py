@@ -1,6 +1,7 @@
 """The low-precision Linear against float64 emulation of each recipe, and as the nn.Linear it must still be."""
 
 import copy
+import dataclasses
 import io
 import math
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loka.dispatch import RECIPES, Operands, recipe_named
-from loka.formats import Spec, quantize
+from loka.formats import quantize
 from loka.kernels.backend import UnsupportedError
 from loka.nn.linear import BoundGemm, Linear, LinearBinding
 
@@ -357,10 +358,33 @@ class TestCompile:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("text", ["e4m3:row:static", "e5m2:tensor:delayed"])
-    def test_scales_from_elsewhere(self, text: str) -> None:
-        with pytest.raises(ValueError, match=r"Linear computes its scales from its operands; .* brings its own"):
-            BoundGemm("reference", Operands(Spec.parse("e4m3:row"), Spec.parse(text)))
+    @pytest.mark.parametrize(
+        ("gemm", "a", "b", "message"),
+        [
+            ("fprop", "e4m3:row:static", "e4m3:row", "one per tensor"),
+            ("fprop", "e4m3:1x128:delayed", "e4m3:row", "one per tensor"),
+            ("fprop", "e4m3:tensor", "e4m3:tensor:delayed", "weight's scale comes from the weight"),
+            ("dgrad", "e4m3:tensor", "e4m3:tensor:static", "weight's scale comes from the weight"),
+            ("dgrad", "e5m2:tensor:static", "e4m3:tensor", "gradients have no bound"),
+            ("wgrad", "e5m2:tensor:static", "e4m3:tensor", "gradients have no bound"),
+        ],
+    )
+    def test_scales_that_cannot_be_remembered(self, gemm: str, a: str, b: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            LinearBinding(**{gemm: BoundGemm("reference", Operands.parse(a, b))})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"save": "fp16"}, "auto, fp8 or high"),
+            ({"weights": "sometimes"}, "step, fresh, manual"),
+            ({"quantizer": "cutlass"}, "has no backend 'cutlass'"),
+            ({"save": "fp8"}, "fprop and wgrad must both be quantised"),
+        ],
+    )
+    def test_options_that_make_no_sense(self, options: dict[str, str], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(binding_for("rowwise_with_gw_hp"), **options)
 
     def test_a_backend_that_cannot_run_raises_in_forward(self) -> None:
         bound = BoundGemm("triton", Operands.parse("int8:row", "int8:row"))
