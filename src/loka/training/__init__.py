@@ -16,6 +16,7 @@ from loka.training.logs import Curve, JsonlLog, Progress, TensorBoard
 from loka.training.optimizers import Optimizers, RowwiseAdagrad, split_parameters
 from loka.training.result import NonFiniteLossError, TrainResult
 from loka.training.schedule import learning_rate_factor
+from loka.training.sequence import NextIdTask, NextItemTask, embed_items
 from loka.training.snapshot import load_weights, seed_everything
 from loka.training.trainer import Trainer
 
@@ -27,6 +28,8 @@ __all__ = [
     "DamagedCheckpointError",
     "JsonlLog",
     "LogLine",
+    "NextIdTask",
+    "NextItemTask",
     "NonFiniteLossError",
     "Optimizers",
     "Progress",
@@ -36,6 +39,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "Trainer",
+    "embed_items",
     "evaluate",
     "find_checkpoints",
     "learning_rate_factor",

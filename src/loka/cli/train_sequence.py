@@ -1,0 +1,158 @@
+"""`loka train` for sequence models: the same loop, other data, and HR@10, NDCG@10 instead of AUC.
+
+    loka train --model hstu --config small --data amazon-2018-scientific --steps 1000 --batch-size 256 --out runs/h
+    loka train --model onerec --config small --data amazon-2018-scientific --steps 2000 --set items=true --out runs/o
+
+For HSTU an example is a user's history, for OneRec one item of a history and what came before it. Besides the options of the model, `--set` takes
+
+    beams=50            OneRec: width of the search that ranks the held-out item
+    ids=NAME            OneRec: an index that came with the data, or a file of `SemanticIndex.save`; by default ids are made from training
+                        histories and item texts, with the model's codebooks, and left in semantic_ids.safetensors
+    items=true          OneRec: embeddings of the items themselves in the history
+    evaluate_users=2000 so many users of the validation split per evaluation; by default all. The test split is always whole
+
+Histories are ragged, so there is no static shape to compile: `--compile` is refused. So is `--mods`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from loka.cli.train import Recipe
+    from loka.data import SequenceData
+    from loka.semantic_ids import SemanticIndex
+    from loka.training import TrainConfig, Trainer
+    from loka.training.sequence import Part, SequenceTask
+
+__all__ = ["FAMILIES", "SequenceJob", "prepare_sequence"]
+
+FAMILIES = ("hstu", "onerec")
+MONITOR = "ndcg@10"
+INDEX_FILE = "semantic_ids.safetensors"
+
+
+@dataclass(frozen=True)
+class SequenceJob:
+    """A model, its task, and how the trainer is to use them."""
+
+    network: nn.Module
+    task: SequenceTask
+    settings: TrainConfig
+    evaluate_users: int | None
+
+    def hooks(self) -> dict[str, Any]:
+        """Arguments of the Trainer."""
+        return {
+            "loss_fn": self.task.loss,
+            "evaluate_fn": lambda model: self._evaluate(model, "valid", self.evaluate_users),
+        }
+
+    def test(self, trainer: Trainer) -> dict[str, float]:
+        """Metrics of the model's present weights on the test split."""
+        return self._evaluate(trainer.module, "test", None)
+
+    def _evaluate(self, model: nn.Module, part: Part, limit: int | None) -> dict[str, float]:
+        from loka.training.precision import resolve_device
+
+        return self.task.evaluate(
+            model,
+            part,
+            batch_size=self.settings.evaluate_batch_size or 256,
+            device=resolve_device(self.settings.device),
+            precision=self.settings.precision,
+            limit=limit,
+        )
+
+
+def check_request(model: str, compile_: bool | None, mods: str | None) -> None:
+    """Refuse what sequence models cannot do here."""
+    if compile_:
+        raise ValueError(f"{model} reads ragged histories, which have no static shape: leave --compile out")
+    if mods:
+        raise ValueError(f"--mods recovers ranking models only, not {model}: use loka.mods in Python")
+
+
+def prepare_sequence(
+    recipe: Recipe,
+    settings: TrainConfig,
+    threads: int | None,
+    root: Path | None,
+    source: Path | None,
+    weights: Path | None,
+    out: Path | None,
+    *,
+    resume: bool,
+    progress: Any,
+) -> SequenceJob:
+    """Data, ids, model and task, seeded."""
+    import torch
+
+    from loka.data import load_sequences
+    from loka.models import build, configure
+    from loka.training import load_weights, seed_everything
+    from loka.training.sequence import NextIdTask, NextItemTask
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    options = dict(recipe.model_options)
+    users = options.pop("evaluate_users", None)
+    if users is not None and (type(users) is not int or users < 1):
+        raise ValueError(f"evaluate_users={users!r}, expected a positive number of users")
+    data = load_sequences(recipe.data, root=root, source=source, progress=progress, **recipe.data_options)
+    task: SequenceTask
+    if recipe.model == "hstu":
+        config = configure("hstu", recipe.config, **options | {"items": data.n_items + 1})
+        task = NextItemTask(data, length=config.max_length)
+    else:
+        beams, name = options.pop("beams", 50), options.pop("ids", None)
+        if "items" in options:
+            options["items"] = data.n_items + 1 if options["items"] else 0
+        config = configure("onerec", recipe.config, **options)
+        index = find_index(data, name, config.codebooks, None if out is None else out / INDEX_FILE, resume=resume)
+        config = configure("onerec", recipe.config, **options | {"codebooks": index.codebook_sizes})
+        task = NextIdTask(data, index, length=config.context, beams=beams)
+    seed_everything(settings.seed)
+    network = build(config)
+    if weights is not None:
+        load_weights(network, weights)
+    return SequenceJob(network, task, settings, users)
+
+
+def find_index(
+    data: SequenceData, name: str | None, codebooks: tuple[int, ...], kept: Path | None, *, resume: bool
+) -> SemanticIndex:
+    """The ids of a run: those it already has, the named ones, or new ones; written to `kept`."""
+    import torch
+
+    from loka.semantic_ids import ResidualKMeans, SemanticIndex, fit_semantic_ids, load_index, resolve_collisions
+    from loka.training.sequence import embed_items
+
+    numbers = torch.arange(1, data.n_items + 1)
+    if resume and kept is not None and kept.exists():
+        return load_index(kept)
+    if name is None:
+        index = fit_semantic_ids(embed_items(data), ResidualKMeans(codebooks), collisions="level", items=numbers)
+    elif name in data.semantic_id_names:
+        table = data.semantic_ids(name)
+        missing = sorted(set(numbers.tolist()) - set(table))
+        if missing:
+            raise ValueError(f"ids={name}: {len(missing)} items have no id, e.g. item {missing[0]}")
+        codes = torch.tensor([table[int(item)] for item in numbers])
+        index = SemanticIndex(codes, tuple(int(size) + 1 for size in codes.amax(0)), numbers)
+    elif Path(name).is_file():
+        index = load_index(name)
+    else:
+        raise ValueError(
+            f"ids={name!r} is neither a file nor among the indexes of {data.name}: {data.semantic_id_names}"
+        )
+    if index.colliding:
+        index = resolve_collisions(index, "level")
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        index.save(kept)
+    return index
