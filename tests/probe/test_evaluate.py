@@ -170,15 +170,15 @@ def test_draws_are_averaged_with_the_bootstrap_of_their_mean() -> None:
 def test_a_chunk_gives_the_errors_of_its_samples() -> None:
     watch: Any = FakeWatch()
     (chunk,) = [c for c in draw_chunks(watch, "fprop", "copula", 3, generator()) if c.samples == 3][:1] or [
-        problems.Chunk(make_problem(rows=96), 3)
+        problems.Chunk(make_problem(rows=48), 3)
     ]
     for trial in (ROWWISE, TENSORWISE):
         (found,) = measure_draws([chunk], [trial], "copula", generator())
         assert isinstance(found, DistributionError)
-        parts = [chunk.problem.select(torch.arange(i * 32, (i + 1) * 32)) for i in range(3)]
+        parts = [chunk.problem.select(torch.arange(i * 16, (i + 1) * 16)) for i in range(3)]
         values = [summarise(*run_rows(part, trial, part.reference())) for part in parts]
         assert found.mere.value == pytest.approx(sum(v[0] for v in values) / 3, rel=1e-9)
-        assert (found.samples, found.rows) == (3, 32)
+        assert (found.samples, found.rows) == (3, 16)
 
 
 def test_weights_are_drawn_where_the_gaussian_is_and_actual_elsewhere() -> None:

@@ -15,7 +15,7 @@ never decides: it knows nothing about the site.
 Intervals are 95 % bootstraps:
 
     rows       the rows are resampled, `samples` times, scales included; quantiles of the replicates, widened to contain the error of all rows
-    learned    `samples` independent draws of 32 rows (wgrad: of 128); the mean and the bootstrap of the mean, resampling weights where several
+    learned    `samples` independent draws of 16 rows (wgrad: of 128); the mean and the bootstrap of the mean, resampling weights where several
                draws share one. That the learned parameters are themselves estimates is not in the interval.
 
 A row's error does not depend on other rows, unless they share a scale: so a resample of rows needs no new product, but for a tensor scale one

@@ -25,7 +25,7 @@ from loka.formats.error import MERE_GUARD
 from loka.probe.watch import Watch
 from loka.records import Gemm, Source
 
-ROWS_PER_SAMPLE = 32  # of a drawn fprop or dgrad: 100 samples look at 3,200 rows
+ROWS_PER_SAMPLE = 16  # of a drawn fprop or dgrad: 100 samples look at 1,600 rows
 WGRAD_ROWS = 128  # contracted rows of a drawn wgrad: one whole 1x128 group
 WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
 MIN_WEIGHTS = 5

@@ -1,30 +1,75 @@
-"""What a site does to the model: the end metric with this site alone in low precision, everything else untouched.
+"""What sites do to the model: the end metric with some of them in low precision, everything else untouched.
 
-Errors of a product say how much noise a site makes; this says how much of it arrives. Both runs have the same weights and see the same
-examples, so the comparison is paired and free of the noise of training: an interval of a few hundredths of a percent is common.
+Errors of a product say how much noise a site makes; this says how much of it arrives. A hook replaces the output of a linear by the product
+of its quantised operands (plus its bias): no module is swapped, no weight is touched, and the hook is gone afterwards whatever happens.
 
-    score(model) -> losses, groups        per-example losses in a fixed order, and the unit of independence (user, household)
+    each site alone        which sites matter
+    all safe sites         what a plan would cost: noise adds up, and sometimes cancels
 
-Forward only: fprop is swapped, gradients do not happen here.
+Both runs have the same weights and see the same examples, so the comparison is paired and free of the noise of training: an interval of a few
+hundredths of a percent is common.
+
+    score(model) -> values, groups        one number per example in a fixed order, and the unit of independence (user, household)
+
+Log loss for a ranker: its relative change is that of NE too, since NE divides by a constant of the labels. Recall for a generative model. Any
+callable will do; the change is (low precision - high) / high, whichever direction is better.
+
+Forward only: fprop is replaced, gradients do not happen here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from loka.convert import convert, revert
+from loka.dispatch import Operands, recipe_named
 from loka.metrics import compare_paired
+from loka.probe.engine import Engine
 from loka.probe.report import Report
 from loka.records import Interval
 
 Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
+SiteRecipes = Mapping[str, str]
+
+
+@contextmanager
+def fake_quantized(model: nn.Module, recipes: SiteRecipes, *, backend: str = "reference") -> Iterator[None]:
+    """Inside, the named linears multiply in low precision, forward; recipes by site name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    engine = Engine.named(backend)
+    with ExitStack() as stack:
+        for site, recipe in recipes.items():
+            module = modules.get(site)
+            if not isinstance(module, nn.Linear):
+                seen = "the model has no such module" if module is None else f"it is a {type(module).__name__}"
+                raise ValueError(f"{site}: {seen}; only an nn.Linear can be fake-quantised")
+            operands = recipe_named(recipe).fprop
+            if operands is not None:
+                handle = module.register_forward_hook(_make_hook(engine, operands), with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
+
+
+def _make_hook(engine: Engine, operands: Operands) -> Callable[..., Tensor]:
+    def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        x: Tensor = args[0] if args else kwargs["input"]
+        rows = x.detach().reshape(-1, x.shape[-1]).contiguous()
+        qa = engine.quantize(rows, operands.a)
+        qb = engine.quantize(module.weight.detach().contiguous(), operands.b)
+        product = engine.multiply(qa, qb, operands).to(output.dtype)
+        if module.bias is not None:
+            product = product + module.bias
+        return product.reshape(output.shape)
+
+    return hook
 
 
 def measure_sensitivity(
     model: nn.Module,
-    sites: Sequence[str],
+    sites: Sequence[str] | SiteRecipes,
     score: Score,
     *,
     recipe: str = "tensorwise",
@@ -32,23 +77,80 @@ def measure_sensitivity(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Interval]:
-    """Relative change of the mean loss for each site alone; the model is left as it was."""
+    """Relative change of the mean metric for each site alone; the model is left as it was. A mapping gives each site its own recipe."""
+    recipes = _spread(sites, recipe)
     baseline, groups = _score(model, score)
     found = {}
-    for number, site in enumerate(sites):
+    for number, (site, chosen) in enumerate(recipes.items()):
         if progress is not None:
-            progress(site, number, len(sites))
-        convert(model, recipe=recipe, module_filter_fn=lambda _, name, wanted=site: name == wanted, backend=backend)  # type: ignore[misc]
-        try:
-            losses, _ = _score(model, score)
-        finally:
-            revert(model)
-        found[site] = compare_losses(losses, baseline, groups, seed=seed)
+            progress(site, number, len(recipes))
+        with fake_quantized(model, {site: chosen}, backend=backend):
+            values, _ = _score(model, score)
+        found[site] = compare_losses(values, baseline, groups, seed=seed)
     return found
 
 
+def measure_together(
+    model: nn.Module,
+    sites: Sequence[str] | SiteRecipes,
+    score: Score,
+    *,
+    recipe: str = "tensorwise",
+    backend: str = "reference",
+    seed: int = 0,
+) -> Interval:
+    """Relative change of the mean metric with all of the sites in low precision at once."""
+    recipes = _spread(sites, recipe)
+    if not recipes:
+        raise ValueError("no site to measure together")
+    baseline, groups = _score(model, score)
+    with fake_quantized(model, recipes, backend=backend):
+        values, _ = _score(model, score)
+    return compare_losses(values, baseline, groups, seed=seed)
+
+
+def recipes_of(report: Report, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """(every linear's best forward recipe, the safe ones'): the candidate with the smallest upper bound of its error."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    best, safe = {}, {}
+    for site in report.record.sites:
+        candidate = report.best(site.name, "fprop")
+        if candidate is None or not isinstance(modules.get(site.name), nn.Linear):
+            continue
+        best[site.name] = candidate.recipe
+        if any(v.gemm == "fprop" and v.safety == "safe" for v in site.verdicts):
+            safe[site.name] = candidate.recipe
+    return best, safe
+
+
+def add_sensitivity(
+    report: Report,
+    found: Mapping[str, Interval],
+    *,
+    described: str,
+    recipes: SiteRecipes | None = None,
+    together: Interval | None = None,
+    together_sites: Sequence[str] = (),
+) -> Report:
+    """The report with what each site does to the end metric, and all safe ones together; `described` says what was measured, on what."""
+    recipes = recipes or {}
+    sites = [
+        msgspec.structs.replace(s, metric_change=found.get(s.name), metric_recipe=recipes.get(s.name))
+        for s in report.record.sites
+    ]
+    return Report(
+        msgspec.structs.replace(
+            report.record,
+            sites=sites,
+            sensitivity=described,
+            combined_change=together,
+            combined_sites=list(together_sites) if together is not None else [],
+        )
+    )
+
+
 def compare_losses(candidate: Tensor, baseline: Tensor, groups: Tensor | None, *, seed: int = 0) -> Interval:
-    """Relative change of the mean loss with its 95 % interval."""
+    """Relative change of the mean with its 95 % interval."""
     result = compare_paired(
         candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True, seed=seed
     )
@@ -56,10 +158,8 @@ def compare_losses(candidate: Tensor, baseline: Tensor, groups: Tensor | None, *
     return Interval(value=value, low=min(low, value), high=max(high, value))
 
 
-def add_sensitivity(report: Report, found: dict[str, Interval], *, described: str) -> Report:
-    """The report with what each site does to the end metric; `described` says what was measured, on what."""
-    sites = [msgspec.structs.replace(s, metric_change=found.get(s.name)) for s in report.record.sites]
-    return Report(msgspec.structs.replace(report.record, sites=sites, sensitivity=described))
+def _spread(sites: Sequence[str] | SiteRecipes, recipe: str) -> dict[str, str]:
+    return dict(sites) if isinstance(sites, Mapping) else dict.fromkeys(sites, recipe)
 
 
 @torch.no_grad()
