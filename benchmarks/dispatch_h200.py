@@ -41,7 +41,7 @@ from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import bench
 from loka.measure.device import snapshot
-from loka.measure.site import GemmCandidate, SiteJob, SiteTiming, decode_timing, encode_case, time_case
+from loka.measure.site import OURS, GemmCandidate, SiteJob, SiteTiming, decode_timing, encode_case, time_case
 from loka.records import GEMMS, Candidate, Gemm, Interval, load, to_json, write_atomically
 from loka.records.bench import Peaks
 from loka.records.performance import PerformanceRow, PerformanceRows
@@ -115,13 +115,15 @@ class Run:
         self.refuse_the_last_crash()
 
     def refuse_the_last_crash(self) -> None:
-        """A job that ended the process before: its candidates get that as their row, so that the next run goes on after it."""
+        """A job that ended the process before: its candidates of other people's libraries (all, if there are none) get that as their row."""
         marker = self.out / "running.json"
         if not marker.exists():
             return
         fields = json.loads(marker.read_text())
         job = job_of(fields)
-        timings = [SiteTiming(c, refusal="the process ended while this job ran") for c in job.candidates]
+        job = replace(job, m=bucket_of(job.m))
+        suspects = [c for c in job.candidates if c.backend not in OURS] or list(job.candidates)
+        timings = [SiteTiming(c, refusal="the process ended while this job ran") for c in suspects]
         self.database.add(origin_of(self.environment), rows_of_timings(job, timings, self.machine.versions))
         marker.unlink()
 
@@ -139,9 +141,18 @@ class Run:
         except Exception as error:  # out of memory in drawing operands: say so and go on
             answers = [{"refusal": f"not timed: {type(error).__name__}: {str(error)[:200]}"}] * len(job.candidates)
         if self.device != "cpu":
-            torch.cuda.empty_cache()
+            self.stop_if_poisoned()
         (self.out / "running.json").unlink()
         return [decode_timing(c, answer) for c, answer in zip(job.candidates, answers, strict=True)]
+
+    def stop_if_poisoned(self) -> None:
+        """After a kernel that broke the CUDA context every later answer would be its fault: leave the marker, and let the next run go on."""
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            self.write()
+            sys.exit(f"a kernel broke the CUDA context ({str(error)[:200]}); run again to go on after it")
 
     def tune(self, job: SiteJob) -> None:
         """Rows of a job at its bucket's edge, unless they are known."""
@@ -310,7 +321,7 @@ def usable(device: str, wanted: list[str] | None) -> Candidates:
     return found
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240.0)
@@ -318,7 +329,7 @@ def main() -> int:
     parser.add_argument("--backends", help="comma-separated; default: all that can run, torchao's slow tuner excepted")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--smoke", action="store_true", help="CPU, emulation, two tiny shapes")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = "cpu" if options.smoke else "cuda"
     wanted = ["reference"] if options.smoke else (options.backends.split(",") if options.backends else None)
     candidates = usable(device, wanted)

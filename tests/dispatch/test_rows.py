@@ -74,8 +74,9 @@ def test_a_benchmark_record_is_imported_where_it_holds_what_is_needed() -> None:
             bench_row(backend="bf16", microseconds=interval(8.0)),
             bench_row(backend="gemm torch"),
             bench_row(shape={"m": 2000, "k": 64, "n": 32}),
-            bench_row(backend="fbgemm", microseconds=None, refusal="not timed: crashed"),
-            bench_row(backend="deepgemm", microseconds=None, refusal="no kernel"),
+            bench_row(backend="triton", microseconds=None, refusal="not timed: crashed"),
+            bench_row(backend="triton", microseconds=None, refusal="no kernel"),
+            bench_row(backend="fbgemm"),
         ],
         environment=HERE,
     )
@@ -83,12 +84,13 @@ def test_a_benchmark_record_is_imported_where_it_holds_what_is_needed() -> None:
     assert [(r.backend, r.refusal) for r in imported.rows] == [
         ("torch", None),
         ("bf16", None),
-        ("deepgemm", "no kernel"),
+        ("triton", "no kernel"),
     ]
     assert imported.rows[0].variant == "e4m3:row @ e4m3:row -> bfloat16 fast"
     assert imported.rows[0].baseline == interval(8.0)
     assert imported.origin == origin_of(HERE)
-    assert sum(imported.skipped.values()) == 3
+    assert sum(imported.skipped.values()) == 4
+    assert "the record does not say which version of fbgemm it timed" in imported.skipped
     assert any("edge of a bucket" in reason for reason in imported.skipped)
 
 

@@ -156,6 +156,8 @@ def rows_of_bench(record: KernelBench) -> Imported:
 
 
 def _unfit(row: KernelRow, versions: dict[str, str]) -> str | None:
+    if row.backend in _DISTRIBUTIONS:
+        return f"the record does not say which version of {row.backend} it timed"
     if row.backend not in versions:
         return f"{row.backend!r} is a column of the benchmark, not a backend"
     if row.op not in registry.BACKENDS or set(row.shape) - {"m", "k", "n"} or not row.shape.get("m"):

@@ -1,14 +1,16 @@
 """What a GEMM of a site costs in low precision, quantisation included, beside the same GEMM in bf16.
 
-`bench` times kernels alone; a model pays for more. This is what `loka.nn.Linear` does for one of its GEMMs:
+`bench` times kernels alone; a model pays for more. This is what a low-precision `loka.nn.Linear` does for one of its GEMMs when that GEMM stands alone:
 
     fprop   y  = x  W^T    a = x     b = W          quantise a and b along the contracted axis (a transposed view is copied first),
     dgrad   dx = dy W      a = dy    b = W^T        then scaled_mm on the candidate's backend, bf16 out
     wgrad   dW = dy^T x    a = dy^T  b = x^T
 
-    weights = "dynamic"    the weight is quantised in every call, as in a training step that shares nothing
-    weights = "cached"     the weight was quantised before the clock started: inference, or one quantisation per optimiser step
+    weights = "dynamic"    the weight is quantised in every call
+    weights = "cached"     the weight was quantised before the clock started: inference, or many calls per optimiser step
 
+A Linear whose fprop and wgrad (dgrad and wgrad) are both quantised may make x and x^T (dy and dy^T) from one read, and quantises a weight once per
+optimiser step for both GEMMs that read it. What that saves belongs to no single GEMM and is not credited here: times are on the careful side.
 wgrad has no weight among its operands, so both mean the same there. M, K, N are the *linear's* (rows, inputs, outputs) for every GEMM.
 
 Every candidate passes two gates before the clock starts: its quantised operands equal the law's bit for bit, and its product is within the
