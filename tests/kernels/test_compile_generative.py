@@ -43,10 +43,30 @@ def operands(bm: int, bn: int, kind: str = "fp8e4nv", depth: int = 128) -> dict[
     return {**descriptors, "c_ptr": X, "sa_ptr": S, "sb_ptr": S, "offsets_ptr": J}
 
 
+ATTEND = {
+    "q_ptr": X, "k_ptr": X, "v_ptr": X, "k_desc": desc("bf16", 128, 128), "v_desc": desc("bf16", 128, 128), "length_ptr": J,
+    "out_ptr": X, "scale": "fp32",
+}  # fmt: skip
+HEADS = {"HG": 1, "D": 128, "DP": 128, "TMA": True, "IEEE": False}
 FUSED = {"FP8": True, "POW2": False, "PREROUND": False}
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
+    ("beam_attention", "_attend", "v is k"): (
+        ATTEND,
+        {**HEADS, "BM": 128, "BN": 128, "SHARED": True},
+        {"num_warps": 8, "num_stages": 2},
+    ),
+    ("beam_attention", "_attend", "two tensors"): (
+        {**ATTEND, "v_desc": desc("bf16", 128, 128)},
+        {**HEADS, "BM": 128, "BN": 128, "SHARED": False},
+        {"num_warps": 8, "num_stages": 2},
+    ),
+    ("beam_attention", "_ancestors", "bf16"): (
+        {"q_ptr": X, "k_ptr": X, "v_ptr": X, "ancestor_ptr": J, "out_ptr": X, "scale": "fp32"},
+        {"D": 128, "DP": 128, "BB": 16},
+        {"num_warps": 4},
+    ),
     ("grouped_mm", "_grouped", "blocks"): (operands(64, 128), gemm(64, 128, 3, 2), {"num_warps": 4, "num_stages": 3}),
     ("grouped_mm", "_grouped", "blocks large"): (
         operands(128, 128),
@@ -126,7 +146,7 @@ CONFIGURATIONS = {
         {"num_warps": 4},
     ),
 }
-MULTIPLIES = {"_grouped", "_grouped_swiglu"}
+MULTIPLIES = {"_attend", "_grouped", "_grouped_swiglu"}
 WRITES_FP8 = {"_grouped_swiglu", "_swiglu"}
 DIVISIBLE = {
     "M",
