@@ -95,6 +95,7 @@ def _ancestors(q_ptr, k_ptr, v_ptr, ancestor_ptr, out_ptr, R, B, W, H, P, scale,
     m = tl.full((BB,), float("-inf"), tl.float32)
     total = tl.zeros((BB,), tl.float32)
     acc = tl.zeros((BB, DP), tl.float32)
+    base = r * request
     for p in range(P):
         parent = tl.load(ancestor_ptr + (p * R + r) * B + beam, beam < B, other=0).to(tl.int64)
         at = base + parent[:, None] * place + h * head_stride + column[None, :]
