@@ -68,6 +68,7 @@ BACK = {
 }
 
 INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
+VECTORS = {"D": 128, "K": 24, "NL": 32, "NF": 32, "BD": 128, "BK": 32, "BL": 32, "BF": 32}
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
@@ -119,16 +120,16 @@ CONFIGURATIONS = {
     ),
     ("interaction", "_interact", "plain residual"): (
         {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "q_ptr": "*fp8e4nv"},
-        {"BN": 64, "BD": 128, "BK": 32, "BL": 32, "BF": 32, "BLOCKS": 6, "PROJECT": False, "PROGRAMS": 528, "PREROUND": False},
+        {"N": 64, **VECTORS, "BN": 64, "BLOCKS": 16, "PROJECT": False, "PROGRAMS": 528, "PREROUND": False},
         {"num_warps": 4, "num_stages": 2},
     ),
     ("interaction", "_interact", "projected residual"): (
         {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "q_ptr": "*fp8e4nv"},
-        {"BN": 128, "BD": 128, "BK": 32, "BL": 32, "BF": 32, "BLOCKS": 12, "PROJECT": True, "PROGRAMS": 528, "PREROUND": False},
+        {"N": 128, **VECTORS, "BN": 128, "BLOCKS": 16, "PROJECT": True, "PROGRAMS": 528, "PREROUND": False},
         {"num_warps": 4, "num_stages": 2},
     ),
     ("interaction", "_finish", "32 vectors"): (
-        {"next_ptr": X, "tower_ptr": X, "residual_ptr": X}, {"BF": 32, "BD": 128}, {"num_warps": 4},
+        {"next_ptr": X, "tower_ptr": X, "residual_ptr": X}, {"D": 128, "NF": 32, "BF": 32, "BD": 128}, {"num_warps": 4},
     ),
 }  # fmt: skip
 WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient", "_interact"}
@@ -146,7 +147,11 @@ def build(op: str, name: str, what: str):
     names = kernel.arg_names
     assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in names}
-    aligned = [i for i, arg in enumerate(names) if signature[arg].startswith("*") or arg in DIVISIBLE]
+    aligned = [
+        i
+        for i, arg in enumerate(names)
+        if signature[arg].startswith("*") or (arg in DIVISIBLE and arg not in constants)
+    ]
     source = ASTSource(
         kernel,
         signature=signature,

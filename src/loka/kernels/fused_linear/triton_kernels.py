@@ -39,6 +39,7 @@ _SQUARE = tl.constexpr(4)
 _EPS = tl.constexpr(NORM_EPS)
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
 
+_SHARED_MEMORY = 227 * 1024 - 2048  # of a Hopper multiprocessor for one program, less barriers and reductions
 _GRADIENT_LAUNCH = {"num_warps": 4}
 _GRADIENT_LAUNCH_GROUPED = {"num_warps": 16}
 _GRADIENT_ROWS = 32
@@ -341,6 +342,13 @@ def _tile_width(n: int, norm: bool, grouped: bool) -> int:
     return NORM_BLOCK if norm and n > 128 else 128
 
 
+def _stages(bm: int, bn: int, out_dtype: torch.dtype, keep: bool) -> int:
+    """Loads in flight: what shared memory holds beside the tiles that wait to be stored."""
+    waiting = bm * bn * (out_dtype.itemsize + (1 if keep else 0))
+    fit = (_SHARED_MEMORY - waiting) // ((bm + bn) * 128)
+    return min(fit, 3 if bm == 128 and bn == 256 else 4)
+
+
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -380,7 +388,7 @@ def fused(
     bm, warps, stages = tile or (
         bm,
         8 if (bm == 128 and bn == 256) or doubled else 4,
-        3 if bn == 256 and (bm == 128 or out_dtype == torch.float32) else 4,  # what fits into shared memory
+        _stages(bm, bn, out_dtype, keep),
     )
     a, b = tma_ready(a), tma_ready(b)
     blocks = triton.cdiv(n, bn)
