@@ -4,6 +4,7 @@
     loka bench data --json
     loka bench cpu --seconds 0.5
     loka bench kernels             see loka.cli.kernels
+    loka bench onerec              the generative engine, see loka.cli.onerec
 
 `data` streams the embedded data set (shuffled, batches of 4096) on one thread. `cpu` quantises a 512 x 2048 tensor with the reference
 implementation. Each number is the median of repetitions that together take about `--seconds`.
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from loka.cli.kernels import kernels
+from loka.cli.onerec import onerec
 
 __all__ = ["app"]
 
@@ -27,6 +29,7 @@ ROWS, COLUMNS = 512, 2048
 
 app = typer.Typer(invoke_without_command=True)
 app.command("kernels")(kernels)
+app.command("onerec")(onerec)
 
 Seconds = Annotated[float, typer.Option(help="Time for each number.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]

@@ -10,6 +10,7 @@ be said about them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ def _score(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     histories, targets = _rows(cut.history), _rows(cut.targets)
     known = bundle.index.items.cpu()
-    targets = [t[torch.isin(t, known)].unique() for t in targets]
+    targets = [torch.unique(t[torch.isin(t, known)]) for t in targets]
     keep = [i for i, t in enumerate(targets) if len(t)]
     found = recommender.recommend([histories[i] for i in keep], top=beams)
     items = torch.full((len(keep), beams), -1, dtype=torch.int64)
@@ -97,7 +98,7 @@ def _ndcg(hits: Tensor, targets: int) -> float:
 
 def _rows(jagged: Jagged) -> list[Tensor]:
     edges = jagged.offsets.tolist()
-    return [jagged.values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [jagged.values[a:b] for a, b in pairwise(edges)]
 
 
 def _likelihood(bundle: Bundle, histories: list[Tensor], targets: list[Tensor]) -> Tensor:

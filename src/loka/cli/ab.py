@@ -1,0 +1,172 @@
+"""`loka ab`: an offline A/B of two models on the same users, with intervals and a verdict.
+
+    loka ab runs/onerec runs/onerec-fp8                             two generative recommenders, test users of their data
+    loka ab runs/onerec runs/onerec-fp8 --users 500 --margin 0.01 --top 10 --out ab.json
+    loka ab base.jsonl candidate.jsonl --margin 0.005               any two models: one line per user, {"user": 7, "recall@10": 0.1, ...}
+
+Per metric: means, relative change with a 95 % interval paired by user, the smallest change that so many users would have shown, and the verdict (equivalent
+within --margin, better, worse, inconclusive). Before any of it the sample ratio: do both arms have as many users as they should. Exit 0; 1 when the ratio
+is off or a metric is worse; 2 for a request that cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loka.records import PairedTest
+
+__all__ = ["ab"]
+
+
+def ab(
+    baseline: Annotated[Path, typer.Argument(help="Folder of a recommender, or a .jsonl file of per-user metrics.")],
+    candidate: Annotated[Path, typer.Argument(help="The same kind of thing.")],
+    data: Annotated[str | None, typer.Option(help="Data set; default: the baseline's.")] = None,
+    users: Annotated[int | None, typer.Option(help="The first so many test users; default: all.")] = None,
+    margin: Annotated[float, typer.Option(help="Relative change that does not matter.")] = 0.01,
+    top: Annotated[int, typer.Option(help="K of recall@K and NDCG@K.")] = 10,
+    beams: Annotated[int, typer.Option(help="Width of the search.")] = 50,
+    precision: Annotated[str, typer.Option(help="Of what is not quantised: bf16, fp16 or fp32.")] = "fp32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Compare two models user by user."""
+    from loka import records
+
+    kinds = {path.suffix == ".jsonl" for path in (baseline, candidate)}
+    if len(kinds) > 1:
+        raise ValueError(f"{baseline} and {candidate}: compare two folders or two .jsonl files")
+    if kinds == {True}:
+        found = compare_files(baseline, candidate, margin, seed)
+    else:
+        found = compare_bundles(
+            baseline, candidate, data, users, margin, (top,), beams, precision, device, seed, data_root, source
+        )
+    if out is not None:
+        records.save(found, out)
+    typer.echo(records.to_json(found).decode() if json_ else describe(found))
+    if found.split.mismatch or any(metric.outcome == "worse" for metric in found.metrics):
+        raise typer.Exit(1)
+
+
+def compare_files(baseline: Path, candidate: Path, margin: float, seed: int) -> PairedTest:
+    """Per-user metrics of any origin."""
+    from loka.inference import compare_arms
+
+    (first, a), (second, b) = read_metrics(baseline), read_metrics(candidate)
+    return compare_arms(
+        a, b, (first, second), margin=margin, names=(baseline.name, candidate.name), data="files", seed=seed
+    )
+
+
+def read_metrics(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """Users and one tensor per metric; every line must have the same metrics, every user one line."""
+    import torch
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    users: list[int] = []
+    columns: dict[str, list[float]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            user, values = int(row.pop("user")), {name: float(value) for name, value in row.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f'{path}:{number}: expected {{"user": 7, "metric": 0.1, ...}} ({error})') from error
+        if users and set(values) != set(columns):
+            raise ValueError(f"{path}:{number}: has the metrics {sorted(values)}, the lines before {sorted(columns)}")
+        users.append(user)
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+    if len(set(users)) < len(users) or not columns:
+        raise ValueError(
+            f"{path}: expected one line per user with at least one metric; users repeat or nothing is there"
+        )
+    return torch.tensor(users), {name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()}
+
+
+def compare_bundles(
+    baseline: Path,
+    candidate: Path,
+    data: str | None,
+    users: int | None,
+    margin: float,
+    tops: tuple[int, ...],
+    beams: int,
+    precision: str,
+    device: str,
+    seed: int,
+    root: Path | None,
+    source: Path | None,
+) -> PairedTest:
+    """Two recommenders on the test users of one data set."""
+    from rich.console import Console
+
+    from loka.data import load_sequences
+    from loka.inference import compare_arms, evaluate_users, load_bundle, overlap_of
+
+    bundles = [load_bundle(path) for path in (baseline, candidate)]
+    opened = load_sequences(data or bundles[0].info.data, root=root, source=source)
+    arms: list[Any] = []
+    with Console(stderr=True).status("recommending") as status:
+        for path, bundle in zip((baseline, candidate), bundles, strict=True):
+
+            def show(done: int, total: int, name: str = path.name) -> None:
+                status.update(f"{name}: {done} of {total} users")
+
+            arms.append(
+                evaluate_users(
+                    bundle,
+                    opened.test,
+                    users=users,
+                    beams=beams,
+                    tops=tops,
+                    dtype=precision,
+                    device=device,
+                    progress=show,
+                )
+            )
+    return compare_arms(
+        arms[0].values,
+        arms[1].values,
+        (arms[0].users, arms[1].users),
+        margin=margin,
+        names=(baseline.name, candidate.name),
+        data=opened.name,
+        overlap=overlap_of(arms[0], arms[1], (10, 50, 512)),
+        seed=seed,
+    )
+
+
+def describe(found: PairedTest) -> str:
+    """As a table."""
+    ratio = found.split
+    lines = [
+        f"{found.candidate} against {found.baseline}, {found.data}",
+        f"sample ratio {' / '.join(f'{n:,}' for n in ratio.observed)}: "
+        + ("MISMATCH, do not read the metrics" if ratio.mismatch else f"no mismatch found (p {ratio.p_value:.3g})"),
+        f"{'metric':16} {'baseline':>10} {'candidate':>10} {'change':>10} {'95 % interval':>22} {'MDE':>8}  verdict",
+    ]
+    for m in found.metrics:
+        c = m.change
+        lines.append(
+            f"{m.metric:16} {m.baseline:10.5f} {m.candidate:10.5f} {100 * c.value:+9.3f}% "
+            f"[{100 * c.low:+8.3f}, {100 * c.high:+8.3f}]% {100 * m.minimum_detectable:7.3f}%  "
+            f"{m.outcome} (margin {100 * m.margin:g} %, {m.users:,} users, {m.method})"
+        )
+    if found.overlap:
+        lines.append("overlap of the lists: " + ", ".join(f"{n} {value:.1%}" for n, value in found.overlap.items()))
+    return "\n".join(lines)

@@ -1,0 +1,158 @@
+"""`loka generate`: recommend items to users of a data set, with readable titles.
+
+    loka generate --train 100 --out runs/onerec                  make a small OneRec on the embedded data set, and use it
+    loka generate --from runs/onerec --users 3 --top 5           use it again
+    loka generate --from runs/onerec --items 12,40,7 --json      for a history of your own
+    loka generate --from runs/onerec-fp8 ...                     a quantised one (see loka quantize)
+
+For each user: the end of the history, the recommended items with their log-probability, and `*` where the item was really taken next (test split, which
+the model never saw). Exit 0; 2 for a request that cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loka.data.sequences import SequenceData
+    from loka.inference import Bundle
+
+__all__ = ["generate"]
+
+
+def generate(
+    from_: Annotated[Path | None, typer.Option("--from", help="Folder of a model made before.")] = None,
+    train: Annotated[int | None, typer.Option(help="Make a model first, with so many training steps.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the model that --train makes.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set; default: the model's, or complete-journey.")] = None,
+    users: Annotated[int, typer.Option(help="Recommend to the first so many test users.")] = 3,
+    items: Annotated[str | None, typer.Option(help="A history of item numbers instead, oldest first.")] = None,
+    top: Annotated[int, typer.Option(help="Items per user.")] = 10,
+    beams: Annotated[int, typer.Option(help="Width of the search.")] = 50,
+    exclude_seen: Annotated[bool, typer.Option("--exclude-seen", help="Leave out items of the history.")] = False,
+    precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32, of what is not quantised.")] = "fp32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of training.")] = 0,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Recommend items to users of a data set."""
+    if (from_ is None) == (train is None):
+        raise ValueError("give a model with --from FOLDER, or make one with --train STEPS --out FOLDER; one of them")
+    if train is not None and out is None:
+        raise ValueError("--train needs --out, the folder to keep the model in")
+    if top > beams:
+        raise ValueError(f"--top {top} needs at least as many --beams, got {beams}")
+    opened, bundle = open_or_train(from_, train, out, data, seed, data_root, source)
+    found = recommend(bundle, opened, users, items, top, beams, exclude_seen, precision, device)
+    if json_:
+        typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        return
+    for one in found:
+        typer.echo(describe(one))
+
+
+def open_or_train(
+    from_: Path | None,
+    train: int | None,
+    out: Path | None,
+    data: str | None,
+    seed: int,
+    root: Path | None,
+    source: Path | None,
+) -> tuple[SequenceData, Bundle]:
+    """The data and the model, made where asked."""
+    from loka.data import load_sequences
+    from loka.inference import load_bundle, save_bundle
+
+    if from_ is not None:
+        bundle = load_bundle(from_)
+        opened = load_sequences(data or bundle.info.data, root=root, source=source)
+        return opened, bundle
+    from rich.console import Console
+
+    from loka.cli.onerec_training import train_bundle
+
+    assert train is not None  # checked
+    assert out is not None
+    with Console(stderr=True).status("reading the data") as status:
+        opened = load_sequences(data or "complete-journey", root=root, source=source)
+        status.update("making semantic ids")
+
+        def show(step: int, loss: float) -> None:
+            status.update(f"training: step {step} of {train}, loss {loss:.3f}")
+
+        bundle = train_bundle(opened, steps=train, seed=seed, progress=show)
+    save_bundle(bundle, out)
+    typer.echo(f"{bundle.index!r}; trained {train} steps, loss {bundle.info.loss:.3f}; kept in {out}", err=True)
+    return opened, load_bundle(out)
+
+
+def recommend(
+    bundle: Bundle,
+    data: SequenceData,
+    users: int,
+    items: str | None,
+    top: int,
+    beams: int,
+    exclude_seen: bool,
+    precision: str,
+    device: str,
+) -> list[dict[str, Any]]:
+    """Histories, recommendations and hits, ready to print."""
+    import numpy as np
+    import torch
+
+    from loka.inference import Engine, EngineConfig, Recommender
+
+    histories, targets, names = [], [], []
+    if items is not None:
+        try:
+            histories = [torch.tensor([int(word) for word in items.split(",") if word.strip()], dtype=torch.int64)]
+        except ValueError as error:
+            raise ValueError(f"--items {items!r}: expected item numbers with commas between them") from error
+        targets, names = [torch.empty(0, dtype=torch.int64)], [-1]
+    else:
+        if not 1 <= users <= len(data.test):
+            raise ValueError(f"--users {users}: {data.name} has {len(data.test)} test users")
+        cut = data.test.cut(np.arange(users), bundle.model.config.context)
+        edges, goals = cut.history.offsets.tolist(), cut.targets.offsets.tolist()
+        histories = [cut.history.values[a:b] for a, b in pairwise(edges)]
+        targets = [cut.targets.values[a:b] for a, b in pairwise(goals)]
+        names = cut.users.tolist()
+    config = EngineConfig(beams=beams, requests=(1, 4, 16), dtype=precision)
+    engine = Engine(bundle.model.to(device), config, valid=bundle.index.trie)
+    found = Recommender(engine, bundle.index).recommend(histories, top=top, exclude_seen=exclude_seen)
+    out = []
+    for name, history, goal, one in zip(names, histories, targets, found, strict=True):
+        assert one.items is not None  # a recommender is constrained to items
+        rows = [
+            {"item": item, "title": title_of(data, item), "score": score, "taken": item in goal.tolist()}
+            for item, score in zip(one.items.tolist(), one.scores.tolist(), strict=True)
+        ]
+        last = [{"item": i, "title": title_of(data, i)} for i in history[-3:].tolist()]
+        out.append({"user": name, "history": len(history), "last": last, "unknown": one.dropped, "recommended": rows})
+    return out
+
+
+def title_of(data: SequenceData, item: int) -> str:
+    """The title, else the publisher's key, else the number."""
+    if data.titles is not None and 0 < item < len(data.titles) and data.titles[item]:
+        return data.titles[item]
+    return data.item_keys[item] if 0 < item < len(data.item_keys) else f"item {item}"
+
+
+def describe(one: dict[str, Any]) -> str:
+    """One user, as text."""
+    who = "your history" if one["user"] < 0 else f"user {one['user']}"
+    unknown = f", {one['unknown']} unknown" if one["unknown"] else ""
+    lines = [f"{who}: {one['history']} items{unknown}, last {'; '.join(x['title'] for x in one['last']) or '(none)'}"]
+    for place, row in enumerate(one["recommended"], 1):
+        lines.append(f"  {place:3}. {row['score']:8.3f}  {'*' if row['taken'] else ' '} {row['title']}")
+    return "\n".join(lines)

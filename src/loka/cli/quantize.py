@@ -1,0 +1,195 @@
+"""`loka quantize`: post-training FP8 for a trained model.
+
+    loka quantize runs/onerec --out runs/onerec-fp8                                 a generative recommender (loka generate --train)
+    loka quantize runs/onerec --out runs/onerec-fp8 --bound 0.002 --users 400       keep in 16 bits what costs too much likelihood
+    loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors
+    loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001
+
+A folder stays a folder, anything else becomes one safetensors file. With --bound every site is measured alone on the validation split (negative log-likelihood of
+held-out items, or the loss of the data set), then the whole model, and what hurts most stays in 16 bits until the upper end of the interval is within the
+bound. Exit 0; 1 when a bound was asked for and only a model without any quantised site meets it; 2 for a request that cannot be honoured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from loka.ptq import Summary
+
+__all__ = ["quantize"]
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder of a recommender, family:size, or pkg.module:factory.")],
+    out: Annotated[Path, typer.Option(help="Folder, or safetensors file, to write.")],
+    recipe: Annotated[str, typer.Option(help="onerec, rowwise or blockwise.")] = "onerec",
+    weights: Annotated[Path | None, typer.Option(help="Safetensors file with the model's weights.")] = None,
+    bound: Annotated[float | None, typer.Option(help="Largest relative change of the loss, e.g. 0.002.")] = None,
+    widen: Annotated[
+        bool, typer.Option("--widen", help="Quantise also what the recipe keeps, where it is safe.")
+    ] = False,
+    keep: Annotated[list[str] | None, typer.Option(help="Pattern of names to keep in 16 bits.")] = None,
+    users: Annotated[int, typer.Option(help="Users or examples to measure on, with --bound.")] = 400,
+    data: Annotated[str | None, typer.Option(help="Data to measure on; default: the model's.")] = None,
+    loss: Annotated[str | None, typer.Option(help="pkg.module:fn for your own model.")] = None,
+    export: Annotated[Path | None, typer.Option(help="Also write the compressed-tensors layout here.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
+    seed: Annotated[int, typer.Option(help="Of an untrained built-in model.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Quantise a model to FP8, optionally under a bound on its loss."""
+    from loka import records
+    from loka.inference import is_bundle
+    from loka.ptq import export_compressed_tensors
+
+    measured = bound is not None or widen
+    options: dict[str, Any] = {"recipe": recipe, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
+    if is_bundle(model):
+        network, summary = quantize_bundle(Path(model), out, options, measured, users, data, data_root, source)
+    elif Path(model).exists():
+        raise ValueError(
+            f"{model} is no recommender (no bundle.json); a weights file goes with --weights and a factory"
+        )
+    else:
+        network, summary = quantize_network(
+            model, out, options, measured, users, data, loss, weights, seed, data_root, source
+        )
+    if export is not None:
+        export_compressed_tensors(network, summary, export)
+    typer.echo(records.to_json(summary.record).decode() if json_ else str(summary))
+    typer.echo(f"written to {out}", err=True)
+    if measured and not summary.quantized:
+        raise typer.Exit(1)
+
+
+def quantize_bundle(
+    folder: Path,
+    out: Path,
+    options: dict[str, Any],
+    measured: bool,
+    users: int,
+    data: str | None,
+    root: Path | None,
+    source: Path | None,
+) -> tuple[nn.Module, Summary]:
+    """A recommender in a folder; measured by the likelihood of validation items."""
+    from dataclasses import replace
+
+    from loka.inference import load_bundle, save_bundle
+    from loka.ptq import quantize as quantize_model
+
+    bundle = load_bundle(folder)
+    extra: dict[str, Any] = {}
+    if measured:
+        from loka.data import load_sequences
+
+        split = load_sequences(data or bundle.info.data, root=root, source=source).valid
+        extra = {"score": likelihood_score(bundle, split, users), "metric": "negative log-likelihood", "progress": tell}
+    summary = quantize_model(bundle.model, **options, **extra)
+    save_bundle(replace(bundle, summary=summary), out)
+    return bundle.model, summary
+
+
+def likelihood_score(bundle: Any, split: Any, users: int) -> Any:
+    """Negative log-likelihood per user of the held-out items, batched once."""
+    import numpy as np
+    import torch
+
+    from loka.inference.evaluation import _likelihood, _rows
+
+    cut = split.cut(np.arange(min(users, len(split))), bundle.model.config.context)
+    known = bundle.index.items
+    goals = [torch.unique(t[torch.isin(t, known)]) for t in _rows(cut.targets)]
+    keep = [i for i, t in enumerate(goals) if len(t)]
+    if len(keep) < 2:
+        raise ValueError(f"{len(keep)} of {users} validation users have a held-out item with an id: too few to measure")
+    histories = _rows(cut.history)
+
+    def score(model: Any) -> Any:
+        from dataclasses import replace
+
+        arm = replace(bundle, model=model)
+        return -_likelihood(arm, [histories[i] for i in keep], [goals[i] for i in keep]), None
+
+    return score
+
+
+def quantize_network(
+    model: str,
+    out: Path,
+    options: dict[str, Any],
+    measured: bool,
+    examples: int,
+    data: str | None,
+    loss: str | None,
+    weights: Path | None,
+    seed: int,
+    root: Path | None,
+    source: Path | None,
+) -> tuple[nn.Module, Summary]:
+    """A built-in or a user's model; measured by the loss of its data."""
+    import torch
+    from safetensors.torch import load_file
+
+    from loka.cli.subject import find_object, load_subject
+    from loka.ptq import quantize as quantize_model
+    from loka.ptq import save
+
+    if out.suffix != ".safetensors":
+        raise ValueError(f"--out {out}: a model alone is one file, give a name that ends in .safetensors")
+    subject = None
+    network: Any
+    if measured or data is not None or ":" not in model:
+        subject = load_subject(model, data, seed=seed, loss=loss, root=root, source=source)
+        network = subject.model
+    else:
+        family, _, size = model.partition(":")
+        from loka.models import build, names
+
+        torch.manual_seed(seed)
+        network = build(family, size) if family in names() else find_object(model)()
+    if weights is not None:
+        network.load_state_dict(load_file(weights))
+    extra: dict[str, Any] = {}
+    if measured:
+        assert subject is not None  # measured loads it
+        extra = {"score": subject_score(subject, examples), "metric": subject.metrics[0], "progress": tell}
+    summary = quantize_model(network.eval(), **options, **extra)
+    save(network, summary, out)
+    return network, summary
+
+
+def subject_score(subject: Any, examples: int) -> Any:
+    """Per-example losses of the first validation batches."""
+    import torch
+
+    batches: list[Any] = []
+    count = 0
+    for batch in subject.batches("valid"):
+        batches.append(batch)
+        count += len(subject.values(batch))
+        if count >= examples:
+            break
+
+    def score(model: Any) -> Any:
+        before, subject.model = subject.model, model
+        try:
+            losses = torch.cat([subject.values(batch) for batch in batches])
+        finally:
+            subject.model = before
+        groups = [subject.group(batch) for batch in batches]
+        return losses, None if any(g is None for g in groups) else torch.cat(groups)
+
+    return score
+
+
+def tell(site: str, number: int, total: int) -> None:
+    """Progress on stderr."""
+    typer.echo(f"[{number + 1}/{total}] {site}", err=True)
