@@ -17,11 +17,14 @@ from loka.kernels.backend import Backend
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
+from loka.measure.beam import BeamAttention
 from loka.measure.conformance import Conformance
+from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
 from loka.measure.layer import FusedLinear
 from loka.measure.norm import NormQuantize
 from loka.measure.timing import Rival, Thunk
+from loka.measure.topk import Topk
 
 
 class Adapter(Protocol):
@@ -247,7 +250,8 @@ class Quantize:
 
 
 ADAPTERS: dict[str, Adapter] = {
-    adapter.op: adapter for adapter in (ScaledMm(), Quantize(), NormQuantize(), FusedLinear())
+    adapter.op: adapter
+    for adapter in (ScaledMm(), Quantize(), NormQuantize(), FusedLinear(), GroupedMm(), BeamAttention(), Topk())
 }
 
 

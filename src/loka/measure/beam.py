@@ -1,0 +1,165 @@
+"""The benchmark's view of beam_attention: M requests of K beams over a context of N tokens.
+
+A variant is `HEADS/GROUPSxD`, e.g. `11/11x128`; options: `shared` (values are the keys), `ragged` (requests of different lengths).
+
+Judged against softmax attention in float64: the weights are rounded to 16 bits before they multiply the values, and the result once more.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import Backend
+from loka.kernels.beam_attention.call import BeamAttentionCall
+from loka.measure import conformance, inputs
+from loka.measure.conformance import ULP, Conformance, Law
+from loka.measure.inputs import Shape
+from loka.measure.timing import Rival, Thunk
+
+_VARIANT = re.compile(r"(\d+)/(\d+)x(\d+)")
+_SLICE = 1 << 27  # elements of float64 scores at a time
+
+
+@dataclass(frozen=True)
+class RaggedCall:
+    """A call, and whether its requests differ in length."""
+
+    call: BeamAttentionCall
+    ragged: bool
+
+    def __str__(self) -> str:
+        return f"{self.call}{', ragged' if self.ragged else ''}"
+
+
+@dataclass(frozen=True)
+class BeamOperands:
+    """Queries, keys, values (the keys themselves where shared) and lengths."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+
+
+class BeamAttention:
+    """q [R, B, H, D] over k, v [R, S, G, D]."""
+
+    op = "beam_attention"
+    VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[RaggedCall]:
+        """Every shape (requests, beams, context) under every variant."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> RaggedCall:
+        heads, *options = variant.split("|")
+        match = _VARIANT.fullmatch(heads)
+        dtypes = [option for option in options if option in ("float32", "float16", "bfloat16")]
+        if match is None or set(options) - {"shared", "ragged", *dtypes} or len(dtypes) > 1:
+            raise ValueError(
+                f"variant {variant!r} is not HEADS/GROUPSxD[|shared][|ragged][|dtype]; e.g. {self.VARIANTS[0]}"
+            )
+        h, g, d = (int(part) for part in match.groups())
+        requests, beams, length = shape
+        dtype = getattr(torch, dtypes[0]) if dtypes else torch.bfloat16
+        return RaggedCall(
+            BeamAttentionCall(requests, beams, h, g, length, d, dtype, "shared" in options), "ragged" in options
+        )
+
+    def encode(self, call: RaggedCall) -> dict[str, Any]:
+        """As JSON."""
+        c = call.call
+        options = [*(["shared"] if c.shared else []), *(["ragged"] if call.ragged else [])]
+        options.append(str(c.dtype).removeprefix("torch."))
+        return {**self.shape(call), "variant": "|".join([f"{c.heads}/{c.groups}x{c.d}", *options])}
+
+    def decode(self, fields: dict[str, Any]) -> RaggedCall:
+        """From JSON."""
+        return self._call((fields["requests"], fields["beams"], fields["context"]), fields["variant"])
+
+    def shape(self, call: RaggedCall) -> dict[str, int]:
+        """Requests, beams, context."""
+        return {"requests": call.call.requests, "beams": call.call.beams, "context": call.call.length}
+
+    def operands(self, call: RaggedCall, *, seed: int, distribution: str, device: torch.device) -> BeamOperands:
+        """Keys and values of the distribution, normal queries; ragged lengths run from a third to all of the context."""
+        c = call.call
+
+        def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
+            return inputs.draw(rows, c.d, distribution=kind, seed=3 * seed + part, device=device, dtype=c.dtype)
+
+        q = draw(c.requests * c.beams * c.heads, 0).view(c.requests, c.beams, c.heads, c.d)
+        context = (c.requests, c.length, c.groups, c.d)
+        rows = c.requests * c.length * c.groups
+        k = draw(rows, 1, distribution).view(context)
+        v = k if c.shared else draw(rows, 2).view(context)
+        lengths = torch.full((c.requests,), c.length, dtype=torch.int32, device=device)
+        if call.ragged:
+            steps = torch.arange(c.requests, device=device) * 2 * c.length // (3 * max(c.requests - 1, 1))
+            lengths = (c.length - steps).to(torch.int32)
+        return BeamOperands(q, k, v, lengths)
+
+    def thunk(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Thunk:
+        """The attention."""
+        o = operands
+        return lambda: backend.run(o.q, o.k, o.v, o.lengths, scale=o.q.shape[3] ** -0.5)
+
+    def check(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Conformance:
+        """Against float64, plain and with poisoned allocations."""
+        return self._judge(self.thunk(backend, call, operands), call, operands, poison=True)
+
+    def _judge(self, run: Thunk, call: RaggedCall, operands: BeamOperands, *, poison: bool) -> Conformance:
+        dtype, d = call.call.dtype, call.call.d
+        law = self._law(operands)
+        rounding = math.hypot(ULP[dtype], 2 * ULP[dtype]) / math.sqrt(12)
+        allowed = math.hypot(rounding, 2.0**-20 * math.sqrt(d))
+        return conformance.judge_runs(lambda: run().reshape(-1, d), law, allowed, dtype, poison=poison)
+
+    def _law(self, o: BeamOperands) -> Law:
+        """float64, a few queries at a time: all scores together would not fit."""
+        requests, beams, heads, d = o.q.shape
+        share = heads // o.k.shape[2]
+        y, terms = (torch.empty(o.q.shape, dtype=torch.float64, device=o.q.device) for _ in range(2))
+        some = max(1, _SLICE // max(heads * o.k.shape[1], 1))
+        for r in range(requests):
+            n = int(o.lengths[r])
+            k, v = (t[r, :n].double().repeat_interleave(share, 1) for t in (o.k, o.v))
+            for start in range(0, beams, some):
+                q = o.q[r, start : start + some].double()
+                p = torch.softmax(torch.einsum("bhd,shd->bhs", q, k) * d**-0.5, -1)
+                y[r, start : start + some] = torch.einsum("bhs,shd->bhd", p, v)
+                terms[r, start : start + some] = torch.einsum("bhs,shd->bhd", p.square(), v.square())
+        return Law(y.view(-1, d), (terms + y.square()).sqrt().view(-1, d))
+
+    def baseline(self, call: RaggedCall, operands: BeamOperands) -> Thunk:
+        """torch's attention over the whole context, without a mask: its fastest kernel, which ignores that lengths differ."""
+        q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
+        grouped = call.call.heads != call.call.groups
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return lambda: attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
+
+    def check_baseline(self, call: RaggedCall, operands: BeamOperands) -> Conformance:
+        """Against the law of full lengths."""
+        full = torch.full_like(operands.lengths, call.call.length)
+        whole = BeamOperands(operands.q, operands.k, operands.v, full)
+        return self._judge(self.baseline(call, whole), call, whole, poison=False)
+
+    def rivals(self, call: RaggedCall, sets: Sequence[BeamOperands]) -> list[Rival]:
+        """None: the torch backend is SDPA with its mask."""
+        return []
+
+    def bytes_moved(self, call: RaggedCall) -> int:
+        """Queries in, results out, the context once."""
+        c = call.call
+        context = c.requests * c.length * c.groups * c.d * (1 if c.shared else 2)
+        return (2 * c.requests * c.beams * c.heads * c.d + context) * c.dtype.itemsize
+
+    def flops(self, call: RaggedCall) -> int:
+        """Two products; ragged requests do fewer."""
+        c = call.call
+        return 4 * c.requests * c.beams * c.heads * c.length * c.d

@@ -1,0 +1,189 @@
+"""The benchmark's view of grouped_mm: all experts' GEMMs at once, beside torch's bf16 grouped GEMM.
+
+A variant is `SPEC@SPEC|experts`, or a dtype for both, e.g. `e4m3:1x128@e4m3:128x128|53` or `bfloat16|53`; options: `even` (every expert gets as many rows as any
+other; otherwise the load is skewed, with one expert idle), `fast` (sums may stay in the tensor cores). M counts the rows of all experts.
+
+Judged expert by expert against the law of its own GEMM, as `scaled_mm` is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import E4M3, QTensor, Spec
+from loka.kernels.backend import Backend
+from loka.kernels.grouped_mm.call import GroupedCall
+from loka.kernels.grouped_mm.reference import spans
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import conformance, inputs
+from loka.measure.conformance import Conformance
+from loka.measure.inputs import Shape
+from loka.measure.rounding import worst_of
+from loka.measure.timing import Rival, Thunk
+
+_PLAIN = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LoadedCall:
+    """A call and how its rows are shared out."""
+
+    call: GroupedCall
+    even: bool
+
+    def __str__(self) -> str:
+        return f"{self.call}{' even' if self.even else ' skewed'}"
+
+
+@dataclass(frozen=True)
+class GroupedOperands:
+    """Operands, and the same values in bf16 for the baseline."""
+
+    x: QTensor | Tensor
+    w: QTensor | Tensor
+    offsets: Tensor
+    x16: Tensor
+    w16: Tensor
+
+
+def group_offsets(rows: int, experts: int, *, even: bool, seed: int, device: torch.device) -> Tensor:
+    """int32 [E + 1]. Skewed: expert 1 idle, the others drawn from weights whose largest is several times their mean."""
+    if even:
+        at = torch.arange(experts + 1, dtype=torch.float64) * rows / experts
+        return at.round().to(torch.int32).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.exp(0.7 * torch.randn(experts, generator=generator))
+    if experts > 1:
+        weights[1] = 0
+    ends = (weights.double().cumsum(0) / weights.double().sum() * rows).round()
+    return torch.cat([torch.zeros(1), ends]).to(torch.int32).to(device)
+
+
+class GroupedMm:
+    """x [M, K] sorted by expert times w [E, N, K]."""
+
+    op = "grouped_mm"
+    VARIANTS = ("bfloat16|53|even", "e4m3:row@e4m3:row|53|even|fast", "e4m3:1x128@e4m3:128x128|53|even")
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[LoadedCall]:
+        """Every shape under every variant."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> LoadedCall:
+        kind, *options = variant.split("|")
+        counts = [option for option in options if option.isdigit()]
+        left, at, right = kind.partition("@")
+        if len(counts) != 1 or set(options) - {"even", "fast", *counts} or not (at or kind in _PLAIN):
+            raise ValueError(
+                f"variant {variant!r} is not SPEC@SPEC|experts[|even][|fast], nor DTYPE|experts; e.g. {self.VARIANTS[2]}"
+            )
+        m, k, n = shape
+        specs = (Spec.parse(left), Spec.parse(right)) if at else (None, None)
+        dtype = specs[0].format.dtype if specs[0] is not None else _PLAIN[kind]
+        out = torch.bfloat16 if at else dtype
+        call = GroupedCall(m, k, n, int(counts[0]), specs[0], specs[1], dtype, out, "fast" in options)
+        return LoadedCall(call, "even" in options)
+
+    def encode(self, call: LoadedCall) -> dict[str, Any]:
+        """As JSON."""
+        c = call.call
+        kind = str(c.in_dtype).removeprefix("torch.") if c.a is None else f"{c.a}@{c.b}"
+        options = [str(c.experts), *(["even"] if call.even else []), *(["fast"] if c.fast_accum else [])]
+        return {**self.shape(call), "variant": "|".join([kind, *options])}
+
+    def decode(self, fields: dict[str, Any]) -> LoadedCall:
+        """From JSON."""
+        return self._call((fields["m"], fields["k"], fields["n"]), fields["variant"])
+
+    def shape(self, call: LoadedCall) -> dict[str, int]:
+        """M, K, N, experts."""
+        return {"m": call.call.m, "k": call.call.k, "n": call.call.n, "experts": call.call.experts}
+
+    def operands(self, call: LoadedCall, *, seed: int, distribution: str, device: torch.device) -> GroupedOperands:
+        """Rows of the distribution, normal weights."""
+        c = call.call
+        x = inputs.draw(c.m, c.k, distribution=distribution, seed=2 * seed, device=device)
+        w = inputs.draw(c.experts * c.n, c.k, seed=2 * seed + 1, device=device).view(c.experts, c.n, c.k) * c.k**-0.5
+        offsets = group_offsets(c.m, c.experts, even=call.even, seed=seed, device=device)
+        if c.a is None or c.b is None:
+            return GroupedOperands(x.to(c.in_dtype), w.to(c.in_dtype), offsets, x.bfloat16(), w.bfloat16())
+        qx, qw = inputs.quantized(x, c.a), inputs.quantized(w, c.b)
+        return GroupedOperands(qx, qw, offsets, qx.dequantize(torch.bfloat16), qw.dequantize(torch.bfloat16))
+
+    def thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Thunk:
+        """The GEMMs alone."""
+        o, c = operands, call.call
+        return lambda: backend.run(o.x, o.w, o.offsets, out_dtype=c.out_dtype, fast_accum=c.fast_accum)
+
+    def check(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Conformance:
+        """Every expert against the law, plain and with poisoned allocations."""
+        run = self.thunk(backend, call, operands)
+        plain = self.judge(run(), call, operands)
+        if not plain:
+            return plain
+        with conformance.poisoned_allocations():
+            result = run()
+        return worst_of([plain, self.judge(result, call, operands)])
+
+    def judge(self, out: Tensor, call: LoadedCall, operands: GroupedOperands) -> Conformance:
+        """One result, expert by expert."""
+        c = call.call
+        if out.shape != (c.m, c.n):
+            return Conformance(False, float("inf"), 0.0, f"result is {tuple(out.shape)}, expected {(c.m, c.n)}")
+        allowed = self._tolerance(c)
+        verdicts = [Conformance(True, 0.0, allowed)]
+        for expert, (start, stop) in enumerate(spans(operands.offsets, c.m)):
+            law = self._law(operands, expert, start, stop)
+            verdict = conformance.judge(
+                out[start:stop], law, allowed, c.out_dtype, prefix=f"expert {expert}, rows {start} to {stop}: "
+            )
+            verdicts.append(verdict)
+        return worst_of(verdicts)
+
+    def _tolerance(self, c: GroupedCall) -> float:
+        if c.a is None or c.b is None:
+            return conformance.baseline_tolerance(c.out_dtype, c.k)
+        return conformance.tolerance(MatmulCall(c.m, c.k, c.n, c.a, c.b, c.out_dtype, c.fast_accum))
+
+    def _law(self, operands: GroupedOperands, expert: int, start: int, stop: int) -> conformance.Law:
+        x, w = operands.x, operands.w
+        if isinstance(x, QTensor) and isinstance(w, QTensor):
+            scale = x.scale if x.scale.dim() == 0 else x.scale[start:stop]
+            rows = QTensor(x.data[start:stop], scale, x.spec)
+            weight = QTensor(w.data[expert], w.scale if w.scale.dim() == 0 else w.scale[expert], w.spec)
+            return conformance.law(rows, weight)
+        assert isinstance(x, Tensor)
+        assert isinstance(w, Tensor)
+        return conformance.law_of_values(x[start:stop], w[expert])
+
+    def baseline(self, call: LoadedCall, operands: GroupedOperands) -> Thunk:
+        """torch's grouped GEMM in bf16; on a CPU, where there is none, the reference."""
+        from loka.kernels import registry
+
+        name = "torch" if operands.x16.is_cuda else "reference"
+        backend, o = registry.backend("grouped_mm", name), operands
+        return lambda: backend.run(o.x16, o.w16, o.offsets, out_dtype=torch.bfloat16)
+
+    def check_baseline(self, call: LoadedCall, operands: GroupedOperands) -> Conformance:
+        """Against the law of the bf16 values."""
+        c = call.call
+        plain = GroupedCall(c.m, c.k, c.n, c.experts, in_dtype=torch.bfloat16)
+        o = GroupedOperands(operands.x16, operands.w16, operands.offsets, operands.x16, operands.w16)
+        return self.judge(self.baseline(call, operands)(), LoadedCall(plain, call.even), o)
+
+    def rivals(self, call: LoadedCall, sets: Sequence[GroupedOperands]) -> list[Rival]:
+        """None: the other backends are."""
+        return []
+
+    def bytes_moved(self, call: LoadedCall) -> int:
+        """Rows in, every expert's weights once, results out."""
+        c = call.call
+        item = 1 if c.a is not None and c.a.format == E4M3 else c.in_dtype.itemsize
+        return (c.m + c.experts * c.n) * c.k * item + c.m * c.n * c.out_dtype.itemsize
+
+    def flops(self, call: LoadedCall) -> int:
+        """2 M K N: a row meets one expert."""
+        return 2 * call.call.m * call.call.k * call.call.n

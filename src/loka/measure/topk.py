@@ -1,0 +1,185 @@
+"""The benchmark's view of topk: the N best of each of M rows of K scores, beside torch.topk.
+
+A variant is the dtype of the scores, e.g. `float32`; options: `beams=B` (the scores of B beams of K / B codes each, fused with log-softmax), `masked` (with beams:
+most codes forbidden), `unsorted`.
+
+Judged by equality: values and indices must be the law's. The order of ties is part of it; torch.topk, the baseline, is held to the values only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.kernels.topk import reference
+from loka.kernels.topk.call import BeamTopkCall, TopkCall
+from loka.measure import inputs
+from loka.measure.conformance import Conformance
+from loka.measure.fused import judge_twice
+from loka.measure.inputs import Shape
+from loka.measure.timing import Rival, Thunk
+
+_DTYPES = ("float32", "bfloat16", "float16")
+ALLOWED_SHARE = 0.02  # of the mask
+
+
+@dataclass(frozen=True)
+class BeamScores:
+    """Operands of the fused form. lse is given to the check, so that every backend compares the same scores; the timed call makes its own."""
+
+    logits: Tensor
+    scores: Tensor
+    mask: Tensor | None
+    lse: Tensor
+
+
+class Topk:
+    """Selection of rows of scores, or of beams x codes."""
+
+    op = "topk"
+    VARIANTS = ("float32", "bfloat16", "float32|beams=512", "bfloat16|beams=512|masked")
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[TopkCall | BeamTopkCall]:
+        """Every shape (rows, scores, k) under every variant."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> TopkCall | BeamTopkCall:
+        kind, *options = variant.split("|")
+        beams = [int(o.removeprefix("beams=")) for o in options if o.startswith("beams=")]
+        unknown = [o for o in options if o not in ("masked", "unsorted") and not o.startswith("beams=")]
+        if kind not in _DTYPES or unknown or ("masked" in options and not beams):
+            raise ValueError(
+                f"variant {variant!r} is not DTYPE[|unsorted] or DTYPE|beams=B[|masked]; e.g. {self.VARIANTS[3]}"
+            )
+        rows, n, k = shape
+        dtype = getattr(torch, kind)
+        if not beams:
+            return TopkCall(rows, n, k, dtype, "unsorted" not in options)
+        if n % beams[0]:
+            raise ValueError(f"{n} scores are not {beams[0]} beams of equally many codes")
+        return BeamTopkCall(rows, beams[0], n // beams[0], k, dtype, "masked" in options)
+
+    def encode(self, call: TopkCall | BeamTopkCall) -> dict[str, Any]:
+        """As JSON."""
+        options = [str(call.dtype).removeprefix("torch.")]
+        if isinstance(call, BeamTopkCall):
+            options += [f"beams={call.beams}", *(["masked"] if call.masked else [])]
+        elif not call.sorted:
+            options.append("unsorted")
+        return {**self.shape(call), "variant": "|".join(options)}
+
+    def decode(self, fields: dict[str, Any]) -> TopkCall | BeamTopkCall:
+        """From JSON."""
+        return self._call((fields["rows"], fields["n"], fields["k"]), fields["variant"])
+
+    def shape(self, call: TopkCall | BeamTopkCall) -> dict[str, int]:
+        """Rows, scores of a row, k."""
+        if isinstance(call, BeamTopkCall):
+            return {"rows": call.requests, "n": call.beams * call.codes, "k": call.k}
+        return {"rows": call.rows, "n": call.n, "k": call.k}
+
+    def operands(
+        self, call: TopkCall | BeamTopkCall, *, seed: int, distribution: str, device: torch.device
+    ) -> Tensor | BeamScores:
+        """Scores of the distribution."""
+        if isinstance(call, TopkCall):
+            return inputs.draw(call.rows, call.n, distribution=distribution, seed=seed, device=device, dtype=call.dtype)
+        rows = call.requests * call.beams
+        logits = inputs.draw(
+            rows, call.codes, distribution=distribution, seed=3 * seed, device=device, dtype=call.dtype
+        )
+        logits = logits.view(call.requests, call.beams, call.codes)
+        scores = -inputs.draw(call.requests, call.beams, seed=3 * seed + 1, device=device).abs()
+        mask = None
+        if call.masked:
+            generator = torch.Generator(device=device).manual_seed(3 * seed + 2)
+            mask = torch.rand(logits.shape, generator=generator, device=device) < ALLOWED_SHARE
+        return BeamScores(logits, scores, mask, logits.float().logsumexp(-1))
+
+    def thunk(self, backend: Any, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Thunk:
+        """The selection."""
+        if isinstance(call, TopkCall):
+            return lambda: backend.run(operands, call.k, sorted=call.sorted)
+        assert isinstance(operands, BeamScores)
+        o = operands
+        return lambda: backend.beams(o.logits, o.scores, call.k, mask=o.mask)
+
+    def check(self, backend: Any, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Conformance:
+        """Equal to the law, plain and with poisoned allocations; the fused form also with its own log-sum-exp, up to its rounding."""
+        if isinstance(operands, Tensor):
+            assert isinstance(call, TopkCall)
+            law: tuple[Tensor, ...] = reference.run(operands, call.k, sorted=call.sorted)
+            return judge_twice(self.thunk(backend, call, operands), lambda result: _equal(result, law))
+        o = operands
+        law = reference.beams(o.logits, o.scores, call.k, mask=o.mask, lse=o.lse)
+        given = judge_twice(
+            lambda: backend.beams(o.logits, o.scores, call.k, mask=o.mask, lse=o.lse),
+            lambda result: _equal(result, law),
+        )
+        return given and _near(self.thunk(backend, call, operands)()[0], law[0])
+
+    def baseline(self, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Thunk:
+        """torch.topk; for beams after log_softmax, sum and mask, as written plainly."""
+        if isinstance(operands, Tensor):
+            ordered = not isinstance(call, TopkCall) or call.sorted
+            return lambda: operands.topk(call.k, dim=1, sorted=ordered)
+        o = operands
+
+        def search() -> tuple[Tensor, Tensor, Tensor]:
+            total = o.scores[..., None] + o.logits.float().log_softmax(-1)
+            if o.mask is not None:
+                total = total.masked_fill(~o.mask, float("-inf"))
+            values, best = total.flatten(1).topk(call.k, dim=1)
+            return values, best // o.logits.shape[2], best % o.logits.shape[2]
+
+        return search
+
+    def check_baseline(self, call: TopkCall | BeamTopkCall, operands: Tensor | BeamScores) -> Conformance:
+        """Its values are the law's."""
+        values = self.baseline(call, operands)()[0]
+        if isinstance(operands, Tensor):
+            law = reference.run(operands, call.k)[0]
+            return _near(values.float().sort(dim=1, descending=True).values, law.float())
+        o = operands
+        return _near(values, reference.beams(o.logits, o.scores, call.k, mask=o.mask, lse=o.lse)[0])
+
+    def rivals(self, call: TopkCall | BeamTopkCall, sets: Sequence[Tensor | BeamScores]) -> list[Rival]:
+        """None: the baseline is torch.topk."""
+        return []
+
+    def bytes_moved(self, call: TopkCall | BeamTopkCall) -> int:
+        """Every score once, and the mask."""
+        shape = self.shape(call)
+        masked = isinstance(call, BeamTopkCall) and call.masked
+        return shape["rows"] * shape["n"] * (call.dtype.itemsize + masked)
+
+    def flops(self, call: TopkCall | BeamTopkCall) -> int:
+        """None on the matrix units."""
+        return 0
+
+
+def _equal(found: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
+    for name, ours, theirs in zip(("values", "first index", "second index"), found, law, strict=False):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            seen = f"{tuple(ours.shape)} {ours.dtype}, expected {tuple(theirs.shape)} {theirs.dtype}"
+            return Conformance(False, float("inf"), 0.0, f"{name}: {seen}")
+        wrong = ~((ours == theirs) | ((ours != ours) & (theirs != theirs)))
+        if wrong.any():
+            row, col = (int(i) for i in wrong.nonzero()[0])
+            seen = f"{ours[row, col].item()}, law {theirs[row, col].item()}"
+            return Conformance(
+                False, float("inf"), 0.0, f"{name}: {int(wrong.sum())} differ, first at [{row}, {col}]: {seen}"
+            )
+    return Conformance(True, 0.0, 0.0)
+
+
+def _near(values: Tensor, law: Tensor) -> Conformance:
+    """Sorted values, up to the rounding of a logarithm."""
+    absent = law == float("-inf")
+    if not torch.equal(values == float("-inf"), absent):
+        return Conformance(False, float("inf"), 1e-4, "other slots are empty than the law's")
+    gap = torch.where(absent | law.isnan(), 0.0, (values - law).abs())
+    error = float((gap / (1 + law.abs().nan_to_num(0.0, 0.0, 0.0))).max()) if gap.numel() else 0.0
+    return Conformance(error <= 1e-4, error, 1e-4, "" if error <= 1e-4 else f"values are off by {error:.2g}")
