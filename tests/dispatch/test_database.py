@@ -1,9 +1,7 @@
 """The database keeps the newest row of a key, is safe under several processes, and never hands out a row of another machine."""
 
-import os
+import multiprocessing
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from loka.records.performance import PerformanceRows
 from .measured import H200, interval, origin, row
 
 KEY = Key("linear", row().variant, 2048, 1024, 512, "torch")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def memory() -> Database:
@@ -162,20 +159,24 @@ def test_prune_by_date_and_by_machine() -> None:
         database.prune()
 
 
+def write_rows(path: Path, number: int, count: int) -> None:
+    for index in range(count):
+        with Database.open(path) as database:  # a fresh connection each time: creation and locking are raced for too
+            database.add(origin(date=f"2026-01-{number + 1:02d}"), [row(k=number * 1000 + index), row(k=999_999)])
+
+
 def test_several_processes_write_at_once(tmp_path: Path) -> None:
-    path, count, writers = tmp_path / "new" / "rows.sqlite", 15, 3
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path])}
-    command = [sys.executable, "-m", "tests.dispatch.writer", str(path)]
-    running = [
-        subprocess.Popen([*command, str(i), str(count)], env=environment, cwd=ROOT, stderr=subprocess.PIPE)
-        for i in range(writers)
-    ]
+    path, count, writers = tmp_path / "new" / "rows.sqlite", 25, 4
+    context = multiprocessing.get_context("fork")  # importing torch four times more would take longer than the test
+    running = [context.Process(target=write_rows, args=(path, i, count)) for i in range(writers)]
     for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
+        process.start()
+    for process in running:
+        process.join(timeout=60)
+        assert process.exitcode == 0
     with Database.open(path, create=False) as database:
         assert len(database) == writers * count + 1
-        assert next(o.date for o, r in database.entries(k=999_999)) == "2026-01-03"  # the newest, whoever wrote last
+        assert next(o.date for o, r in database.entries(k=999_999)) == "2026-01-04"  # the newest, whoever wrote last
         (mode,) = database._connection.execute("PRAGMA journal_mode").fetchone()
         assert mode == "wal"
 

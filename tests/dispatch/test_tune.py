@@ -1,15 +1,15 @@
 """Tuning measures what is missing, once, never under capture, and gives every rank the same rows."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 
 from loka.dispatch.database import Database
 from loka.dispatch.rows import machine_here
@@ -20,7 +20,6 @@ from loka.measure.site import GemmCandidate, SiteJob
 from .evidence import HERE
 from .measured import fake_timer
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = Spec.parse("e4m3:row")
 BOTH = (GemmCandidate(ROW, ROW, "torch", True), GemmCandidate(ROW, ROW, "triton", True))
 JOB = SiteJob("fprop", 2048, 64, 32, BOTH)
@@ -52,8 +51,6 @@ def test_jobs_of_one_bucket_are_measured_once_at_its_edge() -> None:
 
 
 def test_another_machine_measures_again() -> None:
-    import msgspec
-
     database, timer = Database(":memory:"), fake_timer()
     tune([JOB], database, environment=HERE, timer=timer)
     newer = msgspec.structs.replace(HERE, torch="3")
@@ -78,25 +75,47 @@ def test_without_a_gpu_no_row_is_written_and_the_result_says_so() -> None:
     assert "2 not: not measured: no GPU" in str(result)
 
 
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no clock")
+
+
+def attempt(mode: str, rank: int) -> dict[str, Any]:
+    """What one rank sees of one tuning run."""
+    timer = fake_timer(10.0 if rank == 0 else 20.0)
+    here = msgspec.structs.replace(HERE, device="another") if mode == "mixed" and rank == 1 else HERE
+    database = Database(":memory:")
+    try:
+        result = tune([JOB], database, environment=here, timer=fail if mode == "fail" else timer)
+    except ValueError as error:
+        return {"error": str(error)}
+    row = database.find(key_of(JOB, JOB.candidates[0]), machine_here(here)).row
+    assert row is not None
+    assert row.speedup is not None
+    return {"asked": len(timer.asked), "speedup": row.speedup.value, "result": str(result)}
+
+
+def be_rank(folder: Path, rank: int) -> None:
+    """One of two processes with gloo, every mode in turn."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    seen = {}
+    for mode in ("tune", "fail", "mixed"):
+        seen[mode] = attempt(mode, rank)
+        dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, object]]]:
-    """Two processes with gloo, every mode in turn; what each of them saw."""
+    """What each of two ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), *sys.path]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.dispatch.rank", str(folder)]
-    running = [subprocess.Popen([*command, str(r)], env=environment, cwd=ROOT, stderr=subprocess.PIPE) for r in (0, 1)]
+    context = multiprocessing.get_context("fork")  # importing torch twice more would take longer than the tests
+    running = [context.Process(target=be_rank, args=(folder, rank)) for rank in (0, 1)]
     for process in running:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
+        process.start()
+    for process in running:
+        process.join(timeout=60)
+        assert process.exitcode == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -324,6 +324,7 @@ def _time(job: SiteJob, green: list[tuple[GemmCandidate, dict[str, Any]]], devic
     except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         timings, refused = {}, dict.fromkeys([BASELINE, *(str(c) for c, _ in green)], reason)
+    baseline = _fields(timings[BASELINE].microseconds()) if BASELINE in timings else None
     for candidate, answer in green:
         if str(candidate) in refused:
             answer["refusal"] = refused[str(candidate)]
@@ -333,7 +334,7 @@ def _time(job: SiteJob, green: list[tuple[GemmCandidate, dict[str, Any]]], devic
             timing, bf16 = timings[str(candidate)], timings[BASELINE]
             answer["microseconds"] = _fields(timing.microseconds())
             answer["speedup"] = _fields(timing.speedup_over(bf16))
-            answer["baseline"] = _fields(bf16.microseconds())
+            answer["baseline"] = baseline
 
 
 def _multiply(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
