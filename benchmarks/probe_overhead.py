@@ -200,6 +200,8 @@ class Bench:
         errors = {name: float((found[name] - found["bare"]).norm() / size) for name in ("unsampled", "sampled")}
         if max(errors.values()) > 0.01:
             raise ValueError(f"gradients differ: {errors}")
+        if not any(w.calls for w in self.probe._watches.values()):
+            raise ValueError("the probe saw nothing: the graph with its ops was not used")
         return {
             "relative_l2_of_gradients": errors,
             "sites_seen": sum(w.calls > 0 for w in self.probe._watches.values()),

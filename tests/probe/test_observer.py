@@ -224,6 +224,7 @@ def test_a_small_budget_lowers_the_cap_and_says_so() -> None:
     model(torch.randn(32, 600)).sum().backward()
     tight.step()
     assert tight.ledger.short == ["0"]
+    assert tight.ledger.spent <= tight.ledger.budget
     assert "did not fit" in tight.watch("0").covariance_kind
     assert tight.watch("0").draw("x", "rows", 5, torch.Generator()).shape == (5, 600)
     with pytest.raises(ValueError, match="memory_budget"):

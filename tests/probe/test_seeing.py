@@ -168,3 +168,18 @@ def test_compiled_recomputation_is_not_counted_twice() -> None:
     for site in probe.sites:  # also of the module called twice, x is still with its own dy
         torch.testing.assert_close(probe.watch(site).reservoir.x, expected.watch(site).reservoir.x)
         torch.testing.assert_close(probe.watch(site).reservoir.dy, expected.watch(site).reservoir.dy)
+
+
+def test_graphs_made_without_the_probe_are_not_used_with_it() -> None:
+    """Neither the model's own from before, nor those of a twin of the same class that is compiled afterwards."""
+    torch.manual_seed(0)
+    model, twin = nn.Sequential(nn.Linear(12, 1)), nn.Sequential(nn.Linear(12, 1))
+    compiled, other = (torch.compile(m, backend="aot_eager", fullgraph=True) for m in (model, twin))
+    x = batches(1)[0][0]
+    compiled(x).sum().backward()
+    probe = Probe(model, every=1)
+    other(x).sum().backward()
+    compiled(x).sum().backward()
+    other(x).sum().backward()
+    probe.step()
+    assert probe.watch("0").calls == 1

@@ -13,6 +13,7 @@ from loka.probe.matrix_normal import MatrixNormal
 from loka.probe.reservoir import Reservoir
 from loka.probe.source import Source, check_source, draw_modelled, pick_rows, rows_of
 from loka.probe.statistics import Statistics
+from loka.probe.window import Windows
 from loka.records import Role, TensorStats
 
 MAX_EXAMPLES = 8  # second operands kept where they are activations; experts taken into a snapshot
@@ -26,11 +27,11 @@ class Learned:
         name: str,
         widths: tuple[int, int],
         device: torch.device,
-        rows: int,
         seed: int,
         share: Share,
         *,
         weight: bool,
+        window: int,
     ) -> None:
         self.name, self.widths = name, widths
         x, dy = widths
@@ -40,7 +41,8 @@ class Learned:
             "dy": Statistics(dy, device),
         }
         self._generator = torch.Generator()
-        self.reservoir = Reservoir(rows, widths, device, self._generator)
+        self.reservoir = Reservoir(share.rows, widths, device, self._generator)
+        self.windows = Windows(share.rows, widths, device, window)
         self.gaussians: dict[Role, Gaussian] = {}
         self.matrix_normal: MatrixNormal | None = None
         if share.cap:
@@ -73,16 +75,24 @@ class Learned:
     def see(self, x: Tensor, dy: Tensor | None, right: Tensor | None, step: int, generator: torch.Generator) -> None:
         """Rows of one look, and the second operand of one example where it is an activation."""
         self._generator.set_state(generator.get_state())
-        self._see_rows("x", x)
+        self.windows.advance(step, self.statistics)
+        self._see_rows("x", x, step)
         if dy is not None:
-            self._see_rows("dy", dy)
+            self._see_rows("dy", dy, step)
         self.reservoir.offer(x, dy)
+        self.windows.see(x, dy, generator)
         if right is not None:
-            self.see_weight(right)
+            self.see_weight(right, step)
             self._keep_example(right)
 
-    def _see_rows(self, role: Role, rows: Tensor) -> None:
-        clean, usable = self.statistics[role].update(rows)
+    def recall(self, rows: Reservoir, other: "Learned", generator: torch.Generator) -> None:
+        """Know only these rows, and the weights that another one knows."""
+        self.see(rows.x, rows.dy, None, 0, generator)
+        self.statistics["w"] = other.statistics["w"]
+        self.matrix_normal, self._examples = other.matrix_normal, other._examples
+
+    def _see_rows(self, role: Role, rows: Tensor, step: int) -> None:
+        clean, usable = self.statistics[role].update(rows, step)
         if role in self.gaussians:
             self.gaussians[role].update(clean, usable)
 
@@ -95,9 +105,9 @@ class Learned:
         if slot < MAX_EXAMPLES:
             self._examples[slot] = right.float()
 
-    def see_weight(self, weight: Tensor) -> None:
+    def see_weight(self, weight: Tensor, step: int) -> None:
         """Statistics of a weight [rows, K]."""
-        self.statistics["w"].update(weight)
+        self.statistics["w"].update(weight, step)
 
     def snapshot(self, weight: Tensor | None) -> None:
         """Take the weight, some experts of it, or the kept second operands into the matrix normal."""
@@ -165,7 +175,8 @@ class Learned:
             )
 
     def _parts(self) -> dict[str, Any]:
-        parts: dict[str, Any] = {"reservoir": self.reservoir, **{str(r): part for r, part in self.statistics.items()}}
+        parts: dict[str, Any] = {"reservoir": self.reservoir, "windows": self.windows}
+        parts |= {str(role): part for role, part in self.statistics.items()}
         parts |= {f"gaussian_{role}": part for role, part in self.gaussians.items()}
         return parts if self.matrix_normal is None else {**parts, "matrix_normal": self.matrix_normal}
 
@@ -190,11 +201,12 @@ class Learned:
     def merge(self, other: "Learned", generator: torch.Generator) -> None:
         """Add what another rank knows. The matrix normal stays this rank's: weights are the same on all."""
         self._generator.set_state(generator.get_state())
-        for role, statistics in self.statistics.items():
-            if role != "w" or self._examples or other._examples:
-                statistics.merge(other.statistics[role])
+        roles: tuple[Role, ...] = ("x", "w", "dy") if self._examples or other._examples else ("x", "dy")
+        for role in roles:
+            self.statistics[role].merge(other.statistics[role])
         for role, learned in self.gaussians.items():
             learned.merge(other.gaussians[role])
         self.reservoir.merge(other.reservoir)
+        self.windows.merge(other.windows, roles, generator)
         for example in other._examples:
             self._keep_example(example.to(self.device))

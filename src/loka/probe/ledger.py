@@ -3,7 +3,7 @@
 Per site there are two covariances (x and dy), the matrix normal of the weight, and the kept rows. A full covariance of K channels takes 4 K^2
 bytes, so width is what costs: every width above a cap is sketched instead (`loka.probe.scatter`). The cap starts at 4096, where the widest site
 takes under 256 MB, and is halved until everything known at the start fits into the budget. A site whose shape shows up later, or that does not fit even
-sketched, gets what is left: then nothing but its kept rows and its statistics, and the report says so.
+sketched, gets what is left: fewer rows, then nothing but rows and statistics, and the report says so.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from loka.probe.gaussian import WIDTH_CAP, Gaussian
 from loka.probe.matrix_normal import SIDE_CAP, MatrixNormal
 from loka.probe.reservoir import Reservoir
+from loka.probe.window import Windows
 
 SITE_BYTES = 256 * 2**20
 MEAN_BYTES = 64 * 2**20  # a weight larger than this keeps its row and column means instead of a mean of its own
 LEAST_CAP = 128
+FEW_ROWS, LEAST_ROWS = 64, 8
 DEFAULT_BUDGET = 2 * 2**30
 
 
@@ -25,6 +27,7 @@ class Share:
     cap: int
     side_cap: int
     whole_mean: bool
+    rows: int
     bytes: int
 
 
@@ -36,28 +39,36 @@ class Ledger:
             raise ValueError(f"memory_budget={budget}: expected bytes, at least 1 MiB")
         self.budget, self.spent, self.cap = budget, 0, WIDTH_CAP
         self._rows = rows
-        self.short: list[str] = []  # sites that had to do without
+        self.short: list[str] = []  # sites that keep rows only, or fewer rows than asked for
 
     def prepare(self, shapes: list[tuple[int, int, bool]]) -> None:
         """Lower the cap until sites of these (width of x, width of dy, has a weight) fit together."""
-        while self.cap > LEAST_CAP and sum(self._share(*shape, self.cap).bytes for shape in shapes) > self.budget:
+        while self.cap > LEAST_CAP and sum(self._share(*s, self.cap, self._rows).bytes for s in shapes) > self.budget:
             self.cap //= 2
 
     def reserve(self, site: str, x: int, dy: int, weight: bool) -> Share:
-        """The share of one site."""
-        for cap in (self.cap, LEAST_CAP):
-            share = self._share(x, dy, weight, cap)
-            if share.bytes <= SITE_BYTES and self.spent + share.bytes <= self.budget:
-                break
-        else:
+        """The share of one site: the first that fits. The last, eight rows, is given in any case."""
+        few = min(self._rows, FEW_ROWS)
+        wishes = [
+            (self.cap, self._rows),
+            (LEAST_CAP, self._rows),
+            (LEAST_CAP, few),
+            (0, few),
+            (0, min(few, LEAST_ROWS)),
+        ]
+        shares = [self._share(x, dy, weight, cap, rows) for cap, rows in wishes]
+        left = min(SITE_BYTES, self.budget - self.spent)
+        share = next((share for share in shares if share.bytes <= left), shares[-1])
+        if not share.cap or share.rows < self._rows:
             self.short.append(site)
-            share = Share(0, 0, False, Reservoir.bytes_for(self._rows, (x, dy)))
         self.spent += share.bytes
         return share
 
-    def _share(self, x: int, dy: int, weight: bool, cap: int) -> Share:
+    def _share(self, x: int, dy: int, weight: bool, cap: int, rows: int) -> Share:
         side_cap, whole_mean = min(cap, SIDE_CAP), 4 * x * dy <= MEAN_BYTES
-        size = Gaussian.bytes_for(x, cap) + Gaussian.bytes_for(dy, cap) + Reservoir.bytes_for(self._rows, (x, dy))
-        if weight:
+        size = Reservoir.bytes_for(rows, (x, dy)) + Windows.bytes_for(rows, (x, dy))
+        if cap:
+            size += Gaussian.bytes_for(x, cap) + Gaussian.bytes_for(dy, cap)
+        if cap and weight:
             size += MatrixNormal.bytes_for(dy, x, cap=side_cap, whole_mean=whole_mean)
-        return Share(cap, side_cap, whole_mean, size)
+        return Share(cap, side_cap, whole_mean, rows, size)

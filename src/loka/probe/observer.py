@@ -3,8 +3,8 @@
 Cadence. Every site is looked at on one step in `every`. Sites take turns (`stagger` groups of about equal cost), so that no single step pays for
 all of them: with every=100 and stagger=4 a quarter of the sites is looked at on steps 0, 25, 50, 75. Other steps run a hook that is one `if`.
 
-With torch.compile, make the Probe before the first compiled call (torch.compile does not notice hooks added later). There are then two graphs,
-one for steps with a look and one for the others; see `loka.probe.seeing`.
+With torch.compile there are two graphs, one for steps with a look and one for the others; see `loka.probe.seeing`. Making a Probe makes torch.compile forget
+older graphs, which know nothing of its hooks.
 
 Weights are taken into their matrix normals every `snapshot_every` steps, one site a step, and the state is saved then where `save_to` says.
 """
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
 from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.saving import Saver, read_state
-from loka.probe.seeing import NO_TICKET, Tap, probe_see
+from loka.probe.seeing import NO_TICKET, Tap, make_hooks_count, probe_see
 from loka.probe.watch import Watch
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -52,24 +52,30 @@ class Observer:
         stagger: int | None = None,
         memory_budget: int = DEFAULT_BUDGET,
         snapshot_every: int = 10_000,
+        window: int | None = None,
         save_to: str | Path | None = None,
     ) -> None:
         if every < 1 or rows < 2 or snapshot_every < 1:
             raise ValueError(
                 f"every={every}, rows={rows}, snapshot_every={snapshot_every}: expected at least 1, 2 and 1"
             )
+        if window is not None and window < every:
+            raise ValueError(f"window={window}: expected at least every={every} steps, so that a window holds a look")
         if stagger is not None and not 1 <= stagger <= every:
             raise ValueError(f"stagger={stagger}: expected between 1 and every={every} groups of sites")
         self.model, self.every, self.rows = model, every, rows
         self.snapshot_every, self.save_to = snapshot_every, save_to
         self.steps = self.sampled_steps = 0
         self._seed, self._saver = seed, Saver()
+        self._window = 10 * every if window is None else window
         self.ledger = Ledger(memory_budget, rows)
         self._watches = self._find_sites(module_filter_fn, kinds)
         self._slots = assign_slots(
             list(self._watches.values()), stagger or min(MAX_STAGGER, max(1, every // SLOT_STEPS))
         )
         self._switch = Switch()
+        self._device = next((watch.device for watch in self._watches.values()), torch.device("cpu"))
+        make_hooks_count()
         self._handles: list[RemovableHandle] = [
             watch.module.register_forward_hook(make_hook(self._switch, watch), with_kwargs=True)
             for watch in self._watches.values()
@@ -91,7 +97,15 @@ class Observer:
             )
         self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
         return {
-            name: Watch(name, module, adapter, rows=self.rows, seed=self._seed + 7919 * number, ledger=self.ledger)
+            name: Watch(
+                name,
+                module,
+                adapter,
+                rows=self.rows,
+                seed=self._seed + 7919 * number,
+                ledger=self.ledger,
+                window=self._window,
+            )
             for number, (name, module, adapter) in enumerate(found)
         }
 
@@ -133,9 +147,11 @@ class Observer:
 
     def absorb(self) -> None:
         """Learn from what the running step has shown so far."""
-        if self._switch.on:
+        if not self._switch.on:
+            return
+        with torch.autocast(self._device.type, enabled=False):
             shown = [watch.absorb(self.steps) for watch in self._watches.values()]
-            self.sampled_steps += any(shown)
+        self.sampled_steps += any(shown)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from loka.formats import Spec
+from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
 from loka.probe.observer import Observer
 from loka.probe.report import Report
 from loka.probe.survey import DEFAULT_RECIPES, MAX_ERROR, MAX_GRADIENT_ERROR, Settings, Survey
-from loka.records import FlopsOf, FormatRange, ProbeReport, Site, capture_environment
+from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site, capture_environment
 
 
 class Probe(Observer):
@@ -101,6 +102,16 @@ class Probe(Observer):
 
     def _flops_by_site(self) -> dict[str, float]:
         return {w.name: 2 * w.rows_seen * w.k * w.n * len(w.gemms) / max(w.steps, 1) for w in self._watches.values()}
+
+    def drift(self, judge: Judge | None = None, **settings: Any) -> DriftReport:
+        """What moved, when, and whether the verdict would change: by a judge of your own, or by an evaluation with these settings.
+
+        Without a judge and without settings nothing is judged, only compared: that is cheap. See `loka.probe.drift`.
+        """
+        self.absorb()
+        if judge is None and settings:
+            judge = survey_judge(Settings(**settings), seed=self._seed)
+        return find_drift(list(self._watches.values()), model=type(self.model).__name__, steps=self.steps, judge=judge)
 
     def _extra_counts(self) -> list[int]:
         return [self._flops or 0]

@@ -11,7 +11,7 @@ The ops are plain Python when they run: they look up the site by its number, and
 sites over steps needs no further graph. They pretend to write to a token: a graph may otherwise drop or reorder what it thinks has no effect. The ticket
 pairs a gradient with the rows of its own call, also for a module called twice.
 
-What it costs: graph breaks none; the operands of watched GEMMs exist in memory on sampled steps (a fused producer must write them), and the copy that
+What it costs: making a Probe lets torch.compile forget the graphs it has (`make_hooks_count`); graph breaks none; the operands of watched GEMMs exist in memory on sampled steps (a fused producer must write them), and the copy that
 the identity asks for is fused away. CUDA graphs leave these ops out of the recording (they are tagged unsafe for it).
 """
 
@@ -36,6 +36,15 @@ def enroll(watch: "Watch") -> int:
     number = next(_NUMBERS)
     _WATCHES[number] = watch
     return number
+
+
+def make_hooks_count() -> None:
+    """Have torch.compile notice hooks. By default a graph made for a module without them also serves when there are some, even for another
+    module of the same class: a probe would see nothing, without a word. So graphs made so far are forgotten, and new ones check for hooks."""
+    import torch._dynamo  # slow to import, and only needed here
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    torch._dynamo.reset()
 
 
 def inside_backward() -> bool:

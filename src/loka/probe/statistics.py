@@ -28,7 +28,7 @@ OUTLIER_FACTOR = 8.0  # a channel is an outlier when its absmax exceeds this man
 FINE = 8  # bins per octave
 LOWEST = -127  # log2 of the first octave's lower end; the last one ends at 2^128
 OCTAVES = 255
-COLUMNS = ("count", "mean", "m2", "m3", "m4", "zeros", "non_finite", "absmax")
+COLUMNS = ("count", "mean", "m2", "m3", "m4", "zeros", "non_finite", "absmax", "step")
 MAX_PENDING = 256
 
 
@@ -40,13 +40,13 @@ class Statistics:
         self.raw_bins = torch.zeros(
             OCTAVES * FINE, dtype=torch.int64, device=device
         )  # zeros and non-finites in the first
-        self._merged = torch.zeros(len(COLUMNS), dtype=torch.float64)  # of all settled looks
-        self._pending: list[Tensor] = []
+        self._merged = torch.zeros(len(COLUMNS) - 1, dtype=torch.float64)  # of all settled looks
+        self._pending: list[tuple[int, Tensor]] = []
         self._settled: list[Tensor] = []
 
     @torch.no_grad()
-    def update(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the elements of [rows, channels]; returns them in float32 with non-finites zero, and 1 for rows that had none, else 0."""
+    def update(self, values: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Add the elements of [rows, channels], seen at a step; returns them in float32 with non-finites zero, and 1 for rows that had none, else 0."""
         values = values.detach().float()
         finite = values.isfinite()
         clean = torch.where(finite, values, torch.zeros_like(values))
@@ -57,7 +57,7 @@ class Statistics:
         peaks = magnitude.amax(0)
         self.channel_absmax = torch.maximum(self.channel_absmax, peaks)
         self.raw_bins += _count_bins(magnitude)
-        self._pending.append(_summarise(clean, finite, peaks.amax()))
+        self._pending.append((step, _summarise(clean, finite, peaks.amax())))
         if len(self._pending) >= MAX_PENDING:
             self._settle()
         return clean, usable
@@ -65,15 +65,21 @@ class Statistics:
     def _settle(self) -> None:
         if not self._pending:
             return
-        fresh = torch.stack(self._pending).cpu()
+        steps = torch.tensor([[step] for step, _ in self._pending], dtype=torch.float64)
+        fresh = torch.stack([look for _, look in self._pending]).cpu()
         self._pending = []
-        self._settled.append(fresh)
+        self._settled.append(torch.cat([fresh, steps], 1))
         for look in fresh:
             self._merged = _merge(self._merged, look)
 
     @property
+    def count(self) -> int:
+        """Looks so far; known without waiting for the device."""
+        return len(self._pending) + sum(len(part) for part in self._settled)
+
+    @property
     def looks(self) -> Tensor:
-        """One row per look, float64 [looks, 8] on the CPU; see COLUMNS."""
+        """One row per look in the order of steps, float64 [looks, 9] on the CPU; see COLUMNS."""
         self._settle()
         self._settled = [torch.cat(self._settled)] if self._settled else []
         return self._settled[0] if self._settled else torch.zeros(0, len(COLUMNS), dtype=torch.float64)
@@ -98,7 +104,8 @@ class Statistics:
             raise ValueError(
                 f"statistics of {self.channel_absmax.numel()} and {other.channel_absmax.numel()} channels do not merge"
             )
-        self._settled = [self.looks, other.looks]
+        looks = torch.cat([self.looks, other.looks])
+        self._settled = [looks[looks[:, -1].argsort(stable=True)]]
         self._merged = _merge(self._merged, other._merged)
         self.channel_absmax = torch.maximum(self.channel_absmax, other.channel_absmax.to(self.channel_absmax.device))
         self.raw_bins += other.raw_bins.to(self.raw_bins.device)

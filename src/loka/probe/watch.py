@@ -15,7 +15,9 @@ a crash as if there had been none.
 Weights change slowly: their statistics are taken at every tenth step with a look, the matrix normal only at snapshots.
 """
 
+import copy
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +46,21 @@ class Look:
 class Watch:
     """One site of a model."""
 
-    def __init__(self, name: str, module: nn.Module, adapter: Adapter, *, rows: int, seed: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        adapter: Adapter,
+        *,
+        rows: int,
+        seed: int,
+        ledger: Ledger,
+        window: int,
+    ) -> None:
         self.name, self.module, self.adapter = name, module, adapter
         self.type = type(module).__name__
         self.on = True  # whether it is this site's turn; read when an op runs, never when a graph is made
-        self._rows, self._seed, self._ledger = rows, seed, ledger
+        self._rows, self._seed, self._ledger, self._window = rows, seed, ledger, window
         self.calls = self.rows_seen = self.largest = self.steps = 0
         self.needs_dgrad = False
         self.learned: Learned | None = None
@@ -103,7 +115,7 @@ class Watch:
 
     def _make_learned(self, widths: tuple[int, int], device: torch.device) -> Learned:
         weight = self.adapter.kind != "lookup"
-        return Learned(self.name, widths, device, self._rows, self._seed, self._share, weight=weight)
+        return Learned(self.name, widths, device, self._seed, self._share, weight=weight, window=self._window)
 
     @property
     def gemms(self) -> list[Gemm]:
@@ -176,7 +188,7 @@ class Watch:
         if not called or self.learned is None:
             return bool(called)
         if self.steps % WEIGHT_EVERY == 0 and (weight := self.weight) is not None:
-            self.learned.see_weight(self._sampled_weight(weight))
+            self.learned.see_weight(self._sampled_weight(weight), step)
         self.steps += 1
         for ticket, look in looks.items():
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
@@ -211,6 +223,18 @@ class Watch:
     def draw_pair(self, source: Source, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """x and dy; of real rows, x and dy of the same examples."""
         return self._seen().draw_pair(source, count, generator)
+
+    def at(self, time: Literal["first", "latest"]) -> "Watch":
+        """The site as its first or latest complete window showed it: a watch to read, not to look with."""
+        learned = self._seen()
+        rows = learned.windows.first if time == "first" else learned.windows.latest
+        if rows.kept == 0:
+            raise ValueError(f"{self.name}: no window of training is complete yet")
+        then = copy.copy(self)
+        then.learned = self._make_learned(learned.widths, self.device)
+        then.learned.recall(rows, learned, self._generator(0))
+        then.on = False
+        return then
 
     def _seen(self) -> Learned:
         if self.learned is None:

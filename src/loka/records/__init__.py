@@ -2,6 +2,7 @@
 
 from loka.records.ab import BundleInfo, PairedMetric, PairedTest, SplitCheck
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
+from loka.records.drift import DriftReport, Feature, Move, VerdictChange
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
 from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
@@ -51,7 +52,9 @@ __all__ = [
     "Choice",
     "Comparison",
     "DistributionError",
+    "DriftReport",
     "Environment",
+    "Feature",
     "FlopsOf",
     "FormatRange",
     "Gemm",
@@ -65,6 +68,7 @@ __all__ = [
     "ModLeft",
     "ModSummary",
     "ModelStats",
+    "Move",
     "Outcome",
     "PairedMetric",
     "PairedTest",
@@ -88,6 +92,7 @@ __all__ = [
     "Speed",
     "SplitCheck",
     "TensorStats",
+    "VerdictChange",
     "append",
     "capture_environment",
     "from_json",
