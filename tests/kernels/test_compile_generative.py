@@ -33,9 +33,9 @@ def desc(kind: str, rows: int, columns: int) -> str:
     return f"tensordesc<{kind}[{rows},{columns}]>"
 
 
-def gemm(bm: int, bn: int, scales: int, resident: int, **more) -> dict:
+def gemm(bm: int, bn: int, scales: int, **more) -> dict:
     exact = {"SCALES": scales, "EXACT": False, "IEEE": False, "OUT": tl.bfloat16, **more}
-    return {"BM": bm, "BN": bn, "BK": 128, "EP": 64, "PROGRAMS": 132 * resident, **exact}
+    return {"BM": bm, "BN": bn, "BK": 128, "EP": 64, **exact}
 
 
 def operands(bm: int, bn: int, kind: str = "fp8e4nv", depth: int = 128) -> dict[str, str]:
@@ -67,35 +67,35 @@ CONFIGURATIONS = {
         {"D": 128, "DP": 128, "BB": 16},
         {"num_warps": 4},
     ),
-    ("grouped_mm", "_grouped", "blocks"): (operands(64, 128), gemm(64, 128, 3, 2), {"num_warps": 4, "num_stages": 3}),
+    ("grouped_mm", "_grouped", "blocks"): (operands(64, 128), gemm(64, 128, 3), {"num_warps": 4, "num_stages": 3}),
     ("grouped_mm", "_grouped", "blocks large"): (
         operands(128, 128),
-        gemm(128, 128, 3, 1),
+        gemm(128, 128, 3),
         {"num_warps": 8, "num_stages": 4},
     ),
     ("grouped_mm", "_grouped", "rows, fast"): (
         operands(128, 256),
-        gemm(128, 256, 2, 1),
+        gemm(128, 256, 2),
         {"num_warps": 8, "num_stages": 3},
     ),
     ("grouped_mm", "_grouped", "rows, exact"): (
         operands(64, 128),
-        gemm(64, 128, 2, 2, EXACT=True),
+        gemm(64, 128, 2, EXACT=True),
         {"num_warps": 4, "num_stages": 3},
     ),
     ("grouped_mm", "_grouped", "bf16"): (
         operands(128, 128, "bf16", 64),
-        gemm(128, 128, 0, 1, BK=64),
+        gemm(128, 128, 0, BK=64),
         {"num_warps": 8, "num_stages": 4},
     ),
     ("grouped_mm", "_grouped_swiglu", "blocks"): (
         {**operands(64, 128), "c_ptr": Q, "cs_ptr": S},
-        gemm(64, 128, 3, 2, **FUSED),
+        gemm(64, 128, 3, **FUSED),
         {"num_warps": 4, "num_stages": 2},
     ),
     ("grouped_mm", "_grouped_swiglu", "rows, fast"): (
         {**operands(128, 128), "c_ptr": Q, "cs_ptr": S},
-        gemm(128, 128, 2, 1, **FUSED),
+        gemm(128, 128, 2, **FUSED),
         {"num_warps": 8, "num_stages": 3},
     ),
     ("grouped_mm", "_swiglu", "1x128"): (

@@ -66,13 +66,13 @@ def _partial(a, b, acc, sa, sb, SCALES: tl.constexpr, EXACT: tl.constexpr, BK: t
         return tl.dot(a, b.T, acc, input_precision="ieee" if IEEE else "tf32")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "E", "num_tiles"])
 def _grouped(a_desc, b_desc, c_ptr, sa_ptr, sb_ptr, offsets_ptr, M, N, K, E, num_tiles, sa_stride, sa_stride_k,
              sb_stride_e, sb_stride, sb_stride_k,
-             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, PROGRAMS: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr,
              SCALES: tl.constexpr, EXACT: tl.constexpr, IEEE: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
     num_n, num_k = tl.cdiv(N, BN), tl.cdiv(K, BK)
-    for tile in range(tl.program_id(0), num_tiles, PROGRAMS):
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         e, first, last, tile_n = _locate(tile, offsets_ptr, E, num_n, BM, EP)
         if e < E:
             row = first + tl.arange(0, BM)
@@ -98,14 +98,14 @@ def _grouped(a_desc, b_desc, c_ptr, sa_ptr, sb_ptr, offsets_ptr, M, N, K, E, num
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "E", "num_tiles"])
 def _grouped_swiglu(a_desc, b_desc, c_ptr, cs_ptr, sa_ptr, sb_ptr, offsets_ptr, M, F, K, E, num_tiles,
                     sa_stride, sa_stride_k, sb_stride_e, sb_stride, sb_stride_k, cs_stride, cs_stride_k, c_stride,
-                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, PROGRAMS: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr,
                     SCALES: tl.constexpr, EXACT: tl.constexpr, IEEE: tl.constexpr,
                     FP8: tl.constexpr, POW2: tl.constexpr, OUT: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     num_n, num_k = tl.cdiv(F, BN), tl.cdiv(K, BK)
-    for tile in range(tl.program_id(0), num_tiles, PROGRAMS):
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         e, first, last, tile_n = _locate(tile, offsets_ptr, E, num_n, BM, EP)
         if e < E:
             row = first + tl.arange(0, BM)
@@ -261,6 +261,14 @@ def tile_for(rows: int, n: int, experts: int, *, doubled: bool, wide: bool) -> T
     return (64, 128, 4, 4, 2)
 
 
+def _launch(tile: Tile) -> dict[str, int]:
+    """Launch options; registers are capped where that many programs would not fit otherwise."""
+    _, _, warps, stages, resident = tile
+    registers = 65536 // (resident * warps * 32) // 8 * 8
+    capped = {"maxnreg": registers} if registers < 255 and not INTERPRETED else {}
+    return {"num_warps": warps, "num_stages": stages, **capped}
+
+
 def _grid(rows: int, columns: int, experts: int, tile: Tile, device: torch.device) -> tuple[int, int]:
     """Programs, and the most tiles there can be: every expert may end in a tile that is not full."""
     bm, bn, _, _, resident = tile
@@ -294,8 +302,8 @@ def gemm(
     sb_strides = (0, 0, 0) if sb is None else (sb.stride(0), *_strides(sb))
     _grouped[(programs,)](
         a_desc, b_desc, out, sa, sb, offsets, m, n, k, experts, tiles, *_strides(sa), *sb_strides,
-        tile[0], tile[1], bk, triton.next_power_of_2(experts), programs, scales, exact and scales == ROWS,
-        a.dtype == torch.float32, _TL[out_dtype], num_warps=tile[2], num_stages=tile[3],
+        tile[0], tile[1], bk, triton.next_power_of_2(experts), scales, exact and scales == ROWS,
+        a.dtype == torch.float32, _TL[out_dtype], **_launch(tile),
     )  # fmt: skip
     return out
 
@@ -318,9 +326,9 @@ def gemm_swiglu(
     sb_strides = (0, 0, 0) if sb is None else (sb.stride(0), *_strides(sb))
     _grouped_swiglu[(programs,)](
         a_desc, b_desc, out, cs, sa, sb, offsets, m, f, k, experts, tiles, *_strides(sa), *sb_strides, *_strides(cs),
-        out.stride(0), tile[0], tile[1], bk, triton.next_power_of_2(experts), programs, scales,
+        out.stride(0), tile[0], tile[1], bk, triton.next_power_of_2(experts), scales,
         exact and scales == ROWS, a.dtype == torch.float32, fp8, pow2, _TL[out_dtype], INTERPRETED,
-        num_warps=tile[2], num_stages=tile[3],
+        **_launch(tile),
     )  # fmt: skip
     return out, cs
 

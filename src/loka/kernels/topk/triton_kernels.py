@@ -237,8 +237,15 @@ def chunk_size(k: int) -> int:
     return min(8 if INTERPRETED else 128, SELECTED // triton.next_power_of_2(k))
 
 
+LAUNCH = {
+    "select_warps": 16,
+    "maxima_block": 8192,
+    "maxima_warps": 8,
+}  # fitted on a GPU; see benchmarks/generative_kernels.py
+
+
 def _warps(elements: int) -> int:
-    return max(1, min(32, elements // 512))
+    return max(1, min(LAUNCH["select_warps"], elements // 512))
 
 
 class _Rows:
@@ -268,14 +275,18 @@ def _levels(data: _Rows, requests: int, rows: int, c: int, known_lse: bool) -> l
         first, second = triton.cdiv(width, c), triton.cdiv(triton.cdiv(width, c), c)
         two = first > 1 and rows * first > SELECTED
         whole = source.kind == BEAMS and not known_lse
-        block = max(triton.next_power_of_2(width), c) if whole else max(min(8192, triton.next_power_of_2(width)), c)
+        block = (
+            max(triton.next_power_of_2(width), c)
+            if whole
+            else max(min(LAUNCH["maxima_block"], triton.next_power_of_2(width)), c)
+        )
         block = max(block, min(c * c, triton.next_power_of_2(triton.cdiv(width, c)) * c)) if two else block
         count = requests * rows
         kept = torch.empty(count, first, dtype=torch.int32, device=data.x.device)
         above = torch.empty(count if two else 0, second, dtype=torch.int32, device=data.x.device)
         _maxima[(count, triton.cdiv(width, block))](
             *source.operands(), kept, above, width, first, second, source.stride, source.mask_stride(),
-            c, block, source.kind, source.mask is not None, whole, two, num_warps=max(1, min(8, block // 1024)),
+            c, block, source.kind, source.mask is not None, whole, two, num_warps=max(1, min(LAUNCH["maxima_warps"], block // 1024)),
         )  # fmt: skip
         for keys, wide in ((kept, first), (above, second))[: 1 + two]:
             levels.append((keys, rows, wide))
