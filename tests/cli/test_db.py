@@ -123,6 +123,19 @@ def test_a_plan_for_a_target(db: Path, probe: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "cfg.json").read_text()) == []
 
 
+def test_a_plan_uses_the_users_own_database_too(
+    db: Path, probe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOKA_DB", str(tmp_path / "none.sqlite"))
+    assert "the database has no row" in run("plan", probe, "--target", "NVIDIA H200")[1]  # only what ships
+    assert not (tmp_path / "none.sqlite").exists()
+    own = tmp_path / "own.sqlite"
+    with Database.open(own) as database:
+        database.add(origin(device="NVIDIA A100"), [matching()])
+    monkeypatch.setenv("LOKA_DB", str(own))
+    assert "e4m3:row @ e4m3:row on torch" in run("plan", probe, "--target", "NVIDIA A100")[1]
+
+
 def test_options_of_a_target_need_one(db: Path, probe: Path) -> None:
     for option in (["--db", db], ["--weights", "cached"], ["--row-factor", "2"]):
         with pytest.raises(ValueError, match="name it with --target"):

@@ -43,6 +43,13 @@ def test_diff_names_sites_that_come_and_go() -> None:
     assert diff(part, whole).startswith("+ 2: new, fprop e4m3:tensor")
 
 
+def test_a_plan_has_verbs_of_its_own() -> None:
+    one, two = make(), make(error=0.5)
+    assert one.diff(two) == diff(one, two) != ""
+    assert one.diff(one) == ""
+    assert one.explain("0") == explain(one, "0")
+
+
 def test_explain_gives_reason_and_refusals() -> None:
     text = explain(make(error=0.5), "0")
     assert "fprop: high precision" in text

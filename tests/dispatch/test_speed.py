@@ -115,6 +115,12 @@ def test_what_probe_refused_throughout_stays_refused() -> None:
     assert choice(made).reason == "rowwise on reference: not finite"
 
 
+def test_a_database_may_stand_in_for_times_probe_did_not_take() -> None:
+    rows = database(speed(1.6), device="test device")
+    assert choice(plan(rows, target="test device")).expected_speedup == 1.6
+    assert not choice(make_plan(report(site("a", candidate(recipe="rowwise"))), Policy(target="test device"))).quantized
+
+
 def test_a_database_without_a_target_is_refused() -> None:
     with pytest.raises(ValueError, match="set target"):
         plan(database(speed(1.6)), target=None)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from loka.dispatch.database import Database
 from loka.dispatch.rows import machine_here
-from loka.dispatch.tune import key_of, missing_jobs, tune
+from loka.dispatch.tune import jobs_of_report, key_of, missing_jobs, tune
 from loka.formats import Spec
 from loka.measure.site import GemmCandidate, SiteJob
 
-from .evidence import HERE
+from .evidence import HERE, candidate, report, site
 from .measured import fake_timer
 
 ROW = Spec.parse("e4m3:row")
@@ -73,6 +73,32 @@ def test_without_a_gpu_no_row_is_written_and_the_result_says_so() -> None:
     assert result.unmeasured == {"not measured: no GPU": 2}
     assert len(database) == 0
     assert "2 not: not measured: no GPU" in str(result)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_are_measured_once_and_not_under_capture() -> None:
+    database = Database(":memory:")
+    job = SiteJob("fprop", 1000, 512, 256, BOTH)
+    graph = torch.cuda.CUDAGraph()
+    x = torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        x += 1
+        skipped = tune([job], database)
+    assert skipped.skipped == "a CUDA graph is being captured"
+    assert len(database) == 0
+    assert tune([job], database, seconds=60).measured == 2
+    assert tune([job], database, seconds=60).known == 2
+    assert {row.m for _, row in database.entries()} == {769}
+    assert all(row.refusal is None for _, row in database.entries())
+
+
+def test_a_report_becomes_jobs() -> None:
+    jobs = jobs_of_report(report(site("a", candidate(), candidate(gemm="wgrad"))), backends=["torch"])
+    assert [(job.gemm, job.m, job.k, job.n) for job in jobs] == [("fprop", 32, 16, 8), ("wgrad", 32, 16, 8)]
+    assert {str(c.a) for c in jobs[0].candidates} == {"e4m3:tensor", "e4m3:row", "e4m3:1x128"}
+    (only,) = jobs_of_report(report(site("a", candidate())), backends=["triton"], recipes=["rowwise"], weights="cached")
+    assert only.candidates == BOTH[1:]
+    assert only.weights == "cached"
 
 
 def fail(*_: Any, **__: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from loka.dispatch import Database
     from loka.records import Plan
 
 __all__ = ["diff", "explain", "export", "plan"]
@@ -36,7 +37,7 @@ def plan(
         str | None, typer.Option(help="Device to plan for, with database rows, e.g. 'NVIDIA H200'.")
     ] = None,
     db: Annotated[
-        Path | None, typer.Option(help="Performance database of --target; default: the rows that ship.")
+        Path | None, typer.Option(help="Rows of --target; default: those that ship and your own (loka db).")
     ] = None,
     weights: Annotated[
         str, typer.Option(help="Rows of --target: weights quantised in every call (dynamic) or before (cached).")
@@ -53,7 +54,7 @@ def plan(
 ) -> None:
     """Choose, for every GEMM, the fastest candidate that is accurate enough."""
     from loka import records
-    from loka.dispatch import Database, Policy, make_plan
+    from loka.dispatch import Policy, make_plan
 
     if target is None and (db is not None or weights != "dynamic" or row_factor != 1):
         raise ValueError("--db, --weights and --row-factor choose database rows of a device: name it with --target")
@@ -69,10 +70,26 @@ def plan(
         row_factor=row_factor,
         max_metric_change=max_metric_change,
     )
-    made = make_plan(report, policy, database=Database.open(db, create=False) if db is not None else None)
+    elsewhere = target is not None and target != report.environment.device
+    made = make_plan(report, policy, database=_rows(db) if elsewhere or db else None)
     if out is not None:
         records.save(made, out)
     typer.echo(records.to_json(made).decode() if json_ else _describe(made))
+
+
+def _rows(db: Path | None) -> "Database":
+    """The named database; without one the rows that ship and those of the user's own, where there is one."""
+    from loka.dispatch import Database
+    from loka.dispatch.database import default_path
+    from loka.dispatch.speed import shipped_database
+
+    if db is not None:
+        return Database.open(db, create=False)
+    rows = shipped_database()
+    if default_path().exists():
+        with Database.open(create=False) as own:
+            rows.merge(own.export())
+    return rows
 
 
 def _describe(made: "Plan") -> str:

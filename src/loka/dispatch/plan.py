@@ -1,7 +1,4 @@
-"""Plans as something a person reads: what differs, why a site runs what it runs, and whether a plan fits a model.
-
-A Plan is a record (`loka.records.Plan`); these are the verbs on it. None of them changes a model: see `loka.convert`.
-"""
+"""Whether a plan fits a model on its device. A Plan is a record; how it reads is `loka.records.prose`. Nothing here changes a model: see `loka.convert`."""
 
 from collections import Counter
 
@@ -12,123 +9,10 @@ from loka.formats import Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm import MatmulCall
 from loka.measure.site import gemm_shape
-from loka.records import ChainPlan, Choice, Plan, SitePlan
+from loka.records import Plan, SitePlan
+from loka.records.prose import diff, explain, spell
 
 __all__ = ["check", "diff", "explain", "spell"]
-
-
-_SETTINGS = (
-    "model",
-    "recipe",
-    "target",
-    "weights",
-    "max_error",
-    "max_gradient_error",
-    "min_speedup",
-    "max_metric_change",
-)
-
-
-def spell(choice: Choice) -> str:
-    """One GEMM's choice in a few words: `e4m3:row @ e4m3:row on reference`."""
-    if not choice.quantized:
-        return "high precision"
-    fast = ", fast accumulation" if choice.fast_accum else ""
-    return f"{choice.a} @ {choice.b} on {choice.backend}{fast}"
-
-
-def diff(before: Plan, after: Plan) -> str:
-    """What changed from one plan to another, one line per difference; empty when they run the same."""
-    lines = [
-        f"{name}: {old!r} -> {new!r}"
-        for name in _SETTINGS
-        if (old := getattr(before, name)) != (new := getattr(after, name))
-    ]
-    old_sites, new_sites = ({site.site: site for site in plan.sites} for plan in (before, after))
-    for name in sorted(old_sites.keys() | new_sites.keys()):
-        if name not in new_sites:
-            lines.append(f"- {name}: gone")
-        elif name not in old_sites:
-            lines.append(f"+ {name}: new, {_spell_site(new_sites[name])}")
-        else:
-            lines += _diff_site(old_sites[name], new_sites[name])
-    return "\n".join([*lines, *_diff_chains(before, after)])
-
-
-def _diff_chains(before: Plan, after: Plan) -> list[str]:
-    old, new = ({" -> ".join(chain.ops): _spell_chain(chain) for chain in plan.chains} for plan in (before, after))
-    names = [*old, *(name for name in new if name not in old)]
-    changed = [
-        (name, old.get(name, "absent"), new.get(name, "absent")) for name in names if old.get(name) != new.get(name)
-    ]
-    return [f"~ chain {name}: {was} => {now}" for name, was, now in changed]
-
-
-def _spell_chain(chain: ChainPlan) -> str:
-    return ", ".join(f"{step.kernel} ({step.reads} -> {step.writes})" for step in chain.steps)
-
-
-def _spell_site(site: SitePlan) -> str:
-    return ", ".join(f"{choice.gemm} {spell(choice)}" for choice in site.choices)
-
-
-def _diff_site(before: SitePlan, after: SitePlan) -> list[str]:
-    lines = []
-    shapes = [(site.m, site.k, site.n) for site in (before, after)]
-    if shapes[0] != shapes[1]:
-        lines.append(f"~ {before.site}: M x K x N {shapes[0]} -> {shapes[1]}")
-    old, new = ({c.gemm: spell(c) for c in site.choices} for site in (before, after))
-    gemms = [*old, *(g for g in new if g not in old)]
-    changed = [(g, old.get(g, "absent"), new.get(g, "absent")) for g in gemms if old.get(g) != new.get(g)]
-    return [*lines, *(f"~ {before.site} {gemm}: {was} -> {now}" for gemm, was, now in changed)]
-
-
-def explain(plan: Plan, site: str) -> str:
-    """Why one site runs what it runs."""
-    for planned in plan.sites:
-        if planned.site == site:
-            break
-    else:
-        known = ", ".join(s.site for s in plan.sites)
-        raise ValueError(f"the plan has no site {site!r}; its sites are {known}")
-    shape = f"M {planned.m}, K {planned.k}, N {planned.n}"
-    of = "the model's" if plan.flops_of == "model" else "the probed sites'"
-    lines = [f"{site}: {shape}, {planned.flops_share:.1%} of {of} GEMM FLOPs"]
-    if not planned.choices:
-        lines.append("  no GEMM was seen: it stays in high precision")
-    for choice in planned.choices:
-        lines.append(f"  {choice.gemm}: {spell(choice)}")
-        lines.append(f"    because {choice.reason}")
-        lines += _explain_numbers(choice)
-        if choice.quantized:
-            lines += [f"    refused {refusal}" for refusal in choice.refusals]
-    for chain in plan.chains:
-        if site in chain.ops:
-            lines += _explain_chain(chain)
-    lines += [f"  note: {note}" for note in plan.notes]
-    return "\n".join(lines)
-
-
-def _explain_numbers(choice: Choice) -> list[str]:
-    """What is expected of a choice, and where the speed comes from."""
-    if not choice.quantized:
-        return []
-    error = "not measured" if choice.expected_error is None else f"{choice.expected_error:.3g}"
-    if choice.expected_speedup is None:
-        return [f"    expected error {error}; speed not measured"]
-    time = f", {choice.expected_microseconds:.1f} us" if choice.expected_microseconds is not None else ""
-    return [
-        f"    expected error {error}; {choice.expected_speedup:.2f}x over bf16{time}: {choice.speed_source or 'source unknown'}"
-    ]
-
-
-def _explain_chain(chain: ChainPlan) -> list[str]:
-    bf16 = f", bf16 {chain.baseline_microseconds:.1f}" if chain.baseline_microseconds is not None else ""
-    lines = [f"  in the chain {' -> '.join(chain.ops)}: {chain.microseconds:.1f} us{bf16}"]
-    return lines + [
-        f"    {' + '.join(step.ops) or 'convert'}: {step.kernel}, {step.reads} -> {step.writes}, {step.microseconds:.1f} us"
-        for step in chain.steps
-    ]
 
 
 def check(plan: Plan, model: nn.Module) -> list[str]:

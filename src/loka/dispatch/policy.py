@@ -127,9 +127,9 @@ def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference"
 
 
 def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None) -> tuple[Speeds, list[str]]:
-    """Probe's own times for the machine it ran on, the database's for any other."""
+    """Probe's own times for the machine it ran on; the database's for any other, and for the same where one is given."""
     here = report.environment.device
-    if policy.min_speedup is None or policy.target in (None, here):
+    if policy.target is None or (policy.target == here and database is None):
         if database is not None:
             raise ValueError(
                 f"the database is asked for a machine elsewhere: set target; this report was made on {here!r}"
@@ -140,7 +140,6 @@ def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None)
             )
         return ProbeSpeeds(here), []
     database = shipped_database() if database is None else database
-    assert policy.target is not None
     machine, notes = choose_machine(database, policy.target, report)
     if policy.row_factor != 1:
         notes.append(f"for {policy.row_factor:g} times the rows per call that Probe saw")

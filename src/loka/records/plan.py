@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from loka.records import prose
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf, Gemm
 from loka.records.record import Part, Record
@@ -119,6 +120,14 @@ class Plan(Record, frozen=True, tag="plan"):
     def low_precision_share(self) -> float:
         """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
         return sum(site.low_precision_share for site in self.sites)
+
+    def diff(self, other: "Plan") -> str:
+        """What changes from this plan to another, one line per difference; empty when they run the same."""
+        return prose.diff(self, other)
+
+    def explain(self, site: str) -> str:
+        """Why one site runs what it runs."""
+        return prose.explain(self, site)
 
 
 def digest_of(plan: Plan) -> str:
