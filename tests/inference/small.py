@@ -33,7 +33,9 @@ def make_index(model: OneRec, items: int = 300, seed: int = 1) -> SemanticIndex:
 
 def make_requests(model: OneRec, lengths: tuple[int, ...], seed: int = 2) -> list[Request]:
     g = torch.Generator().manual_seed(seed)
-    sizes = torch.tensor(model.config.codebooks)
+    sizes = torch.tensor(
+        (*model.config.codebooks, model.config.items) if model.config.items else model.config.codebooks
+    )
     out = []
     for n in lengths:
         static = torch.randn(model.config.static, generator=g) if model.config.static else None
@@ -41,9 +43,11 @@ def make_requests(model: OneRec, lengths: tuple[int, ...], seed: int = 2) -> lis
     return out
 
 
-def search_plainly(model: OneRec, requests: list[Request], beams: int, valid: ValidIds | None) -> Beams:
+def search_plainly(
+    model: OneRec, requests: list[Request], beams: int, valid: ValidIds | None, normalize: str = "codebook"
+) -> Beams:
     offsets = torch.tensor([0, *(len(r.history) for r in requests)]).cumsum(0)
     static = [r.static for r in requests if r.static is not None]
     features: Tensor | None = torch.stack(static) if static else None
     context = model.encode(Jagged(torch.cat([r.history for r in requests]), offsets), features)
-    return search(model, context, beams=beams, valid=valid)
+    return search(model, context, beams=beams, valid=valid, normalize=normalize)

@@ -27,6 +27,7 @@ VARIANTS = {
     "five levels": ("tiny", {"codebooks": (16, 8, 8, 8, 4)}),
     "one level": ("tiny", {"codebooks": (100,)}),
     "user features": ("tiny", {"static": 5}),
+    "a table of items": ("tiny", {"items": 50}),
     "layer norm, bias, relu": ("tiny", {"norm": "layer", "bias": True, "activation": "relu"}),
     "block norm": ("tiny", {"norm": "block"}),
     "no norm": ("tiny", {"norm": "none"}),
@@ -39,7 +40,7 @@ def make_engine(model: object, valid: Trie | None = None, **options: object) -> 
 
 def assert_same(model: object, engine: Engine, valid: Trie | None, *, beams: int = 20) -> None:
     requests = make_requests(model, LENGTHS)
-    expected = search_plainly(model, requests, beams, valid)
+    expected = search_plainly(model, requests, beams, valid, engine.config.normalize)
     for row, found in enumerate(engine.generate(requests)):
         alive = expected.scores[row] > float("-inf")
         assert torch.equal(found.codes, expected.codes[row][alive])
@@ -116,6 +117,19 @@ class TestConstraints:
                 assert all(c.table is None for c in engine.constraints)
             assert_same(model, engine, index.trie)
         assert all(isinstance(c, Unconstrained) for c in make_engine(model).constraints)
+
+    def test_probabilities_of_valid_ids(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = make_model("tiny")
+        index = make_index(model, items=1500)
+        for share, table in ((4, 2**27), (10**9, 2**27), (10**9, 0)):
+            monkeypatch.setattr("loka.inference.constraint.LISTED_SHARE", share)
+            monkeypatch.setattr("loka.inference.constraint.TABLE_BYTES", table)
+            assert_same(model, make_engine(model, index.trie, normalize="valid"), index.trie)
+        few = make_index(model, items=7)
+        (found,) = make_engine(model, few.trie, normalize="valid", beams=50).generate(make_requests(model, (4,)))
+        assert float(found.scores.exp().sum()) == pytest.approx(1.0, abs=1e-4)  # all there is
+        with pytest.raises(ValueError, match="needs valid ids"):
+            make_engine(model, normalize="valid")
 
     def test_fewer_valid_items_than_beams(self) -> None:
         model = make_model("tiny")

@@ -116,7 +116,7 @@ def look_at_onerec(model: str, batches: int, seed: int) -> ModelStats:
         for number in range(batches):
             rows = [r.history for r in make_histories(it.config, 8, it.config.context, seed=seed + number)]
             offsets = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
-            it(Jagged(torch.cat(rows), offsets), torch.stack([r[-1] for r in rows]))
+            it(Jagged(torch.cat(rows), offsets), torch.stack([r[-1, : it.config.levels] for r in rows]))
 
     seen = f"{batches} batches of random histories, weights as initialised"
     return analyze_model(network, name=model, source="built here", run=run if batches else None, activations_of=seen)
@@ -130,6 +130,7 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
     from loka.data import load_sequences
     from loka.data.batch import Jagged
     from loka.inference import load_bundle
+    from loka.inference.recommender import spell
     from loka.ptq import analyze_model
 
     bundle = load_bundle(folder)
@@ -148,7 +149,7 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
             codes = bundle.index.codes_of(
                 torch.where(torch.isin(first, bundle.index.items), first, bundle.index.items[0])
             )
-            model(Jagged(bundle.index.codes_of(cut.history.values[known]), offsets), codes)
+            model(Jagged(spell(cut.history.values[known], bundle.index, model.config), offsets), codes)
 
     seen = f"{batches} batches of {opened.name}, test histories"
     return analyze_model(bundle.model, name=folder.name, source=str(folder.name), run=run, activations_of=seen)

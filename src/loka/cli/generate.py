@@ -126,7 +126,7 @@ def recommend(
         histories = [cut.history.values[a:b] for a, b in pairwise(edges)]
         targets = [cut.targets.values[a:b] for a, b in pairwise(goals)]
         names = cut.users.tolist()
-    config = EngineConfig(beams=beams, requests=(1, 4, 16), dtype=precision)
+    config = EngineConfig(beams=beams, requests=(1, 4, 16), dtype=precision, normalize=bundle.info.normalize)
     engine = Engine(bundle.model.to(device), config, valid=bundle.index.trie)
     found = Recommender(engine, bundle.index).recommend(histories, top=top, exclude_seen=exclude_seen)
     out = []

@@ -1,7 +1,7 @@
 """A small OneRec for a data set's sequences, made on the spot: ids for its items, and a model that spells them.
 
 Ids: residual k-means over what items are about (words, where there are any) and over which items stand near each other in training histories. Model: the small
-size, trained on prefixes of training histories, AdamW with a warm-up and a cosine. Enough to look at recommendations, not a statement about quality;
+size, trained on prefixes of training histories over the probabilities of valid ids, AdamW with a warm-up and a cosine. Enough to look at recommendations, not a statement about quality;
 benchmarks/quality.py trains the models that are.
 """
 
@@ -20,15 +20,15 @@ from loka.models import build
 from loka.models.onerec import OneRec, semantic_id_loss
 from loka.ptq import quantize
 from loka.records import BundleInfo, capture_environment
-from loka.semantic_ids import ResidualKMeans, SemanticIndex, embed_text, fit_semantic_ids
+from loka.semantic_ids import ResidualKMeans, SemanticIndex, embed_histories, embed_text, fit_semantic_ids
 
-WINDOW = 3
 DIMENSIONS = 48
 
 
 def make_index(data: SequenceData, *, codes: int = 64, seed: int = 0) -> SemanticIndex:
     """Distinct ids of four levels for every item: three of k-means, one to tell equal ones apart."""
-    near = _embed_neighbours(data, seed)
+    history = data.train.cut(np.arange(len(data.train)), 10**9).history
+    near = embed_histories(history.values, history.offsets, data.n_items, dimensions=DIMENSIONS, seed=seed)
     if data.texts is not None:
         words = embed_text(
             [text or "unknown" for text in data.texts[1:]], dimensions=DIMENSIONS, blank="zero", seed=seed
@@ -38,30 +38,12 @@ def make_index(data: SequenceData, *, codes: int = 64, seed: int = 0) -> Semanti
     return fit_semantic_ids(near, config, collisions="level", items=torch.arange(1, data.n_items + 1))
 
 
-def _embed_neighbours(data: SequenceData, seed: int) -> Tensor:
-    """Truncated SVD of the positive pointwise mutual information of items that stand at most WINDOW apart in training."""
-    history = data.train.cut(np.arange(len(data.train)), 10**9).history
-    items = history.values - 1
-    owner = torch.repeat_interleave(torch.arange(history.rows), history.lengths)
-    pairs = [(items[gap:], items[:-gap], owner[gap:] == owner[:-gap]) for gap in range(1, WINDOW + 1)]
-    a = torch.cat([p[0][p[2]] for p in pairs])
-    b = torch.cat([p[1][p[2]] for p in pairs])
-    at, counts = torch.unique(torch.cat([a * data.n_items + b, b * data.n_items + a]), return_counts=True)
-    row, column = at // data.n_items, at % data.n_items
-    degree = torch.zeros(data.n_items).index_add_(0, row, counts.float()).clamp(min=1)
-    surprise = (counts * counts.sum() / (degree[row] * degree[column])).log().clamp(min=0)
-    matrix = torch.sparse_coo_tensor(torch.stack([row, column]), surprise, (data.n_items,) * 2, check_invariants=True)
-    torch.manual_seed(seed)
-    u, s, _ = torch.svd_lowrank(matrix, q=DIMENSIONS, niter=3)
-    return torch.nn.functional.normalize(u * s.sqrt(), dim=1)
-
-
 def train_bundle(
     data: SequenceData,
     *,
     steps: int,
     seed: int = 0,
-    batch: int = 256,
+    batch: int = 128,
     rate: float = 2e-3,
     context: int = 50,
     options: dict[str, Any] | None = None,
@@ -72,7 +54,8 @@ def train_bundle(
         raise ValueError(f"{steps} steps: training needs at least one")
     index = make_index(data, seed=seed)
     torch.manual_seed(seed)
-    chosen = {"codebooks": index.codebook_sizes, "context": context, "short": 10, "d": 64, "layers": 2, "d_ff": 192}
+    chosen = {"codebooks": index.codebook_sizes, "context": context, "short": 10, "items": data.n_items + 1}
+    chosen |= {"d": 64, "layers": 2, "d_ff": 192}
     model = build("onerec", "small", **(chosen | (options or {})))
     assert isinstance(model, OneRec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
@@ -84,7 +67,7 @@ def train_bundle(
         warm = min(1.0, (step + 1) / min(50, steps))
         for group in optimizer.param_groups:
             group["lr"] = rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        loss = semantic_id_loss(model(history, goal), goal)
+        loss = semantic_id_loss(model(history, goal), goal, index.trie.follow(goal))
         if not bool(loss.isfinite()):
             raise ValueError(f"the loss became {float(loss.detach())} at step {step}; hint: another seed")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -100,6 +83,7 @@ def train_bundle(
         steps=steps,
         seed=seed,
         loss=float(loss.detach()),
+        normalize="valid",
         environment=capture_environment(),
     )
     return Bundle(model, quantize(model, "none"), index, info)
@@ -110,8 +94,8 @@ def _prefixes(
 ) -> Iterator[tuple[Jagged, Tensor]]:
     """Random positions of training histories: what came before, as codes, and the codes of what came."""
     start, length = (torch.from_numpy(part.copy()) for part in data.train.history)
-    table = torch.zeros(data.n_items + 1, index.levels, dtype=torch.int64)
-    table[index.items] = index.codes
+    table = torch.zeros(data.n_items + 1, index.levels + 1, dtype=torch.int64)
+    table[index.items] = torch.cat([index.codes, index.items[:, None]], 1)
     begin = torch.repeat_interleave(start, (length - 1).clamp(min=0))
     at = torch.arange(len(begin)) - torch.repeat_interleave(
         (length - 1).clamp(min=0).cumsum(0), (length - 1).clamp(min=0)
@@ -127,4 +111,4 @@ def _prefixes(
         lengths = goal - first
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         where = torch.arange(int(offsets[-1])) + torch.repeat_interleave(first - offsets[:-1], lengths)
-        yield Jagged(table[values[where]], offsets), table[values[goal]]
+        yield Jagged(table[values[where]], offsets), table[values[goal], :-1]

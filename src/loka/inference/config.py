@@ -16,7 +16,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class EngineConfig:
     """beams: width of the search; requests: batch sizes to prepare; contexts: context lengths in items, None: the model's longest.
 
-    dtype: of everything that is not quantised. graphs: CUDA graphs, None: where there is a GPU. fuse: torch.compile the small operations between the
+    dtype: of everything that is not quantised. normalize: what probabilities sum to one over, the whole "codebook" or the "valid" codes, as the model was
+    trained. graphs: CUDA graphs, None: where there is a GPU. fuse: torch.compile the small operations between the
     GEMMs, None: where there is a GPU. fold_shared: make the shared expert one of the grouped GEMM's where it fits. fast_accum: let FP8 GEMMs with row
     scales keep their sums in the tensor cores. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
     the GPU has free.
@@ -26,6 +27,7 @@ class EngineConfig:
     requests: tuple[int, ...] = (1, 2, 4, 8, 16)
     contexts: tuple[int, ...] | None = None
     dtype: str = "bf16"
+    normalize: str = "codebook"
     batch_invariant: bool = False
     graphs: bool | None = None
     fuse: bool | None = None
@@ -42,6 +44,8 @@ class EngineConfig:
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or min(sizes) < 1 or list(sizes) != sorted(set(sizes))):
                 raise ValueError(f"EngineConfig.{name} is {sizes}; expected ascending positive sizes")
+        if self.normalize not in ("codebook", "valid"):
+            raise ValueError(f"EngineConfig.normalize is {self.normalize!r}; expected 'codebook' or 'valid'")
         if self.dtype not in DTYPES:
             raise ValueError(f"EngineConfig.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         if self.memory is not None and self.memory < 1:

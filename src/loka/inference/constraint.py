@@ -4,7 +4,8 @@
     masked     many may: a table of one mask per node of the level, looked up by the nodes of the beams
     computed   the table would be too large: the mask is made by binary search, every time
 
-All three give the same choice. Beams that are no valid prefix (node -1) have no continuation: their score is -inf and stays so.
+All three give the same choice. Probabilities sum to one over the whole codebook, or with `valid_only` over the codes that may follow, as a model expects
+whose loss saw valid codes only. Beams that are no valid prefix (node -1) have no continuation: their score is -inf and stays so.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from loka.kernels.topk import beam_topk, topk
 from loka.semantic_ids import Trie
 
 TABLE_BYTES = 2**27
+LOWEST = torch.finfo(
+    torch.float32
+).min  # not -inf: a dead beam has no valid code, and a sum over nothing has no logarithm
+Lse = Callable[[Tensor], Tensor]
 LISTED_SHARE = 4  # list the codes where the fan-out is at most this part of the codebook
 
 
@@ -45,8 +50,10 @@ class Unconstrained:
 class Masked:
     """A mask over the codebook; `table` has one row per node of the level and a last one without any code."""
 
-    def __init__(self, trie: Trie, level: int, backend: str, *, table: bool) -> None:
-        self.trie, self.level, self.backend = trie, level, backend
+    def __init__(
+        self, trie: Trie, level: int, backend: str, lse: Lse, *, table: bool, valid_only: bool = False
+    ) -> None:
+        self.trie, self.level, self.backend, self.lse, self.valid_only = trie, level, backend, lse, valid_only
         self.table: Tensor | None = None
         self.first = trie.level_starts[level]
         if table:
@@ -61,7 +68,8 @@ class Masked:
             mask = self.trie.mask(nodes, self.level)
         else:
             mask = self.table[torch.where(nodes < 0, self.table.shape[0] - 1, nodes - self.first)]
-        best, parents, codes = beam_topk(logits, scores, k, mask=mask, backend=self.backend)
+        total = self.lse(logits.float().masked_fill(~mask, LOWEST)) if self.valid_only else None
+        best, parents, codes = beam_topk(logits, scores, k, mask=mask, lse=total, backend=self.backend)
         reached = self.trie.step(nodes.gather(1, parents), codes)
         return Choice(best, parents, codes, torch.where(best > float("-inf"), reached, -1))
 
@@ -69,15 +77,16 @@ class Masked:
 class Listed:
     """Only the codes that may follow are scored."""
 
-    def __init__(self, trie: Trie, level: int, backend: str, lse: Callable[[Tensor], Tensor]) -> None:
-        self.trie, self.level, self.backend, self.lse = trie, level, backend, lse
+    def __init__(self, trie: Trie, level: int, backend: str, lse: Lse, *, valid_only: bool = False) -> None:
+        self.trie, self.level, self.backend, self.lse, self.valid_only = trie, level, backend, lse, valid_only
 
     def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
         """As Unconstrained, among valid codes."""
         assert nodes is not None  # a constrained search has them
         codes, children = self.trie.allowed(nodes, self.level)
         known = logits.gather(2, codes.clamp(min=0)).float()
-        total = scores[..., None] + (known - self.lse(logits)[..., None])
+        mass = self.lse(torch.where(codes >= 0, known, LOWEST)) if self.valid_only else self.lse(logits)
+        total = scores[..., None] + (known - mass[..., None])
         total = torch.where(codes >= 0, total, float("-inf")).flatten(1)
         if total.shape[1] < k:  # fewer places than beams: the rest are no ids
             total = torch.nn.functional.pad(total, (0, k - total.shape[1]), value=float("-inf"))
@@ -90,15 +99,20 @@ class Listed:
 Constraint = Unconstrained | Masked | Listed
 
 
-def make_constraints(trie: Trie | None, levels: int, backend: str, lse: Callable[[Tensor], Tensor]) -> list[Constraint]:
+def make_constraints(
+    trie: Trie | None, levels: int, backend: str, lse: Lse, *, valid_only: bool = False
+) -> list[Constraint]:
     """One per level, each in the way that suits its part of the trie."""
     if trie is None:
+        if valid_only:
+            raise ValueError("normalize='valid' needs valid ids: give the engine a trie")
         return [Unconstrained(backend) for _ in range(levels)]
     made: list[Constraint] = []
     for level, size in enumerate(trie.codebook_sizes):
         nodes = trie.level_starts[level + 1] - trie.level_starts[level]
         if trie.fanouts[level] * LISTED_SHARE <= size:
-            made.append(Listed(trie, level, backend, lse))
+            made.append(Listed(trie, level, backend, lse, valid_only=valid_only))
         else:
-            made.append(Masked(trie, level, backend, table=(nodes + 1) * size <= TABLE_BYTES))
+            table = (nodes + 1) * size <= TABLE_BYTES
+            made.append(Masked(trie, level, backend, lse, table=table, valid_only=valid_only))
     return made

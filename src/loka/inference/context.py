@@ -28,6 +28,7 @@ class PackedContext:
 
     table: Tensor
     first_rows: Tensor
+    item_table: Tensor | None
     positions: Tensor
     static: PackedLinear | None
     seed: Tensor | None
@@ -49,6 +50,7 @@ class PackedContext:
         return cls(
             table=table,
             first_rows=torch.tensor(model.codes.starts, dtype=torch.int64, device=placement.device),
+            item_table=None if model.items is None else placement.place(model.items.table.weight),
             positions=placement.place(part.positions.weight),
             static=None if static is None else PackedLinear.of(static, placement),
             seed=placement.place(part.static.weight) if static is None else None,
@@ -63,10 +65,13 @@ class PackedContext:
         )
 
     def __call__(self, codes: Tensor, static: Tensor | None) -> list[Pair]:
-        """codes int64 [R, S, levels], newest first, padded with any code; -> pairs of keys and values [R, S + 1, G, D]."""
+        """codes int64 [R, S, columns], newest first, padded with any code; -> pairs of keys and values [R, S + 1, G, D]."""
         requests, length, _ = codes.shape
         dtype = self.table.dtype
-        items = F.embedding(codes + self.first_rows, self.table).sum(2)
+        levels = len(self.first_rows)
+        items = F.embedding(codes[..., :levels] + self.first_rows, self.table).sum(2)
+        if self.item_table is not None:
+            items = items + F.embedding(codes[..., levels], self.item_table)
         items = items + self.positions[:length]
         cut = min(self.recent, length)
         parts = [self._static(requests, static), self._apply(self.short, items[:, :cut])]

@@ -26,7 +26,7 @@ from loka.models.onerec import OneRecConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """A padded batch: codes int64 [R, S, levels] newest first, lengths int64 [R] in items, user features [R, F] where the model has them."""
+    """A padded batch: codes int64 [R, S, columns] newest first, lengths int64 [R] in items, user features [R, F] where the model has them."""
 
     codes: Tensor
     lengths: Tensor
@@ -149,7 +149,7 @@ class Decoder:
             out = v.contiguous()
         else:
             name = self.backends.get("beam_attention", "auto")
-            out = ancestor_attention(q.contiguous(), cache[0][:steps], cache[1][:steps], ancestors, backend=name)
+            out = ancestor_attention(q, cache[0][:steps], cache[1][:steps], ancestors, backend=name)
         return h, block.self_out(block.self_out.prepare(out.view(h.shape)), self.dtype)
 
     def _ffn(self, block: PackedBlock, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,9 @@ class Engine:
             self.glue = Glue(fuse=fuse, backends=backends)
             self.trie = None if valid is None else valid.to(self.device)
             search = backends.get("topk", "auto")
-            self.constraints = make_constraints(self.trie, model.config.levels, search, self.glue.lse)
+            only = self.config.normalize == "valid"
+            levels = model.config.levels
+            self.constraints = make_constraints(self.trie, levels, search, self.glue.lse, valid_only=only)
             self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends))
             self._storage = self._allocate()
         self._prepared: dict[Bucket, Prepared] = {}

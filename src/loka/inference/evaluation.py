@@ -22,7 +22,7 @@ from loka.data.sequences import SequenceBatch, SequenceSplit
 from loka.inference.bundle import Bundle
 from loka.inference.config import EngineConfig
 from loka.inference.engine import Engine
-from loka.inference.recommender import Recommender
+from loka.inference.recommender import Recommender, spell
 
 Progress = Callable[[int, int], None]
 
@@ -52,7 +52,7 @@ def evaluate_users(
     """Recommend for the first `users` of a split (all by default) and score what was held out."""
     if max(tops) > beams:
         raise ValueError(f"recall@{max(tops)} needs at least as many beams, got {beams}")
-    config = EngineConfig(beams=beams, requests=(batch,), dtype=dtype)
+    config = EngineConfig(beams=beams, requests=(batch,), dtype=dtype, normalize=bundle.info.normalize)
     engine = Engine(bundle.model.to(device), config, valid=bundle.index.trie)
     recommender = Recommender(engine, bundle.index)
     total = len(split) if users is None else min(users, len(split))
@@ -108,12 +108,15 @@ def _likelihood(bundle: Bundle, histories: list[Tensor], targets: list[Tensor]) 
     model, index = bundle.model, bundle.index
     device = model.begin.weight.device
     known = index.items.cpu()
-    rows = [index.codes_of(h[torch.isin(h, known)]) for h in histories]
+    rows = [spell(h[torch.isin(h, known)], index, model.config) for h in histories]
     owner = torch.repeat_interleave(torch.arange(len(targets)), torch.tensor([len(t) for t in targets]))
     spread = [rows[i] for i in owner.tolist()]
     offsets = torch.tensor([0, *(len(r) for r in spread)]).cumsum(0)
     goals = index.codes_of(torch.cat(targets)).to(device)
     logits = model(Jagged(torch.cat(spread).to(device), offsets.to(device)), goals)
+    if bundle.info.normalize == "valid":
+        masks = index.trie.to(device).follow(goals)
+        logits = tuple(part.masked_fill(~mask, float("-inf")) for part, mask in zip(logits, masks, strict=True))
     levels = [-F.cross_entropy(part.double(), goals[:, i], reduction="none") for i, part in enumerate(logits)]
     mean = torch.stack(levels).mean(0).cpu()
     sums = torch.zeros(len(targets), dtype=torch.float64).index_add_(0, owner, mean)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from loka.inference.engine import Engine
 from loka.inference.request import Recommendation, Request
+from loka.models.onerec import OneRecConfig
 from loka.semantic_ids import SemanticIndex
+
+
+def spell(items: Tensor, index: SemanticIndex, config: OneRecConfig) -> Tensor:
+    """Items of a history as the model reads them: their codes, and their numbers where it has a table of items."""
+    if not len(items):
+        return torch.empty(0, config.history_width, dtype=torch.int64)
+    codes = index.codes_of(items)
+    return torch.cat([codes, items[:, None]], 1) if config.items else codes
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,7 @@ class Recommender:
         if self.unknown == "raise" and not bool(known.all()):
             raise ValueError(f"request {place}: item {int(items[~known][0])} is not in the index; hint: unknown='drop'")
         kept = items[known].to(self.index.items.device)
-        codes = self.index.codes_of(kept).cpu() if len(kept) else torch.empty(0, self.index.levels, dtype=torch.int64)
-        return codes, int((~known).sum())
+        return spell(kept, self.index, self.engine.model_config).cpu(), int((~known).sum())
 
     def _finish(
         self, found: Recommendation, history: Tensor, top: int, exclude_seen: bool, dropped: int

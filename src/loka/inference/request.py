@@ -1,6 +1,7 @@
 """Requests in, recommendations out; and the padding between them and the engine's static shapes.
 
-A request's history is its items as semantic ids, oldest first, int64 [n, levels]; it may be empty. Only the most recent items that fit are used; how
+A request's history is its items as semantic ids, oldest first, int64 [n, levels], with the item numbers as one more column where the model has a table
+of items; it may be empty. Only the most recent items that fit are used; how
 many were left out is told, never silent. Codes outside their codebook raise and name the request.
 """
 
@@ -38,16 +39,17 @@ class Recommendation:
 def check_request(request: Request, config: OneRecConfig, place: int) -> None:
     """Raise for a request that does not fit the model."""
     history = request.history
-    if history.dim() != 2 or history.shape[1] != config.levels or history.is_floating_point():
+    if history.dim() != 2 or history.shape[1] != config.history_width or history.is_floating_point():
         seen = f"{history.dtype} {tuple(history.shape)}"
-        raise ValueError(f"request {place}: a history is int64 [items, {config.levels}], got {seen}")
-    sizes = torch.tensor(config.codebooks, device=history.device)
+        raise ValueError(f"request {place}: a history is int64 [items, {config.history_width}], got {seen}")
+    limits = (*config.codebooks, config.items) if config.items else config.codebooks
+    sizes = torch.tensor(limits, device=history.device)
     bad = ((history < 0) | (history >= sizes)).nonzero()
     if len(bad):
         row, level = bad[0].tolist()
         raise ValueError(
             f"request {place}: code {int(history[row, level])} of item {row}, level {level}, is outside "
-            f"[0, {config.codebooks[level]}); hint: translate items with the model's own index"
+            f"[0, {limits[level]}); hint: translate items with the model's own index"
         )
     wanted = (config.static,) if config.static else None
     given = None if request.static is None else tuple(request.static.shape)
@@ -58,7 +60,7 @@ def check_request(request: Request, config: OneRecConfig, place: int) -> None:
 def pad_requests(requests: list[Request], config: OneRecConfig, bucket: tuple[int, int]) -> Inputs:
     """The batch on the host, newest items first, padded to the bucket; empty places are requests without history."""
     rows, length = bucket
-    codes = torch.zeros(rows, length, config.levels, dtype=torch.int64)
+    codes = torch.zeros(rows, length, config.history_width, dtype=torch.int64)
     lengths = torch.zeros(rows, dtype=torch.int64)
     static = torch.zeros(rows, config.static) if config.static else None
     for row, request in enumerate(requests):

@@ -1,5 +1,7 @@
 """An offline A/B comparison: two models on the same users, metric by metric, with what must hold before it is believed."""
 
+from typing import Literal
+
 from loka.records.measurement import Environment, Interval
 from loka.records.record import Part, Record
 from loka.records.run import Outcome
@@ -47,4 +49,5 @@ class BundleInfo(Record, frozen=True, tag="bundle"):
     steps: int
     seed: int
     loss: float | None
+    normalize: Literal["codebook", "valid"]  # what the model's probabilities sum to one over
     environment: Environment
