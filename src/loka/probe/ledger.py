@@ -65,7 +65,7 @@ class Ledger:
         return share
 
     def _share(self, x: int, dy: int, weight: bool, cap: int, rows: int) -> Share:
-        side_cap, whole_mean = min(cap, SIDE_CAP), 4 * x * dy <= MEAN_BYTES
+        side_cap, whole_mean = min(cap, SIDE_CAP), cap > LEAST_CAP and 4 * x * dy <= MEAN_BYTES
         size = Reservoir.bytes_for(rows, (x, dy)) + Windows.bytes_for(rows, (x, dy))
         if cap:
             size += Gaussian.bytes_for(x, cap) + Gaussian.bytes_for(dy, cap)
