@@ -69,6 +69,11 @@ BACK = {
 
 INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
 VECTORS = {"D": 128, "K": 24, "NL": 32, "NF": 32, "BD": 128, "BK": 32, "BL": 32, "BF": 32}
+BACKWARD = {"x_ptr": X, "weight_ptr": X, "dq_ptr": X, "ds_ptr": X, "dx_ptr": X, "dw_ptr": S}
+MIXED = {
+    **{name: VECTORS[name] for name in ("D", "K", "NL", "NF", "BD", "BK", "BL")},
+    "BO": 64, "BLOCKS": 16, "PROGRAMS": 264, "PREROUND": False,
+}  # fmt: skip
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
@@ -119,21 +124,30 @@ CONFIGURATIONS = {
         {"partial_ptr": S, "s_ptr": S}, {"PARTS": 4096, "BLOCK": 1, "E5M2": False, "POW2": False}, {"num_warps": 4},
     ),
     ("interaction", "_interact", "plain residual"): (
-        {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "q_ptr": "*fp8e4nv"},
-        {"N": 64, **VECTORS, "BN": 64, "BLOCKS": 16, "PROJECT": False, "PROGRAMS": 528, "PREROUND": False},
+        {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "rstd_ptr": S, "q_ptr": "*fp8e4nv"},
+        {"N": 64, **VECTORS, "BN": 64, "BLOCKS": 16, "PROJECT": False, "KEEP": True, "PROGRAMS": 528, "PREROUND": False},
         {"num_warps": 4, "num_stages": 2},
     ),
     ("interaction", "_interact", "projected residual"): (
-        {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "q_ptr": "*fp8e4nv"},
-        {"N": 128, **VECTORS, "BN": 128, "BLOCKS": 16, "PROJECT": True, "PROGRAMS": 528, "PREROUND": False},
+        {**INTERACTION, "residual_ptr": X, "scale_ptr": S, "rstd_ptr": S, "q_ptr": "*fp8e4nv"},
+        {"N": 128, **VECTORS, "BN": 128, "BLOCKS": 16, "PROJECT": True, "KEEP": True, "PROGRAMS": 528, "PREROUND": False},
         {"num_warps": 4, "num_stages": 2},
     ),
     ("interaction", "_finish", "32 vectors"): (
-        {"next_ptr": X, "tower_ptr": X, "residual_ptr": X}, {"D": 128, "NF": 32, "BF": 32, "BD": 128}, {"num_warps": 4},
+        {"next_ptr": X, "tower_ptr": X, "residual_ptr": X, "rstd_ptr": S}, {"D": 128, "NF": 32, "BF": 32, "BD": 128, "KEEP": True}, {"num_warps": 4},
+    ),
+    ("interaction", "_norm_gradient", "64 vectors"): (
+        {"g_ptr": X, "next_ptr": X, "rstd_ptr": S, "ds_ptr": X}, {"D": 128, "ROWS": 64, "BR": 64, "BD": 128}, {"num_warps": 4},
+    ),
+    ("interaction", "_interact_gradient", "plain residual"): (
+        BACKWARD, {"N": 64, **MIXED, "BN": 64, "PROJECT": False}, {"num_warps": 8, "num_stages": 2},
+    ),
+    ("interaction", "_interact_gradient", "projected residual"): (
+        BACKWARD, {"N": 128, **MIXED, "BN": 128, "PROJECT": True}, {"num_warps": 8, "num_stages": 1},
     ),
 }  # fmt: skip
 WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient", "_interact"}
-MULTIPLIES = {"_gemm", "_fused", "_interact"}
+MULTIPLIES = {"_gemm", "_fused", "_interact", "_interact_gradient"}
 DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernels.fp8_bounds import excess
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.interaction import InteractionCall, finish, interact
+from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 every_backend = pytest.mark.parametrize("name", BACKENDS["interaction"])
@@ -61,6 +61,37 @@ def test_is_the_layer_up_to_rounding(name: str, call: InteractionCall, device: t
     assert out.shape == following.shape
     assert (out.double() - following).abs().max() <= 4 * ROUNDING * following.abs().max()
     assert not (out.double() * 1.2 - following).abs().max() <= 4 * ROUNDING * following.abs().max()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b).norm() / b.norm())
+
+
+@every_backend
+@pytest.mark.parametrize("call", CASES, ids=str)
+def test_gradients_are_autograds_up_to_rounding(name: str, call: InteractionCall, device: torch.device) -> None:
+    """x, W and the tower's output get the gradients autograd finds in float64, when the products' gradient is autograd's too."""
+    verdict = registry.backend("interaction", name).supports(call, device)
+    if not verdict:
+        pytest.skip(verdict.reason)
+    x, weight, scale = operands(call, device)
+    tower = torch.randn(call.rows, call.n_f * call.d, device=device).to(call.dtype)
+    made = interact(x, weight, call, scale, keep=True, backend=name)
+    following = finish(made, tower, call, backend=name)
+    g = torch.randn(following.shape, device=device).to(call.dtype)
+    dq = torch.randn(call.rows, call.n * call.k, device=device).to(call.dtype)
+    leaves = [t.double().requires_grad_() for t in (x, weight, tower)]
+    products, out = exact(call, *leaves)
+    ((out * g.double()).sum() + (products * dq.double()).sum()).backward()
+    ds = norm_gradient(g, following, made.rstd, call, backend=name)
+    dx, dw = interact_gradient(x, weight, dq, ds, call, backend=name)
+    assert relative(ds[:, : call.n_f].flatten(1), leaves[2].grad) < 0.02
+    assert relative(dx, leaves[0].grad) < 0.02
+    assert dw.dtype == torch.float32
+    for part in (slice(0, call.n_l), slice(call.n_l, call.n_l + call.k), slice(call.n_l + call.k, call.weights)):
+        if call.weights > part.start:
+            assert relative(dw[part], leaves[1].grad[part]) < 0.02
+    assert relative(dx * 1.05, leaves[0].grad) > 0.02
 
 
 @every_backend

@@ -42,8 +42,12 @@ class InteractionCall:
 
 @dataclass(frozen=True)
 class Interacted:
-    """The tower's input [B, n k] in FP8; next x [B, n_f + n_l, d], its first n_f vectors not written yet; their residual [B, n_f, d]."""
+    """The tower's input [B, n k] in FP8; next x [B, n_f + n_l, d], its first n_f vectors not written yet; their residual [B, n_f, d].
+
+    `rstd` [B, n_f + n_l] is what the norm of next divided by, kept for backward where asked and empty otherwise; its first n_f are written by `finish` too.
+    """
 
     products: QTensor
     next: Tensor
     residual: Tensor
+    rstd: Tensor

@@ -25,20 +25,39 @@ def supports(call: InteractionCall, device: torch.device) -> Verdict:
     return triton_runs_on(device)
 
 
-def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor) -> Interacted:
+def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep: bool = False) -> Interacted:
     """One kernel."""
     from loka.kernels.interaction import triton_ops
 
     x = x.contiguous()
-    q, following, residual = triton_ops.interact(
-        x, weight.to(x.dtype).contiguous(), scale, call.k, call.n_l, call.n_f, call.project
+    q, following, residual, rstd = triton_ops.interact(
+        x, weight.to(x.dtype).contiguous(), scale, call.k, call.n_l, call.n_f, call.project, keep
     )
-    return Interacted(QTensor(q, scale, NORMALIZED), following, residual if call.project else x[:, : call.n_f])
+    kept = residual if call.project else x[:, : call.n_f]
+    return Interacted(QTensor(q, scale, NORMALIZED), following, kept, rstd)
 
 
 def finish(made: Interacted, tower: Tensor, call: InteractionCall) -> Tensor:
     """One kernel, into the half that is missing."""
     from loka.kernels.interaction import triton_ops
 
-    triton_ops.finish(made.next, tower.contiguous(), made.residual, call.n_f)
+    triton_ops.finish(made.next, tower.contiguous(), made.residual, made.rstd, call.n_f)
     return made.next
+
+
+def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
+    """One kernel."""
+    from loka.kernels.interaction import triton_ops
+
+    result: Tensor = triton_ops.norm_gradient(g.contiguous(), following, rstd)
+    return result
+
+
+def gradient(x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, call: InteractionCall) -> tuple[Tensor, Tensor]:
+    """One kernel, and the sum of its parts of dW."""
+    from loka.kernels.interaction import triton_ops
+
+    dx, dw = triton_ops.interact_gradient(
+        x, weight.to(x.dtype).contiguous(), dq.contiguous(), ds, call.k, call.n_l, call.n_f, call.project
+    )
+    return dx, dw

@@ -19,7 +19,9 @@ from loka.kernels.tile import INTERPRETED, inverse, to_fp8
 _EPS = tl.constexpr(NORM_EPS)
 _BLOCK = tl.constexpr(NORM_BLOCK)
 _LAUNCH = {"num_warps": 4, "num_stages": 3}
-_PER_PROCESSOR = 4
+_PER_PROCESSOR = 3
+_GRADIENT_LAUNCH = {"num_warps": 8, "num_stages": 2}
+_GRADIENT_PER_PROCESSOR = 2
 
 
 @triton.jit
@@ -49,8 +51,32 @@ def _mix(
 
 
 @triton.jit
-def _normalize(y, D: tl.constexpr):
-    return y * tl.rsqrt(tl.sum(y * y, 1) / D + _EPS)[:, None]
+def _places(N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr):
+    """Where products [n, k] lie in the flat row: a vector's k products are in at most two blocks of 256, that of its first product and the next."""
+    vector, mixture, block = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BLOCKS)
+    flat = vector[:, None] * K + mixture[None, :]
+    real = (vector < N)[:, None] & (mixture < K)[None, :]
+    first = vector * K // _BLOCK
+    late = flat // _BLOCK != first[:, None]
+    in_first, in_next = first[:, None] == block[None, :], first[:, None] + 1 == block[None, :]
+    width = tl.maximum(tl.minimum(N * K - block * _BLOCK, _BLOCK), 1).to(tl.float32)
+    return flat, real, late, in_first, in_next, width
+
+
+@triton.jit
+def _block_mean(values, late, in_first, in_next, width):
+    """Means over the blocks of 256 of values [n, k], zero outside."""
+    early_sum, late_sum = tl.sum(tl.where(late, 0.0, values), 1), tl.sum(tl.where(late, values, 0.0), 1)
+    share = tl.where(in_first, early_sum[:, None], 0.0) + tl.where(in_next, late_sum[:, None], 0.0)
+    return tl.sum(share, 0) / width
+
+
+@triton.jit
+def _spread(per_block, late, in_first, in_next):
+    """The number of its block for every product."""
+    early = tl.sum(tl.where(in_first, per_block[None, :], 0.0), 1)
+    beyond = tl.sum(tl.where(in_next, per_block[None, :], 0.0), 1)
+    return tl.where(late, beyond[:, None], early[:, None])
 
 
 @triton.jit
@@ -70,31 +96,24 @@ def _store_vectors(
 
 
 @triton.jit
-def _interact(x_ptr, weight_ptr, scale_ptr, q_ptr, next_ptr, residual_ptr, B,
+def _store_rows(ptr, first: tl.constexpr, count: tl.constexpr, values, ROWS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    tl.store(ptr + first + row, values, row < count)
+
+
+@triton.jit
+def _interact(x_ptr, weight_ptr, scale_ptr, q_ptr, next_ptr, residual_ptr, rstd_ptr, B,
               N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, NL: tl.constexpr, NF: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, BF: tl.constexpr,
-              BLOCKS: tl.constexpr, PROJECT: tl.constexpr, PROGRAMS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    vector, mixture = tl.arange(0, BN), tl.arange(0, BK)
-    flat = vector[:, None] * K + mixture[None, :]
-    real = (vector < N)[:, None] & (mixture < K)[None, :]
-    # The K products of a vector lie in at most two blocks of 256: the one its first product is in, and the next.
-    first = vector * K // _BLOCK
-    late = flat // _BLOCK != first[:, None]
-    block = tl.arange(0, BLOCKS)
-    in_first, in_next = first[:, None] == block[None, :], first[:, None] + 1 == block[None, :]
-    width = tl.minimum(N * K - block * _BLOCK, _BLOCK).to(tl.float32)
+              BLOCKS: tl.constexpr, PROJECT: tl.constexpr, KEEP: tl.constexpr, PROGRAMS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    flat, real, late, in_first, in_next, width = _places(N, K, BN, BK, BLOCKS)
     inv = inverse(tl.load(scale_ptr))
     for example in tl.range(tl.program_id(0), B, PROGRAMS):
         at = tl.full((), 0, tl.int64) + example
         x = _load_vectors(x_ptr + at * N * D, 0, N, D, BN, BD)
         mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
         products = _multiply(x, tl.trans(mixtures), PREROUND)  # rows and columns beyond n and k are zero
-        square = products * products
-        early_sum, late_sum = tl.sum(tl.where(late, 0.0, square), 1), tl.sum(tl.where(late, square, 0.0), 1)
-        share = tl.where(in_first, early_sum[:, None], 0.0) + tl.where(in_next, late_sum[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(share, 0) / tl.maximum(width, 1.0) + _EPS)
-        early_factor = tl.sum(tl.where(in_first, rstd[None, :], 0.0), 1)
-        late_factor = tl.sum(tl.where(in_next, rstd[None, :], 0.0), 1)
-        factor = tl.where(late, late_factor[:, None], early_factor[:, None])
+        mean_square = _block_mean(products * products, late, in_first, in_next, width)
+        factor = _spread(tl.rsqrt(mean_square + _EPS), late, in_first, in_next)
         q = to_fp8(products * factor, inv, 0, False, False, PREROUND, True)
         tl.store(q_ptr + at * N * K + flat, q, real)
 
@@ -105,17 +124,104 @@ def _interact(x_ptr, weight_ptr, scale_ptr, q_ptr, next_ptr, residual_ptr, B,
             _store_vectors(residual_ptr + at * NF * D, 0, NF, D, kept.to(x.dtype), BF, BD)
         else:
             other = _load_vectors(x_ptr + at * N * D, NF, NL, D, BL, BD).to(tl.float32)
-        following = _normalize(linear + other, D).to(x.dtype)
+        summed = linear + other
+        rstd = tl.rsqrt(tl.sum(summed * summed, 1) / D + _EPS)
+        if KEEP:
+            _store_rows(rstd_ptr + at * (NF + NL), NF, NL, rstd, BL)
+        following = (summed * rstd[:, None]).to(x.dtype)
         _store_vectors(next_ptr + at * (NF + NL) * D, NF, NL, D, following, BL, BD)
 
 
 @triton.jit
-def _finish(next_ptr, tower_ptr, residual_ptr, next_stride, residual_stride, D: tl.constexpr, NF: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+def _finish(next_ptr, tower_ptr, residual_ptr, rstd_ptr, next_stride, residual_stride, rstd_stride,
+            D: tl.constexpr, NF: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
     example = tl.program_id(0).to(tl.int64)
     made = _load_vectors(tower_ptr + example * NF * D, 0, NF, D, BF, BD).to(tl.float32)
     kept = _load_vectors(residual_ptr + example * residual_stride, 0, NF, D, BF, BD).to(tl.float32)
-    y = _normalize(made + kept, D)
-    _store_vectors(next_ptr + example * next_stride, 0, NF, D, y.to(next_ptr.dtype.element_ty), BF, BD)
+    summed = made + kept
+    rstd = tl.rsqrt(tl.sum(summed * summed, 1) / D + _EPS)
+    if KEEP:
+        _store_rows(rstd_ptr + example * rstd_stride, 0, NF, rstd, BF)
+    y = (summed * rstd[:, None]).to(next_ptr.dtype.element_ty)
+    _store_vectors(next_ptr + example * next_stride, 0, NF, D, y, BF, BD)
+
+
+@triton.jit
+def _norm_gradient(
+    g_ptr, next_ptr, rstd_ptr, ds_ptr, D: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
+):
+    """dS = rstd (g - N mean(g N)) for the vectors of one example: N = S rstd is the next x, so nothing else was kept."""
+    example = tl.program_id(0).to(tl.int64)
+    g = _load_vectors(g_ptr + example * ROWS * D, 0, ROWS, D, BR, BD).to(tl.float32)
+    n = _load_vectors(next_ptr + example * ROWS * D, 0, ROWS, D, BR, BD).to(tl.float32)
+    row = tl.arange(0, BR)
+    rstd = tl.load(rstd_ptr + example * ROWS + row, row < ROWS, other=0.0)
+    ds = rstd[:, None] * (g - n * (tl.sum(g * n, 1) / D)[:, None])
+    _store_vectors(ds_ptr + example * ROWS * D, 0, ROWS, D, ds.to(ds_ptr.dtype.element_ty), BR, BD)
+
+
+@triton.jit
+def _weights(
+    weight_ptr, first: tl.constexpr, count: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
+):
+    """Rows of W, transposed: [n, rows]."""
+    vector, row = tl.arange(0, BN), tl.arange(0, ROWS)
+    inside = (vector < N)[:, None] & (row < count)[None, :]
+    return tl.load(weight_ptr + (first + row)[None, :] * N + vector[:, None], inside, other=0.0)
+
+
+@triton.jit
+def _store_partial(
+    ptr, first: tl.constexpr, count: tl.constexpr, N: tl.constexpr, values, ROWS: tl.constexpr, BN: tl.constexpr
+):
+    row, column = tl.arange(0, ROWS), tl.arange(0, BN)
+    inside = (row < count)[:, None] & (column < N)[None, :]
+    tl.store(ptr + (first + row)[:, None] * N + column[None, :], values, inside)
+
+
+@triton.jit
+def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
+                       N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, NL: tl.constexpr, NF: tl.constexpr,
+                       BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, BO: tl.constexpr,
+                       BLOCKS: tl.constexpr, PROJECT: tl.constexpr, PROGRAMS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """dx of a layer and this program's part of dW. Mixtures and products are computed again from x: cheaper than keeping them."""
+    flat, real, late, in_first, in_next, width = _places(N, K, BN, BK, BLOCKS)
+    OUT: tl.constexpr = NF + NL
+    dw_l = tl.zeros((BL, BN), tl.float32)
+    dw_k = tl.zeros((BK, BN), tl.float32)
+    if PROJECT:
+        dw_r = tl.zeros((BO, BN), tl.float32)
+    for example in tl.range(tl.program_id(0), B, PROGRAMS):
+        at = tl.full((), 0, tl.int64) + example
+        x = _load_vectors(x_ptr + at * N * D, 0, N, D, BN, BD)
+        mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
+        products = _multiply(x, tl.trans(mixtures), PREROUND)
+        factor = _spread(
+            tl.rsqrt(_block_mean(products * products, late, in_first, in_next, width) + _EPS), late, in_first, in_next
+        )
+        z = products * factor
+        dq = tl.load(dq_ptr + at * N * K + flat, real, other=0.0).to(tl.float32)
+        mean = _spread(_block_mean(dq * z, late, in_first, in_next, width), late, in_first, in_next)
+        dp = (factor * (dq - z * mean)).to(x.dtype)
+        dx = _multiply(dp, mixtures, PREROUND)
+        dy = _multiply(tl.trans(dp), x, PREROUND).to(x.dtype)
+        dx += _multiply(_weights(weight_ptr, NL, K, N, BK, BN), dy, PREROUND)
+        dw_k += _multiply(dy, tl.trans(x), PREROUND)
+        dl = _load_vectors(ds_ptr + at * OUT * D, NF, NL, D, BL, BD)
+        dx += _multiply(_weights(weight_ptr, 0, NL, N, BL, BN), dl, PREROUND)
+        dw_l += _multiply(dl, tl.trans(x), PREROUND)
+        if PROJECT:
+            ds = _load_vectors(ds_ptr + at * OUT * D, 0, OUT, D, BO, BD)
+            dx += _multiply(_weights(weight_ptr, NL + K, OUT, N, BO, BN), ds, PREROUND)
+            dw_r += _multiply(ds, tl.trans(x), PREROUND)
+        else:
+            dx += _load_vectors(ds_ptr + at * OUT * D, 0, OUT, D, BN, BD).to(tl.float32)
+        _store_vectors(dx_ptr + at * N * D, 0, N, D, dx.to(x.dtype), BN, BD)
+    mine = dw_ptr + tl.program_id(0).to(tl.int64) * (NL + K + (OUT if PROJECT else 0)) * N
+    _store_partial(mine, 0, NL, N, dw_l, BL, BN)
+    _store_partial(mine, NL, K, N, dw_k, BK, BN)
+    if PROJECT:
+        _store_partial(mine, NL + K, OUT, N, dw_r, BO, BN)
 
 
 def _power(count: int) -> int:
@@ -123,27 +229,55 @@ def _power(count: int) -> int:
 
 
 def interact(
-    x: Tensor, weight: Tensor, scale: Tensor, *, k: int, n_l: int, n_f: int, project: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B, n, d] contiguous, weight in its type -> products [B, n k], next [B, n_f + n_l, d], residual [B, n_f, d] or empty."""
+    x: Tensor, weight: Tensor, scale: Tensor, *, k: int, n_l: int, n_f: int, project: bool, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [B, n, d] contiguous, weight in its type -> products [B, n k], next [B, n_f + n_l, d], residual [B, n_f, d] or empty, rstd [B, n_f + n_l] or empty."""
     rows, n, d = x.shape
     products = torch.empty(rows, n * k, device=x.device, dtype=torch.float8_e4m3fn)
     following = torch.empty(rows, n_f + n_l, d, device=x.device, dtype=x.dtype)
     residual = torch.empty((rows, n_f, d) if project else (0,), device=x.device, dtype=x.dtype)
+    rstd = torch.empty((rows, n_f + n_l) if keep else (0,), device=x.device, dtype=torch.float32)
     if rows:
         programs = min(rows, _PER_PROCESSOR * processors(x.device))
         _interact[(programs,)](
-            x, weight, scale, products, following, residual, rows, n, d, k, n_l, n_f,
+            x, weight, scale, products, following, residual, rstd, rows, n, d, k, n_l, n_f,
             _power(n), _power(d), _power(k), _power(n_l), _power(n_f), _power(triton.cdiv(n * k, NORM_BLOCK)),
-            project, programs, INTERPRETED, **_LAUNCH,
+            project, keep, programs, INTERPRETED, **_LAUNCH,
         )  # fmt: skip
-    return products, following, residual
+    return products, following, residual, rstd
 
 
-def finish(following: Tensor, tower: Tensor, residual: Tensor, *, n_f: int) -> None:
+def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor | None, *, n_f: int) -> None:
     """following[:, :n_f] = BlockNorm_d(tower + residual); the vectors of an example lie together in each of them."""
     rows, _, d = following.shape
     if rows:
         _finish[(rows,)](
-            following, tower, residual, following.stride(0), residual.stride(0), d, n_f, _power(n_f), _power(d), num_warps=4
+            following, tower, residual, rstd, following.stride(0), residual.stride(0), 0 if rstd is None else rstd.stride(0),
+            d, n_f, _power(n_f), _power(d), rstd is not None, num_warps=4,
         )  # fmt: skip
+
+
+def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
+    """The gradient of what was normalised, [B, n_f + n_l, d]."""
+    rows, vectors, d = following.shape
+    ds = torch.empty_like(following)
+    if rows:
+        _norm_gradient[(rows,)](g, following, rstd, ds, d, vectors, _power(vectors), _power(d), num_warps=4)
+    return ds
+
+
+def interact_gradient(
+    x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, *, k: int, n_l: int, n_f: int, project: bool
+) -> tuple[Tensor, Tensor]:
+    """dx [B, n, d] and dW [rows of W, n] in float32. Each program sums its examples, then the parts are summed: the same bits every time."""
+    rows, n, d = x.shape
+    dx = torch.empty_like(x)
+    programs = max(1, min(rows, _GRADIENT_PER_PROCESSOR * processors(x.device)))
+    parts = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
+    if not rows:
+        return dx, torch.zeros_like(parts[0])
+    _interact_gradient[(programs,)](
+        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, _power(n), _power(d), _power(k), _power(n_l),
+        _power(n_f + n_l), _power(triton.cdiv(n * k, NORM_BLOCK)), project, programs, INTERPRETED, **_GRADIENT_LAUNCH,
+    )  # fmt: skip
+    return dx, parts.sum(0)

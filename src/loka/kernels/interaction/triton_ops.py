@@ -1,4 +1,4 @@
-"""The interaction as torch ops."""
+"""The interaction and its gradient as torch ops. Absent outputs come back empty: an op's signature is fixed."""
 
 import torch
 from torch import Tensor
@@ -8,28 +8,53 @@ from loka.kernels.interaction import triton_kernels as kernels
 
 @torch.library.custom_op("loka::interact", mutates_args=())
 def interact(
-    x: Tensor, weight: Tensor, scale: Tensor, k: int, n_l: int, n_f: int, project: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """products, next, residual (empty where it is x itself)."""
-    return kernels.interact(x, weight, scale, k=k, n_l=n_l, n_f=n_f, project=project)
+    x: Tensor, weight: Tensor, scale: Tensor, k: int, n_l: int, n_f: int, project: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """products, next, residual (empty where it is x itself), rstd."""
+    return kernels.interact(x, weight, scale, k=k, n_l=n_l, n_f=n_f, project=project, keep=keep)
 
 
 @interact.register_fake
-def _(x, weight, scale, k, n_l, n_f, project):  # type: ignore[no-untyped-def]
+def _(x, weight, scale, k, n_l, n_f, project, keep):  # type: ignore[no-untyped-def]
     rows, n, d = x.shape
     return (
         x.new_empty(rows, n * k, dtype=torch.float8_e4m3fn),
         x.new_empty(rows, n_f + n_l, d),
         x.new_empty((rows, n_f, d) if project else (0,)),
+        x.new_empty((rows, n_f + n_l) if keep else (0,), dtype=torch.float32),
     )
 
 
-@torch.library.custom_op("loka::interact_finish", mutates_args=("following",))
-def finish(following: Tensor, tower: Tensor, residual: Tensor, n_f: int) -> None:
-    """following[:, :n_f] = BlockNorm_d(tower + residual)."""
-    kernels.finish(following, tower, residual, n_f=n_f)
+@torch.library.custom_op("loka::interact_finish", mutates_args=("following", "rstd"))
+def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor, n_f: int) -> None:
+    """following[:, :n_f] = BlockNorm_d(tower + residual), and its rstd where that is not empty."""
+    kernels.finish(following, tower, residual, rstd if rstd.numel() else None, n_f=n_f)
 
 
 @finish.register_fake
-def _(following, tower, residual, n_f):  # type: ignore[no-untyped-def]
+def _(following, tower, residual, rstd, n_f):  # type: ignore[no-untyped-def]
     return None
+
+
+@torch.library.custom_op("loka::interact_norm_gradient", mutates_args=())
+def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
+    """The gradient of what was normalised."""
+    return kernels.norm_gradient(g, following, rstd)
+
+
+@norm_gradient.register_fake
+def _(g, following, rstd):  # type: ignore[no-untyped-def]
+    return torch.empty_like(following)
+
+
+@torch.library.custom_op("loka::interact_gradient", mutates_args=())
+def interact_gradient(
+    x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, k: int, n_l: int, n_f: int, project: bool
+) -> tuple[Tensor, Tensor]:
+    """dx, dW."""
+    return kernels.interact_gradient(x, weight, dq, ds, k=k, n_l=n_l, n_f=n_f, project=project)
+
+
+@interact_gradient.register_fake
+def _(x, weight, dq, ds, k, n_l, n_f, project):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), weight.new_empty(weight.shape, dtype=torch.float32)
