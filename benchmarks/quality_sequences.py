@@ -7,8 +7,11 @@ Nothing is removed from the ranking, also not what the user has seen.
     Markov       items by how often they followed the last item of the history in the training part; popularity breaks ties
 
 HSTU learns every position's next item by a softmax over all items; where the data has times, a request's own moment is known to it, as it is
-to a server. OneRec learns to spell the next item's semantic id from sampled prefixes, and is scored by its beam search over valid ids: a target
-that is not among the beams is a miss.
+to a server. OneRec learns to spell the next item's semantic id from every prefix, over the probabilities of valid ids, and is scored by its beam
+search over them: a target that is not among the beams is a miss.
+
+On a GPU forward and backward of a step are one CUDA graph: batches are drawn inside it from the numbers of the examples, into buffers that have room
+for the longest batch, because a small model spends its time in launches otherwise.
 """
 
 import math
@@ -21,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from quality_ranking import gather_windows
 from torch import Tensor
 
@@ -43,23 +47,21 @@ class Recipe:
     batch: int
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
-    evaluations: int = 12
-    patience: int = 4
+    evaluations: int = 10
+    patience: int = 5
     length: int = 50
     model: dict[str, Any] = field(default_factory=dict)
 
 
 HSTU = {"d": 64, "layers": 2, "heads": 2, "d_qk": 32, "d_v": 32, "dropout": 0.3, "cosine": False}
-ONEREC = {"d": 128, "layers": 3, "heads": 4, "d_ff": 384, "g_kv": 4, "short": 10, "dropout": 0.2}
+ONEREC = {"d": 128, "layers": 3, "heads": 4, "d_ff": 384, "g_kv": 4, "short": 10, "dropout": 0.3}
 RECIPES = {
     ("hstu", "ml-1m"): (Recipe(4000, 128, 2e-3, length=200, model=HSTU | {"layers": 4, "dropout": 0.2}),),
     ("hstu", "amazon-2014-beauty"): (Recipe(1200, 512, 4e-3, model=HSTU | {"dropout": 0.4}),),
     ("hstu", "amazon-2018-scientific"): (Recipe(1000, 256, 4e-3, model=HSTU | {"dropout": 0.4}),),
-    ("onerec", "ml-1m"): (Recipe(4000, 2048, 1.5e-3, length=100, model=ONEREC, weight_decay=0.01),),
-    ("onerec", "amazon-2014-beauty"): (Recipe(3000, 1024, 2e-3, model=ONEREC | {"dropout": 0.3}, weight_decay=0.05),),
-    ("onerec", "amazon-2018-scientific"): (
-        Recipe(2000, 512, 2e-3, model=ONEREC | {"dropout": 0.3}, weight_decay=0.05),
-    ),
+    ("onerec", "ml-1m"): (Recipe(6000, 1024, 1.5e-3, length=50, model=ONEREC | {"dropout": 0.1}, weight_decay=0.01),),
+    ("onerec", "amazon-2014-beauty"): (Recipe(3000, 1024, 1.5e-3, length=30, model=ONEREC, weight_decay=0.05),),
+    ("onerec", "amazon-2018-scientific"): (Recipe(1500, 512, 1.5e-3, length=30, model=ONEREC, weight_decay=0.05),),
 }
 
 
@@ -164,26 +166,28 @@ def choose_attention(device: str) -> tuple[str, str]:
 
 
 class NextItem:
-    """HSTU over users."""
+    """HSTU over users: a window of each training history, anywhere in it where it is longer than the model."""
 
     def __init__(self, events: Events, recipe: Recipe, attention: str) -> None:
         self.events, self.recipe = events, recipe
         options = recipe.model | {"items": events.n_items + 1, "max_length": recipe.length, "attention": attention}
         self.model = build("hstu", "small", **options)
         self.ends = torch.maximum(events.last - 2, events.first)
-        self.users = (self.ends - events.first > 1).nonzero().squeeze(1)
+        self.examples = (self.ends - events.first > 1).nonzero().squeeze(1)
+        self.capacity = find_capacity((self.ends - events.first)[self.examples], recipe)
 
-    def losses(self) -> Iterator[Tensor]:
-        """One loss per batch, without end."""
-        e, size = self.events, self.recipe.batch
-        while True:
-            order = self.users[torch.randperm(len(self.users), device=self.users.device)]
-            lengths = (self.ends - e.first)[order].clamp(max=self.recipe.length)
-            totals = torch.stack([part.sum() for part in lengths.split(size)]).tolist()
-            for some, total in zip(order.split(size), totals, strict=True):
-                history, at = e.windows(e.first[some], self.ends[some], self.recipe.length, total)
-                times = None if e.times is None else e.times[at]
-                yield next_item_loss(self.model(history, times), history)
+    def loss(self, users: Tensor) -> Tensor:
+        """users [B]: every shape depends on B alone. What the windows leave of the capacity is filled with rows of padding, which is no target."""
+        e, length = self.events, self.recipe.length
+        spare = (self.ends[users] - e.first[users] - length).clamp(min=0)
+        end = self.ends[users] - (torch.rand(len(users), device=users.device) * (spare + 1)).long().clamp(max=spare)
+        at, offsets = gather_static(torch.maximum(e.first[users], end - length), end, self.capacity)
+        fill = torch.arange(1, -(-self.capacity // length) + 1, device=users.device) * length + offsets[-1]
+        real = at >= 0
+        rows = torch.cat([offsets, fill.clamp(max=self.capacity)])
+        history = Jagged(torch.where(real, e.items[at.clamp(min=0)], 0), rows)
+        times = None if e.times is None else torch.where(real, e.times[at.clamp(min=0)], 0)
+        return next_item_loss(self.model(history, times), history)
 
     @torch.no_grad()
     def rank(self, users: Tensor, target: Tensor, metric: TopK) -> None:
@@ -200,41 +204,112 @@ class NextItem:
 
 
 class NextId:
-    """OneRec over prefixes of training histories."""
+    """OneRec over all prefixes of training histories; an item of a history is its codes and itself."""
 
     def __init__(self, events: Events, recipe: Recipe) -> None:
         self.events, self.recipe = events, recipe
         sizes = tuple(int(size) + 1 for size in events.codes.amax(0))
-        self.model = build("onerec", "small", **(recipe.model | {"codebooks": sizes, "context": recipe.length}))
-        self.trie = build_trie(events.codes[1:], sizes, torch.arange(1, events.n_items + 1, device=events.codes.device))
+        options = recipe.model | {"codebooks": sizes, "context": recipe.length, "items": events.n_items + 1}
+        self.model = build("onerec", "small", **options)
+        numbers = torch.arange(events.n_items + 1, device=events.codes.device)
+        self.described = torch.cat([events.codes, numbers[:, None]], 1)
+        self.trie = build_trie(events.codes[1:], sizes, numbers[1:])
         ends = torch.maximum(events.last - 2, events.first)
         _, at = events.windows(events.first, ends, 10**9, int((ends - events.first).sum()))
         first = events.first[torch.bucketize(at, events.last, right=True)]
         self.targets, self.first = at[at > first], first[at > first]
+        self.examples = torch.arange(len(self.targets), device=at.device)
+        self.capacity = find_capacity(self.targets - self.first, recipe)
 
-    def losses(self) -> Iterator[Tensor]:
-        e, size = self.events, self.recipe.batch
-        while True:
-            order = torch.randperm(len(self.targets), device=self.targets.device)[: 256 * size]
-            lengths = (self.targets - self.first)[order].clamp(max=self.recipe.length)
-            totals = torch.stack([part.sum() for part in lengths.split(size)]).tolist()
-            for some, total in zip(order.split(size), totals, strict=True):
-                history, _ = e.windows(self.first[some], self.targets[some], self.recipe.length, total)
-                goal = e.codes[e.items[self.targets[some]]]
-                yield semantic_id_loss(self.model(Jagged(e.codes[history.values], history.offsets), goal), goal)
+    def loss(self, examples: Tensor) -> Tensor:
+        """examples [B]: every shape depends on B alone; values behind the last row are not read."""
+        e, target = self.events, self.targets[examples]
+        begin = torch.maximum(self.first[examples], target - self.recipe.length)
+        at, offsets = gather_static(begin, target, self.capacity)
+        goal = e.codes[e.items[target]]
+        history = Jagged(self.described[e.items[at.clamp(min=0)]], offsets)
+        return semantic_id_loss(self.model(history, goal), goal, self.trie.follow(goal))
 
     @torch.no_grad()
     def rank(self, users: Tensor, target: Tensor, metric: TopK) -> None:
         e = self.events
         total = int((target - e.first[users]).clamp(max=self.recipe.length).sum())
         history, _ = e.windows(e.first[users], target, self.recipe.length, total)
-        context = self.model.encode(Jagged(e.codes[history.values], history.offsets))
-        found = search(self.model, context, beams=BEAMS, valid=self.trie).items
+        context = self.model.encode(Jagged(self.described[history.values], history.offsets))
+        found = search(self.model, context, beams=BEAMS, valid=self.trie, normalize="valid").items
         assert found is not None  # valid ids were given
         metric.update(found, e.items[target][:, None])
 
 
-BEAMS = 32
+BEAMS = 50
+
+
+def find_capacity(lengths: Tensor, recipe: Recipe) -> int:
+    """Room for the windows of a batch: six standard deviations above their mean sum, at most what they can be at all."""
+    windows = lengths.clamp(max=recipe.length).double()
+    likely = recipe.batch * float(windows.mean()) + 6 * recipe.batch**0.5 * float(windows.std())
+    return min(recipe.batch * recipe.length, -(-int(likely) // 64) * 64 + 64)
+
+
+def gather_static(begin: Tensor, end: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Positions of the values of windows [begin, end), one after another and -1 behind them, [capacity], and offsets [B + 1].
+
+    Nothing is asked of the device, so this can be captured. A window that finds no room is cut; `find_capacity` makes that all but impossible.
+    """
+    offsets = F.pad((end - begin).cumsum(0), (1, 0)).clamp(max=capacity)
+    index = torch.arange(capacity, device=begin.device)
+    row = torch.bucketize(index, offsets[1:], right=True)
+    at = index + (begin - offsets[:-1])[row.clamp(max=len(begin) - 1)]
+    return torch.where(row < len(begin), at, -1), offsets
+
+
+class Stepper:
+    """Forward and backward of a batch; on a GPU one CUDA graph, of which only the numbers of the examples change."""
+
+    def __init__(self, task: Any, recipe: Recipe, device: str) -> None:
+        self.task, self.device = task, device
+        self.examples = task.examples[: recipe.batch].clone()
+        if len(self.examples) < recipe.batch:
+            raise ValueError(f"a batch of {recipe.batch} is larger than the {len(self.examples)} training examples")
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.loss = torch.zeros((), device=device)
+        self.how = self._capture() if device == "cuda" else "eager: no GPU"
+
+    def __call__(self, examples: Tensor) -> Tensor:
+        """Leave the gradients in the parameters; the loss is overwritten by the next call."""
+        self.examples.copy_(examples)
+        if self.graph is not None:
+            self.graph.replay()
+            return self.loss
+        self.task.model.zero_grad(set_to_none=True)
+        return self._run()
+
+    def _run(self) -> Tensor:
+        with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda"):
+            loss = self.task.loss(self.examples)
+        loss.backward()
+        return loss.detach()
+
+    def _capture(self) -> str:
+        self.task.model.train()
+        try:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.task.model.zero_grad(set_to_none=True)
+                    self._run()
+            torch.cuda.current_stream().wait_stream(side)
+            self.task.model.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.loss = self._run()
+            self.graph = graph
+        except Exception as error:  # a run without a graph is the same run, only slower; the result says which it was
+            torch.cuda.synchronize()
+            self.graph = None
+            return f"eager: {type(error).__name__}: {str(error).splitlines()[0]}"
+        return "CUDA graph"
 
 
 def run(
@@ -267,15 +342,14 @@ def train(task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline:
     optimizers, bad = Optimizers(task.model, config), 0
     best: dict[str, Any] = {"valid_ndcg10": -1.0}
     every = max(1, recipe.steps // recipe.evaluations)
-    losses = task.losses()
+    stepper, batches, started = Stepper(task, recipe, device), draw(task.examples, recipe.batch), time.perf_counter()
     for step in range(recipe.steps):
         task.model.train()
         optimizers.set_factor(learning_rate_factor(config, step))
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-            loss = next(losses)
-        loss.backward()
+        loss = stepper(next(batches))
         optimizers.step()
-        optimizers.zero_grad()
+        if device == "cuda" and step % 50 == 0:
+            torch.cuda.synchronize()  # else the host runs ahead and finds out too late that time is up
         late = time.time() > deadline
         if (step + 1) % every and step + 1 != recipe.steps and not late:
             continue
@@ -286,7 +360,18 @@ def train(task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline:
             best = {"valid_hr10": hit, "valid_ndcg10": ndcg, "best_step": step + 1, "state": state}
         if bad >= recipe.patience or late:
             break
-    return {**best, "steps": step + 1, "last_loss": loss.item(), "cut_short": late}
+    seconds = time.perf_counter() - started
+    return {
+        **best, "steps": step + 1, "last_loss": loss.item(), "cut_short": late and step + 1 < recipe.steps,
+        "train_seconds": seconds, "forward": stepper.how,
+    }  # fmt: skip
+
+
+def draw(examples: Tensor, size: int) -> Iterator[Tensor]:
+    """Full batches, epoch after epoch, each in a new order."""
+    while True:
+        order = examples[torch.randperm(len(examples), device=examples.device)]
+        yield from order[: len(order) // size * size].split(size)
 
 
 def score(task: Any, split: str, device: str, *, limit: int | None) -> tuple[float, float]:
