@@ -362,8 +362,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{done} jobs measured, {len(run.database)} rows, {len(run.pairs)} judged; time {'over' if run.over else 'left'}"
     )
+    if options.smoke:
+        print("a walk through the script on the emulation: no bar was measured")
+        return 0
     bar = summary.get("any gain, fprop")
-    met = bar is not None and bar["gemms"] >= (1 if options.smoke else BARS["shapes"]) and not bar["red"]
+    met = bar is not None and bar["gemms"] >= BARS["shapes"] and not bar["red"]
     met = met and bar["of_oracle"] >= BARS["oracle"] and bar["slowdown_against_bf16"] <= BARS["slowdown"]
     print(f"bar {'met' if met else 'MISSED'}: {BARS}")
     return 0 if met else 1
