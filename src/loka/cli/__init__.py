@@ -21,6 +21,7 @@ VERBS = {
     "demo": "loka.cli.demo:demo",
     "train": "loka.cli.train:train",
     "data": "loka.cli.data:app",
+    "probe": "loka.cli.probe:probe",
     "mods": "loka.cli.mods:app",
     "plan": "loka.cli.plan:plan",
     "explain": "loka.cli.plan:explain",

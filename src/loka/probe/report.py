@@ -1,14 +1,32 @@
 """Report: what Probe found, ready to be read, saved, turned into a plan or into a page."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from loka import records
 from loka.dispatch import Policy, error_of, make_plan
-from loka.records import Candidate, Gemm, Plan, ProbeReport, Site
+from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
 
 _HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed", "why")
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ratios of errors, summarised: their geometric mean, the largest, and where that is."""
+
+    mean: float
+    largest: float
+    where: str
+    count: int
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[float, str]]) -> "Ratio":
+        """From (ratio, site) pairs."""
+        largest, where = max(found)
+        mean = math.exp(math.fsum(math.log(ratio) for ratio, _ in found) / len(found))
+        return cls(mean, largest, where, len(found))
 
 
 @dataclass(frozen=True)
@@ -82,5 +100,48 @@ class Report:
             for row in rows
         )
 
+    def compare_sources(self, gemm: Gemm = "fprop", recipe: str | None = None) -> dict[Source, Ratio]:
+        """How the error under each origin of the operands compares with that under N(0, 1), over sites and recipes."""
+        ratios: dict[Source, list[tuple[float, str]]] = {}
+        for site in self.record.sites:
+            for candidate in site.candidates:
+                if candidate.gemm != gemm or recipe not in (None, candidate.recipe):
+                    continue
+                errors = {e.source: e.mere if gemm == "fprop" else e.relative_l2 for e in candidate.errors}
+                plain = errors.pop("normal", None)
+                for source, error in errors.items():
+                    if plain is not None and plain.value > 0 and error.value > 0:
+                        ratios.setdefault(source, []).append((error.value / plain.value, site.name))
+        return {source: Ratio.of(found) for source, found in ratios.items()}
+
+    def summary(self) -> list[str]:
+        """What was found, in a few lines."""
+        record = self.record
+        lines = [
+            f"{record.model}{f' on {record.data}' if record.data else ''}: {len(record.sites)} sites, "
+            f"{record.steps} steps, {record.sampled_steps} sampled"
+        ]
+        for gemm in GEMMS:
+            found = [v for site in record.sites for v in site.verdicts if v.gemm == gemm]
+            counts = {s: sum(v.safety == s for v in found) for s in ("safe", "unsafe", "not measured")}
+            speeds = {s: sum(v.speed == s for v in found) for s in ("fast", "slow", "not measured")}
+            lines.append(f"{gemm}: {_spell_counts(counts)}; speed: {_spell_counts(speeds)}")
+        for source, ratio in self.compare_sources().items():
+            lines.append(
+                f"MERE on {source} over MERE on N(0, 1): geometric mean {ratio.mean:.3f}, "
+                f"largest {ratio.largest:.3f} ({ratio.where}), {ratio.count} candidates"
+            )
+        if record.combined_change is not None:
+            change = record.combined_change
+            lines.append(
+                f"all {len(record.combined_sites)} safe sites together: {change.value:+.4%} "
+                f"[{change.low:+.4%}, {change.high:+.4%}] of {record.sensitivity}"
+            )
+        return lines
+
     def __str__(self) -> str:
         return self.table()
+
+
+def _spell_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"

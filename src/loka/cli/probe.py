@@ -1,0 +1,289 @@
+"""`loka probe`: train a model for a while with a probe attached, then say which of its GEMMs are safe, and fast, in FP8.
+
+    loka probe --model wukong:small --steps 400 --out probe.json
+    loka probe --model hstu:small --data ml-1m --steps 300 --metric recall@10 --out hstu.json
+    loka probe --model mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out mine.json
+    loka probe --model wukong:small --steps 400 --out probe.json --resume        after Ctrl-C, or to evaluate again
+
+stdout carries the table (with `--json` the record), stderr the talk. With `--out` the report is written there, and beside it
+`<out>.state.safetensors`: the model, its optimiser and everything the probe has learned, after training or at Ctrl-C. `--resume` continues from it.
+Exit 0: done. 1: the loss became NaN or infinite, or no site could be measured. 2: the request cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from loka.cli.subject import Subject
+    from loka.probe import Probe, Report
+    from loka.training import Optimizers
+
+__all__ = ["probe"]
+
+STATE = ".state.safetensors"
+TELL_EVERY = 2.0  # seconds between lines of talk
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides what is learned: a state of another job is not continued."""
+
+    model: str
+    data: str | None
+    batch_size: int
+    seed: int
+    learning_rate: float
+    every: int
+    rows: int
+
+
+def probe(
+    model: Annotated[str, typer.Option(help="wukong:small, dlrm, hstu:small, ... or pkg.module:factory.")] = "wukong",
+    data: Annotated[
+        str | None, typer.Option(help="Data set, or pkg.module:batches; default: complete-journey.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets); default: BCE of logits.")] = None,
+    steps: Annotated[int, typer.Option(help="Training steps to watch.")] = 200,
+    batch_size: Annotated[int, typer.Option(help="Examples (sequence models: users) per batch.")] = 512,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    every: Annotated[int, typer.Option(help="Every site is looked at once in so many steps.")] = 20,
+    rows: Annotated[int, typer.Option(help="Real rows kept per site.")] = 512,
+    samples: Annotated[int, typer.Option(help="Draws per distribution and GEMM.")] = 100,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="tensorwise, rowwise, blockwise, ...; default: these.")
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Of scaled_mm; default: emulation on a CPU, all on a GPU.")
+    ] = None,
+    sensitivity: Annotated[int, typer.Option(help="Held-out examples for the end metric; 0: skip it.")] = 8192,
+    metric: Annotated[str | None, typer.Option(help="End metric, e.g. recall@10 for sequence models.")] = None,
+    max_error: Annotated[float, typer.Option(help="Limit of MERE, forward.")] = 0.2,
+    max_gradient_error: Annotated[float, typer.Option(help="Limit of relative L2, gradients.")] = 0.1,
+    min_speedup: Annotated[float, typer.Option(help="Least speed-up over bf16 that counts as fast.")] = 1.05,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and draws.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
+    data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=100000.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Report (JSON); its state lies beside it.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page of its own.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the state beside --out.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Watch a model train and judge every GEMM of it: safe, fast, and why."""
+    import torch
+
+    from loka import records
+    from loka.cli.subject import load_subject
+    from loka.cli.train import parse_options
+    from loka.probe import Probe
+
+    check_request(steps, sensitivity, out, resume)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    options, data_options = parse_options(set_), parse_options(data_option)
+    subject = load_subject(
+        model, data, batch_size=batch_size, seed=seed, loss=loss, device=place, root=data_root, source=source,
+        model_options=options, data_options=data_options,
+    )  # fmt: skip
+    if metric is not None and metric not in subject.metrics:
+        raise ValueError(f"{model} has no metric {metric!r}; it has {', '.join(subject.metrics)}")
+    job = Job(model, subject.data, batch_size, seed, learning_rate, every, rows)
+    watcher = Probe(subject.model, every=every, rows=rows, seed=seed)
+    state = None if out is None else out.with_name(out.name + STATE)
+    learn(subject, watcher, job, steps, state, resume=resume)
+    report = watcher.evaluate(
+        recipe or ("tensorwise", "rowwise", "blockwise"),
+        samples=samples,
+        backends=backend or choose_backends(place),
+        max_error=max_error,
+        max_gradient_error=max_gradient_error,
+        min_speedup=min_speedup,
+        model_name=model,
+        data_name=subject.data,
+        progress=Meter("evaluate"),
+    )
+    if sensitivity:
+        report = add_metric(report, subject, sensitivity, metric or subject.metrics[0], seed)
+    if out is not None:
+        report.to_json(out)
+    if html is not None:
+        report.to_html(html)
+    typer.echo(records.to_json(report.record).decode() if json_ else report.table())
+    for line in report.summary():
+        typer.echo(line, err=True)
+    if all(v.safety == "not measured" for site in report.record.sites for v in site.verdicts):
+        raise typer.Exit(1)
+
+
+def check_request(steps: int, sensitivity: int, out: Path | None, resume: bool) -> None:
+    """Refuse what contradicts itself, before anything is loaded."""
+    if steps < 1 or sensitivity < 0:
+        raise ValueError(f"--steps {steps} --sensitivity {sensitivity}: expected at least 1, and not negative")
+    if resume and out is None:
+        raise ValueError("--resume continues from the state beside the report: give --out")
+
+
+def choose_backends(device: str) -> Sequence[str]:
+    """Emulation on a CPU; on a GPU everything there is, and what cannot run says why."""
+    from loka.kernels.registry import BACKENDS
+
+    return BACKENDS["scaled_mm"] if device.startswith("cuda") else ("reference",)
+
+
+class Meter:
+    """Progress on stderr with the time left; quiet for `TELL_EVERY` seconds after each line."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._started, self._told = what, time.monotonic(), 0.0
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """`done` of `total`, now at `name`."""
+        now = time.monotonic()
+        if now - self._told < TELL_EVERY and done < total:
+            return
+        self._told = now
+        left = f", {spell_seconds((now - self._started) / done * (total - done))} left" if done else ""
+        typer.echo(f"{self._what}: {done} of {total}{left}{f', {name}' if name else ''}", err=True)
+
+
+def spell_seconds(seconds: float) -> str:
+    """Short, for people."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def learn(subject: Subject, watcher: Probe, job: Job, steps: int, state: Path | None, *, resume: bool) -> None:
+    """Train with the probe attached; at the end and at Ctrl-C the state is written."""
+    from loka.training import Optimizers, TrainConfig
+
+    config = TrainConfig(steps=steps, batch_size=job.batch_size, learning_rate=job.learning_rate)
+    optimizers = Optimizers(subject.model, config)
+    if resume:
+        assert state is not None  # check_request
+        load_state(state, subject.model, optimizers, watcher, job)
+        typer.echo(f"continuing after {watcher.steps} steps", err=True)
+    meter, subject_model = Meter("train"), subject.model
+    subject_model.train()
+    try:
+        if watcher.steps < steps:
+            first = next(subject.batches("train"))
+            watcher.count_flops(lambda: subject.loss(first).backward())  # type: ignore[no-untyped-call]
+            for batch in islice(subject.stream(skip=watcher.steps), steps - watcher.steps):
+                step(subject, optimizers, batch, watcher)
+                meter("", watcher.steps, steps)
+    finally:
+        watcher.detach()
+        if state is not None:
+            save_state(state, subject_model, optimizers, watcher, job)
+            if sys.exc_info()[0] is not None:
+                typer.echo(f"what was learned in {watcher.steps} steps is kept; --resume continues", err=True)
+
+
+def step(subject: Subject, optimizers: Optimizers, batch: Any, watcher: Probe) -> None:
+    """One training step."""
+    optimizers.zero_grad()
+    loss = subject.loss(batch)
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        typer.echo(f"error: the loss is {value} at step {watcher.steps}; a lower --learning-rate may help", err=True)
+        raise typer.Exit(1)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizers.step()
+    watcher.step()
+
+
+def save_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Probe, job: Job) -> None:
+    """One safetensors file: model, optimiser and probe."""
+    from safetensors.torch import save
+
+    from loka.records import write_atomically
+
+    parts = {"model": model.state_dict(), "optimizer": optimizers.state_tensors(), "probe": watcher.state_dict()}
+    tensors = {
+        f"{part}/{name}": value.detach().cpu().clone().contiguous()
+        for part, values in parts.items()
+        for name, value in values.items()
+    }
+    write_atomically(path, save(tensors, metadata={"job": json.dumps(asdict(job))}))
+
+
+def load_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Probe, job: Job) -> None:
+    """Put a state back; one of another job is refused."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        raise ValueError(f"--resume: there is no state {path}; run without --resume")
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "probe": {}}
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = json.loads((file.metadata() or {}).get("job", "{}"))
+            for key in file.keys():  # noqa: SIM118  not a dict
+                part, _, name = key.partition("/")
+                parts[part][name] = file.get_tensor(key)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is no state of `loka probe` ({error}); run without --resume") from error
+    wanted = asdict(job)
+    changes = [f"{name}: {stored.get(name)} -> {value}" for name, value in wanted.items() if stored.get(name) != value]
+    if changes:
+        raise ValueError(f"{path} is the state of another job ({', '.join(changes)}); choose another --out")
+    model.load_state_dict(parts["model"])
+    optimizers.load_state_tensors(parts["optimizer"])
+    watcher.load_state_dict(parts["probe"])
+
+
+def make_score(subject: Subject, metric: str, examples: int) -> tuple[Callable[[nn.Module], Any], int]:
+    """What sensitivity calls: the metric of the same held-out examples every time, and how many those are."""
+    import torch
+
+    held, count = [], 0
+    for batch in subject.batches("valid"):
+        held.append(batch)
+        with torch.no_grad():
+            count += int(subject.values(batch, metric).numel())
+        if count >= examples:
+            break
+    if not held:
+        raise ValueError(f"{subject.data}: no validation batch to measure sensitivity on; --sensitivity 0 skips it")
+
+    def score(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        values = [subject.values(batch, metric) for batch in held]
+        groups = [subject.group(batch) for batch in held]
+        known = [g for g in groups if g is not None]
+        return torch.cat(values), torch.cat(known) if len(known) == len(values) else None
+
+    return score, count
+
+
+def add_metric(report: Report, subject: Subject, examples: int, metric: str, seed: int) -> Report:
+    """The report with the sensitivity of every linear, and of the safe ones together."""
+    from loka.probe.sensitivity import add_sensitivity, measure_sensitivity, measure_together, recipes_of
+
+    score, count = make_score(subject, metric, examples)
+    best, safe = recipes_of(report, subject.model)
+    alone = measure_sensitivity(subject.model, best, score, seed=seed, progress=Meter("sensitivity"))
+    together = measure_together(subject.model, safe, score, seed=seed) if safe else None
+    where = "held-out" if subject.held_out else "training (the data has no split)"
+    return add_sensitivity(
+        report,
+        alone,
+        described=f"{metric} of {count:,} {where} examples, forward in FP8",
+        recipes=best,
+        together=together,
+        together_sites=list(safe),
+    )

@@ -1,0 +1,60 @@
+"""A report can be read, compared, saved and turned into a plan."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from loka.probe import Probe, Report
+from loka.records import Interval
+
+from .small import Small, batches, train
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    model = Small()
+    probe = Probe(model, every=1, rows=32)
+    train(model, batches(4), probe)
+    return probe.evaluate(["tensorwise", "rowwise"], samples=3, data_name="made up")
+
+
+def test_ratios_are_those_of_the_errors(report: Report) -> None:
+    ratios = report.compare_sources()
+    assert set(ratios) == {"rows", "copula", "gaussian"}
+    values = []
+    for site in report.record.sites:
+        for candidate in site.candidates:
+            errors = {e.source: e.mere.value for e in candidate.errors}
+            if candidate.gemm == "fprop":
+                values.append(errors["copula"] / errors["normal"])
+    assert ratios["copula"].count == len(values)
+    assert ratios["copula"].largest == max(values)
+    assert ratios["copula"].mean == pytest.approx(math.prod(values) ** (1 / len(values)))
+    assert (
+        report.compare_sources("dgrad", "rowwise")["rows"].count == 2
+    )  # `first` needs no dgrad, `idle` was not called
+
+
+def test_the_summary_counts(report: Report) -> None:
+    lines = report.summary()
+    assert lines[0].startswith("Small on made up: 4 sites, 4 steps")
+    assert lines[1].startswith("fprop: ")
+    assert "1 not measured" in lines[1]
+    assert sum("geometric mean" in line for line in lines) == 3
+    change = Interval(value=0.001, low=0.0, high=0.002)
+    more = Report(replace(report.record, combined_change=change, combined_sites=["first"], sensitivity="log loss"))
+    assert more.summary()[-1] == "all 1 safe sites together: +0.1000% [+0.0000%, +0.2000%] of log loss"
+
+
+def test_it_becomes_a_plan_that_keeps_to_the_limits(report: Report) -> None:
+    chosen = report.plan(min_speedup=None)
+    assert {site.site for site in chosen.sites} == {site.name for site in report.record.sites}
+    strict = report.plan(min_speedup=None, max_error=1e-6, max_gradient_error=1e-9)
+    assert not any(choice.quantized for site in strict.sites for choice in site.choices if choice.gemm == "fprop")
+    assert not any(choice.quantized for site in report.plan(min_speedup=1.05).sites for choice in site.choices)
+
+
+def test_every_gemm_has_a_line_in_the_table(report: Report) -> None:
+    lines = report.table().splitlines()
+    assert len(lines) == 1 + sum(len(site.verdicts) for site in report.record.sites)
