@@ -97,12 +97,19 @@ class Linear(nn.Linear):
 
     def release(self) -> nn.Linear:
         """The counterpart of `adopt`: the module it was, in place."""
-        original = self.state.original
-        if type(self) is not _class_for(original):
+        original, ours, now = self.state.original, _class_for(self.state.original), type(self)
+        if now is ours:
+            self.__class__ = original  # type: ignore[assignment]
+        elif (
+            ours in now.__bases__
+        ):  # a wrapper (FSDP2) put its own class on top of ours: keep it, on top of the original
+            bases = tuple(original if base is ours else base for base in now.__bases__)
+            names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
+            self.__class__ = type(now.__name__, bases, names)
+        else:
             raise ValueError(
-                f"{self.state.name or 'this Linear'} is now a {type(self).__name__}: it was wrapped after its conversion and cannot be reverted in place"
+                f"{self.state.name or 'this Linear'} became a {now.__name__} after its conversion; cannot revert it"
             )
-        self.__class__ = original  # type: ignore[assignment]
         del self.__dict__["state"], self.__dict__["binding"]
         return self
 
@@ -150,11 +157,13 @@ class Linear(nn.Linear):
         with torch.autocast(kind, enabled=False):
             if input.shape[-1] != self.in_features:
                 raise ValueError(f"Linear takes [..., {self.in_features}], got {tuple(input.shape)}")
-            flat = input.reshape(math.prod(input.shape[:-1]), self.in_features)
-            y = self._multiply(flat, dtype)
+            matrix = input.dim() == 2
+            x = input if matrix else input.reshape(math.prod(input.shape[:-1]), self.in_features)
+            y = self._multiply(x, dtype)
             if self.bias is not None:
                 y = y + self.bias.to(dtype)
-        return y.reshape(*input.shape[:-1], self.out_features)
+        # as nn.Linear: the result is no view, so that an in-place operation on it is nobody's business
+        return y if matrix else torch.ops.aten._unsafe_view(y, [*input.shape[:-1], self.out_features])
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """y [M, N] without the bias."""

@@ -96,7 +96,9 @@ class AmaxState:
         return {
             "history": torch.roll(self.history, -self.position).flip(0),
             "pending": self.pending.clone(),
-            "static": self.static.clone() if self.calibrated else torch.full_like(self.static, torch.nan),
+            "static": self.static.clone()
+            if self.calibrated
+            else torch.full_like(self.static, -1),  # -1: not calibrated
         }
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -107,8 +109,8 @@ class AmaxState:
         self.position = len(newest) % len(self.history)
         self.largest.copy_(self.history.max())
         self.pending.copy_(state["pending"])
-        self.calibrated = bool(state["static"].isfinite())
-        self.static.copy_(state["static"].nan_to_num())
+        self.calibrated = bool(state["static"] > 0)
+        self.static.copy_(state["static"].clamp(min=0))
 
 
 def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: float) -> Tensor | None:
