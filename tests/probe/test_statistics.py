@@ -66,11 +66,12 @@ def test_histogram_counts_powers_of_two() -> None:
 
 
 def test_histogram_holds_the_extremes_of_float32() -> None:
-    found = collect(torch.tensor([[2.0**-149, 3e38]])).finish("x")
+    found = collect(torch.tensor([[2.0**-149, 2.0**-128, 3e38]])).finish("x")
     assert found is not None
-    assert found.histogram_first == -127  # all subnormals
+    assert found.histogram_first == -127  # all subnormals, but the least of them count as zero
     assert sum(found.histogram) == 2
     assert len(found.histogram) == 127 + 128
+    assert found.zero_fraction == pytest.approx(1 / 3)
 
 
 def test_outlier_channels_are_those_far_above_the_median() -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.probe.statistics import COLUMNS, FINE, LOWEST
+from loka.probe.statistics import COLUMNS, FINE, LOWEST, OCTAVES
 from loka.probe.survey import Settings, Survey
 from loka.probe.watch import Watch
 from loka.probe.window import ROLES
@@ -131,9 +131,9 @@ def features_of(looks: Tensor) -> Tensor:
 
 def mean_level(bins: Tensor) -> float | None:
     """Mean log2 |x| of the elements that are not zero, from their histogram; the lowest octave, where zeros are counted too, is left out."""
-    counts = bins.cpu().double()[FINE:]
+    counts = bins.cpu().double()[FINE : OCTAVES * FINE]
     total = float(counts.sum())
-    places = torch.arange(FINE, len(bins), dtype=torch.float64)
+    places = torch.arange(FINE, OCTAVES * FINE, dtype=torch.float64)
     octaves, parts = places.div(FINE, rounding_mode="floor"), places % FINE
     levels = LOWEST + octaves + torch.log2(1 + (parts + 0.5) / FINE)
     return float((counts * levels).sum()) / total if total else None

@@ -47,26 +47,25 @@ class Gaussian:
 
     @torch.no_grad()
     def update(self, rows: Tensor, usable: Tensor | None = None) -> None:
-        """Add rows [R, width]; `usable` [R] (0 or 1, floating) leaves rows out without asking how many."""
+        """Add rows [R, width], all finite where `usable` [R] is given: 0 there leaves a row out, without anybody asking how many."""
         if rows.shape[0] == 0:
             return
         rows = rows.float()
         if usable is None:
             usable = rows.isfinite().all(1).float()
-        clean = torch.where(usable[:, None] > 0, rows, torch.zeros_like(rows))
+            rows = torch.where(usable[:, None] > 0, rows, 0.0)
         size = usable.sum()
-        mean = clean.sum(0) / size.clamp(min=1)
-        centred = torch.where(usable[:, None] > 0, clean - mean, torch.zeros_like(rows))
-        self._absorb(size.double(), mean, centred)
+        mean = (usable @ rows) / size.clamp(min=1)
+        self._absorb(size.double(), mean, (rows - mean).mul_(usable[:, None]))
 
     def _absorb(self, size: Tensor, mean: Tensor, centred: Tensor | None) -> None:
         """Chan's merge of a batch given by its size, mean and centred rows."""
-        total = (self.count + size).clamp(min=1)
+        share = size / (self.count + size).clamp_(
+            min=1
+        )  # float64, but as scalars: beside float32 rows they stay out of the type
         difference = mean - self.mean
-        correction = (self.count * size / total).sqrt().float() * difference
-        extra = correction[None]
-        self.scatter.add(extra if centred is None else torch.cat([centred, extra]))
-        self.mean += (size / total).float() * difference
+        self.scatter.add((difference * (self.count * share).sqrt())[None], centred)
+        self.mean += difference * share
         self.count += size
         self._factor = None
 
