@@ -1,0 +1,134 @@
+"""The benchmark's views of grouped_mm, beam_attention and topk: they accept the law, notice what is wrong, and count what must move."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loka.kernels import registry
+from loka.measure.adapter import adapter_for
+from loka.measure.grouped import group_offsets
+from loka.records import load
+from loka.records.bench import KernelBench
+
+CPU = torch.device("cpu")
+SHAPES = {"grouped_mm": (60, 256, 128), "beam_attention": (2, 9, 40), "topk": (3, 600, 20)}
+EVERY = [
+    ("grouped_mm", "float32|5"),
+    ("grouped_mm", "bfloat16|5|even"),
+    ("grouped_mm", "e4m3:row@e4m3:row|5|fast"),
+    ("grouped_mm", "e4m3:1x128@e4m3:128x128|4"),
+    ("beam_attention", "4/2x16|bfloat16"),
+    ("beam_attention", "4/2x16|shared|ragged|float32"),
+    ("topk", "float32"),
+    ("topk", "bfloat16|unsorted"),
+    ("topk", "float32|beams=6"),
+    ("topk", "bfloat16|beams=6|masked"),
+]
+
+
+def prepare(op: str, variant: str, distribution: str = "normal"):
+    adapter = adapter_for(op)
+    (call,) = adapter.calls([SHAPES[op]], [variant])
+    return adapter, call, adapter.operands(call, seed=3, distribution=distribution, device=CPU)
+
+
+@pytest.mark.parametrize(("op", "variant"), EVERY)
+@pytest.mark.parametrize("distribution", ["normal", "outlier_channels", "zero_rows"])
+def test_the_law_conforms(op: str, variant: str, distribution: str) -> None:
+    adapter, call, operands = prepare(op, variant, distribution)
+    verdict = adapter.check(registry.backend(op, "reference"), call, operands)
+    assert verdict, verdict.reason
+    assert adapter.check_baseline(call, operands)
+
+
+@pytest.mark.parametrize(("op", "variant"), EVERY)
+def test_calls_survive_the_trip_to_a_child(op: str, variant: str) -> None:
+    adapter, call, _ = prepare(op, variant)
+    assert adapter.decode(adapter.encode(call)) == call
+
+
+class Wrong:
+    """The reference with its first result changed in one place."""
+
+    def __init__(self, op: str, change) -> None:
+        self.law, self.change = registry.backend(op, "reference"), change
+
+    def run(self, *operands, **options):
+        out = self.law.run(*operands, **options)
+        return self.change(out) if isinstance(out, torch.Tensor) else (self.change(out[0]), *out[1:])
+
+    def beams(self, *operands, **options):
+        values, *rest = self.law.beams(*operands, **options)
+        return self.change(values), *rest
+
+
+def one_off(out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out[0, 0] += 1
+    return out
+
+
+@pytest.mark.parametrize(("op", "variant"), EVERY)
+@pytest.mark.parametrize(
+    "change", [one_off, lambda out: out * 1.02, lambda out: out[:, :-1]], ids=["one", "all", "shape"]
+)
+def test_a_wrong_kernel_is_red(op: str, variant: str, change) -> None:
+    adapter, call, operands = prepare(op, variant)
+    try:
+        verdict = adapter.check(Wrong(op, change), call, operands)
+    except RuntimeError:  # an attention that loses a beam cannot even be laid beside the law
+        return
+    assert not verdict
+
+
+def test_swapped_indices_are_red() -> None:
+    adapter, call, operands = prepare("topk", "float32")
+
+    class Swapped:
+        def run(self, *operands, **options):
+            values, indices = registry.backend("topk", "reference").run(*operands, **options)
+            return values, indices.flip(1)
+
+    assert "first index" in adapter.check(Swapped(), call, operands).reason
+
+
+def test_loads_are_what_they_say() -> None:
+    even = group_offsets(100, 4, even=True, seed=0, device=CPU)
+    assert even.tolist() == [0, 25, 50, 75, 100]
+    skewed = group_offsets(5300, 53, even=False, seed=0, device=CPU)
+    counts = skewed.diff()
+    assert skewed[-1] == 5300
+    assert counts[1] == 0
+    assert counts.max() >= 2 * 100  # of the mean
+
+
+def test_what_must_move() -> None:
+    adapter, call, _ = prepare("grouped_mm", "e4m3:row@e4m3:row|5|fast")
+    assert adapter.bytes_moved(call) == 60 * 256 + 5 * 128 * 256 + 2 * 60 * 128
+    assert adapter.flops(call) == 2 * 60 * 256 * 128
+    adapter, call, _ = prepare("beam_attention", "4/2x16|shared|ragged|float32")
+    assert adapter.bytes_moved(call) == 4 * (2 * 2 * 9 * 4 * 16 + 2 * 40 * 2 * 16)
+    adapter, call, _ = prepare("topk", "bfloat16|beams=6|masked")
+    assert adapter.bytes_moved(call) == 3 * 600 * 3
+
+
+def test_variants_that_mean_nothing_are_refused() -> None:
+    for op, variant in (("grouped_mm", "e4m3:row|5"), ("beam_attention", "11x128"), ("topk", "float32|masked")):
+        with pytest.raises(ValueError, match="is not"):
+            adapter_for(op).calls([SHAPES[op]], [variant])
+
+
+def test_the_script_walks_every_section(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "generative_kernels.py"
+    out = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, str(script), "--smoke", "--seconds", "100", "--out", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr  # emulation meets no bar, and that is said
+    assert "MISSED" in done.stdout
+    record = load(out, KernelBench)
+    assert {row.op for row in record.rows} == {"grouped_mm", "topk", "beam_attention"}
+    assert all(row.refusal is None and row.microseconds is not None for row in record.rows), done.stdout
