@@ -1,5 +1,7 @@
 """probe: look. Hooks, online statistics, real rows, evaluation of candidates, verdicts. Works on any nn.Module."""
 
+from loka.probe.adapter import KINDS, Adapter, register
+from loka.probe.drift import describe_drift, survey_judge, would_change
 from loka.probe.engine import Engine
 from loka.probe.probe import Probe
 from loka.probe.report import Report
@@ -9,11 +11,17 @@ from loka.probe.survey import DEFAULT_RECIPES, Settings
 
 __all__ = [
     "DEFAULT_RECIPES",
+    "KINDS",
+    "Adapter",
     "Engine",
     "Probe",
     "Report",
     "Settings",
     "Statistics",
     "add_sensitivity",
+    "describe_drift",
     "measure_sensitivity",
+    "register",
+    "survey_judge",
+    "would_change",
 ]

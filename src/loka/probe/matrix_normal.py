@@ -67,7 +67,7 @@ class Side:
         self._root = None
 
     def _factor(self, samples: float) -> Tensor:
-        shrunk = torch.stack([shrink(block, samples) for block in self.blocks.double()])
+        shrunk = shrink(self.blocks.double(), samples)
         if self.padding:  # absent channels: a one on the diagonal keeps the block invertible and touches nothing else
             shrunk[-1].diagonal()[self.block - self.padding :] = 1
         return cholesky(shrunk).float()

@@ -185,15 +185,17 @@ class SketchedFactor:
 
 
 def shrink(covariance: Tensor, count: float) -> Tensor:
-    """Towards the diagonal, by the share of the correlations' energy that is sampling noise."""
-    variances = covariance.diagonal()
+    """One or a batch [..., K, K] towards the diagonal, each by the share of its correlations' energy that is sampling noise."""
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
     alive = variances > 0
-    deviation = torch.where(alive, variances, torch.ones_like(variances)).sqrt()
-    pairs = (alive[:, None] & alive).fill_diagonal_(False)
-    squared = torch.where(pairs, covariance / deviation[:, None] / deviation, 0.0).square()
-    noise, energy = torch.where(pairs, (1 - squared).square(), 0.0).sum() / max(count, 1), squared.sum()
-    share = torch.where(energy > 0, noise / energy, torch.zeros_like(energy)).clamp(max=1)
-    return torch.lerp(covariance, torch.diag(variances), share)
+    deviation = torch.where(alive, variances, 1.0).sqrt()
+    pairs = alive[..., :, None] & alive[..., None, :]
+    pairs.diagonal(dim1=-2, dim2=-1).fill_(False)
+    squared = torch.where(pairs, covariance / deviation[..., :, None] / deviation[..., None, :], 0.0).square()
+    noise = torch.where(pairs, (1 - squared).square(), 0.0).sum((-2, -1)) / max(count, 1)
+    energy = squared.sum((-2, -1))
+    share = torch.where(energy > 0, noise / energy, 0.0).clamp(max=1)
+    return torch.lerp(covariance, torch.diag_embed(variances), share[..., None, None])
 
 
 def cholesky(covariance: Tensor) -> Tensor:
