@@ -78,7 +78,9 @@ LISTS = ("runs", "cut_short", "tried", "skipped", "failed")
 def keep_others(report: dict[str, Any], earlier: dict[str, Any], jobs: list[Job]) -> None:
     """Take over what an earlier record knows about cells that are not run now."""
     for name in LISTS:
-        report[name] += [run for run in earlier.get(name, []) if (run["model"], run["data"]) not in jobs]
+        for run in earlier.get(name, []):
+            if (run["model"], run["data"]) not in jobs:
+                report["cut_short" if name == "runs" and run["cut_short"] else name].append(run)
     earlier_bars = earlier["baselines"].get("sequences", {})
     report["baselines"]["sequences"] = earlier_bars | report["baselines"]["sequences"]
 

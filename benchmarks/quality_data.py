@@ -22,7 +22,6 @@ import numpy as np
 RANKING = ("ml-1m", "census-income-kdd", "complete-journey")
 SEQUENCES = ("ml-1m", "amazon-2014-beauty", "amazon-2018-scientific")
 CODEBOOKS = (256, 256, 256)
-WINDOW = 3
 SPLITS = ("train", "valid", "test")
 BASELINES: tuple[dict[str, Any], ...] = ({"dense": False}, {"dense": True}, {"dense": True, "bins": 20})
 
@@ -168,44 +167,14 @@ def pack_sequences(data: Any) -> dict[str, np.ndarray]:
 
 
 def make_codes(data: Any) -> np.ndarray:
-    """int64 [n_items + 1, levels]: residual k-means over what items are about and who follows whom; distinct for every item."""
+    """int64 [n_items + 1, levels]: residual k-means over what items are about and what they are chosen with; distinct for every item."""
     from loka.semantic_ids import ResidualKMeans, fit_semantic_ids
+    from loka.training import embed_items
 
     index = fit_semantic_ids(embed_items(data), ResidualKMeans(CODEBOOKS), collisions="level")
     table = np.zeros((data.n_items + 1, index.levels), np.int64)
     table[1:] = index.codes.numpy()
     return table
-
-
-def embed_items(data: Any) -> Any:
-    """Unit vectors of the text (where there is any) beside unit vectors of the training histories.
-
-    The second part is the truncated SVD of positive pointwise mutual information between items at most WINDOW apart in a training history:
-    held-out items are never looked at.
-    """
-    import torch
-    from scipy import sparse
-    from sklearn.decomposition import TruncatedSVD
-
-    from loka.semantic_ids import embed_text
-
-    batch = data.train.cut(np.arange(len(data.train)), 10**9).history
-    items, rows = batch.values.numpy(), np.repeat(np.arange(batch.rows), batch.lengths.numpy())
-    pairs = [(items[gap:], items[:-gap]) for gap in range(1, WINDOW + 1)]
-    same = [rows[gap:] == rows[:-gap] for gap in range(1, WINDOW + 1)]
-    a = np.concatenate([p[0][s] for p, s in zip(pairs, same, strict=True)]) - 1
-    b = np.concatenate([p[1][s] for p, s in zip(pairs, same, strict=True)]) - 1
-    counts = sparse.coo_matrix((np.ones(2 * len(a)), (np.r_[a, b], np.r_[b, a])), shape=(data.n_items,) * 2).tocsr()
-    total, degree = counts.sum(), np.asarray(counts.sum(1)).ravel().clip(1)
-    found = counts.tocoo()
-    information = np.log(found.data * total / (degree[found.row] * degree[found.col]))
-    matrix = sparse.csr_matrix((information.clip(0), (found.row, found.col)), shape=counts.shape)
-    vectors = TruncatedSVD(64, random_state=0).fit_transform(matrix)
-    together = [torch.from_numpy(vectors / np.linalg.norm(vectors, axis=1, keepdims=True).clip(1e-12)).float()]
-    words = data.texts or data.titles
-    if words is not None:
-        together.append(embed_text(list(words[1:]), blank="zero"))
-    return torch.cat(together, 1)
 
 
 if __name__ == "__main__":
