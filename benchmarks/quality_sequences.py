@@ -47,8 +47,8 @@ class Recipe:
     batch: int
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
-    evaluations: int = 10
-    patience: int = 5
+    evaluations: int = 6
+    patience: int = 4
     length: int = 50
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -56,12 +56,12 @@ class Recipe:
 HSTU = {"d": 64, "layers": 2, "heads": 2, "d_qk": 32, "d_v": 32, "dropout": 0.3, "cosine": False}
 ONEREC = {"d": 128, "layers": 3, "heads": 4, "d_ff": 384, "g_kv": 4, "short": 10, "dropout": 0.3}
 RECIPES = {
-    ("hstu", "ml-1m"): (Recipe(4000, 128, 2e-3, length=200, model=HSTU | {"layers": 4, "dropout": 0.2}),),
+    ("hstu", "ml-1m"): (Recipe(3000, 128, 2e-3, length=200, model=HSTU | {"layers": 4, "dropout": 0.2}),),
     ("hstu", "amazon-2014-beauty"): (Recipe(1200, 512, 4e-3, model=HSTU | {"dropout": 0.4}),),
     ("hstu", "amazon-2018-scientific"): (Recipe(1000, 256, 4e-3, model=HSTU | {"dropout": 0.4}),),
-    ("onerec", "ml-1m"): (Recipe(6000, 1024, 1.5e-3, length=50, model=ONEREC | {"dropout": 0.1}, weight_decay=0.01),),
-    ("onerec", "amazon-2014-beauty"): (Recipe(3000, 1024, 1.5e-3, length=30, model=ONEREC, weight_decay=0.05),),
-    ("onerec", "amazon-2018-scientific"): (Recipe(1500, 512, 1.5e-3, length=30, model=ONEREC, weight_decay=0.05),),
+    ("onerec", "ml-1m"): (Recipe(4000, 2048, 2e-3, length=50, model=ONEREC | {"dropout": 0.1}, weight_decay=0.01),),
+    ("onerec", "amazon-2014-beauty"): (Recipe(2500, 1024, 2e-3, length=30, model=ONEREC, weight_decay=0.05),),
+    ("onerec", "amazon-2018-scientific"): (Recipe(1500, 512, 2e-3, length=30, model=ONEREC, weight_decay=0.05),),
 }
 
 
@@ -338,7 +338,7 @@ def run(
 
 
 def train(task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline: float) -> dict[str, Any]:
-    """The best state by validation NDCG@10 on at most 6,000 users."""
+    """The best state by validation NDCG@10 on at most 3,000 users."""
     optimizers, bad = Optimizers(task.model, config), 0
     best: dict[str, Any] = {"valid_ndcg10": -1.0}
     every = max(1, recipe.steps // recipe.evaluations)
@@ -353,7 +353,7 @@ def train(task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline:
         late = time.time() > deadline
         if (step + 1) % every and step + 1 != recipe.steps and not late:
             continue
-        hit, ndcg = score(task, "valid", device, limit=6000)
+        hit, ndcg = score(task, "valid", device, limit=3000)
         bad = 0 if ndcg > best["valid_ndcg10"] else bad + 1
         if not bad:
             state = {name: t.clone() for name, t in task.model.state_dict().items()}
