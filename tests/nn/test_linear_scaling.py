@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,16 +158,34 @@ class TestDelayed:
         assert max(error) < (0.08 if gradient == "e4m3" else 0.14)
         assert error[2] > 0.01
 
-    def test_compiled_equals_eager_step_by_step(self) -> None:
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_one_linear_twice_and_backwards_in_another_order(self, compiled: bool) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        linear = nn.Linear(32, 32, bias=False)
+        model = nn.Sequential(linear, nn.Tanh(), linear)
+        convert(model, recipe="tensorwise", backend="reference", options=LinearOptions(scales="delayed"))
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        first, second = (run(torch.randn(8, 32)).square().sum() for _ in range(2))
+        first.backward()
+        second.backward()
+        assert linear.state.dy.pending > 0
+        refresh(model)
+        (run(torch.randn(8, 32)).square().sum()).backward()
+
+    def test_compiled_equals_eager_step_by_step_and_compiles_once(self) -> None:
         torch._dynamo.reset()
         model, twin = make(), make()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        optimizers = [torch.optim.Adam(m.parameters(), 1e-3) for m in (model, twin)]
         for step in range(3):
             torch.manual_seed(step)
             x = torch.randn(8, 32) * 3**step
             assert same(gradients(compiled, x), gradients(twin, x)), step
-            for m in (model, twin):
-                refresh(m)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert counter.frame_count == 1
         ours, theirs = scale_state(model), scale_state(twin)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

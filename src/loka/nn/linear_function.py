@@ -101,8 +101,10 @@ class LinearFunction(torch.autograd.Function):
         kept_weight = weight if needs[0] and (dgrad is None or given.health is not None) else None
         ctx.save_for_backward(
             kept_x, *parts_of(x_t), given.xt_scale, kept_weight, given.wt, given.wt_scale, given.wt_two,
-            given.dy_largest, given.dy_pending, given.health,
+            given.dy_largest,
         )  # fmt: skip
+        # raised by every backward of this linear, in any order: not for autograd's check of versions
+        ctx.pending, ctx.health = given.dy_pending, given.health
         ctx.binding, ctx.dtype, ctx.needs, ctx.types = binding, dtype, needs, (x.dtype, weight.dtype)
         return y
 
@@ -117,12 +119,12 @@ class LinearFunction(torch.autograd.Function):
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """dx and dW, as far as they are needed."""
-    x, xt, xt_made, xt_two, xt_scale, weight, wt, wt_scale, wt_two, largest, pending, health = ctx.saved_tensors
+    x, xt, xt_made, xt_two, xt_scale, weight, wt, wt_scale, wt_two, largest = ctx.saved_tensors
     binding: LinearBinding = ctx.binding
     dgrad, wgrad = (binding.dgrad if ctx.needs[0] else None), (binding.wgrad if ctx.needs[1] else None)
     spec = None if dgrad is None else dgrad.operands.a
     transpose = None if wgrad is None else wgrad.operands.a
-    scales = _dy_scales(dy, (spec, transpose), (largest, pending), 2.0**binding.scaling.margin)
+    scales = _dy_scales(dy, (spec, transpose), (largest, ctx.pending), 2.0**binding.scaling.margin)
     q, q_t = _pair(dy, spec, transpose, *scales, binding.quantizer)
     dx = dw = None
     if ctx.needs[0]:
@@ -138,8 +140,8 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
             assert x_t is not None
             shape = (q_t.shape[0], q_t.shape[1], x_t.shape[0])
             dw = _gemm(q_t, x_t, wgrad, _gradient_dtype(shape, wgrad, ctx.dtype, ctx.types[1], dy.device))
-    if health is not None:
-        _record_backward(health, dy, q, q_t, dx, dw, weight)
+    if ctx.health is not None:
+        _record_backward(ctx.health, dy, q, q_t, dx, dw, weight)
     x_dtype, w_dtype = ctx.types
     return None if dx is None else dx.to(x_dtype), None if dw is None else dw.to(w_dtype)
 

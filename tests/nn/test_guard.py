@@ -1,0 +1,220 @@
+"""The guard: what it sees, what it switches, and what it leaves alone."""
+
+import logging
+import math
+import sys
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+from loka.convert import LinearOptions, convert, refresh
+from loka.nn.guard import Guard, GuardConfig
+from loka.nn.health import sampled_error
+from loka.nn.linear import Linear, LinearBinding
+
+
+def make(recipe: str = "rowwise", **options: object) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 16))
+    convert(model, recipe=recipe, backend="reference", options=LinearOptions(**options))  # type: ignore[arg-type]
+    return model
+
+
+def step(model: nn.Module, x: Tensor | None = None) -> None:
+    model.zero_grad()
+    model(torch.randn(64, 32) if x is None else x).square().sum().backward()
+
+
+def look(model: nn.Module, guard: Guard, x: Tensor | None = None) -> list[str]:
+    guard.begin_step()
+    step(model, x)
+    return [f"{event.site} {event.action}" for event in guard.check()]
+
+
+def blow_up(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    return output * math.inf
+
+
+class TestLooking:
+    def test_a_sound_model_is_left_alone(self) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=1))
+        for _ in range(3):
+            assert look(model, guard) == []
+        assert all(m.binding.quantized for m in model if isinstance(m, Linear))
+        assert guard.switches == 0
+
+    def test_the_sampled_error_is_the_error(self) -> None:
+        a, b = torch.randn(200, 64), torch.randn(64, 300)
+        exact = a @ b
+        assert sampled_error(a, b, exact, torch.zeros(())) < 1e-6
+        noisy = exact * (1 + 0.05 * torch.randn_like(exact))
+        assert 0.03 < float(sampled_error(a, b, noisy, torch.tensor(3.0))) < 0.07
+
+    def test_looking_changes_nothing(self) -> None:
+        model, x = make(), torch.randn(64, 32)
+        step(model, x)
+        before = [p.grad.clone() for p in model.parameters()]
+        guard = Guard(model, GuardConfig(every=1))
+        look(model, guard, x)
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, model.parameters(), strict=True))
+
+    def test_it_looks_as_often_as_told(self) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=3))
+        seen = []
+        for _ in range(7):
+            guard.begin_step()
+            step(model)
+            seen.append(float(model[0].state.health[0]))
+            guard.check()
+        assert seen == [1, 0, 0, 1, 0, 0, 1]
+
+    def test_the_host_reads_nothing_while_a_step_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every way a tensor's value reaches Python is closed during the step."""
+        model = make(scales="delayed", recipe="tensorwise")
+        guard = Guard(model, GuardConfig(every=1))
+        step(model)
+        guard.begin_step()
+
+        def forbidden(self: Tensor, *args: object) -> None:
+            raise AssertionError("the host waited for the device")
+
+        x = torch.randn(64, 32)
+        stamps = {id(m.state.weights.stamp) for m in model if isinstance(m, Linear)}  # these live on the host
+        real = Tensor.__int__
+        with monkeypatch.context() as closed:
+            for name in ("item", "tolist", "__bool__", "__float__"):
+                closed.setattr(Tensor, name, forbidden)
+            closed.setattr(Tensor, "__int__", lambda t: real(t) if id(t) in stamps else forbidden(t))
+            closed.setattr(
+                sys.modules["loka.formats.quantize"], "_given_scale", lambda scale, x, spec: scale
+            )  # looks on CPUs
+            model(x).square().sum().backward()
+        assert guard.check() == []
+
+
+class TestSwitching:
+    def test_a_static_scale_that_is_too_small_is_switched_by_name(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = make("tensorwise", scales="delayed")
+        guard = Guard(model, GuardConfig(every=1))
+        step(model)
+        refresh(model)
+        x = torch.randn(64, 32)
+        with caplog.at_level(logging.WARNING, "loka.nn.guard"):
+            found = look(model, guard, 40 * x)  # forty times what the history knows: saturates in the first linear only
+        assert found == ["0 switched"]
+        assert "fprop error" in caplog.text
+        assert not model[0].binding.quantized
+        assert model[2].binding.quantized
+        assert "guard: fprop error" in repr(model[0])
+        exact = nn.functional.linear(x, model[0].weight, model[0].bias)
+        assert torch.allclose(model[0](x), exact, rtol=1e-5, atol=1e-5)
+        assert look(model, guard, 40 * x) == []
+
+    def test_gradients_that_saturate_are_seen_in_backward(self) -> None:
+        model = make("tensorwise", scales="delayed")
+        guard = Guard(model, GuardConfig(every=1))
+        x = torch.randn(64, 32)
+        (model(x).square().sum() * 1e-4).backward()
+        refresh(model)
+        found = look(model, guard, x)
+        assert found[-1] == "4 switched"
+        assert all("backward error" in event.reason for event in guard.events)
+
+    def test_where_a_nan_begins_is_switched_and_where_it_arrives_is_reported(self) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=1))
+        with torch.no_grad():
+            model[2].weight[3, 3] = math.inf
+        found = look(model, guard)
+        assert "2 switched" in found
+        assert "4 reported" in found
+        assert model[4].binding.quantized
+
+    def test_bad_data_switches_nothing(self) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=1))
+        x = torch.randn(64, 32)
+        x[0, 0] = math.nan
+        assert {line.split()[1] for line in look(model, guard, x)} == {"reported"}
+
+    def test_switches_are_capped(self) -> None:
+        model = make("tensorwise", scales="delayed")
+        guard = Guard(model, GuardConfig(every=1, max_switches=1))
+        step(model)
+        refresh(model)
+        assert look(model, guard, 40 * torch.randn(64, 32)) == ["0 switched"]
+        with torch.no_grad():
+            model[2].weight[0, 0] = math.inf
+        assert "2 capped" in look(model, guard)
+        assert model[2].binding.quantized
+
+    def test_settings_and_models_are_checked(self) -> None:
+        with pytest.raises(ValueError, match="max_error"):
+            GuardConfig(max_error=0)
+        with pytest.raises(ValueError, match="every=0"):
+            GuardConfig(every=0)
+        with pytest.raises(ValueError, match="no converted linear"):
+            Guard(nn.Sequential(nn.Linear(2, 2)))
+
+    def test_stopping_leaves_no_counters(self) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=1))
+        look(model, guard)
+        guard.stop()
+        assert model[0].state.health is None
+        step(model)
+
+
+class TestDrift:
+    def test_a_new_decision_is_taken_at_the_next_check(self) -> None:
+        model, asked = make(), []
+
+        def decide(site: str) -> LinearBinding | None:
+            asked.append(site)
+            return LinearBinding() if site == "2" else None
+
+        guard = Guard(model, GuardConfig(every=100), decide=decide)
+        guard.report_drift("2", "mean moved by 3 sigma")
+        guard.report_drift("4", "mean moved by 2 sigma")
+        assert asked == []
+        assert [(e.site, e.action) for e in guard.check()] == [("2", "rebound"), ("4", "reported")]
+        assert not model[2].binding.quantized
+        assert guard.switches == 1
+        assert guard.check() == []
+
+    def test_drift_that_nobody_can_answer(self) -> None:
+        guard = Guard(make())
+        with pytest.raises(ValueError, match="decide="):
+            guard.report_drift("0", "shifted")
+        with pytest.raises(ValueError, match="no guarded site 'head'"):
+            guard.report_drift("head", "shifted")
+
+
+@pytest.mark.slow
+def test_looking_compiles_two_variants_and_a_switch_one_more() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    convert(model, recipe="tensorwise", backend="reference", options=LinearOptions(scales="delayed"))
+    guard = Guard(model, GuardConfig(every=2))
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+    for k in range(6):
+        guard.begin_step()
+        step(compiled)
+        optimizer.step()
+        assert guard.check() == [], k
+    assert counter.frame_count == 2
+    guard.begin_step()
+    step(compiled, 100 * torch.randn(64, 32))
+    assert [event.site for event in guard.check()] == ["0"]
+    for _ in range(3):
+        guard.begin_step()
+        step(compiled)
+        guard.check()
+    assert counter.frame_count == 3  # the switched model; a site in high precision is not looked at any more
