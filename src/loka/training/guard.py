@@ -1,0 +1,68 @@
+"""The guard inside the Trainer: sites that go wrong in FP8 go back to bf16 between steps, and remembered scales survive a restart.
+
+    loka.convert(model, plan)
+    Trainer(model, data, config, callbacks=[GuardCallback(GuardConfig(every=100))]).fit()
+
+Scales that are remembered between steps, and what the guard did, live in the callback's own section of a checkpoint; the model's section stays a plain state_dict. A run that is
+resumed starts with the sites switched that had been switched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loka.convert import load_scale_state, scale_state
+from loka.nn.binding import LinearBinding
+from loka.nn.guard import Decide, Guard, GuardConfig, GuardEvent
+from loka.training.callbacks import Callback, CallbackState, LogLine
+
+if TYPE_CHECKING:
+    from loka.training.trainer import Trainer
+
+__all__ = ["GuardCallback"]
+
+
+class GuardCallback(Callback):
+    """Runs a Guard over a training; `events` is what happened so far."""
+
+    every_rank = True  # all ranks count, and all must switch
+
+    def __init__(self, config: GuardConfig | None = None, *, decide: Decide | None = None) -> None:
+        self.config, self.decide = config or GuardConfig(), decide
+        self.guard: Guard | None = None
+        self.events: list[GuardEvent] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Attach to the converted linears."""
+        self._attach(trainer)
+
+    def on_step_begin(self, trainer: Trainer) -> None:
+        """Look, where it is due."""
+        self._attach(trainer).begin_step()
+
+    def on_step_end(self, trainer: Trainer, log: LogLine | None) -> None:
+        """Between steps: the safe point."""
+        self.events += self._attach(trainer).check()
+
+    def on_checkpoint(self, trainer: Trainer) -> CallbackState | None:
+        """Scales and switches."""
+        guard = self._attach(trainer)
+        switched = {name: linear.state.note for name, linear in guard.sites.items() if not linear.binding.quantized}
+        return CallbackState(
+            scale_state(trainer.module), {"step": guard.step, "switches": guard.switches, "switched": switched}
+        )
+
+    def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
+        """The counterpart."""
+        guard = self._attach(trainer)
+        guard.step, guard.switches = state.values["step"], state.values["switches"]
+        for site, note in state.values["switched"].items():
+            if site not in guard.sites:
+                raise ValueError(f"the checkpoint switched {site!r}, which this model has not converted")
+            guard.sites[site].rebind(LinearBinding(), note=note)
+        load_scale_state(trainer.module, state.tensors)
+
+    def _attach(self, trainer: Trainer) -> Guard:
+        if self.guard is None:
+            self.guard = Guard(trainer.module, self.config, decide=self.decide)
+        return self.guard
