@@ -598,7 +598,8 @@ def section_topk(plan: Plan) -> None:
     names = [name for name in registry.BACKENDS["topk"] if plan.device.type == "cuda" or name != "triton"]
     for shape in shapes:
         for variant in ("float32", "bfloat16", f"float32|beams={beams}", f"bfloat16|beams={beams}|masked"):
-            (call,) = adapter.calls([shape], [variant])
+            width = codes if "beams" in variant else beams * codes
+            (call,) = adapter.calls([(shape[0], width, shape[2])], [variant])
             count = min(2, sets_needed(adapter.bytes_moved(call), plan.device))
             sets = [adapter.operands(call, seed=s, distribution="normal", device=plan.device) for s in range(count)]
             base = [adapter.baseline(call, o) for o in sets]

@@ -112,7 +112,7 @@ def test_what_must_move() -> None:
     adapter, call, _ = prepare("beam_attention", "4/2x16|shared|ragged|float32")
     assert adapter.bytes_moved(call) == 4 * (2 * 2 * 9 * 4 * 16 + 2 * 40 * 2 * 16)
     adapter, call, _ = prepare("topk", "bfloat16|beams=6|masked")
-    assert adapter.bytes_moved(call) == 3 * 600 * 3
+    assert adapter.bytes_moved(call) == 3 * 6 * 600 * 3
 
 
 def test_variants_that_mean_nothing_are_refused() -> None:

@@ -1,6 +1,6 @@
 """The benchmark's view of topk: the N best of each of M rows of K scores, beside torch.topk.
 
-A variant is the dtype of the scores, e.g. `float32`; options: `beams=B` (the scores of B beams of K / B codes each, fused with log-softmax), `masked` (with beams:
+A variant is the dtype of the scores, e.g. `float32`; options: `beams=B` (B beams of K codes each, fused with log-softmax), `masked` (with beams:
 most codes forbidden), `unsorted`.
 
 Judged by equality: values and indices must be the law's. The order of ties is part of it; torch.topk, the baseline, is held to the values only.
@@ -39,7 +39,7 @@ class Topk:
     """Selection of rows of scores, or of beams x codes."""
 
     op = "topk"
-    VARIANTS = ("float32", "bfloat16", "float32|beams=512", "bfloat16|beams=512|masked")
+    VARIANTS = ("float32", "bfloat16", "float32|beams=4", "bfloat16|beams=4|masked")
 
     def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[TopkCall | BeamTopkCall]:
         """Every shape (rows, scores, k) under every variant."""
@@ -57,9 +57,7 @@ class Topk:
         dtype = getattr(torch, kind)
         if not beams:
             return TopkCall(rows, n, k, dtype, "unsorted" not in options)
-        if n % beams[0]:
-            raise ValueError(f"{n} scores are not {beams[0]} beams of equally many codes")
-        return BeamTopkCall(rows, beams[0], n // beams[0], k, dtype, "masked" in options)
+        return BeamTopkCall(rows, beams[0], n, k, dtype, "masked" in options)
 
     def encode(self, call: TopkCall | BeamTopkCall) -> dict[str, Any]:
         """As JSON."""
@@ -72,12 +70,13 @@ class Topk:
 
     def decode(self, fields: dict[str, Any]) -> TopkCall | BeamTopkCall:
         """From JSON."""
-        return self._call((fields["rows"], fields["n"], fields["k"]), fields["variant"])
+        width = fields["codes"] if "codes" in fields else fields["n"]
+        return self._call((fields["rows"], width, fields["k"]), fields["variant"])
 
     def shape(self, call: TopkCall | BeamTopkCall) -> dict[str, int]:
-        """Rows, scores of a row, k."""
+        """Rows, scores of a row (or beams and codes), k."""
         if isinstance(call, BeamTopkCall):
-            return {"rows": call.requests, "n": call.beams * call.codes, "k": call.k}
+            return {"rows": call.requests, "beams": call.beams, "codes": call.codes, "k": call.k}
         return {"rows": call.rows, "n": call.n, "k": call.k}
 
     def operands(
@@ -151,9 +150,9 @@ class Topk:
 
     def bytes_moved(self, call: TopkCall | BeamTopkCall) -> int:
         """Every score once, and the mask."""
-        shape = self.shape(call)
-        masked = isinstance(call, BeamTopkCall) and call.masked
-        return shape["rows"] * shape["n"] * (call.dtype.itemsize + masked)
+        if isinstance(call, BeamTopkCall):
+            return call.requests * call.beams * call.codes * (call.dtype.itemsize + call.masked)
+        return call.rows * call.n * call.dtype.itemsize
 
     def flops(self, call: TopkCall | BeamTopkCall) -> int:
         """None on the matrix units."""
