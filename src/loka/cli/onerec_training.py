@@ -23,9 +23,10 @@ from loka.records import BundleInfo, capture_environment
 from loka.semantic_ids import ResidualKMeans, SemanticIndex, embed_histories, embed_text, fit_semantic_ids
 
 DIMENSIONS = 48
+CODES = 64  # per level
 
 
-def make_index(data: SequenceData, *, codes: int = 64, seed: int = 0) -> SemanticIndex:
+def make_index(data: SequenceData, *, seed: int = 0) -> SemanticIndex:
     """Distinct ids of four levels for every item: three of k-means, one to tell equal ones apart."""
     history = data.train.cut(np.arange(len(data.train)), 10**9).history
     near = embed_histories(history.values, history.offsets, data.n_items, dimensions=DIMENSIONS, seed=seed)
@@ -34,7 +35,7 @@ def make_index(data: SequenceData, *, codes: int = 64, seed: int = 0) -> Semanti
             [text or "unknown" for text in data.texts[1:]], dimensions=DIMENSIONS, blank="zero", seed=seed
         )
         near = torch.cat([near, words], 1)
-    config = ResidualKMeans((codes,) * 3, seed=seed)
+    config = ResidualKMeans((CODES,) * 3, seed=seed)
     return fit_semantic_ids(near, config, collisions="level", items=torch.arange(1, data.n_items + 1))
 
 

@@ -1,0 +1,202 @@
+"""The verbs around a generative recommender, end to end on a toy data set: generate, quantize, analyze, ab, bench onerec."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from loka.cli import app, main
+from loka.data.batch import Jagged
+from loka.data.sequences import SequenceData
+from loka.records import Analysis, PairedTest, Quantized, from_json, load
+
+runner = CliRunner()
+
+
+def make_data(users: int = 60, items: int = 80) -> SequenceData:
+    """Users walk along a circle of items: the next item is mostly the one after the last."""
+    g = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(users):
+        start, n = int(torch.randint(items, (1,), generator=g)), int(torch.randint(6, 14, (1,), generator=g))
+        rows.append((start + torch.arange(n)) % items + 1)
+    offsets = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
+    titles = ("", *(f"title {i} of kind{i % 5} shade{i % 7} size{i % 4}" for i in range(1, items + 1)))
+    return SequenceData("toy", Jagged(torch.cat(rows), offsets), items, item_keys=titles, titles=titles, texts=titles)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> SequenceData:
+    data = make_data()
+    monkeypatch.setattr("loka.data.load_sequences", lambda *_, **__: data)
+    monkeypatch.setattr("loka.cli.onerec_training.DIMENSIONS", 8)
+    monkeypatch.setattr("loka.cli.onerec_training.CODES", 8)
+    return data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("onerec")
+
+
+def run(*words: object, code: int = 0) -> str:
+    result = runner.invoke(app, [str(w) for w in words], obj={"debug": False})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result.stdout
+
+
+def fail(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([str(w) for w in words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_recommender_from_nothing_to_fp8(folder: Path) -> None:
+    text = run("generate", "--train", 15, "--out", folder / "plain", "--users", 2, "--top", 3, "--beams", 20)
+    assert text.count("user ") == 2
+    assert text.count("title ") >= 6
+    found = json.loads(run("generate", "--from", folder / "plain", "--users", 4, "--top", 3, "--beams", 20, "--json"))
+    assert len(found) == 4
+    assert all(len(one["recommended"]) == 3 and one["recommended"][0]["title"].startswith("title") for one in found)
+
+    text = run("quantize", folder / "plain", "--out", folder / "low", "--export", folder / "export", "--json")
+    record = from_json(text.strip(), Quantized)
+    assert record.ratio < 0.9
+    assert any(site.weight == "e4m3:row" for site in record.sites)
+    assert json.loads((folder / "export" / "config.json").read_text())["quantization_config"]["ignore"]
+
+    text = run(
+        "ab",
+        folder / "plain",
+        folder / "low",
+        "--margin",
+        0.5,
+        "--users",
+        40,
+        "--beams",
+        20,
+        "--out",
+        folder / "ab.json",
+    )
+    assert "no mismatch found" in text
+    test = load(folder / "ab.json", PairedTest)
+    assert {m.metric for m in test.metrics} == {"recall@10", "ndcg@10", "log-likelihood"}
+    likelihood = next(m for m in test.metrics if m.metric == "log-likelihood")
+    assert likelihood.outcome == "equivalent"
+    assert likelihood.change.value != 0  # FP8 is not the same model
+    assert test.overlap["@10"] > 0.5
+
+    text = run(
+        "analyze",
+        folder / "plain",
+        folder / "low" / "model.safetensors",
+        "--out",
+        folder / "a.json",
+        "--plot",
+        folder / "a.vl",
+    )
+    assert "published, not measured here" in text
+    analysis = load(folder / "a.json", Analysis)
+    assert [m.activations_of is None for m in analysis.models] == [False, True]
+    assert "published" in (folder / "a.vl").read_text()
+
+
+def test_a_bound_is_measured_and_kept(folder: Path) -> None:
+    if not (folder / "plain").exists():
+        run("generate", "--train", 5, "--out", folder / "plain", "--beams", 20)
+    text = run("quantize", folder / "plain", "--out", folder / "bounded", "--bound", 0.05, "--users", 30, "--json")
+    record = from_json(text.strip(), Quantized)
+    assert record.change is not None
+    assert record.change.high <= 0.05
+    assert all(site.metric_change is not None for site in record.sites if site.weight is not None)
+    run("quantize", folder / "plain", "--out", folder / "strict", "--bound", 1e-12, "--users", 30, code=1)
+
+
+def test_your_own_history_and_unknown_items(folder: Path) -> None:
+    if not (folder / "plain").exists():
+        run("generate", "--train", 5, "--out", folder / "plain", "--beams", 20)
+    (found,) = json.loads(
+        run("generate", "--from", folder / "plain", "--items", "3,4,9999", "--top", 2, "--beams", 10, "--json")
+    )
+    assert found["unknown"] == 1
+    assert len(found["recommended"]) == 2
+    (seen,) = json.loads(
+        run("generate", "--from", folder / "plain", "--items", "3", "--top", 5, "--exclude-seen", "--json")
+    )
+    assert 3 not in [row["item"] for row in seen["recommended"]]
+
+
+def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--from FOLDER, or make one" in fail(capsys, "generate")
+    assert "--train needs --out" in fail(capsys, "generate", "--train", 3)
+    assert "at least as many --beams" in fail(capsys, "generate", "--from", folder, "--top", 9, "--beams", 3)
+    assert "bundle.json" in fail(capsys, "generate", "--from", tmp_path)
+    assert "no recommender" in fail(capsys, "quantize", tmp_path, "--out", tmp_path / "x")
+    assert "ends in .safetensors" in fail(capsys, "quantize", "onerec:tiny", "--out", tmp_path / "x")
+    assert "two folders or two .jsonl" in fail(capsys, "ab", tmp_path, tmp_path / "x.jsonl")
+
+
+def test_quantize_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    import sys
+
+    from loka.cli.subject import find_object
+
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    torch.manual_seed(0)
+    model = find_object("mine:make")()
+    save_file(model.state_dict(), "w.safetensors")
+    run("quantize", "mine:make", "--weights", "w.safetensors", "--recipe", "rowwise", "--out", "q.safetensors")
+    from loka.ptq import load_quantized
+
+    again, summary = load_quantized("q.safetensors", build=find_object("mine:make"))
+    assert summary.quantized == ["0", "1"]
+    x = torch.randn(4, 8)
+    assert (again.float()(x) - model(x)).norm() / model(x).norm() < 0.1
+
+
+class TestFiles:
+    def write(self, path: Path, shift: float, users: int = 200) -> Path:
+        g = torch.Generator().manual_seed(0)
+        base = torch.rand(200, generator=g)
+        lines = [
+            json.dumps({"user": u, "recall@10": float(base[u]) * (1 + shift), "loss": 1 - float(base[u]) * shift})
+            for u in range(users)
+        ]
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def test_any_two_models(self, tmp_path: Path) -> None:
+        a, b = self.write(tmp_path / "a.jsonl", 0.0), self.write(tmp_path / "b.jsonl", 0.1)
+        test = from_json(run("ab", a, b, "--json").strip(), PairedTest)
+        assert {m.metric: m.outcome for m in test.metrics} == {"recall@10": "better", "loss": "better"}
+        run("ab", b, a, code=1)  # worse is a finding
+
+    def test_a_lost_half_is_a_finding(self, tmp_path: Path) -> None:
+        a, b = self.write(tmp_path / "a.jsonl", 0.0), self.write(tmp_path / "b.jsonl", 0.0, users=100)
+        assert "MISMATCH" in run("ab", a, b, code=1)
+
+    def test_damage_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        a = self.write(tmp_path / "a.jsonl", 0.0)
+        (tmp_path / "b.jsonl").write_text('{"user": 1, "recall@10": 0.5}\n{"user": 2}\n')
+        assert "b.jsonl:2" in fail(capsys, "ab", a, tmp_path / "b.jsonl")
+
+
+def test_analyze_built_in_models() -> None:
+    text = run("analyze", "onerec:tiny", "--layers", "--batches", 1)
+    assert "blocks.0.cross.query" in text
+    assert "onerec:tiny: " in text
+
+
+def test_bench_onerec() -> None:
+    found = json.loads(run("bench", "onerec", "--beams", 4, "--requests", "1", "--seconds", 0.01, "--json"))
+    assert {row["variant"] for row in found["rows"]} == {"plain bf16", "engine bf16", "engine fp8"}
+    assert not found["fp8_is_native"]
+    assert 0 < found["overlap"] <= 1

@@ -1,0 +1,236 @@
+"""Items in and out, bundles on disk, per-user metrics and the paired comparison of two arms."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from loka.data.batch import Jagged
+from loka.data.sequences import SequenceData
+from loka.inference import (
+    Bundle,
+    Engine,
+    EngineConfig,
+    Recommender,
+    compare_arms,
+    evaluate_users,
+    load_bundle,
+    overlap_of,
+    save_bundle,
+)
+from loka.inference.costs import classify_kernel, count_costs
+from loka.inference.synthetic import make_histories, make_trained_like, share_weights
+from loka.inference.tuning import Tuning
+from loka.models import configure
+from loka.models.onerec import Experts
+from loka.nn import MixtureOfExperts
+from loka.ptq import quantize
+from loka.records import BundleInfo, capture_environment
+
+from .small import make_index, make_model
+
+
+def make_bundle(normalize: str = "codebook", **options: object) -> Bundle:
+    model = make_model("tiny", **options)
+    info = BundleInfo(
+        data="toy", options={}, steps=1, seed=0, loss=None, normalize=normalize, environment=capture_environment()
+    )
+    return Bundle(model, quantize(model, "none"), make_index(model, 60), info)
+
+
+def make_data(items: int, users: int = 30) -> SequenceData:
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 12, (users,), generator=g)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    values = torch.randint(1, items + 1, (int(offsets[-1]),), generator=g)
+    titles = ("", *(f"title {i}" for i in range(1, items + 1)))
+    return SequenceData("toy", Jagged(values, offsets), items, item_keys=titles, titles=titles, texts=titles)
+
+
+@pytest.fixture(scope="module")
+def recommender() -> Recommender:
+    bundle = make_bundle(items=100)
+    engine = Engine(bundle.model, EngineConfig(beams=30, requests=(4,), dtype="fp32"), valid=bundle.index.trie)
+    return Recommender(engine, bundle.index)
+
+
+class TestRecommender:
+    def test_unknown_items_are_dropped_and_counted(self, recommender: Recommender) -> None:
+        known = recommender.index.items[:4]
+        mixed = torch.cat([known[:2], torch.tensor([9999]), known[2:]])
+        (a,), (b,) = (recommender.recommend([h], top=5) for h in (known, mixed))
+        assert torch.equal(a.items, b.items)
+        assert (a.dropped, b.dropped) == (0, 1)
+        with pytest.raises(ValueError, match="item 9999 is not in the index"):
+            replace(recommender, unknown="raise").recommend([mixed])
+
+    def test_empty_and_wholly_unknown_histories(self, recommender: Recommender) -> None:
+        found = recommender.recommend([torch.empty(0, dtype=torch.int64), torch.tensor([9999, 9998])], top=3)
+        assert torch.equal(found[0].items, found[1].items)
+        assert [f.dropped for f in found] == [0, 2]
+
+    def test_seen_items_can_be_left_out(self, recommender: Recommender) -> None:
+        (plain,) = recommender.recommend([recommender.index.items[:5]], top=3)
+        (other,) = recommender.recommend([torch.cat([recommender.index.items[:5]])], top=3, exclude_seen=True)
+        assert not set(other.items.tolist()) & set(recommender.index.items[:5].tolist())
+        assert len(other.items) == len(plain.items) == 3
+
+    def test_refusals(self, recommender: Recommender) -> None:
+        with pytest.raises(ValueError, match="at least one"):
+            recommender.recommend([torch.empty(0, dtype=torch.int64)], top=0)
+        with pytest.raises(ValueError, match="constrained to valid ids"):
+            Recommender(Engine(make_model("tiny"), EngineConfig(dtype="fp32", beams=4)), recommender.index)
+
+
+def test_bundles_survive_the_disk(tmp_path: Path) -> None:
+    bundle = make_bundle()
+    save_bundle(bundle, tmp_path / "b", dtype=torch.float32)
+    again = load_bundle(tmp_path / "b")
+    assert again.info == bundle.info
+    assert again.model.config == bundle.model.config
+    for name, tensor in bundle.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name])
+    with pytest.raises(ValueError, match=r"holds no bundle\.json"):
+        load_bundle(tmp_path)
+    with pytest.raises(ValueError, match="codebooks"):
+        replace(bundle, index=make_index(make_model("tiny", codebooks=(16, 16, 16))))
+
+
+@pytest.mark.parametrize("normalize", ["codebook", "valid"])
+def test_metrics_by_user_are_those_of_the_definitions(normalize: str) -> None:
+    bundle = make_bundle(normalize)
+    data = make_data(len(bundle.index))
+    found = evaluate_users(bundle, data.test, beams=20, tops=(1, 10), batch=8)
+    assert len(found.users) == len(data.test)
+    targets = data.test.cut(found.users.numpy(), 100).targets.values
+    hits = found.items == targets[:, None]
+    assert torch.equal(found.values["recall@10"], hits[:, :10].any(1).double())
+    rank = hits.double().argmax(1)
+    expected = torch.where(hits[:, :10].any(1), 1 / torch.log2(rank.double() + 2), 0.0)
+    torch.testing.assert_close(found.values["ndcg@10"], expected)
+    assert bool((found.values["log-likelihood"] < 0).all())
+    again = evaluate_users(bundle, data.test, beams=20, tops=(1, 10), batch=5)
+    torch.testing.assert_close(again.values["log-likelihood"], found.values["log-likelihood"])
+    assert torch.equal(again.items, found.items)
+
+
+class TestArms:
+    users = torch.arange(400)
+
+    def arms(self, shift: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        g = torch.Generator().manual_seed(0)
+        base = torch.rand(400, generator=g).double()
+        noise = 0.001 * torch.randn(400, generator=g).double()
+        return {"recall@10": base, "log-likelihood": -1 - base}, {
+            "recall@10": base * (1 + shift) + noise,
+            "log-likelihood": (-1 - base) * (1 - shift) + noise,
+        }
+
+    def test_verdicts(self) -> None:
+        for shift, outcome in ((0.0, "equivalent"), (0.05, "better"), (-0.05, "worse")):
+            a, b = self.arms(shift)
+            test = compare_arms(a, b, (self.users, self.users), margin=0.01, names=("a", "b"), data="toy")
+            assert {m.outcome for m in test.metrics} == {outcome}
+            assert test.metrics[0].change.value == pytest.approx(shift, abs=0.002)
+            assert test.metrics[1].change.value == pytest.approx(shift, abs=0.002)
+            assert not test.split.mismatch
+            assert test.metrics[0].minimum_detectable < 0.01
+
+    def test_a_lost_arm_is_seen_and_pairs_are_matched_by_user(self) -> None:
+        a, b = self.arms(0.0)
+        some = torch.randperm(400, generator=torch.Generator().manual_seed(1))[:250]
+        test = compare_arms(
+            a, {k: v[some] for k, v in b.items()}, (self.users, some), margin=0.01, names=("a", "b"), data="toy"
+        )
+        assert test.split.mismatch
+        assert test.metrics[0].users == 250
+        assert test.metrics[0].outcome == "equivalent"
+
+    def test_refusals(self) -> None:
+        a, b = self.arms(0.0)
+        with pytest.raises(ValueError, match="only one arm has"):
+            compare_arms(
+                a, {"recall@10": b["recall@10"]}, (self.users, self.users), margin=0.01, names=("a", "b"), data="t"
+            )
+        zero = {"recall@10": torch.zeros(400).double()}
+        with pytest.raises(ValueError, match="zero for every user"):
+            compare_arms(zero, zero, (self.users, self.users), margin=0.01, names=("a", "b"), data="t")
+
+    def test_overlap(self) -> None:
+        bundle = make_bundle()
+        found = evaluate_users(bundle, make_data(len(bundle.index)).test, beams=20)
+        assert overlap_of(found, found, (10, 50)) == {"@10": 1.0}
+
+
+class TestSynthetic:
+    def test_statistics_and_skew(self) -> None:
+        config = configure(
+            "onerec", "tiny-moe", d=64, heads=4, experts=Experts(routed=16, top=2, hidden=64, dense_blocks=1)
+        )
+        model = make_trained_like(config, device="cpu", dtype=torch.float32, skew=2.5)
+        weight = model.blocks[0].attention.qkv.weight.detach()
+        assert float(weight.var()) == pytest.approx(1 / 64, rel=0.4)
+        moe = next(m for m in model.modules() if isinstance(m, MixtureOfExperts))
+        chosen, gates = moe.route(torch.randn(4096, 64, generator=torch.Generator().manual_seed(1)))
+        load = torch.bincount(chosen.flatten(), minlength=16).float()
+        assert float(load.max() / load.mean()) >= 2.0
+        torch.testing.assert_close(gates.sum(1), torch.ones(4096))
+        found = Engine(model, EngineConfig(beams=8, requests=(2,), dtype="fp32")).generate(
+            make_histories(config, 2, 16)
+        )
+        assert all(bool(f.scores.isfinite().all()) for f in found)
+
+    def test_shared_weights_are_shared_and_the_trees_are_not(self) -> None:
+        model = make_model("tiny")
+        twin = share_weights(model)
+        assert twin.blocks[0].cross.query.weight is model.blocks[0].cross.query.weight
+        quantize(twin)
+        assert type(model.blocks[0].cross.query) is torch.nn.Linear
+
+
+def test_costs_of_the_published_model() -> None:
+    config = configure("onerec", "4b-a0.5b")
+    costs = {c.operator: c for c in count_costs(config, requests=8, context=512, beams=512)}
+    tokens = 8 * (1 + 512 + 512)
+    linears = tokens * 14 * 2 * 6 * 1408**2
+    assert costs["attention linears"].flops == pytest.approx(linears)
+    assert costs["experts"].flops == pytest.approx(tokens * 12 * 4 * 2 * 3 * 1408**2)
+    low = {
+        c.operator: c for c in count_costs(config, requests=8, context=512, beams=512, linear_bytes=1, expert_bytes=1)
+    }
+    assert low["experts"].flops == costs["experts"].flops
+    assert 0.5 <= low["experts"].bytes / costs["experts"].bytes < 0.75
+    assert low["experts"].intensity > costs["experts"].intensity
+
+
+def test_kernel_names() -> None:
+    assert classify_kernel("sm90_xmma_gemm_bf16bf16_bf16f32") == "linears and heads"
+    assert classify_kernel("_grouped_gemm_kernel") == "experts"
+    assert classify_kernel("something unheard of") == "other"
+
+
+def test_tuning_measures_refuses_and_writes_down() -> None:
+    model = make_model(
+        "tiny-moe", d=128, heads=4, layers=2, d_ff=128, experts=Experts(routed=4, top=2, hidden=128, dense_blocks=1)
+    )
+    quantize(model)
+    engine = Engine(model, EngineConfig(beams=4, requests=(2,), dtype="fp32"))
+    tuning = Tuning(engine.packed, torch.float32, fixed=set(), measure=True)
+    tuned = tuning.tuned(8)
+    assert {t.role for t in tuning.log} == {"query", "cross_out", "qkv", "self_out", "experts"}
+    for (
+        entry
+    ) in tuning.log:  # no backend but the reference runs here: all are refused, with reasons, and the registry decides
+        assert entry.chosen == "auto"
+        assert entry.refused
+        assert not entry.microseconds
+    assert tuned.blocks[0].query.backend == "auto"
+    assert tuning.tuned(8) is tuned
+    assert (
+        Tuning(engine.packed, torch.float32, fixed={"scaled_mm", "grouped_mm"}, measure=True)
+        .tuned(8)
+        .blocks[0]
+        .query.backend
+        == "auto"
+    )
