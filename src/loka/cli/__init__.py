@@ -27,6 +27,7 @@ VERBS = {
     "explain": "loka.cli.plan:explain",
     "diff": "loka.cli.plan:diff",
     "export": "loka.cli.plan:export",
+    "convert": "loka.cli.convert:convert",
     "db": "loka.cli.db:app",
     "quantize": "loka.cli.quantize:quantize",
     "generate": "loka.cli.generate:generate",

@@ -20,7 +20,10 @@ __all__ = ["low_precision_share"]
 
 
 def low_precision_share(model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding]) -> float:
-    """Share of the GEMM FLOPs of one step on `example` (a Tensor, a tuple of arguments, a dict of them, or one argument of any kind)."""
+    """Share of the GEMM FLOPs of one step on `example`.
+
+    A Tensor, a tuple of arguments, a dict of them, one argument of any other kind, or a function without arguments that runs the model itself.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     low = 0.0
 
@@ -55,7 +58,9 @@ def low_precision_share(model: nn.Module, example: Any, bindings: Mapping[str, L
 
 def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
-        if isinstance(example, dict):
+        if callable(example):
+            out = example()
+        elif isinstance(example, dict):
             out = model(**example)
         else:
             out = model(*example) if isinstance(example, tuple | list) else model(example)
