@@ -1,0 +1,115 @@
+"""loka convert on a user's own model: by recipe, by plan, kept and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from loka.cli import app
+
+runner = CliRunner()
+MODULE = """
+import torch
+from torch import nn
+
+def build(seed):
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+
+def batches(split, batch_size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        x = torch.randn(batch_size, 16, generator=generator)
+        yield x, (x[:, :1] > 0).float()
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_convert_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def run(*words: object) -> tuple[int, str]:
+    own = ["convert", "own_convert_model:build", "--data", "own_convert_model:batches", "--batch-size", "32"]
+    result = runner.invoke(app, [*own, *map(str, words)], obj={})
+    if isinstance(result.exception, ValueError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.exit_code, result.stdout
+
+
+def test_a_recipe_and_what_is_kept() -> None:
+    _, text = run("--recipe", "rowwise", "--keep", "2")
+    assert "1 of 2 linears converted, 1 kept" in text
+    assert "kept 2: module_filter_fn" in text
+    assert "loss of one batch" in text
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    weights = {
+        "0.weight": torch.randn(32, 16),
+        "0.bias": torch.zeros(32),
+        "2.weight": torch.randn(1, 32),
+        "2.bias": torch.zeros(1),
+    }
+    save_file(weights, tmp_path / "weights.safetensors")
+    _, text = run("--recipe", "tensorwise", "--scales", "delayed", "--gradients", "e5m2", "--json",
+                  "--weights", tmp_path / "weights.safetensors", "--out", tmp_path / "out")  # fmt: skip
+    found = json.loads(text)
+    assert found["low_precision_share"] == pytest.approx(1.0)
+    assert found["loss_before"] != found["loss_after"]
+    assert "e5m2:tensor:delayed" in found["converted"]["0"]
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+    assert set(saved) == set(weights)
+    scales = load_file(tmp_path / "out" / "scales.safetensors")
+    assert scales["0/x/history"].max() > 0
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text()) == found
+
+
+def test_static_scales_are_calibrated(tmp_path: Path) -> None:
+    run("--recipe", "tensorwise", "--scales", "static", "--out", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "scales.safetensors")["0/x/static"] > 0
+
+
+def test_a_plan(tmp_path: Path) -> None:
+    import own_convert_model
+
+    from loka import records
+    from loka.probe import Probe
+
+    model = own_convert_model.build(0)
+    probe = Probe(model, every=1)
+    model(torch.randn(64, 16)).square().sum().backward()
+    probe.step()
+    report = probe.evaluate(["tensorwise"], samples=2)
+    plan = report.plan(max_error=1.0, max_gradient_error=1.0, min_speedup=None)
+    records.save(plan, tmp_path / "plan.json")
+    _, text = run("--plan", tmp_path / "plan.json")
+    assert "2 of 2 linears converted" in text
+    with pytest.raises(ValueError, match="--keep belongs to --recipe"):
+        run("--plan", tmp_path / "plan.json", "--keep", "0")
+    with pytest.raises(ValueError, match="neither beside it"):
+        run("--plan", tmp_path / "plan.json", "--scales", "delayed")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "a plan or a recipe"),
+        (["--recipe", "fastest"], "no recipe 'fastest'"),
+        (["--recipe", "rowwise", "--scales", "delayed"], "one per tensor"),
+        (["--recipe", "tensorwise", "--scales", "often"], "dynamic, delayed or static"),
+        (["--recipe", "tensorwise", "--save", "fp4"], "auto, fp8 or high"),
+        (["--recipe", "tensorwise", "--steps", "0"], "at least 1"),
+        (["--recipe", "tensorwise", "--weights", "nowhere.safetensors"], "nowhere"),
+    ],
+)
+def test_requests_that_cannot_be_honoured(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(*words)
