@@ -71,8 +71,8 @@ INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
 VECTORS = {"D": 128, "K": 24, "NL": 32, "NF": 32, "BD": 128, "BK": 32, "BL": 32, "BF": 32}
 BACKWARD = {"x_ptr": X, "weight_ptr": X, "dq_ptr": X, "ds_ptr": X, "dx_ptr": X, "dw_ptr": S}
 MIXED = {
-    **{name: VECTORS[name] for name in ("D", "K", "NL", "NF", "BD", "BK", "BL")},
-    "BO": 64, "BLOCKS": 16, "PROGRAMS": 264, "PREROUND": False,
+    **{name: VECTORS[name] for name in ("D", "K", "NL", "NF", "BK", "BL")},
+    "BT": 64, "BO": 64, "BLOCKS": 16, "PROGRAMS": 264, "PREROUND": False,
 }  # fmt: skip
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
@@ -88,6 +88,9 @@ CONFIGURATIONS = {
         {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
         {"BM": 128, "BK": 256, "ROWS": 16, "ROW": True, "COLUMN": True, "TENSOR": True},
         {"num_warps": 8},
+    ),
+    ("quantize", "_turn", "bytes"): (
+        {"x_ptr": "*u8", "t_ptr": "*i32"}, {"BM": 128, "BK": 128}, {"num_warps": 4},
     ),
     ("quantize", "_scales", "pow2"): (
         {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},

@@ -13,7 +13,7 @@ from loka.formats import FORMATS, QTensor, Spec, decode, expand_scale, scale_sha
 from loka.formats import quantize as quantize_by_law
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.quantize import QuantizeCall, quantize, quantize_both
+from loka.kernels.quantize import QuantizeCall, quantize, quantize_both, transpose
 
 SPECS = [
     *[f"{f}:{b}" for f in ("e4m3", "e5m2") for b in ("tensor", "row", "1x128", "128x128")],
@@ -221,3 +221,18 @@ def test_triton_under_its_interpreter() -> None:
 def test_triton_refuses_a_scale_of_another_shape_before_reading_it(spec: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"needs scales of"):
         registry.backend("quantize", "triton").run(torch.ones(4, 32), Spec.parse(spec), scale=torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", BACKENDS["quantize"])
+@pytest.mark.parametrize("shape", [(5, 70), (130, 27), (1, 1), (64, 256)])
+def test_transpose_moves_the_bytes(name: str, shape: tuple[int, int], device: torch.device) -> None:
+    spec = Spec.parse("e4m3:tensor")
+    q = quantize(torch.randn(shape, device=device), spec, backend="reference")
+    verdict = registry.backend("quantize", name).supports(QuantizeCall(*shape, spec), device)
+    if not verdict:
+        pytest.skip(verdict.reason)
+    turned = transpose(q, backend=name)
+    assert turned.data.stride(1) == 1
+    assert torch.equal(turned.data.view(torch.uint8), q.data.view(torch.uint8).T)
+    with pytest.raises(ValueError, match="runs the other way"):
+        transpose(quantize(torch.randn(shape, device=device), Spec.parse("e4m3:row"), backend="reference"))

@@ -1,20 +1,67 @@
-"""A Wukong layer for serving: its interactions in two kernels around an FP8 tower, x read once (loka.kernels.interaction).
+"""A whole Wukong layer as one autograd node: its interactions in two kernels around an FP8 tower, x read once (loka.kernels.interaction).
 
 It stands in for a module with the children `mix` (FeatureMix: n_l, k and perhaps residual rows), `fmb` (with `norm` and a fused `mlp`) and `norm`, and shares
-them under their names. With gradients on it computes what the layer computes, module by module: the kernels keep nothing for backward.
+them under their names.
+
+    forward     interact(x) -> FP8 products, half of next;   tower;   finish -> next
+    backward    norm_gradient(d next) -> dS;   tower backward of dS's first half;   interact_gradient -> dx, dW
+
+For backward a layer keeps x, next (which the layer after it keeps anyway as its x), one rstd a vector, and what its tower keeps in FP8: the products and mixtures are
+computed again from x.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from loka.kernels import registry
 from loka.kernels.fused_linear import NORMALIZED_SCALE
-from loka.kernels.interaction import InteractionCall, finish, interact
-from loka.nn.fused_tower import FusedTower
-from loka.nn.mix import FeatureMix
+from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
+from loka.kernels.quantize import transpose
+from loka.nn.fused_tower import FusedTower, Layout, run_backward, run_forward
+from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, BlockNorm
+
+
+class _Layer(torch.autograd.Function):
+    """x [B, n, d], the rows of the mix, scale [], then the tower's weights and biases -> next [B, n_f + n_l, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mix: Tensor,
+        scale: Tensor,
+        call: InteractionCall,
+        backend: str,
+        layout: Layout,
+        *parameters: Any,
+    ) -> Tensor:
+        count = len(layout.links)
+        made = interact(x, mix, call, scale, keep=True, backend=backend)
+        turned = transpose(made.products, backend=layout.precision.quantize_backend)
+        y, saved = run_forward(made.products, turned, scale, layout, parameters[:count], parameters[count:])
+        following = finish(made, y, call, backend=backend)
+        ctx.save_for_backward(x, mix, scale, following, made.rstd, *saved)
+        ctx.call, ctx.backend, ctx.layout = call, backend, layout
+        ctx.dtypes = tuple(None if p is None else p.dtype for p in parameters)
+        return following
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mix, scale, following, rstd, *saved = ctx.saved_tensors
+        call, backend = ctx.call, ctx.backend
+        ds = norm_gradient(grads[0], following, rstd, call, backend=backend)
+        dy = ds.flatten(1)[:, : call.n_f * call.d]
+        dq, dweights, dbiases = run_backward(
+            dy, saved, scale, ctx.layout, dtypes=ctx.dtypes, needs_input=True, needs_weight=ctx.needs_input_grad[6:]
+        )
+        dx, dmix = interact_gradient(x, mix, dq, ds, call, backend=backend)
+        dmix = dmix if dmix.dtype == mix.dtype else dmix.to(mix.dtype)
+        return dx, dmix, None, None, None, None, *dweights, *dbiases
 
 
 class FusedInteraction(nn.Module):
@@ -58,18 +105,21 @@ class FusedInteraction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, n, d] -> [B, n_f + n_l, d]."""
-        if torch.is_grad_enabled():
-            compressed, mixtures, *rest = self.mix.split(x)
-            residual = rest[0] if rest else x
-            out: Tensor = self.norm(torch.cat([self.fmb(x, mixtures), compressed], 1) + residual)
-            return out
-        call = self.describe(x)
-        made = interact(x, self.mix.weight, call, self._scale, backend=self.backend)
-        return finish(made, self.fmb.mlp.infer(made.products, x.dtype), call, backend=self.backend)
+        x = x.to(compute_dtype(x))
+        call, tower = self.describe(x), self.fmb.mlp
+        with torch.autocast(x.device.type, enabled=False):
+            if not torch.is_grad_enabled() or tower.frozen:
+                made = interact(x, self.mix.weight, call, self._scale, backend=self.backend)
+                return finish(made, tower.infer(made.products, x.dtype), call, backend=self.backend)
+            layout = tower.layout(x.dtype, True)
+            out: Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
+                x.contiguous(), self.mix.weight, self._scale, call, self.backend, layout, *tower.weights, *tower.biases
+            )
+        return out
 
     def extra_repr(self) -> str:
         """What runs when."""
-        return f"fused for inference on {self.backend}"
+        return f"fused, on {self.backend}"
 
 
 def refuse(layer: nn.Module) -> str | None:

@@ -95,8 +95,8 @@ class TowerPrecision:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """What the autograd node needs besides tensors."""
+class Layout:
+    """What an autograd node needs besides tensors."""
 
     links: tuple[Link, ...]
     precision: TowerPrecision
@@ -105,12 +105,12 @@ class _Layout:
     biases: tuple[bool, ...]
 
 
-def _quantize_input(x: Tensor, scale: Tensor, layout: _Layout) -> QTensor:
+def _quantize_input(x: Tensor, scale: Tensor, layout: Layout) -> QTensor:
     spec, given = (_STATIC, scale) if layout.bounded_input else (_TENSOR, None)
     return quantize(x, spec, scale=given, backend=layout.precision.quantize_backend)
 
 
-def _quantize_input_both(x: Tensor, scale: Tensor, layout: _Layout) -> tuple[QTensor, QTensor]:
+def _quantize_input_both(x: Tensor, scale: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
     spec, given = (_STATIC, scale) if layout.bounded_input else (_TENSOR, None)
     return quantize_both(x, spec, spec, scale=given, transpose_scale=given, backend=layout.precision.quantize_backend)
 
@@ -119,7 +119,7 @@ def _plain(link: Link) -> bool:
     return not link.norm_block and link.activation == "none"
 
 
-def _run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: _Layout) -> Tensor:
+def _run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: Layout) -> Tensor:
     y = scaled_mm(
         a, w, out_dtype=layout.dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum
     )
@@ -127,7 +127,7 @@ def _run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: _Layout) -> 
 
 
 def _run_link(
-    a: QTensor, w: QTensor, bias: Tensor | None, scale: Tensor, layout: _Layout, index: int, *, training: bool
+    a: QTensor, w: QTensor, bias: Tensor | None, scale: Tensor, layout: Layout, index: int, *, training: bool
 ) -> FusedResult:
     """One layer; the last one of a tower writes 16 bits, the others FP8 for the next (and, in training, its transpose for the next wgrad)."""
     link, last = layout.links[index], index == len(layout.links) - 1
@@ -147,71 +147,98 @@ def _run_link(
     )
 
 
+def run_forward(
+    a: QTensor,
+    a_t: QTensor,
+    scale: Tensor,
+    layout: Layout,
+    weights: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A tower's output and, six per layer, what its backward needs. `a_t` is the transpose of the quantised input a."""
+    saved: list[Tensor | None] = []
+    y: Tensor | None = None
+    for index in range(len(layout.links)):
+        weight = weights[index]
+        assert weight is not None
+        w, w_t = quantize_both(
+            weight, _TENSOR, layout.precision.weight_t_spec, backend=layout.precision.quantize_backend
+        )
+        result = _run_link(a, w, biases[index], scale, layout, index, training=True)
+        kept = result.z.data if isinstance(result.z, QTensor) else result.z
+        saved += [a_t.data, a_t.scale, w_t.data, w_t.scale, kept, result.rstd]
+        if isinstance(result.y, QTensor):
+            assert result.y_t is not None
+            a, a_t = result.y, result.y_t
+        else:
+            y = result.y
+    assert y is not None
+    return y, saved
+
+
+def run_backward(
+    dy: Tensor,
+    saved: Sequence[Any],
+    scale: Tensor,
+    layout: Layout,
+    *,
+    dtypes: Sequence[torch.dtype | None],
+    needs_input: bool,
+    needs_weight: Sequence[bool],
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    """From dy to the input's gradient (dy itself of no meaning where not needed), those of the weights and of the biases, in `dtypes` (weights, then biases)."""
+    count = len(layout.links)
+    dweights: list[Tensor | None] = [None] * count
+    dbiases: list[Tensor | None] = [None] * count
+    for index in reversed(range(count)):
+        x_t, x_scale, w_t, w_scale, z, rstd = saved[6 * index : 6 * index + 6]
+        g, g_t, dbias = _gradient_of(dy, z, rstd, scale, layout, index)
+        if layout.biases[index]:
+            assert dbias is not None
+            dbiases[index] = dbias.to(dtypes[count + index])
+        if needs_weight[index]:
+            x_q = QTensor(x_t, x_scale, _STATIC if index or layout.bounded_input else _TENSOR)
+            dtype = dtypes[index]
+            assert dtype is not None
+            dweights[index] = _multiply(g_t, x_q, dtype, layout)
+        if index or needs_input:
+            dy = _multiply(g, QTensor(w_t, w_scale, layout.precision.weight_t_spec), layout.dtype, layout)
+    return dy, dweights, dbiases
+
+
 class _Tower(torch.autograd.Function):
     """x [M, K], scale [], then the weights, then the biases -> y [M, N]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, layout: _Layout, *parameters: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, layout: Layout, *parameters: Tensor | None) -> Tensor:
         count = len(layout.links)
-        weights, biases = parameters[:count], parameters[count:]
         a, a_t = _quantize_input_both(x, scale, layout)
-        saved: list[Tensor | None] = []
-        y: Tensor | None = None
-        for index in range(count):
-            weight = weights[index]
-            assert weight is not None
-            w, w_t = quantize_both(
-                weight, _TENSOR, layout.precision.weight_t_spec, backend=layout.precision.quantize_backend
-            )
-            result = _run_link(a, w, biases[index], scale, layout, index, training=True)
-            kept = result.z.data if isinstance(result.z, QTensor) else result.z
-            saved += [a_t.data, a_t.scale, w_t.data, w_t.scale, kept, result.rstd]
-            if isinstance(result.y, QTensor):
-                assert result.y_t is not None
-                a, a_t = result.y, result.y_t
-            else:
-                y = result.y
-        assert y is not None
+        y, saved = run_forward(a, a_t, scale, layout, parameters[:count], parameters[count:])
         ctx.save_for_backward(scale, *saved)
         ctx.layout = layout
-        ctx.dtypes = (x.dtype, *(None if p is None else p.dtype for p in parameters))
+        ctx.dtype, ctx.dtypes = x.dtype, tuple(None if p is None else p.dtype for p in parameters)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layout: _Layout = ctx.layout
         scale, *saved = ctx.saved_tensors
-        count = len(layout.links)
-        dweights: list[Tensor | None] = [None] * count
-        dbiases: list[Tensor | None] = [None] * count
-        (dy,) = grads
-        dx: Tensor | None = None
-        for index in reversed(range(count)):
-            x_t, x_scale, w_t, w_scale, z, rstd = saved[6 * index : 6 * index + 6]
-            g, g_t, dbias = _gradient_of(dy, z, rstd, scale, layout, index)
-            if layout.biases[index]:
-                assert dbias is not None
-                dbiases[index] = dbias.to(ctx.dtypes[1 + count + index])
-            if ctx.needs_input_grad[3 + index]:
-                spec = _STATIC if index or layout.bounded_input else _TENSOR
-                x_q = QTensor(x_t, x_scale, spec)
-                dweights[index] = _multiply(g_t, x_q, ctx.dtypes[1 + index], layout)
-            if index or ctx.needs_input_grad[0]:
-                dy = _multiply(g, QTensor(w_t, w_scale, layout.precision.weight_t_spec), layout.dtype, layout)
-        if ctx.needs_input_grad[0]:
-            dx = dy if dy.dtype == ctx.dtypes[0] else dy.to(ctx.dtypes[0])
-        return dx, None, None, *dweights, *dbiases
+        needs_input, _, _, *needs = ctx.needs_input_grad
+        dx, dweights, dbiases = run_backward(
+            grads[0], saved, scale, ctx.layout, dtypes=ctx.dtypes, needs_input=needs_input, needs_weight=needs
+        )
+        if not needs_input:
+            return None, None, None, *dweights, *dbiases
+        return dx if dx.dtype == ctx.dtype else dx.to(ctx.dtype), None, None, *dweights, *dbiases
 
 
 def _gradient_of(
-    dy: Tensor, z: Tensor | None, rstd: Tensor | None, scale: Tensor, layout: _Layout, index: int
+    dy: Tensor, z: Tensor | None, rstd: Tensor | None, scale: Tensor, layout: Layout, index: int
 ) -> tuple[QTensor, QTensor, Tensor | None]:
     """The gradient of a layer's GEMM output, quantised for dgrad and, transposed, for wgrad; the bias gradient where there is a bias."""
     link, precision = layout.links[index], layout.precision
     spec, biased = precision.gradient_spec, layout.biases[index]
     if z is None:
-        dy = dy.contiguous()
         g, g_t = quantize_both(dy, spec, spec, backend=precision.quantize_backend)
         return g, g_t, dy.sum(0, dtype=torch.float32) if biased else None
     kept: QTensor | Tensor = QTensor(z, scale, NORMALIZED) if link.norm_block else z
@@ -228,7 +255,7 @@ def _gradient_of(
     return result.g, result.g_t, result.bias
 
 
-def _multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: _Layout) -> Tensor:
+def _multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """a [M, K] @ b [N, K]^T. Beside groups of 128, one scale for the tensor is written as groups that all have it: libraries pair groups with groups."""
     if a.spec.block == _GROUP.block and b.scale.dim() == 0:
         rows, columns = b.shape
@@ -282,6 +309,20 @@ class FusedTower(nn.Module):
     _linears: tuple[nn.Linear, ...]
     _tail: tuple[nn.Module, ...]
 
+    @property
+    def weights(self) -> list[Tensor]:
+        """Of the linears, first to last."""
+        return [linear.weight for linear in self._linears]
+
+    @property
+    def biases(self) -> list[Tensor | None]:
+        """Of the linears, first to last; None where there is none."""
+        return [linear.bias for linear in self._linears]
+
+    def layout(self, dtype: torch.dtype, bounded_input: bool) -> Layout:
+        """The tower without its tensors."""
+        return Layout(self.links, self.precision, bounded_input, dtype, tuple(b is not None for b in self.biases))
+
     def restored(self) -> nn.Module:
         """The module this replaced; its children are the same objects."""
         module: nn.Module = self.__dict__["_original"][0]
@@ -294,14 +335,11 @@ class FusedTower(nn.Module):
         width = self._linears[0].in_features
         if x.shape[-1] != width:
             raise ValueError(f"this tower takes [..., {width}], got {tuple(x.shape)}")
-        biases = [linear.bias for linear in self._linears]
-        has_bias = tuple(bias is not None for bias in biases)
-        layout = _Layout(self.links, self.precision, self.bounded_input, dtype, has_bias)
+        layout, biases = self.layout(dtype, self.bounded_input), self.biases
         flat = x.reshape(-1, width)
         with torch.autocast(kind, enabled=False):
             if torch.is_grad_enabled() and not self.frozen:
-                weights = [linear.weight for linear in self._linears]
-                y: Tensor = _Tower.apply(flat, self._scale, layout, *weights, *biases)  # type: ignore[no-untyped-call]
+                y: Tensor = _Tower.apply(flat, self._scale, layout, *self.weights, *biases)  # type: ignore[no-untyped-call]
             else:
                 y = self._infer(_quantize_input(flat.detach(), self._scale, layout), layout, biases)
         y = y.reshape(*x.shape[:-1], self._linears[-1].out_features)
@@ -311,11 +349,9 @@ class FusedTower(nn.Module):
 
     def infer(self, x: QTensor, dtype: torch.dtype) -> Tensor:
         """From an input that is already FP8 [M, K], without gradients and without the tail; for kernels that write what a tower reads."""
-        biases = [linear.bias for linear in self._linears]
-        layout = _Layout(self.links, self.precision, True, dtype, tuple(bias is not None for bias in biases))
-        return self._infer(x, layout, biases)
+        return self._infer(x, self.layout(dtype, True), self.biases)
 
-    def _infer(self, a: QTensor, layout: _Layout, biases: Sequence[Tensor | None]) -> Tensor:
+    def _infer(self, a: QTensor, layout: Layout, biases: Sequence[Tensor | None]) -> Tensor:
         y: Tensor | None = None
         for index, weight in enumerate(self._quantized_weights()):
             result = _run_link(a, weight, biases[index], self._scale, layout, index, training=False)

@@ -1,15 +1,15 @@
 """quantize: a tensor, and where asked its transpose, to low precision with scales."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, Spec
+from loka.formats import TENSOR, QTensor, Spec
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.registry import pick
 
-__all__ = ["QuantizeCall", "quantize", "quantize_both"]
+__all__ = ["QuantizeCall", "quantize", "quantize_both", "transpose"]
 
 
 def quantize(
@@ -43,3 +43,14 @@ def quantize_both(
         x, spec, scale=scale, transpose=transpose, transpose_scale=transpose_scale, generator=generator
     )
     return cast(tuple[QTensor, QTensor], result)
+
+
+def transpose(q: QTensor, *, backend: str = "auto") -> QTensor:
+    """The same numbers [K, M], contiguous, for a GEMM that contracts the other axis: of a tensor with one scale, since others would need new ones."""
+    if q.spec.block != TENSOR:
+        raise ValueError(
+            f"{q.spec} has a scale per {q.spec.block}, which runs the other way in the transpose: quantise both instead"
+        )
+    call = QuantizeCall(q.shape[0], q.shape[1], q.spec)
+    chosen: Any = pick("quantize", backend, call, q.device).backend
+    return QTensor(chosen.transpose(q.data), q.scale, q.spec)

@@ -28,3 +28,8 @@ def run(
     if transpose is None:
         return q, None
     return q, quantize_by_law(x.T.contiguous(), transpose, scale=transpose_scale, generator=generator)
+
+
+def transpose(data: Tensor) -> Tensor:
+    """Bytes moved, not converted."""
+    return data.view(torch.uint8).T.contiguous().view(data.dtype)

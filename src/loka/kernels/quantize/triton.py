@@ -77,3 +77,11 @@ def _seed(spec: Spec, transpose: Spec | None, generator: torch.Generator | None,
         return 0
     where = generator.device if generator is not None else "cpu"
     return int(torch.randint(2**31, (), generator=generator, device=where))
+
+
+def transpose(data: Tensor) -> Tensor:
+    """FP8 data [M, K] to [K, M], contiguous along M."""
+    from loka.kernels.quantize import triton_ops
+
+    result: Tensor = triton_ops.transpose(data)
+    return result

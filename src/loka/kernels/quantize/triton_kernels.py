@@ -247,6 +247,22 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
 
 
 @triton.jit
+def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexpr):
+    """Bytes [M, K] to [K, M], four rows packed into words as in `_both`."""
+    wide = tl.cdiv(K, BK)
+    word = (tl.program_id(0) // wide).to(tl.int64) * (BM // 4) + tl.arange(0, BM // 4)
+    column = (tl.program_id(0) % wide).to(tl.int64) * BK + tl.arange(0, BK)
+    packed = tl.zeros((BM // 4, BK), tl.int32)
+    for byte in tl.static_range(4):
+        row = 4 * word + byte
+        inside = (row < M)[:, None] & (column < K)[None, :]
+        x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0)
+        packed |= x.to(tl.int32) << (8 * byte)
+    there = (column < K)[:, None] & (word < words)[None, :]
+    tl.store(t_ptr + column[:, None] * words + word[None, :], tl.trans(packed), there)
+
+
+@triton.jit
 def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
           BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
           ROW: tl.constexpr, COLUMN: tl.constexpr, TENSOR: tl.constexpr):  # fmt: skip
@@ -398,3 +414,17 @@ def quantize_both(
             e5m2, pow2, stochastic, t_e5m2, t_pow2, t_stochastic, INTERPRETED, **_BOTH_LAUNCH,
         )  # fmt: skip
     return q, scale, qt, t_scale
+
+
+def transpose(x: Tensor) -> Tensor:
+    """[M, K] of one byte an element to [K, M]; unit stride along K."""
+    m, k = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()
+    turned = aligned(k, m, x.dtype, x.device)
+    if m and k:
+        words = turned.stride(0) // 4
+        _turn[(triton.cdiv(m, GROUP) * triton.cdiv(k, GROUP),)](
+            x.view(torch.uint8), torch.as_strided(turned, (k, words * 4), (words * 4, 1)).view(torch.int32), m, k, x.stride(0), words,
+            GROUP, GROUP, num_warps=4,
+        )  # fmt: skip
+    return turned

@@ -102,3 +102,14 @@ def _global_scales(
 
 def _pair(spec: Spec) -> tuple[bool, bool]:
     return spec.format == E5M2, spec.scale in ("pow2", "e8m0")
+
+
+@torch.library.custom_op("loka::transpose_fp8", mutates_args=())
+def transpose(data: Tensor) -> Tensor:
+    """[K, M] whose rows start at multiples of 16 bytes."""
+    return kernels.transpose(data)
+
+
+@transpose.register_fake
+def _(data):  # type: ignore[no-untyped-def]
+    return kernels.aligned(data.shape[1], data.shape[0], data.dtype, data.device)
