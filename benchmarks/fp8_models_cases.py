@@ -105,8 +105,7 @@ def lower(model: nn.Module, precision: str, mode: str) -> dict[str, Any]:
         facts = {"towers": fuse_towers(model), "linears": len(linears)}
         if mode == "infer":
             freeze(model)
-            facts["interactions"] = fuse_interactions(model)
-        return facts
+        return facts | {"interactions": fuse_interactions(model)}
     if precision.startswith("torchao"):
         recipe = precision.removeprefix("torchao-")
         if mode == "train":
