@@ -183,3 +183,29 @@ def test_graphs_made_without_the_probe_are_not_used_with_it() -> None:
     other(x).sum().backward()
     probe.step()
     assert probe.watch("0").calls == 1
+
+
+def test_the_cast_of_a_gemm_is_shared_with_the_probe() -> None:
+    """Under autocast the op is given what the GEMM is given, not a second copy in another type; also with a partitioner that saves little."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    casts = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: object) -> object:
+        casts.append(sum("_to_copy" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    for probed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 8, bias=False))
+        probe = Probe(model, every=1) if probed else None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = torch.compile(model, backend=backend, fullgraph=True)(batches(1)[0][0])
+        out.float().sum().backward()
+        if probe is not None:
+            probe.step()
+            assert probe.watch("1").gemms == ["fprop", "dgrad", "wgrad"]
+    forward, _, probed_forward, _ = casts
+    assert forward == probed_forward == 2  # of x and of W

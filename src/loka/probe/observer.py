@@ -267,9 +267,11 @@ def make_hook(switch: Switch, watch: Watch) -> Callable[..., Tensor | None]:
         dtype = compute_dtype(x)
         tapped = adapter.gradient and output.requires_grad
         if torch.compiler.is_compiling():
-            seen = None if right is None else right.detach()
-            ticket = probe_see(watch.token, x.detach().to(dtype), seen, watch.number, x.requires_grad)
-            return Tap.apply(output, ticket, watch.token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
+            with (
+                torch.no_grad()
+            ):  # not detach(), which would keep the compiler from seeing that the GEMM casts x just so
+                ticket = probe_see(watch.token, x.to(dtype), right, watch.number, x.requires_grad)
+            return Tap.apply(output, ticket, watch.grad_token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
         number = watch.see_forward(x, right, x.requires_grad, dtype)
         if tapped and number != NO_TICKET:
             # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.

@@ -70,6 +70,7 @@ class Watch:
         self.number = enroll(self)
         parameter = next(module.parameters(), None)
         self.token = torch.zeros(1, dtype=torch.int32, device=None if parameter is None else parameter.device)
+        self.grad_token = self.token.clone()
         if (weight := self.weight) is not None:
             self._prepare(weight.shape[-1], weight.shape[-2], weight.device)
 
