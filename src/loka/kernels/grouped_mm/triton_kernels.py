@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.quantize.triton_kernels import aligned, block_scales
-from loka.kernels.scaled_mm.triton_kernels import processors
+from loka.kernels.scaled_mm.triton_kernels import processors, tma_ready
 from loka.kernels.tile import finite_magnitude, inverse, scale_of, sigmoid, to_fp8
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
@@ -280,10 +280,11 @@ def _strides(scale: Tensor | None) -> tuple[int, int]:
     return (scale.stride(-2), scale.stride(-1)) if scale is not None and scale.dim() >= 2 else (0, 0)
 
 
-def _operands(a: Tensor, b: Tensor, tile: Tile, scales: int) -> tuple:
+def _operands(a: Tensor, b: Tensor, tile: Tile) -> tuple:
     """Descriptors and the depth of a step; w as one matrix."""
     bm, bn, _, _, _ = tile
     bk = 128 if a.element_size() == 1 else 64
+    a, b = tma_ready(a), b if b.data_ptr() % 16 == 0 else b.clone()
     flat = b.view(b.shape[0] * b.shape[1], b.shape[2])
     return TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(flat, [bn, bk]), bk
 
@@ -298,7 +299,7 @@ def gemm(
     doubled = scales == BLOCKS or (exact and scales != NONE)
     tile = tile or tile_for(m, n, experts, doubled=doubled, wide=a.element_size() > 1)
     programs, tiles = _grid(m, n, experts, tile, a.device)
-    a_desc, b_desc, bk = _operands(a, b, tile, scales)
+    a_desc, b_desc, bk = _operands(a, b, tile)
     sb_strides = (0, 0, 0) if sb is None else (sb.stride(0), *_strides(sb))
     _grouped[(programs,)](
         a_desc, b_desc, out, sa, sb, offsets, m, n, k, experts, tiles, *_strides(sa), *sb_strides,
@@ -322,7 +323,7 @@ def gemm_swiglu(
     if wide and tile[3] > 3:
         raise ValueError(f"a pipeline of {tile[3]} stages of 16-bit operands does not fit")
     programs, tiles = _grid(m, f, experts, tile, a.device)
-    a_desc, b_desc, bk = _operands(a, b, tile, scales)
+    a_desc, b_desc, bk = _operands(a, b, tile)
     sb_strides = (0, 0, 0) if sb is None else (sb.stride(0), *_strides(sb))
     _grouped_swiglu[(programs,)](
         a_desc, b_desc, out, cs, sa, sb, offsets, m, f, k, experts, tiles, *_strides(sa), *sb_strides, *_strides(cs),
