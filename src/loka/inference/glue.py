@@ -5,7 +5,8 @@
     gate            act(gate) * up                                     with silu in one pass, quantised where asked: kernels.swiglu_quantize
     lse             log-sum-exp of logits in float32
 
-Compiled functions take shapes as symbols, so that one compilation serves all buckets. They are compiled outside graph capture, by the warm-up run.
+Compiled functions take the number of rows as a symbol and widths as they are, so that one compilation serves all buckets. They are compiled outside graph
+capture, by the warm-up run.
 """
 
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def compiled_rms(eps: float, compiler: str | None) -> Callable[..., Tensor]:
     def run_rms(x: Tensor, weight: Tensor | None) -> Tensor:
         return rms(x, weight, eps)
 
-    return _compile(run_rms, compiler)
+    return _compile(run_rms, compiler, rows=1)
 
 
 @lru_cache(maxsize=64)
@@ -92,7 +93,7 @@ def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Te
     def run_add_rms(h: Tensor, delta: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         return add_rms(h, delta, weight, eps)
 
-    return _compile(run_add_rms, compiler)
+    return _compile(run_add_rms, compiler, rows=2)
 
 
 @lru_cache(maxsize=64)
@@ -102,19 +103,28 @@ def compiled_route(top: int, routed: int, always: bool, compiler: str | None) ->
     def run_route(x: Tensor, router: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
         return route(x, router, balance, top, routed, always)
 
-    return _compile(run_route, compiler)
+    return _compile(run_route, compiler, rows=1)
 
 
 @lru_cache(maxsize=4)
 def compiled_lse(compiler: str | None) -> Callable[[Tensor], Tensor]:
     """`lse`."""
-    return _compile(lse, compiler)
+    return _compile(lse, compiler, rows=1)
 
 
-def _compile(function: Callable[..., Any], compiler: str | None) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], compiler: str | None, *, rows: int) -> Callable[..., Any]:
+    """Compiled for any number of rows: of the first `rows` operands every dimension but the last is a symbol."""
     if compiler is None:
         return function
-    return torch.compile(function, dynamic=True, fullgraph=True, backend=compiler)
+    made = torch.compile(function, fullgraph=True, backend=compiler)
+
+    def call(*operands: Any) -> Any:
+        for operand in operands[:rows]:
+            for dimension in range(operand.dim() - 1):
+                torch._dynamo.maybe_mark_dynamic(operand, dimension)
+        return made(*operands)
+
+    return call
 
 
 class Glue:
