@@ -88,6 +88,15 @@ def test_a_built_in_model_as_json_and_as_a_page(tmp_path: Path) -> None:
     assert page.stat().st_size > 1000
 
 
+def test_other_kinds_of_sites_are_evaluated_too() -> None:
+    words = ["probe", "--model", "dlrm", *SYNTHETIC, *QUICK, "--sensitivity", "0", "--json"]
+    sites = json.loads(run([*words, "--kind", "linear", "--kind", "batched", "--kind", "lookup"]).stdout)["sites"]
+    found = {site["type"]: site for site in sites}
+    assert {"Linear", "DotInteraction", "Embedding"} <= found.keys()
+    assert found["DotInteraction"]["candidates"]
+    assert not found["Embedding"]["gemms"]
+
+
 def test_ctrl_c_keeps_what_was_learned_and_resume_ends_where_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +130,7 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_ends_where_it_would_have(
         (["--steps", "0"], "--steps 0"),
         (["--metric", "auc"], "no metric 'auc'"),
         (["--recipe", "magic"], "no recipe 'magic'"),
+        (["--kind", "cubic"], "cubic"),
         (["--backend", "abacus"], "abacus"),
     ],
 )

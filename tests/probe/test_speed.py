@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from loka.measure.site import SiteTiming
-from loka.probe import speed
+from loka.probe import Probe, speed
 from loka.probe.speed import UNKNOWN_BACKEND, explain_slow, spell_slow, time_candidates
 from loka.records import Candidate, Interval
 
@@ -69,3 +70,20 @@ def test_the_three_sentences() -> None:
     assert spell_slow(256, 20.0, 8.0, 11.0).endswith("quantisation (12.0 us) costs more than the GEMM saves (3.0 us)")
     assert "no faster than bf16" in spell_slow(256, 20.0, 12.0, 11.0)
     assert "leaves little" in spell_slow(256, 10.0, 8.0, 11.0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_candidate_has_a_time_or_a_reason() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).cuda().bfloat16()
+    probe = Probe(model, every=1, rows=256)
+    for _ in range(2):
+        model(torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+        probe.step()
+    report = probe.evaluate(samples=5, backends=("torch", "triton"), repeats=5)
+    candidates = [c for site in report.record.sites for c in site.candidates]
+    assert all((c.speedup is None) == (c.speed_note is not None or c.refusal is not None) for c in candidates)
+    assert any(c.speedup is not None for c in candidates)
+    assert all(c.mere is not None and c.mere.high < 0.5 for c in candidates if c.refusal is None)
+    assert {v.speed for site in report.record.sites for v in site.verdicts} <= {"fast", "slow"}
+    print(report.table())

@@ -48,6 +48,7 @@ class Job:
     learning_rate: float
     every: int
     rows: int
+    kinds: str
 
 
 def probe(
@@ -61,12 +62,15 @@ def probe(
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
     every: Annotated[int, typer.Option(help="Every site is looked at once in so many steps.")] = 20,
     rows: Annotated[int, typer.Option(help="Real rows kept per site.")] = 512,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Sites: linear, grouped, mixed, batched, lookup; default: linear.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Draws per distribution and GEMM.")] = 100,
     recipe: Annotated[
         list[str] | None, typer.Option(help="tensorwise, rowwise, blockwise, ...; default: these.")
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Of scaled_mm; default: emulation on a CPU, all on a GPU.")
+        list[str] | None, typer.Option(help="Of scaled_mm; default: reference on a CPU, torch and triton on a GPU.")
     ] = None,
     sensitivity: Annotated[int, typer.Option(help="Held-out examples for the end metric; 0: skip it.")] = 8192,
     metric: Annotated[str | None, typer.Option(help="End metric, e.g. recall@10 for sequence models.")] = None,
@@ -85,7 +89,10 @@ def probe(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the state beside --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Watch a model train and judge every GEMM of it: safe, fast, and why."""
+    """Watch a model train and judge every GEMM of it: safe, fast, and why.
+
+    Example: loka probe --model dlrm --steps 60 --out probe.json
+    """
     import torch
 
     from loka import records
@@ -104,8 +111,9 @@ def probe(
     )  # fmt: skip
     if metric is not None and metric not in subject.metrics:
         raise ValueError(f"{model} has no metric {metric!r}; it has {', '.join(subject.metrics)}")
-    job = Job(model, subject.data, batch_size, seed, learning_rate, every, rows)
-    watcher = Probe(subject.model, every=every, rows=rows, seed=seed)
+    kinds = kind or ["linear"]
+    job = Job(model, subject.data, batch_size, seed, learning_rate, every, rows, ",".join(kinds))
+    watcher = Probe(subject.model, every=every, rows=rows, seed=seed, kinds=kinds)  # type: ignore[arg-type]
     state = None if out is None else out.with_name(out.name + STATE)
     learn(subject, watcher, job, steps, state, resume=resume)
     report = watcher.evaluate(
@@ -141,10 +149,8 @@ def check_request(steps: int, sensitivity: int, out: Path | None, resume: bool) 
 
 
 def choose_backends(device: str) -> Sequence[str]:
-    """Emulation on a CPU; on a GPU everything there is, and what cannot run says why."""
-    from loka.kernels.registry import BACKENDS
-
-    return BACKENDS["scaled_mm"] if device.startswith("cuda") else ("reference",)
+    """Emulation on a CPU, our own kernels on a GPU. Other people's run in this process only when named: a crash would take it along."""
+    return ("torch", "triton") if device.startswith("cuda") else ("reference",)
 
 
 class Meter:

@@ -191,12 +191,13 @@ def lost_by_row(x: Tensor, q: QTensor) -> tuple[Tensor, Tensor]:
     """
     scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
     limit = q.spec.format.max * expand_scale(scale, q.shape, q.spec.block) * (1 + 2.0**-20)
-    finite = x.isfinite()
-    clipped = (x.abs() > limit) & finite
-    nonzero = (x != 0) & finite
+    size = x.abs()
+    known = size < torch.inf  # NaN is not
+    clipped = (size > limit) & known
+    nonzero = (size > 0) & known
     vanished = is_zero(q) & nonzero
     return (
-        clipped.sum(1, dtype=torch.float64) / finite.sum(1).clamp(min=1),
+        clipped.sum(1, dtype=torch.float64) / known.sum(1).clamp(min=1),
         vanished.sum(1, dtype=torch.float64) / nonzero.sum(1).clamp(min=1),
     )
 
