@@ -130,6 +130,7 @@ class ContextProcessor(nn.Module):
         self.config = config
         self.positions = nn.Embedding(config.context, d)
         nn.init.normal_(self.positions.weight, std=0.02)
+        self.dropout = nn.Dropout(style.dropout) if style.dropout else nn.Identity()
         self.static = nn.Linear(config.static, d, bias=True) if config.static else Seeds(1, d)
         self.long = nn.Linear(d, d, bias=style.bias)
         self.short = nn.Linear(d, d, bias=style.bias)
@@ -141,7 +142,7 @@ class ContextProcessor(nn.Module):
 
     def forward(self, items: tuple[Tensor, Tensor], counts: tuple[Tensor, Tensor], static: Tensor | None) -> Context:
         """items: vectors [B, T, d] of the long-term and the short-term history, with their counts [B]."""
-        long, short = items
+        long, short = (self.dropout(part) for part in items)
         recency = torch.arange(self.config.context, device=long.device)
         ages = [counts[0][:, None] + counts[1][:, None] - 1 - recency[: long.shape[1]]]
         ages.append(counts[1][:, None] - 1 - recency[: short.shape[1]])
