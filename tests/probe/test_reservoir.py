@@ -67,3 +67,35 @@ def test_state_survives() -> None:
     after.load_state_dict(before.state_dict())
     assert torch.equal(after.x, before.x)
     assert (after.seen, after.has_dy) == (50, True)
+
+
+def test_a_merged_reservoir_is_a_sample_of_both() -> None:
+    trials, counts, kept = 600, torch.zeros(60), 12
+    for seed in range(trials):
+        first, second = make(kept, seed=seed), make(kept, seed=seed + trials)
+        first.offer(*numbered(0, 40))
+        second.offer(*numbered(40, 20))
+        first.merge(second)
+        assert first.seen == 60
+        assert first.dy is not None
+        assert torch.equal(first.x[:, 0], -first.dy[:, 0])
+        counts[first.x[:, 0].long()] += 1
+    expected = trials * kept / 60
+    chi_squared = float(((counts - expected) ** 2 / expected).sum() / (1 - kept / 60))
+    assert chi_squared < 98.3  # 99.9 % quantile with 59 degrees of freedom
+
+
+def test_merging_keeps_all_that_fits_and_prefers_gradients() -> None:
+    first, second = make(16), make(16)
+    first.offer(*numbered(0, 5))
+    second.offer(*numbered(5, 4))
+    first.merge(second)
+    assert sorted(first.x[:, 0].tolist()) == list(range(9))
+    without = make(16)
+    without.offer(numbered(20, 3)[0], None)
+    first.merge(without)
+    assert first.kept == 9
+    without.merge(first)
+    assert sorted(without.x[:, 0].tolist()) == list(range(9))
+    first.merge(make(16))
+    assert first.kept == 9

@@ -20,21 +20,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
+from loka.probe.hook import Switch, make_hook
 from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.saving import Saver, read_state
-from loka.probe.seeing import NO_TICKET, Tap, make_hooks_count, probe_see
+from loka.probe.seeing import make_hooks_count
 from loka.probe.watch import Watch
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 MAX_STAGGER = 4
 SLOT_STEPS = 25  # at least so many steps lie between two looks, unless `stagger` says otherwise
-
-
-class Switch:
-    """Whether the step now running has a look. A plain bool: what a hook reads is what torch.compile guards on."""
-
-    def __init__(self) -> None:
-        self.on = False
 
 
 class Observer:
@@ -252,36 +246,3 @@ def assign_slots(watches: Sequence[Watch], count: int) -> list[list[Watch]]:
         slots[lightest].append(watch)
         costs[lightest] += watch.k**2 + watch.n**2 + 1
     return slots
-
-
-def make_hook(switch: Switch, watch: Watch) -> Callable[..., Tensor | None]:
-    """The forward hook of a site. What it reads besides the switch is constant, so a compiled model has two graphs and no more."""
-    adapter = watch.adapter
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled() or not switch.on:
-            return None
-        x, right = adapter.operands(module, args, kwargs)
-        if adapter.kind == "lookup":
-            x = output
-        dtype = compute_dtype(x)
-        tapped = adapter.gradient and output.requires_grad
-        if torch.compiler.is_compiling():
-            with (
-                torch.no_grad()
-            ):  # not detach(), which would keep the compiler from seeing that the GEMM casts x just so
-                ticket = probe_see(watch.token, x.to(dtype), right, watch.number, x.requires_grad)
-            return Tap.apply(output, ticket, watch.grad_token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
-        number = watch.see_forward(x, right, x.requires_grad, dtype)
-        if tapped and number != NO_TICKET:
-            # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.
-            output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
-        return None
-
-    return hook
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a GEMM casts its input to."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -1,0 +1,50 @@
+"""The forward hook of a site: one `if` on most steps; on a sampled one it shows the operands to the site's watch, in eager mode or from inside a graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.probe.seeing import NO_TICKET, Tap, probe_see
+from loka.probe.watch import Watch
+
+
+class Switch:
+    """Whether the step now running has a look. A plain bool: what a hook reads is what torch.compile guards on."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+def make_hook(switch: Switch, watch: Watch) -> Callable[..., Tensor | None]:
+    """The forward hook of a site. What it reads besides the switch is constant, so a compiled model has two graphs and no more."""
+    adapter = watch.adapter
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled() or not switch.on:
+            return None
+        x, right = adapter.operands(module, args, kwargs)
+        if adapter.kind == "lookup":
+            x = output
+        dtype = compute_dtype(x)
+        tapped = adapter.gradient and output.requires_grad
+        if torch.compiler.is_compiling():
+            with (
+                torch.no_grad()
+            ):  # not detach(), which would keep the compiler from seeing that the GEMM casts x just so
+                ticket = probe_see(watch.token, x.to(dtype), right, watch.number, x.requires_grad)
+            return Tap.apply(output, ticket, watch.grad_token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
+        number = watch.see_forward(x, right, x.requires_grad, dtype)
+        if tapped and number != NO_TICKET:
+            # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.
+            output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
+        return None
+
+    return hook
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a GEMM casts its input to."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
