@@ -192,6 +192,7 @@ def test_on_triton_ancestors(triton_device, steps: int, d: int) -> None:
 
 
 def test_on_triton_compiles_to_one_graph(triton_device) -> None:
+    registry.load("beam_attention")  # torch.compile cannot trace an import
     q, k, _, lengths = make(2, 5, 4, 2, 20, 16, device=triton_device)
     past = ancestry(2, 5, 4, 2, 16, wide=5, device=triton_device)
 
