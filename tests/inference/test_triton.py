@@ -1,0 +1,42 @@
+"""The engine on this library's Triton kernels: here in Triton's interpreter, in a child process, because the switch is read at import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from loka.inference import Engine, EngineConfig
+from loka.models.onerec import Experts
+from loka.ptq import quantize
+
+from .small import make_index, make_model, make_requests, search_plainly
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the child of the test below")
+@pytest.mark.parametrize("low", [False, True])
+def test_every_kernel_in_one_search(low: bool) -> None:
+    experts = Experts(routed=4, top=2, hidden=128, dense_blocks=1)
+    model = make_model("tiny-moe", d=128, heads=4, layers=2, d_ff=128, experts=experts)
+    if low:
+        quantize(model)
+    index = make_index(model)
+    engine = Engine(model, EngineConfig(beams=6, requests=(2,), dtype="fp32"), valid=index.trie)
+    assert engine.tuning.tuned(12).blocks[1].ffn.fused
+    requests = make_requests(model, (0, 20))
+    expected = search_plainly(model, requests, 6, index.trie)
+    for row, found in enumerate(engine.generate(requests)):
+        assert torch.equal(found.items, expected.items[row])
+        torch.testing.assert_close(found.scores, expected.scores[row], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child")
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-k", "every_kernel"]
+    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
+    assert "2 passed" in child.stdout or "2 passed" in child.stderr or ".." in child.stdout
