@@ -1,20 +1,39 @@
 """Records of a small job, made by hand: enough for every section of a report."""
 
-from loka.dispatch import Policy, make_plan
+from dataclasses import replace
+
+from loka.dispatch import Policy, make_plan, uniform_plan
 from loka.records import (
     Candidate,
+    Cause,
     Comparison,
+    DistributionError,
+    DriftReport,
     Environment,
     FormatRange,
     Gemm,
     GemmVerdict,
     Interval,
+    ModChange,
+    ModLeft,
+    ModSummary,
+    Move,
+    PairedMetric,
+    PairedTest,
     Point,
     ProbeReport,
+    Quantized,
+    QuantizedSite,
+    Recovery,
     Run,
     Site,
+    SplitCheck,
     TensorStats,
+    VerdictChange,
 )
+from loka.records.bench import KernelBench, KernelRow, Peaks
+from loka.records.performance import Origin, PerformanceRow, PerformanceRows, RowGroup
+from loka.records.speeds import SiteSpeed, TargetSpeeds
 from loka.report import Results
 
 HERE = Environment(
@@ -38,6 +57,22 @@ def around(value: float, half: float) -> Interval:
     return Interval(value=value, low=value - half, high=value + half)
 
 
+SOURCES = {"rows": 1.0, "copula": 0.98, "gaussian": 0.9, "normal": 0.7}
+
+
+def make_error(source: str, error: float) -> DistributionError:
+    return DistributionError(
+        source=source,  # type: ignore[arg-type]
+        samples=20,
+        rows=512,
+        mere=around(error, 0.1 * error),
+        relative_l2=around(error / 2, 0.05 * error),
+        sqnr_db=around(28.5, 0.5),
+        saturated=around(0.0, 0.0),
+        underflowed=around(0.01, 0.001),
+    )
+
+
 def make_site(number: int, count: int) -> Site:
     hard = number % 5 == 4
     candidates = []
@@ -51,13 +86,14 @@ def make_site(number: int, count: int) -> Site:
                     backend="reference",
                     a=spec,
                     b=spec,
-                    distribution="real rows",
+                    distribution="rows",
                     samples=20,
                     mere=around(error, 0.1 * error),
                     relative_l2=around(error / 2, 0.05 * error),
                     sqnr_db=28.5,
                     saturated=0.0,
                     underflowed=0.01,
+                    errors=[make_error(source, error * factor) for source, factor in SOURCES.items()],
                 )
             )
     stats = [
@@ -78,9 +114,15 @@ def make_site(number: int, count: int) -> Site:
         )
         for role in ("x", "w", "dy")
     ]
+    cause = Cause(text="one scale must span outlier channels", error=0.31, without=0.04, mod="block_norm")
     verdicts = [
         GemmVerdict(
-            gemm=gemm, safety="unsafe" if hard else "safe", speed="not measured", reason='because <it> & "that"'
+            gemm=gemm,
+            safety="unsafe" if hard else "safe",
+            speed="not measured",
+            reason='because <it> & "that"',
+            suggested_mod="block_norm" if hard else None,
+            causes=[cause] if hard else [],
         )
         for gemm in GEMMS
     ]
@@ -163,4 +205,133 @@ def make_results(sites: int = 10) -> Results:
             make_comparison("naive FP8", 0.0031, "worse"),
             make_comparison("planned FP8", 0.0001, "equivalent"),
         ),
+    )
+
+
+def make_speeds(probe: ProbeReport) -> TargetSpeeds:
+    rows = [
+        SiteSpeed(
+            site=site.name,
+            gemm=c.gemm,
+            recipe=c.recipe,
+            backend="triton",
+            microseconds=around(12.0, 0.1),
+            speedup=around(0.8 + 0.1 * (number % 7), 0.02),
+            source="database row of 2026-01-01, Some GPU",
+        )
+        for number, site in enumerate(probe.sites)
+        for c in site.candidates
+        if number % 2 == 0
+    ]
+    return TargetSpeeds(target="Some GPU", rows=rows, notes=["rows of another machine"])
+
+
+def make_bench() -> KernelBench:
+    rows = [
+        KernelRow(
+            op="scaled_mm",
+            call=f"{m}x1024x1024 e4m3:tensor @ e4m3:tensor",
+            shape={"m": m, "k": 1024, "n": 1024},
+            backend=backend,
+            microseconds=around(time * m / 1024, 0.1),
+            speedup=None if backend == "bf16" else around(1.5, 0.01),
+            roofline_microseconds=None if backend == "bf16" else 1.6 * m / 1024,
+        )
+        for m in (1024, 4096)
+        for backend, time in (("bf16", 4.0), ("torch", 2.7), ("triton", 2.5))
+    ]
+    refused = KernelRow(op="scaled_mm", call="x", shape={}, backend="deepgemm", refusal="not <installed>")
+    peaks = Peaks(copy_bytes_per_second=3e12, bf16_flops=8e14, fp8_flops=1.5e15)
+    return KernelBench(method="CUDA graph", peaks=peaks, rows=[*rows, refused], environment=HERE)
+
+
+def make_rows() -> PerformanceRows:
+    origin = Origin(device="Some GPU", driver="1", torch="2.11", date="2026-01-01", commit=None, loka="0.1")
+    rows = [
+        PerformanceRow(
+            op="linear",
+            variant=f"fprop {spec} @ {spec}, weights dynamic",
+            m=size,
+            k=size,
+            n=size,
+            backend="triton",
+            version="1",
+            microseconds=around(10.0, 0.1),
+            speedup=around(0.5 * (1 + place), 0.01),
+        )
+        for place, size in enumerate((256, 1024, 4096))
+        for spec in SPECS.values()
+    ]
+    return PerformanceRows(groups=[RowGroup(origin=origin, rows=rows)])
+
+
+def make_drift() -> DriftReport:
+    move = Move(
+        site="core.layers.4.linear", role="x", feature="absmax", since=0, step=200, before=1.0, after=3.5, sigmas=9.0
+    )
+    change = VerdictChange(site="core.layers.4.linear", before="safe", after="unsafe")
+    return DriftReport(
+        model="wukong", steps=400, window_steps=100, sites=10, too_short=[], moves=[move], judged=True, changes=[change]
+    )
+
+
+def make_mods() -> ModSummary:
+    return ModSummary(
+        model="wukong small",
+        mods=["no_bias"],
+        changed=[ModChange(mod="no_bias", site="core.layers.0.linear", effect="architecture", what="bias removed")],
+        left=[ModLeft(mod="no_bias", site="core.head", why="it is the prediction layer")],
+        removed=["core.layers.0.linear.bias"],
+        notes=["train it"],
+        environment=HERE,
+        recovery=[Recovery(metric="log loss", before=0.5, after_mods=0.6, after_training=0.51, steps=100)],
+    )
+
+
+def make_quantized() -> Quantized:
+    sites = [
+        QuantizedSite(
+            name=f"blocks.{i}.mlp",
+            type="Linear",
+            shape=[256, 1024],
+            activation="e4m3:row",
+            weight="e4m3:row",
+            reason="safe",
+            weight_error=0.02,
+            metric_change=around(0.001 * i, 0.0005),
+        )
+        for i in range(4)
+    ]
+    return Quantized(
+        model="onerec tiny", recipe="fp8", sites=sites, bytes_before=2000, bytes_after=1100, environment=HERE,
+        metric="recall@10", bound=0.01, change=around(0.002, 0.001),
+    )  # fmt: skip
+
+
+def make_test() -> PairedTest:
+    metric = PairedMetric(
+        metric="recall@10", baseline=0.1, candidate=0.099, change=around(-0.01, 0.02), minimum_detectable=0.03, margin=0.01,
+        outcome="inconclusive", users=500, method="bca",
+    )  # fmt: skip
+    return PairedTest(
+        baseline="bf16", candidate="FP8", data="ml-1m", split=SplitCheck(observed=[500, 500], p_value=1.0, mismatch=False),
+        metrics=[metric], overlap={"10": 0.93}, environment=HERE,
+    )  # fmt: skip
+
+
+def make_everything(sites: int = 10) -> Results:
+    """Every kind of record a report knows."""
+    base = make_results(sites)
+    assert base.probe is not None
+    naive = uniform_plan(base.probe, "tensorwise")
+    return replace(
+        base,
+        plans=(*base.plans, naive),
+        drift=make_drift(),
+        mods=(make_mods(),),
+        speeds=make_speeds(base.probe),
+        benches=(make_bench(),),
+        rows=(make_rows(),),
+        quantized=(make_quantized(),),
+        tests=(make_test(),),
     )

@@ -1,14 +1,15 @@
 """The report in a real browser: no error, no request, charts drawn, filters and pages of sites work, wide and narrow, light and dark."""
 
+import json
 import time
 from typing import Any
 
 import pytest
 
-from loka.report import render
+from loka.report import Pair, render, render_pair
 
 from .browser import NAMES, find_browser, visit
-from .job import make_results
+from .job import make_everything, make_results
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,9 +19,12 @@ pytestmark = [
     ),
 ]
 
-TOUR = """
+CHARTS = ("comparisons", "curves", "gaps", "sites", "sensitivity", "drift", "roofline-0", "rows-0", "waterfall-0")
+TOUR = (
+    f"const CHARTS = {json.dumps(CHARTS)};"
+    + """
     const marks = (id) => document.querySelectorAll(`#chart-${id} svg path, #chart-${id} svg line`).length;
-    for (const id of ["comparisons", "curves", "gaps", "sites", "sensitivity"]) check(id, marks(id));
+    for (const id of CHARTS) check(id, marks(id));
     check("sideways", document.documentElement.scrollWidth - document.documentElement.clientWidth);
 
     const before = document.querySelector("#chart-sites svg").outerHTML;
@@ -32,8 +36,10 @@ TOUR = """
     check("all", shown());
     const search = document.getElementById("plan-search"), kind = document.getElementById("plan-kind");
     search.value = "layers.1"; search.dispatchEvent(new Event("input"));
+    await wait(() => shown() < 10);
     check("searched", [shown(), document.getElementById("plan-count").textContent]);
     search.value = ""; search.dispatchEvent(new Event("input"));
+    await wait(() => shown() === 10);
     kind.value = "kept"; kind.dispatchEvent(new Event("change"));
     check("kept", shown());
     kind.value = "all"; kind.dispatchEvent(new Event("change"));
@@ -56,8 +62,14 @@ TOUR = """
     for (const type of ["mousedown", "mouseup", "click"]) point.dispatchEvent(new MouseEvent(type, at));
     await wait(() => page.dataset.site);
     check("clicked", page.dataset.site);
+    document.getElementById("axis-speed").click();
+    await wait(() => document.getElementById("sites-note").textContent.includes("Some GPU"));
+    check("speeds", document.querySelectorAll("#chart-sites .mark-symbol path").length);
+    document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+    check("closed", page.hidden);
     check("background", getComputedStyle(document.body).backgroundColor);
 """
+)
 
 
 def expect_clean(report: dict[str, Any]) -> dict[str, Any]:
@@ -70,11 +82,12 @@ def expect_clean(report: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tour() -> dict[str, Any]:
-    return expect_clean(visit(render(make_results()), TOUR))
+    return expect_clean(visit(render(make_everything()), TOUR))
 
 
 def test_every_chart_is_drawn(tour: dict[str, Any]) -> None:
-    assert all(tour[chart] > 5 for chart in ("comparisons", "curves", "gaps", "sites", "sensitivity")), tour
+    assert all(tour[chart] > 3 for chart in CHARTS), tour
+    assert tour["speeds"] >= 15  # error against speed-up, from rows of another machine
     assert tour["tab"]
 
 
@@ -96,6 +109,7 @@ def test_a_site_has_a_page(tour: dict[str, Any]) -> None:
     }
     assert tour["next"]
     assert tour["clicked"].startswith("core.layers.")
+    assert tour["closed"]
 
 
 def test_nothing_runs_over_the_edge(tour: dict[str, Any]) -> None:
@@ -103,25 +117,47 @@ def test_nothing_runs_over_the_edge(tour: dict[str, Any]) -> None:
 
 
 def test_narrow_and_dark(tour: dict[str, Any]) -> None:
-    narrow = expect_clean(visit(render(make_results()), TOUR, width=500, dark=True))
+    narrow = expect_clean(visit(render(make_everything()), TOUR, width=500, dark=True))
     assert narrow["sideways"] <= 0
     assert narrow["background"] != tour["background"]
 
 
 def test_two_thousand_sites_stay_usable() -> None:
-    page = render(make_results(2000))
-    assert len(page) < 12_000_000
+    page = render(make_everything(2000))
+    assert len(page) < 6_000_000
     script = """
-        const started = performance.now();
-        const search = document.getElementById("plan-search");
+        const rows = () => document.querySelectorAll("#plan-table tbody tr").length;
+        check("first", rows());
+        const search = document.getElementById("plan-search"), started = performance.now();
         search.value = "layers.1999"; search.dispatchEvent(new Event("input"));
-        check("shown", [...document.querySelectorAll("#plan-table tbody tr")].filter((row) => !row.hidden).length);
+        await wait(() => rows() === 1);
         check("filter", performance.now() - started);
+        const opened = performance.now();
+        document.querySelector("button[data-site]").click();
+        await wait(() => document.getElementById("site-page").dataset.site);
+        check("title", document.querySelector("#site-page h3").textContent);
+        check("open", performance.now() - opened);
+        search.value = ""; search.dispatchEvent(new Event("input"));
+        await wait(() => rows() === 100);
+        document.getElementById("plan-next").click();
+        check("page", document.getElementById("plan-page").textContent);
+        check("second", document.querySelector("#plan-table button").textContent);
     """
     start = time.monotonic()
     values = expect_clean(visit(page, script))
-    assert values["shown"] == 1
+    assert values["first"] == 100
+    assert values["title"] == "core.layers.1999.linear"
+    assert (values["page"], values["second"]) == ("page 2 of 20", "core.layers.100.linear")
     assert time.monotonic() - start < 120
+
+
+def test_two_reports_compare() -> None:
+    before, after = make_results(6), make_results(5)
+    page = render_pair(Pair(before, after, ("old", "new")))
+    values = expect_clean(
+        visit(page, "check('points', document.querySelectorAll('#chart-pair .mark-symbol path').length);")
+    )
+    assert values["points"] == 15
 
 
 def test_a_probe_alone() -> None:

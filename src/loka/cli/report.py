@@ -1,8 +1,15 @@
-"""`loka report`: make the HTML page of a job again from its records.
+"""`loka report`: make the HTML page of a job again from its records, or compare two jobs side by side.
 
-loka report runs/demo/records --out report.html
+    loka report runs/demo/records --out report.html
+    loka report runs/demo/records --add benchmarks/results/h200/scaled_mm.json         with a kernel benchmark and its roofline
+    loka report runs/a/records runs/b/records --out compare.html                       two jobs on one page
+
+stdout carries the path of the page. Exit 2: a file that is no record, or is damaged; the message names it.
 """
 
+from __future__ import annotations
+
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +19,32 @@ __all__ = ["report"]
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of records (*.json).")],
+    folder: Annotated[Path, typer.Argument(help="Folder of records (*.json), or one record.")],
+    other: Annotated[Path | None, typer.Argument(help="Another one: compare the two side by side.")] = None,
+    add: Annotated[list[Path] | None, typer.Option(help="Further record files, e.g. a kernel benchmark.")] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+    json_: Annotated[bool, typer.Option("--json", help="Print where the page is, and its size, as JSON.")] = False,
 ) -> None:
-    """Make one self-contained HTML page from the records of a job."""
-    from loka.report import Results, write_html
+    """Make one self-contained HTML page from the records of a job, or of two."""
+    from loka.report import Pair, Results, write_html, write_pair
 
-    write_html(Results.load(folder), out)
-    typer.echo(str(out))
+    results = Results.load(folder, add or ())
+    if other is None:
+        write_html(results, out)
+    else:
+        if add:
+            raise ValueError("--add puts records into one report; two reports are compared as they are")
+        write_pair(Pair(results, Results.load(other), name_sides(folder, other)), out)
+    typer.echo(json.dumps({"report": str(out), "bytes": out.stat().st_size}) if json_ else str(out))
+
+
+def name_sides(folder: Path, other: Path) -> tuple[str, str]:
+    """The shortest ends of two paths that tell them apart."""
+    ours, theirs = folder.absolute().parts, other.absolute().parts
+    if ours == theirs:
+        raise ValueError(f"{folder} is given twice; name two different folders")
+    for count in range(1, max(len(ours), len(theirs)) + 1):
+        a, b = "/".join(ours[-count:]), "/".join(theirs[-count:])
+        if a != b:
+            break
+    return a.removesuffix("/records"), b.removesuffix("/records")

@@ -1,12 +1,46 @@
 """What a report is made of: the records of one job, by kind."""
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from loka.records import Comparison, Plan, ProbeReport, Record, RecordError, Run, load
+from loka.records import (
+    Analysis,
+    Comparison,
+    DriftReport,
+    Environment,
+    ModSummary,
+    PairedTest,
+    Plan,
+    ProbeReport,
+    Quantized,
+    Record,
+    RecordError,
+    Run,
+    load,
+)
+from loka.records.bench import KernelBench
+from loka.records.performance import PerformanceRows
+from loka.records.speeds import TargetSpeeds
 
-_KINDS: dict[str, type[Record]] = {"probe": ProbeReport, "plan": Plan, "run": Run, "comparison": Comparison}
+_ALL: tuple[type[Record], ...] = (
+    ProbeReport,
+    Plan,
+    Run,
+    Comparison,
+    DriftReport,
+    ModSummary,
+    TargetSpeeds,
+    KernelBench,
+    PerformanceRows,
+    Quantized,
+    PairedTest,
+    Analysis,
+)
+_KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
+R = TypeVar("R", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -17,29 +51,51 @@ class Results:
     plans: tuple[Plan, ...] = ()
     runs: tuple[Run, ...] = ()
     comparisons: tuple[Comparison, ...] = ()
+    drift: DriftReport | None = None
+    mods: tuple[ModSummary, ...] = ()
+    speeds: TargetSpeeds | None = None  # of a machine elsewhere
+    benches: tuple[KernelBench, ...] = ()
+    rows: tuple[PerformanceRows, ...] = ()
+    quantized: tuple[Quantized, ...] = ()
+    tests: tuple[PairedTest, ...] = ()
+    analyses: tuple[Analysis, ...] = ()
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Results":
-        """Read every *.json of a folder; a file that is no record of a known kind is an error naming it."""
-        files = sorted(Path(folder).glob("*.json"))
+    def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
+        """Read every *.json of a folder, or one file, and the files of `add`; what is no record of a known kind is an error naming it."""
+        place = Path(folder)
+        files = [place] if place.is_file() else sorted(place.glob("*.json"))
         if not files:
             raise ValueError(f"{folder} holds no records (*.json); give the `records` folder of a job")
-        found = [load(path, _kind_of(path)) for path in files]
-        probes = [r for r in found if isinstance(r, ProbeReport)]
-        if len(probes) > 1:
-            raise ValueError(f"{folder} holds {len(probes)} probe reports; a report is about one")
-        plans = [r for r in found if isinstance(r, Plan)]
+        return cls.of([read_any(path) for path in [*files, *map(Path, add)]], str(folder))
+
+    @classmethod
+    def of(cls, found: Sequence[Record], name: str = "these records") -> "Results":
+        """Records by kind; at most one probe report, one drift report and one set of speeds make a report."""
         return cls(
-            probe=probes[0] if probes else None,
-            plans=tuple(sorted(plans, key=lambda plan: plan.recipe != "auto")),
-            runs=tuple(r for r in found if isinstance(r, Run)),
-            comparisons=tuple(r for r in found if isinstance(r, Comparison)),
+            probe=_one(found, ProbeReport, name, "probe reports"),
+            plans=tuple(sorted(_every(found, Plan), key=_place_of_plan)),
+            runs=_every(found, Run),
+            comparisons=_every(found, Comparison),
+            drift=_one(found, DriftReport, name, "drift reports"),
+            mods=_every(found, ModSummary),
+            speeds=_one(found, TargetSpeeds, name, "sets of speeds elsewhere"),
+            benches=_every(found, KernelBench),
+            rows=_every(found, PerformanceRows),
+            quantized=_every(found, Quantized),
+            tests=_every(found, PairedTest),
+            analyses=_every(found, Analysis),
         )
 
     @property
     def plan(self) -> Plan | None:
-        """The plan the evidence made; the first one where there are several."""
+        """The plan that ran: made from the evidence, for accuracy only where there is one; the first where there are several."""
         return self.plans[0] if self.plans else None
+
+    @property
+    def target_plan(self) -> Plan | None:
+        """A plan for a machine elsewhere, beside the one that ran."""
+        return next((plan for plan in self.plans[1:] if plan.target is not None and plan.recipe == "auto"), None)
 
     @property
     def ordered_comparisons(self) -> tuple[Comparison, ...]:
@@ -57,8 +113,47 @@ class Results:
         order = [c.candidate for c in self.ordered_comparisons]
         return tuple(sorted(self.runs, key=lambda run: order.index(run.name) + 1 if run.name in order else 0))
 
+    @property
+    def environments(self) -> dict[str, Environment]:
+        """Where each part was made, one entry per command and machine."""
+        parts = {
+            "training": self.ordered_runs,
+            "probe": (self.probe,) if self.probe else (),
+            "plan": self.plans,
+            "mods": self.mods,
+            "quantised model": self.quantized,
+            "A/B": self.tests,
+            "distributions": self.analyses,
+            "kernels": self.benches,
+        }
+        found: dict[str, Environment] = {}
+        seen = set()
+        for name, records in parts.items():
+            for record in records:
+                key = (record.environment.command, record.environment.device)
+                if key not in seen:
+                    seen.add(key)
+                    found[name if name not in found else f"{name} {len(found) + 1}"] = record.environment
+        return found
 
-def _kind_of(path: Path) -> type[Record]:
+
+def _place_of_plan(plan: Plan) -> tuple[bool, bool]:
+    return plan.recipe != "auto", plan.target is not None
+
+
+def _every(found: Sequence[Record], kind: type[R]) -> tuple[R, ...]:
+    return tuple(record for record in found if isinstance(record, kind))
+
+
+def _one(found: Sequence[Record], kind: type[R], name: str, words: str) -> R | None:
+    fitting = _every(found, kind)
+    if len(fitting) > 1:
+        raise ValueError(f"{name} holds {len(fitting)} {words}; a report is about one")
+    return fitting[0] if fitting else None
+
+
+def read_any(path: Path) -> Record:
+    """One record file of any kind a report knows."""
     try:
         header = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -66,4 +161,4 @@ def _kind_of(path: Path) -> type[Record]:
     kind = header.get("kind") if isinstance(header, dict) else None
     if kind not in _KINDS:
         raise RecordError(f"{path}: field `kind` is {kind!r}, expected one of {', '.join(_KINDS)}")
-    return _KINDS[kind]
+    return load(path, _KINDS[kind])

@@ -1,0 +1,101 @@
+"""Generative recommenders: the quantised model, the paired test, the overlap of lists, and distributions beside published ones."""
+
+from loka.records import Analysis, PairedTest, Quantized
+from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, span_of, table
+from loka.report.quality import GOOD
+from loka.report.results import Results
+
+__all__ = ["write_generative"]
+
+
+def write_generative(results: Results) -> str:
+    """What quantising for serving did, where such records are."""
+    parts = [_write_quantized(q, i) for i, q in enumerate(results.quantized)]
+    parts += [_write_test(test) for test in results.tests]
+    parts += [_write_analysis(analysis, i) for i, analysis in enumerate(results.analyses)]
+    return "".join(parts)
+
+
+def _write_quantized(done: Quantized, number: int) -> str:
+    low = [site for site in done.sites if site.weight is not None]
+    metric = ""
+    if done.change is not None and done.metric is not None:
+        bound = "" if done.bound is None else f", of {percent(done.bound, 2)} accepted"
+        metric = f" {escape(capitalise(done.metric))} changes by {span_of(done.change)}{bound}."
+    rows = [
+        row(
+            [
+                f'<span class="mono">{escape(site.name)}</span>',
+                escape(site.type),
+                " × ".join(map(str, site.shape)),
+                f'<span class="mono">{escape(site.weight or "16 bits")}</span>',
+                escape(site.reason),
+                "–" if site.weight_error is None else f"{site.weight_error:.4f}",
+            ],
+            numeric=(2, 5),
+        )
+        for site in done.sites[:200]
+    ]
+    changes = [site for site in done.sites if site.metric_change is not None]
+    drawn = chart(f"waterfall-{number}", "Change of the end metric with each site alone quantised") if changes else ""
+    head = ("site", "kind", "shape", "weight", "why", "weight error")
+    return (
+        f"<h3>{escape(done.model)}, quantised for serving</h3>"
+        + about(
+            f"{len(low)} of {len(done.sites)} sites in low precision by the recipe {escape(done.recipe)}; "
+            f"{done.bytes_before / 2**20:.1f} MiB become {done.bytes_after / 2**20:.1f} MiB ({percent(done.ratio, 0)}).{metric}"
+        )
+        + drawn
+        + f"<details><summary>{len(done.sites)} sites</summary>{table(head, rows, numeric=(2, 5), caption='Quantised sites')}</details>"
+    )
+
+
+def _write_test(test: PairedTest) -> str:
+    rows = [
+        row(
+            [
+                escape(m.metric),
+                chip(m.outcome, GOOD[m.outcome]),
+                f"{m.baseline:.5f}",
+                f"{m.candidate:.5f}",
+                span_of(m.change),
+                percent(m.minimum_detectable, 2),
+                percent(m.margin, 2),
+                f"{m.users:,}",
+            ],
+            numeric=range(2, 8),
+        )
+        for m in test.metrics
+    ]
+    head = ("metric", "verdict", "baseline", "candidate", "change, 95 %", "smallest detectable", "margin", "users")
+    ratio = ""
+    if test.split.mismatch:
+        ratio = notice(
+            f"The arms do not have as many users as they should (p = {test.split.p_value:.2g}): do not believe this test."
+        )
+    overlap = ""
+    if test.overlap:
+        shared = ", ".join(f"{percent(value)} of the top {n}" for n, value in test.overlap.items())
+        overlap = about(f"Lists of both arms share {escape(shared)}.")
+    return (
+        f"<h3>{escape(test.candidate)} against {escape(test.baseline)}, {escape(test.data)}</h3>{ratio}"
+        + table(head, rows, numeric=range(2, 8), caption="Paired test by user")
+        + overlap
+    )
+
+
+def _write_analysis(analysis: Analysis, number: int) -> str:
+    rows = [
+        row(
+            [escape(m.name), chip(m.likeness), escape("; ".join(m.reasons)), escape(m.activations_of or "weights only")]
+        )
+        for m in analysis.models
+    ]
+    return (
+        "<h3>What the numbers look like</h3>"
+        + about(
+            "Variance and largest magnitude of every layer; published values are drawn as lines and were measured by nobody here."
+        )
+        + chart(f"layers-{number}", "Variance against largest magnitude, one point per layer")
+        + table(("model", "resembles", "because", "activations of"), rows, caption="Models")
+    )

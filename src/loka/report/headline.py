@@ -1,0 +1,144 @@
+"""The top of a report: one sentence, and the four numbers behind it."""
+
+from loka.records import Comparison, Plan, SitePlan
+from loka.report.markup import capitalise, escape, percent, signed, span_of
+from loka.report.results import Results
+
+__all__ = ["count_converted", "is_converted", "name_report", "write_headline"]
+
+
+def name_report(results: Results) -> str:
+    """Title of the page."""
+    if results.probe:
+        return f"loka: {results.probe.model}"
+    named = [record.model for group in (results.runs, results.quantized, results.plans) for record in group]
+    return f"loka: {named[0] if named else 'report'}"
+
+
+def is_converted(site: SitePlan) -> bool:
+    """Whether any GEMM of the site runs in low precision."""
+    return any(choice.quantized for choice in site.choices)
+
+
+def count_converted(plan: Plan) -> int:
+    """Sites of a plan that run in low precision."""
+    return sum(is_converted(site) for site in plan.sites)
+
+
+def write_headline(results: Results) -> str:
+    """One sentence, and the four numbers behind it."""
+    first = results.ordered_comparisons[0] if results.comparisons else None
+    tiles = [_tile_quality(results, first), _tile_share(results.plan), _tile_sites(results), _tile_speed(results)]
+    return "\n".join(
+        [
+            '<div class="headline">',
+            f'<p class="eyebrow">{_subject(results)}</p>',
+            f"<h1>{escape(say_verdict(results, first))}</h1>",
+            f'<p class="lead">{escape(_say_lead(results, first))}</p>',
+            f'<ul class="tiles">{"".join(tile for tile in tiles if tile)}</ul></div>',
+        ]
+    )
+
+
+def _subject(results: Results) -> str:
+    parts = []
+    if results.probe:
+        parts.append(results.probe.model)
+    if results.runs:
+        parts.append(results.runs[0].data)
+    for environment in list(results.environments.values())[:1]:
+        parts += [environment.device, environment.date[:10]]
+    return escape(" · ".join(parts))
+
+
+def say_verdict(results: Results, first: Comparison | None) -> str:
+    """The sentence."""
+    if first is None:
+        return _say_without_runs(results)
+    share = percent(first.low_precision_flops_share, 0)
+    if first.outcome == "equivalent":
+        return f"{share} of the GEMM work in FP8, and the {first.metric} stays within {percent(first.margin)}"
+    if first.outcome == "inconclusive":
+        return f"{share} of the GEMM work in FP8: the effect on {first.metric} is too uncertain to call"
+    change = percent(abs(first.relative_change.value), 2)
+    return f"{share} of the GEMM work in FP8 makes the {first.metric} {change} {first.outcome}"
+
+
+def _say_without_runs(results: Results) -> str:
+    if results.probe is not None:
+        verdicts = [v for site in results.probe.sites for v in site.verdicts]
+        safe = sum(v.safety == "safe" for v in verdicts)
+        return f"{safe} of {len(verdicts)} GEMMs are accurate enough in FP8"
+    if results.quantized:
+        done = results.quantized[0]
+        return f"{done.model} in {percent(done.ratio, 0)} of its size"
+    if results.tests:
+        return f"{capitalise(results.tests[0].candidate)} against {results.tests[0].baseline}"
+    if results.benches or results.rows:
+        return "Kernels, measured"
+    return "Distributions" if results.analyses else "Training runs"
+
+
+def _say_lead(results: Results, first: Comparison | None) -> str:
+    if first is None:
+        return "No training runs were compared: this is about error only." if results.probe else ""
+    change = first.relative_change
+    text = (
+        f"Against {first.baseline}, {first.candidate} changes the {first.metric} by {signed(change.value)} "
+        f"(95 % interval {span_of(change)}) on {first.pairs:,} paired test examples; "
+        f"changes under {percent(first.margin)} are taken not to matter."
+    )
+    for other in (c for c in results.ordered_comparisons[1:] if c.low_precision_flops_share > 0):
+        text += f" {capitalise(other.candidate)}: {signed(other.relative_change.value)}, {other.outcome}."
+    return text
+
+
+def _tile(name: str, value: str, note: str, *, small: bool = False) -> str:
+    kind = "value small" if small else "value"
+    return (
+        f'<li><span class="name">{escape(name)}</span><span class="{kind}">{escape(value)}</span>'
+        f'<span class="note">{escape(note)}</span></li>'
+    )
+
+
+def _tile_quality(results: Results, first: Comparison | None) -> str:
+    if first is None:
+        return _tile("Quality", "not measured", "no runs were compared", small=True) if results.probe else ""
+    note = f"{first.outcome}; {span_of(first.relative_change)}"
+    return _tile(f"Change of {first.metric}", signed(first.relative_change.value), note)
+
+
+def _tile_share(plan: Plan | None) -> str:
+    if plan is None:
+        return ""
+    of = "of all GEMM FLOPs of a training step" if plan.flops_of == "model" else "of the probed GEMM FLOPs"
+    return _tile("In FP8", percent(plan.low_precision_share), of)
+
+
+def _tile_sites(results: Results) -> str:
+    if results.plan is None:
+        return ""
+    converted, total = count_converted(results.plan), len(results.plan.sites)
+    return _tile("Linears converted", f"{converted} of {total}", f"{total - converted} kept in high precision")
+
+
+def _tile_speed(results: Results) -> str:
+    if results.plan is None and results.probe is None:
+        return ""
+    plan = results.plan
+    measured = [c.expected_speedup for site in (plan.sites if plan else []) for c in site.choices if c.expected_speedup]
+    if plan and measured:
+        where = f"on {plan.target}, " if plan.target else ""
+        return _tile(
+            "Speed-up of chosen GEMMs",
+            f"{min(measured):.2f}–{max(measured):.2f}×",
+            f"over bf16, {where}each GEMM alone",
+        )
+    there = results.target_plan
+    if there is not None:
+        return _tile(
+            f"Worth it on {there.target}",
+            f"{count_converted(there)} of {len(there.sites)}",
+            "linears, by committed rows of these shapes measured there; on this machine FP8 is emulated",
+        )
+    return _tile("Speed", "not measured", "FP8 kernels are emulated on this machine", small=True)

@@ -1,0 +1,95 @@
+"""Kernels: what each one cost beside bf16 and the roofline, and the rows of machines elsewhere."""
+
+from loka.records.bench import KernelBench, KernelRow
+from loka.records.performance import PerformanceRows
+from loka.report.markup import about, capitalise, chart, chip, escape, row, table, times
+from loka.report.results import Results
+
+__all__ = ["write_kernels"]
+
+SHOWN = 60
+_NUMERIC = range(2, 6)
+
+
+def write_kernels(results: Results) -> str:
+    """Benchmarks with their rooflines; database rows by size."""
+    text = "".join(_write_bench(bench, number) for number, bench in enumerate(results.benches))
+    return text + "".join(_write_rows(rows, number) for number, rows in enumerate(results.rows) if _has_linears(rows))
+
+
+def _write_bench(bench: KernelBench, number: int) -> str:
+    here = bench.environment
+    ops = ", ".join(dict.fromkeys(r.op for r in bench.rows))
+    timed = [r for r in bench.rows if r.microseconds is not None]
+    text = f"<h3>{escape(ops)} on {escape(here.device)}</h3>" + about(
+        f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, torch {escape(here.torch)}); the others refused or "
+        f"were wrong and say why.{_say_peaks(bench)}"
+    )
+    if bench.peaks is not None and any(r.op in ("scaled_mm", "fused_linear") for r in timed):
+        text += chart(
+            f"roofline-{number}",
+            "Achieved FLOP rate by arithmetic intensity, with the roofs measured on the same device",
+        )
+    rows = [_bench_row(r) for r in bench.rows[:SHOWN]]
+    more = f"<p>{len(bench.rows) - SHOWN} more rows are in the record.</p>" if len(bench.rows) > SHOWN else ""
+    head = ("call", "backend", "µs", "roofline µs", "of roofline", "over bf16", "")
+    return (
+        text
+        + f"<details><summary>{len(bench.rows)} rows</summary>{table(head, rows, numeric=_NUMERIC, caption=ops)}{more}{_list_notes(bench.notes)}</details>"
+    )
+
+
+def _list_notes(notes: list[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(capitalise(note))}</li>' for note in notes)}</ul>" if notes else ""
+
+
+def _say_peaks(bench: KernelBench) -> str:
+    peaks = bench.peaks
+    if peaks is None:
+        return ""
+    said = [f"copies {peaks.copy_bytes_per_second / 1e12:.2f} TB/s"]
+    said += [f"bf16 {peaks.bf16_flops / 1e12:.0f} TFLOP/s"] if peaks.bf16_flops else []
+    said += [f"FP8 {peaks.fp8_flops / 1e12:.0f} TFLOP/s"] if peaks.fp8_flops else []
+    return f" Peaks measured beside them: {', '.join(said)}."
+
+
+def _bench_row(r: KernelRow) -> str:
+    roof = r.roofline_microseconds
+    time = r.microseconds.value if r.microseconds else None
+    why = r.refusal or ""
+    return row(
+        [
+            f'<span class="mono">{escape(r.call)}</span>',
+            escape(r.backend),
+            "–" if time is None else f"{time:.1f}",
+            "–" if roof is None else f"{roof:.1f}",
+            "–" if time is None or roof is None else f"{100 * roof / time:.0f} %",
+            "–" if r.speedup is None else times(r.speedup),
+            chip("wrong", "bad") + " " + escape(why) if r.red else escape(why),
+        ],
+        numeric=_NUMERIC,
+    )
+
+
+def _has_linears(rows: PerformanceRows) -> bool:
+    return any(r.op == "linear" and r.speedup for group in rows.groups for r in group.rows)
+
+
+def _write_rows(rows: PerformanceRows, number: int) -> str:
+    origins = {(g.origin.device, g.origin.date[:10], g.origin.torch) for g in rows.groups}
+    where = "; ".join(f"{device}, {date}, torch {torch}" for device, date, torch in sorted(origins))
+    linear = [r for g in rows.groups for r in g.rows if r.op == "linear" and r.speedup]
+    shapes = {(r.variant.split()[0], r.m, r.k, r.n) for r in linear}
+    best = [
+        max(r.speedup.value for r in linear if r.speedup and (r.variant.split()[0], r.m, r.k, r.n) == s) for s in shapes
+    ]
+    faster = sum(value > 1.05 for value in best)
+    return (
+        "<h3>When FP8 pays: size decides</h3>"
+        + about(
+            f"Speed-up of one linear's GEMM over bf16, quantisation of both operands included, against the work in it; measured on {escape(where)}, "
+            f"{len(linear)} rows. The best FP8 kernel is more than 5 % faster for {faster} of {len(shapes)} products; "
+            "below the line FP8 costs time. These rows are what a plan for that machine is made from."
+        )
+        + chart(f"rows-{number}", "Speed-up over bf16 by the FLOPs of the product, one point per kernel and shape")
+    )

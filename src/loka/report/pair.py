@@ -1,0 +1,195 @@
+"""Two reports side by side: what they say, and where they differ. For a change of model, data, recipe, version or machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from loka.records import ProbeReport, Site, write_atomically
+from loka.records.prose import diff
+from loka.report import headline, origin
+from loka.report.markup import about, chart, chip, escape, percent, row, signed, span_of, table
+from loka.report.payload import judged
+from loka.report.quality import GOOD
+from loka.report.render import fill_page
+from loka.report.results import Results
+from loka.report.vega import ACCENT, Spec, make_chart
+
+__all__ = ["Pair", "render_pair", "write_pair"]
+
+SHOWN = 200  # differences listed
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sets of records and what to call them."""
+
+    before: Results
+    after: Results
+    names: tuple[str, str] = ("A", "B")
+
+    def __post_init__(self) -> None:
+        if self.names[0] == self.names[1]:
+            raise ValueError(f"both reports are called {self.names[0]!r}; give two different names")
+
+    @property
+    def sides(self) -> tuple[tuple[str, Results], tuple[str, Results]]:
+        """(name, records), twice."""
+        return (self.names[0], self.before), (self.names[1], self.after)
+
+
+def render_pair(pair: Pair) -> str:
+    """The page."""
+    sections = (
+        ("quality", "Quality", _write_quality(pair)),
+        ("sites", "Sites", _write_sites(pair)),
+        ("plan", "Plan", _write_plans(pair)),
+        ("made", "How they were made", _side_by_side(pair, [origin.write_environment(r) for _, r in pair.sides])),
+    )
+    body = _side_by_side(pair, [headline.write_headline(results) for _, results in pair.sides])
+    charts = {"pair": spec} if (spec := _draw_errors(pair)) is not None else {}
+    data = {
+        "names": [], "points": {}, "elsewhere": {}, "table": [], "words": [], "formats": [], "limits": {}, "chunk": 1, "hasPlan": False,
+        "charts": charts,
+    }  # fmt: skip
+    return fill_page(f"loka: {pair.names[0]} | {pair.names[1]}", body, [s for s in sections if s[2]], data)
+
+
+def write_pair(pair: Pair, path: str | Path) -> None:
+    """Write the page, atomically."""
+    write_atomically(path, render_pair(pair).encode())
+
+
+def _side_by_side(pair: Pair, texts: list[str]) -> str:
+    if not all(texts):
+        texts = [text or about("No such records.") for text in texts]
+    columns = "".join(
+        f'<div><p class="side-name">{escape(name)}</p>{text}</div>'
+        for name, text in zip(pair.names, texts, strict=True)
+    )
+    return f'<div class="sides">{columns}</div>'
+
+
+def _write_quality(pair: Pair) -> str:
+    names = list(dict.fromkeys(c.candidate for _, r in pair.sides for c in r.ordered_comparisons))
+    if not names:
+        return ""
+    rows = []
+    for name in names:
+        cells = [escape(name)]
+        for _, results in pair.sides:
+            found = next((c for c in results.comparisons if c.candidate == name), None)
+            if found is None:
+                cells += ["–", "", ""]
+            else:
+                change = found.relative_change
+                cells += [chip(found.outcome, GOOD[found.outcome]), signed(change.value), span_of(change)]
+        rows.append(row(cells, numeric=(2, 3, 5, 6)))
+    head = ["run", *(text for name in pair.names for text in (f"{name}: verdict", "change", "95 % interval"))]
+    return table(head, rows, numeric=(2, 3, 5, 6), caption="Comparisons of both reports")
+
+
+def _write_sites(pair: Pair) -> str:
+    a, b = pair.before.probe, pair.after.probe
+    if a is None or b is None:
+        return ""
+    ours, theirs = ({site.name: site for site in probe.sites} for probe in (a, b))
+    both = [name for name in ours if name in theirs]
+    changed = [r for name in both for r in _verdict_rows(ours[name], theirs[name])]
+    only = [
+        f"{len(x.keys() - y.keys())} only in {n}"
+        for x, y, n in ((ours, theirs, pair.names[0]), (theirs, ours, pair.names[1]))
+    ]
+    text = about(
+        f"{len(both)} sites are in both, {escape(', '.join(only))}. {len(changed)} GEMMs are judged differently. "
+        "In the chart, a point above the diagonal has a larger error in the second report."
+    )
+    text += chart("pair", f"Error of each GEMM in {pair.names[0]} against {pair.names[1]}")
+    if not changed:
+        return text
+    more = f"<p>{len(changed) - SHOWN} more.</p>" if len(changed) > SHOWN else ""
+    head = ("site", "GEMM", *(f"{name}" for name in pair.names), "why now")
+    return text + table(head, changed[:SHOWN], caption="Verdicts that differ") + more
+
+
+def _verdict_rows(before: Site, after: Site) -> list[str]:
+    old = {v.gemm: v for v in before.verdicts}
+    return [
+        row(
+            [
+                f'<span class="mono">{escape(after.name)}</span>',
+                v.gemm,
+                *(chip(s, {"safe": "good", "unsafe": "bad"}.get(s, "")) for s in (old[v.gemm].safety, v.safety)),
+                escape(v.reason),
+            ]
+        )
+        for v in after.verdicts
+        if v.gemm in old and old[v.gemm].safety != v.safety
+    ]
+
+
+def _write_plans(pair: Pair) -> str:
+    a, b = pair.before.plan, pair.after.plan
+    if a is None or b is None:
+        return ""
+    lines = [line for line in diff(a, b).split("\n") if line]
+    shares = " against ".join(percent(plan.low_precision_share) for plan in (a, b))
+    text = about(f"{shares} of the GEMM FLOPs in low precision; {len(lines)} differences.")
+    if not lines:
+        return text
+    listed = "".join(f"<li><code>{escape(line)}</code></li>" for line in lines[:SHOWN])
+    more = f"<p>{len(lines) - SHOWN} more: <code>loka diff</code> lists all.</p>" if len(lines) > SHOWN else ""
+    return f"{text}<ul>{listed}</ul>{more}"
+
+
+def _draw_errors(pair: Pair) -> Spec | None:
+    """The best error of every GEMM, in one report against the other."""
+    if pair.before.probe is None or pair.after.probe is None:
+        return None
+    ours, theirs = (_best_errors(r.probe) for _, r in pair.sides if r.probe is not None)
+    rows = [
+        {"site": site, "gemm": gemm, "before": error, "after": theirs[site, gemm]}
+        for (site, gemm), error in ours.items()
+        if theirs.get((site, gemm)) and error > 0
+    ]
+    if not rows:
+        return None
+    values = [value for side in (ours, theirs) for value in side.values() if value > 0]
+    ends = [min(values), max(values)]
+    scale = {"type": "log", "nice": False, "padding": 10, "domain": [0.8 * ends[0], 1.25 * ends[1]]}
+    x, y = (
+        {"type": "quantitative", "scale": scale, "title": f"error in {n}", "axis": {"tickCount": 5}} for n in pair.names
+    )
+    return make_chart(
+        f"Smallest error of each GEMM in {pair.names[0]} against {pair.names[1]}",
+        height=380,
+        layer=[
+            {
+                "data": {"values": [{"x": e, "y": e} for e in ends]},
+                "mark": {"type": "line", "strokeDash": [5, 4], "stroke": {"expr": "quiet"}},
+                "encoding": {"x": {**x, "field": "x"}, "y": {**y, "field": "y"}},
+            },
+            {
+                "data": {"values": rows},
+                "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.75, "fill": {"expr": ACCENT}},
+                "encoding": {
+                    "x": {**x, "field": "before"},
+                    "y": {**y, "field": "after"},
+                    "tooltip": [
+                        {"field": "site"},
+                        {"field": "gemm"},
+                        *({"field": f, "format": ".4f"} for f in ("before", "after")),
+                    ],
+                },
+            },
+        ],
+    )
+
+
+def _best_errors(probe: ProbeReport) -> dict[tuple[str, str], float]:
+    best: dict[tuple[str, str], float] = {}
+    for site in probe.sites:
+        for c in site.candidates:
+            error = judged(c)
+            if error is not None:
+                key = (site.name, c.gemm)
+                best[key] = min(error.value, best.get(key, error.value))
+    return best

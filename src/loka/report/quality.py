@@ -1,0 +1,176 @@
+"""Quality: comparisons with intervals, loss curves, and what mods and their training did."""
+
+from loka.records import Comparison, ModSummary, Recovery
+from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, signed, span_of, table
+from loka.report.results import Results
+
+__all__ = ["GOOD", "write_ablation", "write_mods", "write_quality"]
+
+GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
+_NUMERIC = range(2, 9)
+
+
+def write_quality(results: Results) -> str:
+    """Comparison with intervals, and the loss curves."""
+    if not results.runs and not results.comparisons:
+        return ""
+    text = []
+    if results.comparisons:
+        first = results.ordered_comparisons[0]
+        text.append(
+            about(
+                f"All runs continue the same checkpoint on the same batches.{_say_swapped(results)} The shaded band "
+                f"is the margin of ±{percent(first.margin)}: an interval inside it is equivalent; one that leaves it and contains "
+                f"zero is inconclusive. Smallest change this test would find (80 % power): "
+                f"{percent(first.minimum_detectable, 3)}.{_say_noise(results)}"
+            )
+        )
+        text.append(chart("comparisons", "Change of the log loss by run, with 95 % intervals and the margin"))
+        text.append(_table_comparisons(results))
+    if results.runs:
+        text.append('<div class="pair">')
+        text.append(f"<div><h3>Training loss</h3>{chart('curves', 'Training loss by step')}</div>")
+        if len(results.runs) > 1:
+            text.append(f"<div><h3>Difference</h3>{chart('gaps', 'Training loss relative to the first run')}</div>")
+        text.append("</div>")
+    return "\n".join(text)
+
+
+def _say_swapped(results: Results) -> str:
+    """What a comparison without a run of its own is."""
+    if {c.candidate for c in results.comparisons} <= {run.name for run in results.runs}:
+        return ""
+    return (
+        ' "Swapped in" is the baseline\'s own final weights, converted and not trained on: no noise of training there.'
+    )
+
+
+def _say_noise(results: Results) -> str:
+    """What a control in high precision, where there is one, says about every other difference."""
+    return "".join(
+        f" The {escape(c.candidate)} is high precision too, from slightly nudged weights: its "
+        f"{signed(c.relative_change.value)} is the noise of training, which the intervals (over test examples) do not contain."
+        for c in results.ordered_comparisons
+        if c.low_precision_flops_share == 0
+    )
+
+
+def _table_comparisons(results: Results) -> str:
+    head = ("run", "verdict", "change", "95 % interval", "log loss", "AUC", "in FP8", "pairs", "clusters")
+    runs = {run.name: run for run in results.runs}
+    rows = []
+    baseline = runs.get(results.ordered_comparisons[0].baseline)
+    if baseline is not None:
+        cells = [escape(baseline.name), "baseline", "", "", *_metrics(baseline.metrics), percent(0, 0), "", ""]
+        rows.append(row(cells, numeric=_NUMERIC))
+    for c in results.ordered_comparisons:
+        run = runs.get(c.candidate)
+        cells = [
+            escape(c.candidate),
+            chip(c.outcome, GOOD[c.outcome]),
+            signed(c.relative_change.value),
+            span_of(c.relative_change),
+            *_metrics(run.metrics if run else {}),
+            percent(c.low_precision_flops_share),
+            f"{c.pairs:,}",
+            f"{c.clusters:,}",
+        ]
+        rows.append(row(cells, numeric=_NUMERIC))
+    return table(head, rows, numeric=_NUMERIC)
+
+
+def _metrics(metrics: dict[str, float]) -> list[str]:
+    return [f"{metrics[name]:.5f}" if name in metrics else "–" for name in ("log_loss", "auc")]
+
+
+def write_ablation(results: Results) -> str:
+    """What the plan's decisions are worth: the same weights with the plan, with FP8 everywhere, and what each is made of."""
+    found = {c.candidate: c for c in results.comparisons}
+    planned, naive = _pick(found, "planned"), _pick(found, "naive")
+    if planned is None or naive is None or len(results.plans) < 2:
+        return ""
+    plan, other = results.plans[0], next((p for p in results.plans if p.recipe != "auto"), None)
+    if other is None:
+        return ""
+    theirs = {site.site: [(c.gemm, c.a, c.b) for c in site.choices] for site in other.sites}
+    differing = [s for s in plan.sites if theirs.get(s.site) != [(c.gemm, c.a, c.b) for c in s.choices]]
+    share = sum(site.flops_share for site in differing)
+    rows = [
+        row(
+            [
+                f'<span class="mono">{escape(site.site)}</span>',
+                percent(site.flops_share, 2),
+                "<br>".join(dict.fromkeys(escape(c.reason) for c in site.choices)),
+            ],
+            numeric=(1,),
+        )
+        for site in sorted(differing, key=lambda s: -s.flops_share)[:40]
+    ]
+    more = f" The 40 largest of {len(differing)} are listed." if len(differing) > 40 else ""
+    return about(
+        f"The plan and {escape(other.recipe)} FP8 everywhere differ at {len(differing)} of {len(plan.sites)} linears, which hold "
+        f"{percent(share, 2)} of the GEMM work. That is the whole difference between {signed(planned.relative_change.value)} "
+        f"({planned.outcome}) and {signed(naive.relative_change.value)} ({naive.outcome}).{more}"
+    ) + table(("site", "FLOPs", "why the plan differs"), rows, numeric=(1,), caption="Where the plan differs")
+
+
+def _pick(found: dict[str, Comparison], word: str) -> Comparison | None:
+    fitting = [c for name, c in found.items() if name.startswith(word)]
+    return next((c for c in fitting if "swapped" in c.candidate), fitting[0] if fitting else None)
+
+
+def write_mods(results: Results) -> str:
+    """What was rewritten, what was left and why, and how much quality came back."""
+    return "".join(_write_mod(summary) for summary in results.mods)
+
+
+_EFFECT = {"exact": "good", "rounding": "good", "architecture": ""}
+
+
+def _write_mod(summary: ModSummary) -> str:
+    head = about(
+        f"{escape(', '.join(summary.mods)) or 'No mod'}: {len(summary.changed)} sites changed, {len(summary.left)} left as they were. "
+        "An exact mod computes the same function; an architecture change computes another one, and the model is trained with it."
+    )
+    rows = [
+        row(
+            [
+                escape(c.mod),
+                f'<span class="mono">{escape(c.site)}</span>',
+                chip(c.effect, _EFFECT[c.effect]),
+                escape(c.what),
+            ]
+        )
+        for c in summary.changed[:60]
+    ]
+    rows += [
+        row([escape(c.mod), f'<span class="mono">{escape(c.site)}</span>', chip("left"), escape(c.why)])
+        for c in summary.left[:20]
+    ]
+    notes = "".join(notice(escape(capitalise(note))) for note in summary.notes)
+    return (
+        head
+        + notes
+        + _table_recovery(summary.recovery)
+        + table(("mod", "site", "effect", "what, or why not"), rows, caption="Mods")
+    )
+
+
+def _table_recovery(found: list[Recovery]) -> str:
+    if not found:
+        return ""
+    rows = [
+        row(
+            [
+                escape(r.metric),
+                f"{r.before:.5f}",
+                f"{r.after_mods:.5f}",
+                "not measured" if r.after_training is None else f"{r.after_training:.5f}",
+                f"{r.steps:,}",
+            ],
+            numeric=range(1, 5),
+        )
+        for r in found
+    ]
+    head = ("metric", "before", "right after the mods", "after training", "steps")
+    return table(head, rows, numeric=range(1, 5), caption="What the mods cost, and what training won back")

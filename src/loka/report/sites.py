@@ -1,0 +1,288 @@
+"""Sites: the map, the sensitivity of the model to each, drift over training, the plan as a table, memory."""
+
+from loka.records import Choice, DriftReport, Plan, ProbeReport, SitePlan
+from loka.report.headline import count_converted, is_converted
+from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, table
+from loka.report.results import Results
+
+__all__ = ["write_drift", "write_memory", "write_plan", "write_sites"]
+
+STATIC_ROWS = 300  # of the plan, in plain HTML for a reader without JavaScript
+_TABS = (("fprop", "Forward"), ("dgrad", "Input gradient"), ("wgrad", "Weight gradient"))
+
+
+def write_sites(results: Results) -> str:
+    """The map of sites and the place for one site's page."""
+    probe = results.probe
+    if probe is None:
+        return ""
+    tabs = "".join(
+        f'<input type="radio" name="gemm" id="gemm-{gemm}" value="{gemm}"{" checked" if gemm == "fprop" else ""}>'
+        f'<label class="tab" for="gemm-{gemm}">{label}</label>'
+        for gemm, label in _TABS
+    )
+    views = ""
+    if results.speeds is not None and results.speeds.rows and not _timed(probe):
+        views = (
+            '<fieldset aria-label="Vertical axis"><input type="radio" name="axis" id="axis-place" value="place" checked>'
+            '<label class="tab" for="axis-place">by site</label><input type="radio" name="axis" id="axis-speed" value="speed">'
+            f'<label class="tab" for="axis-speed">by speed-up on {escape(results.speeds.target)}</label></fieldset>'
+        )
+    return (
+        about(
+            f"Error of each linear's product when its operands are quantised, judged on {_say_sources(probe)} kept from "
+            f"{probe.sampled_steps} sampled steps of {probe.steps:,}; lines are 95 % intervals, the dashed line is the limit "
+            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). {_say_speed(results)} "
+            "Choose a point, or a site in the table below, for its page."
+        )
+        + _write_counts(probe)
+        + f'<div class="controls"><fieldset aria-label="GEMM">{tabs}</fieldset>{views}</div>'
+        + chart("sites", "Error of every linear under every recipe, with the limit; the table below has the same sites")
+        + '<p class="facts" id="sites-note" role="status"></p>'
+        + _write_sensitivity(results)
+        + '<div id="site-page" hidden aria-live="polite"></div>'
+    )
+
+
+def _timed(probe: ProbeReport) -> bool:
+    return any(c.speedup for site in probe.sites for c in site.candidates)
+
+
+_SOURCES = {"rows": "real rows", "copula": "a copula", "gaussian": "a Gaussian", "normal": "N(0, 1)"}
+
+
+def _say_sources(probe: ProbeReport) -> str:
+    learned = [_SOURCES[source] for source in probe.judged_on if source not in ("rows", "normal")]
+    rows = "real rows" if "rows" in probe.judged_on or not probe.judged_on else ""
+    if not learned:
+        return rows or "N(0, 1)"
+    fitted = f"{' and '.join(learned)} fitted to the rows"
+    return f"the worst of {rows} and {fitted}," if rows else f"{fitted},"
+
+
+def _say_speed(results: Results) -> str:
+    assert results.probe is not None
+    if _timed(results.probe):
+        return f"Speed-ups over bf16 were measured on {escape(results.probe.environment.device)}."
+    if results.speeds is None or not results.speeds.rows:
+        return "Speed was not measured on this machine, so the vertical axis is the place in the model."
+    sites = len({row.site for row in results.speeds.rows})
+    return (
+        f"Speed was not measured on this machine. Speed-ups, where shown, are rows measured on {escape(results.speeds.target)} "
+        f"for products of the same shape; {sites} of {len(results.probe.sites)} sites have such rows."
+    )
+
+
+def _write_counts(probe: ProbeReport) -> str:
+    """Safe and unsafe by fast and slow, as the text twin of the map."""
+    verdicts = [v for site in probe.sites for v in site.verdicts]
+    speeds = [s for s in ("fast", "slow", "not measured") if any(v.speed == s for v in verdicts)]
+    rows = [
+        row(
+            [
+                chip(safety, {"safe": "good", "unsafe": "bad"}.get(safety, "")),
+                *(f"{sum(v.safety == safety and v.speed == s for v in verdicts):,}" for s in speeds),
+            ],
+            numeric=range(1, 1 + len(speeds)),
+        )
+        for safety in ("safe", "unsafe", "not measured")
+        if any(v.safety == safety for v in verdicts)
+    ]
+    head = ("GEMMs", *(f"speed {s}" if s == "not measured" else s for s in speeds))
+    return f'<div class="narrow">{table(head, rows, numeric=range(1, 4), caption="GEMMs by verdict")}</div>'
+
+
+def _write_sensitivity(results: Results) -> str:
+    probe = results.probe
+    if probe is None or probe.sensitivity is None:
+        return ""
+    together = ""
+    if probe.combined_change is not None:
+        c = probe.combined_change
+        together = (
+            f" All {len(probe.combined_sites)} safe sites together: {100 * c.value:+.3f} % "
+            f"[{100 * c.low:+.3f}, {100 * c.high:+.3f}]."
+        )
+    return (
+        "<h3>What each site does to the model</h3>"
+        + about(
+            f"{escape(capitalise(probe.sensitivity))}: the weights are the same, so none of this is noise of training.{together}"
+        )
+        + chart("sensitivity", "Change of the loss when each site alone runs in low precision")
+    )
+
+
+def write_drift(results: Results) -> str:
+    """What moved while the model trained."""
+    drift = results.drift
+    if drift is None:
+        return ""
+    head = (
+        f"Windows of {drift.window_steps:,} steps compared over {drift.steps:,} steps at {drift.sites} sites: "
+        f"{len(drift.moves)} moves. Values are log2, so 1 is a doubling."
+    )
+    if drift.too_short:
+        head += f" {len(drift.too_short)} sites have no two complete windows: nothing can be said of them yet."
+    text = about(head) + _write_changes(drift)
+    if not drift.moves:
+        return text
+    rows = [
+        row(
+            [
+                f'<button type="button" class="link mono" data-site="{escape(m.site)}">{escape(m.site)}</button>',
+                escape(m.role),
+                escape(m.feature),
+                f"{m.since:,} → {m.step:,}",
+                f"{m.before:.3g} → {m.after:.3g}",
+                "too few looks" if m.sigmas is None else f"{m.sigmas:.1f}",
+            ],
+            numeric=(3, 4, 5),
+        )
+        for m in sorted(drift.moves, key=lambda m: -(m.sigmas or 0))[:30]
+    ]
+    most = "" if len(drift.moves) <= 30 else "The 30 clearest moves"
+    return (
+        text
+        + chart("drift", "Moves of the operands' statistics by training step")
+        + table(("site", "of", "what", "steps", "from, to", "sigmas"), rows, numeric=(3, 4, 5), caption=most or "Moves")
+    )
+
+
+def _write_changes(drift: DriftReport) -> str:
+    if not drift.judged:
+        return about("Whether a verdict would change was not asked.")
+    if not drift.changes:
+        return about("No verdict would change.")
+    lines = "; ".join(f"{c.site}: {c.before} → {c.after}" for c in drift.changes)
+    return notice(f"A verdict would change at {len(drift.changes)} sites: {escape(lines)}")
+
+
+def write_plan(results: Results) -> str:
+    """The plan as a table one can search; without a plan, the verdicts."""
+    plan = results.plan
+    if plan is None and results.probe is None:
+        return ""
+    text = "" if plan is None else _say_plan(plan) + _say_target(results)
+    controls = (
+        '<div class="controls"><input type="search" id="plan-search" placeholder="Search sites, recipes, reasons" '
+        'aria-label="Search the table"><select id="plan-kind" aria-label="Which sites"><option value="all">all sites</option>'
+        '<option value="converted">converted</option><option value="kept">kept</option><option value="unsafe">with an unsafe GEMM</option></select>'
+        '<select id="plan-order" aria-label="Order"><option value="model">in model order</option><option value="flops">by FLOPs</option>'
+        '<option value="error">by error</option></select><span class="count" id="plan-count" role="status"></span></div>'
+    )
+    pager = (
+        '<div class="pager" id="plan-pager" hidden><button type="button" class="step" id="plan-back">previous</button>'
+        '<span id="plan-page" role="status"></span><button type="button" class="step" id="plan-next">next</button></div>'
+    )
+    head = ("site", "K × N", "FLOPs", *(label.lower() for _, label in _TABS), "why")
+    return (
+        text + controls + table(head, [], numeric=(1, 2), name="plan-table", caption="Sites") + pager + _static(results)
+    )
+
+
+def _static(results: Results) -> str:
+    """The same rows without JavaScript."""
+    plan = results.plan
+    if plan is None:
+        return ""
+    rest = f"<p>{len(plan.sites) - STATIC_ROWS} more: `loka explain`.</p>" if len(plan.sites) > STATIC_ROWS else ""
+    head = ("site", "K × N", "FLOPs", *(label.lower() for _, label in _TABS), "why not FP8")
+    return f"<noscript>{table(head, [_plan_row(site) for site in plan.sites[:STATIC_ROWS]])}{rest}</noscript>"
+
+
+def _say_plan(plan: Plan) -> str:
+    goal = "accuracy only, no speed considered" if plan.min_speedup is None else f"a speed-up over {plan.min_speedup:g}"
+    where = f" on {plan.target}" if plan.target else ""
+    budget = (
+        ""
+        if plan.max_metric_change is None
+        else f" Budget of the end metric: {percent(plan.max_metric_change, 2)}, expected at most {percent(plan.expected_metric_change or 0, 3)}."
+    )
+    notes = "".join(notice(escape(capitalise(note))) for note in plan.notes if plan.min_speedup is not None)
+    return (
+        about(
+            f"Made for {escape(goal + where)}: error limits {plan.max_error:g} (MERE, forward) and "
+            f"{plan.max_gradient_error:g} (relative L2, gradients), each against the worse end of the interval.{budget}"
+        )
+        + notes
+    )
+
+
+def _say_target(results: Results) -> str:
+    """The plan for another machine, beside the one that ran."""
+    there = results.target_plan
+    if there is None:
+        return ""
+    rows = [
+        row([f'<span class="mono">{escape(s.site)}</span>', *(_spell_there(s, gemm) for gemm, _ in _TABS)])
+        for s in there.sites[:STATIC_ROWS]
+    ]
+    notes = "".join(f"<li>{escape(capitalise(note))}</li>" for note in there.notes)
+    head = ("site", *(label.lower() for _, label in _TABS))
+    return (
+        f"<details><summary>The plan for {escape(there.target or '')}: {count_converted(there)} of {len(there.sites)} linears, "
+        f"{percent(there.low_precision_share)} of the GEMM FLOPs</summary>"
+        + about(
+            f"The same errors, measured here, with speed-ups of committed database rows of that machine; at least "
+            f"{there.min_speedup:g}× is asked. A GEMM without a row for its shape stays in high precision: nothing is guessed."
+        )
+        + f"<ul>{notes}</ul>"
+        + table(head, rows, caption=f"Plan for {there.target}")
+        + "</details>"
+    )
+
+
+def _spell_there(site: SitePlan, gemm: str) -> str:
+    choice = next((c for c in site.choices if c.gemm == gemm), None)
+    if choice is None:
+        return "–"
+    if choice.a is None:
+        return f'high<br><span class="facts wrap">{escape(choice.reason)}</span>'
+    speed = f"{choice.expected_speedup:.2f}×" if choice.expected_speedup else "speed not known"
+    return (
+        f'<span class="mono">{escape(choice.a)}</span><br><span class="facts">{escape(choice.backend)}, {speed}</span>'
+    )
+
+
+def _plan_row(site: SitePlan) -> str:
+    chosen: dict[str, Choice] = {choice.gemm: choice for choice in site.choices}
+    kept = [choice for choice in site.choices if not choice.quantized]
+    why = "<br>".join(escape(reason) for reason in dict.fromkeys(choice.reason for choice in kept))
+    cells = [
+        escape(site.site),
+        f"{site.k} × {site.n}",
+        percent(site.flops_share),
+        *(_spell(chosen.get(gemm)) for gemm, _ in _TABS),
+        why if site.choices else "no GEMM was seen",
+    ]
+    return row(cells)
+
+
+def _spell(choice: Choice | None) -> str:
+    """What one GEMM runs."""
+    if choice is None:
+        return "–"
+    return "high" if choice.a is None else f"{escape(choice.a)} @ {escape(choice.b or '')}"
+
+
+def write_memory(results: Results) -> str:
+    """What linears keep for backward, from the shapes: x in bf16, or in FP8 where fprop and wgrad are quantised."""
+    plan, probe = results.plan, results.probe
+    if plan is None or probe is None:
+        return ""
+    low = {s.site for s in plan.sites if {c.gemm for c in s.choices if c.quantized} >= {"fprop", "wgrad"}}
+    sizes = {site.name: site.m * site.k for site in probe.sites}
+    before = 2 * sum(sizes.values())
+    after = sum(size * (1 if name in low else 2) for name, size in sizes.items())
+    rows = [
+        row([name, f"{value / 2**20:.2f}", percent(value / before if before else 0, 0)], numeric=(1, 2))
+        for name, value in (("bf16", before), ("with the plan", after))
+    ]
+    converted = sum(is_converted(site) for site in plan.sites)
+    return (
+        about(
+            f"Inputs that the {len(probe.sites)} linears keep for their backward pass, computed from their shapes at the largest number of rows seen "
+            f"(not measured; scales, under 4 %, not counted). {len(low)} of the {converted} converted linears keep FP8."
+        )
+        + f'<div class="narrow">{table(("kept for backward", "MiB", "of bf16"), rows, numeric=(1, 2), caption="Memory")}</div>'
+    )
