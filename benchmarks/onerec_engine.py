@@ -1,6 +1,7 @@
 """The engine on a GPU: latency and throughput of OneRec-V2 4B-A0.5B in bf16 and FP8, beside what a user would run, in one process.
 
-    python benchmarks/onerec_engine.py --out onerec_engine.json --seconds 480
+    python benchmarks/onerec_engine.py --out onerec_512.json --contexts 512 --seconds 400
+    python benchmarks/onerec_engine.py --out onerec_3000.json --contexts 3000 --seconds 400
     python benchmarks/onerec_engine.py --out x.json --device cpu --size tiny-moe --contexts 16 --batches 2,1 --beams 20 --compiler eager    dry run
 
 Rows, each for a context length and a batch size:
@@ -64,6 +65,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--backends", default="", help="op=backend,... for the engine, e.g. topk=triton")
+    parser.add_argument("--only", default="", help="variants to run, e.g. fp8,bf16,compiled; default all")
+    parser.add_argument("--no-tune", action="store_true", help="take backends in the registry's order")
     parser.add_argument("--no-fuse", action="store_true", help="do not compile the engine's small operations")
     arguments = parser.parse_args()
     Bench(arguments).run()
@@ -147,7 +150,8 @@ class Bench:
         self.save()
 
     def row(self, name: str, batch: int, context: int) -> None:
-        self.step(f"{name} batch {batch} context {context}", lambda: self.measure(name, batch, context))
+        if not self.a.only or name in self.a.only.split(","):
+            self.step(f"{name} batch {batch} context {context}", lambda: self.measure(name, batch, context))
 
     # -- what is measured
 
@@ -183,6 +187,7 @@ class Bench:
             contexts=tuple(sorted(self.contexts)),
             dtype="bf16",
             fuse=False if self.a.no_fuse or self.device.type == "cpu" else None,
+            tune=False if self.a.no_tune else None,
             backends=tuple(backends.items()),
         )
 

@@ -76,7 +76,8 @@ class Engine:
             only = self.config.normalize == "valid"
             levels = model.config.levels
             self.constraints = make_constraints(self.trie, levels, search, self.glue.lse, valid_only=only)
-            self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends))
+            tune = gpu if self.config.tune is None else self.config.tune
+            self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends), measure=tune)
             self._storage = self._allocate()
         self._prepared: dict[Bucket, Prepared] = {}
         self._pool: Any = None

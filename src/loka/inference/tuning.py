@@ -4,7 +4,7 @@ Linears of one role (all queries, all QKV, ...) share shape and Specs, so they s
 in one CUDA graph: together they exceed the L2 cache, as in a generation. Before it is timed it must agree with the reference on the first block. A
 candidate that refuses, fails or disagrees is written down with its reason and not used. Backends that the configuration names are not tuned.
 
-Where there is no GPU nothing is measured, and the registry's order decides.
+Where nothing is to be measured, the registry's order decides.
 """
 
 import dataclasses
@@ -42,11 +42,9 @@ class Tuned:
 class Tuning:
     """Tuned copies of a packed model, by number of rows; the weights are shared."""
 
-    def __init__(
-        self, packed: PackedModel, dtype: torch.dtype, *, fixed: set[str], measure: bool | None = None
-    ) -> None:
+    def __init__(self, packed: PackedModel, dtype: torch.dtype, *, fixed: set[str], measure: bool) -> None:
         self.packed, self.dtype, self.fixed = packed, dtype, fixed
-        self.measure = packed.table.is_cuda if measure is None else measure
+        self.measure = measure
         self.log: list[Tuned] = []
         self._made: dict[int, PackedModel] = {}
 
