@@ -99,11 +99,18 @@ def test_row_errors_add_up_to_the_metrics_of_the_whole() -> None:
 
 
 def test_zero_rows_are_measured_against_the_whole_and_zero_is_no_error() -> None:
-    ref = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
-    found, _, _ = compare_rows(torch.tensor([[1.0, 1.0], [0.0, 0.1]]), ref)
+    ref = torch.cat([torch.ones(1, 8), torch.zeros(1, 8)])
+    out = ref.clone()
+    out[1, 0] = 0.1
     whole = float(ref.double().square().mean().sqrt())
-    assert found.tolist() == pytest.approx([0.0, 0.05 / (0.01 * whole)])
-    assert compare_rows(torch.zeros(2, 2), torch.zeros(2, 2))[0].tolist() == [0.0, 0.0]
+    assert compare_rows(out, ref)[0].tolist() == pytest.approx([0.0, 0.1 / 8 / (0.01 * whole)])
+    assert compare_rows(torch.zeros(2, 8), torch.zeros(2, 8))[0].tolist() == [0.0, 0.0]
+
+
+def test_a_single_output_is_not_its_own_guard() -> None:
+    ref, out = torch.tensor([[1.0], [1e-6]]), torch.tensor([[1.0], [1e-3]])
+    whole = float(ref.double().square().mean().sqrt())
+    assert compare_rows(out, ref)[0].tolist() == pytest.approx([0.0, 1e-3 / (0.01 * whole)], rel=1e-2)
 
 
 def test_what_is_lost_by_row_is_what_is_lost() -> None:

@@ -36,6 +36,7 @@ MAX_OUTPUTS: dict[Gemm, int] = {
     "wgrad": 128,
 }  # columns of a result that are looked at; wgrad: rows too
 BLOCK = 128
+FEW_OUTPUTS = 8  # a row of fewer has no size of its own
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,16 @@ def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The guard, 0.01 rms, is the row's own: a row is an example, and its size must not depend on its neighbours'. With one guard for the
     whole output a tensorwise scale that flushes every small row to zero scores 0.004 (rows lognormal with sigma 5), since the large
-    rows alone set the guard; row by row it scores 0.99. A row whose reference is all zero is measured against the whole.
+    rows alone set the guard; row by row it scores 0.99. A row whose reference is all zero is measured against the whole, and so is a row of
+    fewer than 8 outputs: a prediction layer's one output would be its own guard, and the mean of an unguarded ratio is infinite.
     """
     out, ref = out.double(), ref.double()
     error, magnitude = (out - ref).abs(), ref.abs()
     squares = magnitude.square()
     row = squares.mean(dim=1, keepdim=True).sqrt()
     whole = squares.mean().sqrt()
+    if ref.shape[1] < FEW_OUTPUTS:
+        row = torch.zeros_like(row)
     size = torch.where(row > 0, row, torch.where(whole > 0, whole, torch.ones_like(whole)))
     relative = error / torch.maximum(magnitude, MERE_GUARD * size)
     return relative.mean(dim=1), error.square().sum(dim=1), squares.sum(dim=1)
