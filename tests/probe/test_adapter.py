@@ -61,7 +61,11 @@ def test_grouped_linear_counts_rows_once_and_knows_its_experts() -> None:
     site = GroupedLinear(3, 8, 16)
     ends = torch.tensor([4, 4, 10], dtype=torch.int32)
     x = torch.randn(10, 8, requires_grad=True)
-    watch = look(site, x, ends).watch("site")
+    probe = look(site, x, ends)
+    (record,) = probe.evaluate(["rowwise"], samples=2).record.sites
+    assert (record.m, record.k, record.n, record.groups) == (10, 8, 16, 3)
+    assert record.gemms == ["fprop", "dgrad", "wgrad"]
+    watch = probe.watch("site")
     assert (watch.largest, watch.k, watch.n, watch.groups) == (10, 8, 16, 3)
     drawn = watch.draw("w", "rows", 1, torch.Generator().manual_seed(0))
     assert any(torch.equal(drawn, expert) for expert in site.weight)

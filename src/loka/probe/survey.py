@@ -90,6 +90,7 @@ class Survey:
             candidates=candidates,
             verdicts=self._judge(watch, candidates),
             covariance=watch.covariance_kind,
+            groups=watch.groups,
         )
 
     def _measure(self, watch: Watch, gemm: Gemm) -> list[Candidate]:

@@ -117,6 +117,7 @@ class Site(Part, frozen=True):
     stats: list[TensorStats]
     candidates: list[Candidate]
     verdicts: list[GemmVerdict]
+    groups: int = 1  # matrices that share the m rows: experts of a grouped GEMM, each row meeting one
     metric_change: Interval | None = None  # relative change of the end metric with this site alone in low precision
     metric_recipe: str | None = None  # the recipe of that measurement
     covariance: str | None = None  # how the covariance of the rows was kept: in full, or approximated, and how
