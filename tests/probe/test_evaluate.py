@@ -150,7 +150,7 @@ def test_the_interval_of_rows_covers() -> None:
     """The error of the whole population lies in about 95 of 100 intervals."""
     g = generator(1)
     sizes = torch.exp(torch.randn(4000, 1, generator=g))
-    a, b = sizes * torch.randn(4000, 8, generator=g), torch.randn(4, 8, generator=g)
+    a, b = sizes * torch.randn(4000, 8, generator=g), torch.randn(16, 8, generator=g)
     population = Problem("fprop", a, b)
     truth = summarise(*run_rows(population, ROWWISE, population.reference()))[0]
     covered = 0
