@@ -100,6 +100,24 @@ def test_copies_of_a_modified_model_revert_on_their_own():
     assert_same_state(model, before)
 
 
+def test_all_mods_together_compile_to_one_graph_and_take_gradients():
+    model, inputs = build_family("wukong", **PLAIN)
+    model.float()
+    (x,) = (t.float() for t in inputs)
+    everything = [*mods.CORE, "norm_order", "protect_residual", "protect_intermediates", "align_shapes", "fuse"]
+    applied = mods.apply(model, everything, example=x)
+    assert {"protect_residual", "protect_intermediates", "fuse"} <= set(applied.sites)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+    model(x).sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled(x).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
 def test_mods_come_before_conversion():
     model = nn.Sequential(nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 16))
     loka.convert(model, recipe="tensorwise")

@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from loka import mods
+from loka.nn import BlockNorm
 from loka.records import GemmVerdict, ProbeReport, Site, TensorStats, capture_environment
 
 
@@ -57,7 +58,7 @@ def test_the_mod_that_concerns_the_most_work_comes_first():
     assert str(found[0]) == "block_norm: outliers in the input: a norm in fixed blocks bounds it (1 sites: large)"
 
 
-def test_a_real_probe_of_a_model_with_outliers_asks_for_block_norm_and_gets_rid_of_the_cause():
+def test_a_real_probe_of_rows_of_all_sizes_asks_for_block_norm_until_it_is_there():
     from loka.probe import Probe
 
     def probe(model):
@@ -75,3 +76,5 @@ def test_a_real_probe_of_a_model_with_outliers_asks_for_block_norm_and_gets_rid_
     model = nn.Sequential(nn.Identity(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64))
     found = {s.mod: s.sites for s in mods.suggest(probe(model))}
     assert "1" in found["block_norm"]
+    model[0] = BlockNorm(32)
+    assert "1" not in {s.mod: s.sites for s in mods.suggest(probe(model))}.get("block_norm", ())
