@@ -248,17 +248,26 @@ _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl
 def tile_for(rows: int, n: int, experts: int, *, doubled: bool, wide: bool) -> Tile:
     """(BM, BN, warps, stages, programs per multiprocessor) by the mean number of rows an expert has; `wide`: 16-bit operands.
 
-    With few rows a GEMM reads weights and little else: 64 rows waste least. With many, two accumulators (`doubled`) want 64 x 128 tiles and several programs
-    on a multiprocessor, one accumulator the largest tile.
+    With few rows a GEMM reads weights and little else: 64 rows waste least. With many, several small programs on a multiprocessor hide each other's epilogues, and the
+    second accumulator of block scales (`doubled`). Chosen by measuring (benchmarks/results/h200/generative_kernels.json).
     """
     mean = rows / experts
     if wide:
-        return (128, 128, 8, 4, 1) if mean > 64 else (64, 128, 4, 4, 2)
+        return (128, 256, 8, 3, 1) if mean > 64 and n >= 256 else (64, 128, 4, 4, 2)
     if doubled:
-        return (64, 128, 4, 3, 2)
+        return (64, 128, 4, 3, 3) if mean > 64 else (64, 128, 4, 4, 2)
     if mean > 96 and n >= 256:
-        return (128, 256, 8, 3, 1)
+        return (128, 128, 4, 3, 2)
     return (64, 128, 4, 4, 2)
+
+
+def _swiglu_tile(mean: float, *, blocks: bool, wide: bool) -> Tile:
+    """The same for the GEMM with two accumulators for gate and up: measured, like `tile_for`."""
+    if wide:
+        return (128, 128, 8, 3, 1) if mean > 96 else (64, 128, 4, 2, 2)
+    if blocks:
+        return (128, 128, 8, 3, 1) if mean > 256 else (64, 128, 8, 4, 1)
+    return (128, 128, 8, 4, 1)
 
 
 def _launch(tile: Tile) -> dict[str, int]:
@@ -319,7 +328,7 @@ def gemm_swiglu(
     out = aligned(m, f, torch.float8_e4m3fn, a.device) if fp8 else torch.empty(m, f, device=a.device, dtype=out_dtype)
     cs = block_scales(m, f, 3, a.device) if fp8 else torch.empty(0, 0, device=a.device)
     wide = a.element_size() > 1
-    tile = tile or ((64, 128, 4, 2, 2) if scales == BLOCKS or m < 96 * experts else (128, 128, 8, 3, 1))
+    tile = tile or _swiglu_tile(m / experts, blocks=scales == BLOCKS, wide=wide)
     if wide and tile[3] > 3:
         raise ValueError(f"a pipeline of {tile[3]} stages of 16-bit operands does not fit")
     programs, tiles = _grid(m, f, experts, tile, a.device)
