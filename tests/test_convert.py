@@ -89,6 +89,19 @@ def test_reverting_restores_the_results(model: Tower) -> None:
     assert revert(model) == 0
 
 
+@pytest.mark.parametrize("scales", ["dynamic", "delayed"])
+def test_an_optimizer_outlives_a_conversion(model: Tower, scales: str) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for _ in range(2):
+        convert(model, recipe="tensorwise", options=LinearOptions(scales=scales))  # type: ignore[arg-type]
+        for _ in range(2):
+            model(torch.randn(8, 16)).sum().backward()
+            optimizer.step()
+        revert(model)
+        model(torch.randn(8, 16)).sum().backward()
+        optimizer.step()
+
+
 def test_kept_sites_say_why(model: Tower) -> None:
     summary = convert(model, plan_for(model, overrides={"head": "high"}))
     assert list(summary.kept) == ["head"]

@@ -27,9 +27,8 @@ from loka.dispatch import Operands, check, recipe_named
 from loka.nn.binding import BoundGemm, LinearBinding, LinearOptions
 from loka.nn.flops import low_precision_share
 from loka.nn.grouped import GroupedLinear
-from loka.nn.linear import Linear, refuse
+from loka.nn.linear import Linear, linears_of, refresh, refuse
 from loka.nn.scaling import Scaling
-from loka.nn.step import follow, linears_of, refresh
 from loka.records import GEMMS, Choice, Gemm, Plan
 
 __all__ = [
@@ -205,7 +204,6 @@ def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
         for linear in done:  # all or nothing
             linear.release()
         raise
-    follow(done)
 
 
 def revert(model: nn.Module) -> int:

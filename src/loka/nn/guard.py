@@ -28,8 +28,7 @@ from torch import nn
 
 from loka.nn.binding import LinearBinding
 from loka.nn.health import BACKWARD, FIELDS, FORWARD, new_health
-from loka.nn.linear import Linear
-from loka.nn.step import linears_of
+from loka.nn.linear import Linear, linears_of
 
 __all__ = ["Decide", "Guard", "GuardConfig", "GuardEvent"]
 

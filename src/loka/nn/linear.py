@@ -13,6 +13,7 @@ Widths that are no multiple of 16 are the backends' business (they pad); the res
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,41 +23,12 @@ from torch import Tensor, nn
 from loka.nn.binding import BoundGemm, LinearBinding
 from loka.nn.health import FORWARD, record, sampled_error
 from loka.nn.linear_function import Given, LinearFunction, parts_of
+from loka.nn.linear_state import LinearState, can_cache
 from loka.nn.scaling import AmaxState, find_amax
+from loka.nn.step import file_magnitudes, follow, unfollow
 from loka.nn.weight_cache import WeightCache, quantize_weight
 
-__all__ = ["BoundGemm", "Linear", "LinearBinding", "LinearState", "refuse"]
-
-
-class LinearState:
-    """What a Linear remembers beside its parameters. A plain object: no buffer, so no state_dict, no DDP broadcast."""
-
-    def __init__(self, binding: LinearBinding, weight: Tensor) -> None:
-        device = weight.device
-        self.name = ""
-        self.note = ""  # why it runs other than it was bound
-        self.original: type[nn.Linear] = nn.Linear
-        self.weights: WeightCache | None = None
-        self.health: Tensor | None = None
-        self.watching = False
-        remembered = [any(s.mode != "dynamic" for s in specs.values()) for specs in (binding.x_specs, binding.dy_specs)]
-        self.x = AmaxState(binding.scaling, device) if remembered[0] else None
-        self.dy = AmaxState(binding.scaling, device) if remembered[1] else None
-
-    @property
-    def amax_states(self) -> dict[str, AmaxState]:
-        """The operands with remembered scales."""
-        return {name: state for name, state in (("x", self.x), ("dy", self.dy)) if state is not None}
-
-    def to(self, device: torch.device) -> None:
-        """Follow the parameters to a device; quantised weights are made there anew."""
-        for state in self.amax_states.values():
-            state.to(device)
-        if self.health is not None:
-            self.health = self.health.to(device)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "weights": None}  # a copy of the module makes its own
+__all__ = ["BoundGemm", "Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "refuse"]
 
 
 class Linear(nn.Linear):
@@ -93,10 +65,12 @@ class Linear(nn.Linear):
         except Exception:
             module.release()
             raise
+        follow(module)
         return module
 
     def release(self) -> nn.Linear:
         """The counterpart of `adopt`: the module it was, in place."""
+        unfollow(self)
         original, ours, now = self.state.original, _class_for(self.state.original), type(self)
         if now is ours:
             self.__class__ = original  # type: ignore[assignment]
@@ -139,7 +113,7 @@ class Linear(nn.Linear):
         """Make the quantised weight's buffers, where it can be cached."""
         weight, binding = self._parameters.get("weight"), self.binding
         self.state.weights = None
-        if binding.weights == "fresh" or not _cacheable(weight, binding):
+        if binding.weights == "fresh" or not can_cache(weight, binding):
             return
         assert weight is not None
         w, w_t = (None if gemm is None else gemm.operands.b for gemm in (binding.fprop, binding.dgrad))
@@ -257,13 +231,7 @@ class Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._allocate()
-
-
-def _cacheable(weight: Tensor | None, binding: LinearBinding) -> bool:
-    """Plain tensors with storage, one level of scales."""
-    if weight is None or type(weight) is not nn.Parameter or weight.device.type == "meta":
-        return False
-    return all(spec.scale != "e4m3" for spec in binding.weight_specs.values())
+        follow(self)
 
 
 _CLASSES: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
@@ -295,3 +263,19 @@ def refuse(module: nn.Module) -> str | None:
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight without calling it"
     return None
+
+
+def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """The converted linears of a model by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield name, module
+
+
+def refresh(model: nn.Module) -> int:
+    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen; returns how many Linears there are."""
+    linears = [linear for _, linear in linears_of(model)]
+    for linear in linears:
+        linear.refresh()
+    file_magnitudes(linears)
+    return len(linears)

@@ -1,50 +1,49 @@
-"""Between two steps: what a converted model does when its weights have just changed.
+"""Between two steps: what converted linears do when their weights have just changed.
 
-    loka.refresh(model)     quantise every weight again, file the magnitudes of the step for delayed scales
+The first conversion registers one hook that runs after any torch optimizer's step. It looks only at Linears whose weights that optimizer owns, and
 
-torch's optimizers do the same by themselves: the first conversion registers one hook that runs after any optimizer's step, and looks only at Linears whose weights
-that optimizer owns. Code that updates weights in another way calls `refresh`.
+    forgets their quantised weights (the version counter knows already, unless the optimizer writes through `.data`), or makes them anew where they are `manual`
+    files the largest magnitudes of the step, for delayed scales
+
+Code that updates weights without a torch optimizer calls `loka.refresh(model)`, which does the same.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from loka.nn.linear import Linear
 from loka.nn.scaling import finish_step
 
-__all__ = ["follow", "linears_of", "refresh"]
+if TYPE_CHECKING:
+    from loka.nn.linear import Linear
+
+__all__ = ["file_magnitudes", "follow", "unfollow"]
 
 _FOLLOWED: "weakref.WeakSet[Linear]" = weakref.WeakSet()
-_HOOKED: list[Any] = []
+_HOOKS: list[Any] = []
 
 
-def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """The converted linears of a model by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            yield name, module
-
-
-def follow(linears: Iterable[Linear]) -> None:
-    """Have optimizers tell these Linears that their weights changed."""
-    _FOLLOWED.update(linears)
-    if not _HOOKED:
+def follow(linear: "Linear") -> None:
+    """Have optimizers tell a Linear that its weight changed."""
+    _FOLLOWED.add(linear)
+    if not _HOOKS:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        _HOOKED.append(register_optimizer_step_post_hook(_after_step))
+        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
 
 
-def refresh(model: nn.Module) -> int:
-    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen; returns how many Linears there are."""
-    linears = [linear for _, linear in linears_of(model)]
-    for linear in linears:
-        linear.refresh()
-    _file(linears)
-    return len(linears)
+def unfollow(linear: "Linear") -> None:
+    """It is no Linear any more."""
+    _FOLLOWED.discard(linear)
+
+
+def file_magnitudes(linears: Iterable["Linear"]) -> None:
+    """End the step of all delayed scales of these Linears."""
+    states = [state for linear in linears for state in linear.state.amax_states.values()]
+    if states:
+        finish_step(states)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -53,16 +52,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     linears = [linear for linear in _FOLLOWED if id(linear._parameters.get("weight")) in owned]
     for linear in linears:
         weights = linear.state.weights
-        if weights is None:
-            continue
-        if weights.manual:
+        if weights is not None and weights.manual:
             weights.rewrite(linear.weight)
-        else:
-            weights.invalidate()  # the version counter knows, unless the optimizer writes through .data
-    _file(linears)
-
-
-def _file(linears: list[Linear]) -> None:
-    states = [state for linear in linears for state in linear.state.amax_states.values()]
-    if states:
-        finish_step(states)
+        elif weights is not None:
+            weights.invalidate()
+    file_magnitudes(linears)
