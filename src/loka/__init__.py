@@ -12,15 +12,18 @@ if TYPE_CHECKING:
     from loka.convert import convert as convert
     from loka.convert import revert as revert
     from loka.dispatch import Policy as Policy
+    from loka.dispatch.database import Database as Database
     from loka.formats import QTensor as QTensor
     from loka.formats import Spec as Spec
     from loka.probe import Probe as Probe
     from loka.probe import Report as Report
+    from loka.ptq import quantize as quantize
     from loka.records import Plan as Plan
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
+    "Database": "loka.dispatch.database",
     "Plan": "loka.records",
     "Policy": "loka.dispatch",
     "Probe": "loka.probe",
@@ -29,24 +32,30 @@ _HOMES = {
     "Spec": "loka.formats",
     "Summary": "loka.convert",
     "convert": "loka.convert",
+    "quantize": "loka.ptq",
     "revert": "loka.convert",
 }
 _ROOMS = (
     "data",
     "dispatch",
     "formats",
+    "inference",
     "kernels",
     "measure",
     "metrics",
     "models",
+    "mods",
     "nn",
     "probe",
+    "ptq",
     "records",
     "report",
+    "semantic_ids",
     "training",
 )
 
 __all__ = [
+    "Database",
     "Plan",
     "Policy",
     "Probe",
@@ -56,6 +65,7 @@ __all__ = [
     "Summary",
     "__version__",
     "convert",
+    "quantize",
     "revert",
 ]
 
