@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument(
         "--all-kinds", action="store_true", help="probe mixes and batched products too, not only linears"
     )
+    parser.add_argument("--rows", type=int, default=1024, help="rows of a look")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tiny", action="store_true", help="a small Wukong; to test the script on a CPU")
     parser.add_argument("--eager", action="store_true", help="do not compile; to test the script")
@@ -128,6 +129,7 @@ class Bench:
         self.probe = Probe(
             self.probed_model,
             every=self.arguments.every,
+            rows=self.arguments.rows,
             stagger=self.arguments.stagger,
             kinds=kinds,
             snapshot_every=10**9,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from loka.nn import DotInteraction, DotProductAttention, FactorizationMachine, FeatureMix, GroupedLinear
 from loka.probe import Probe
-from loka.probe.adapter import Adapter, find_adapter, register
+from loka.probe.adapter import KINDS, Adapter, find_adapter, register
 
 
 class Holder(nn.Module):
@@ -23,7 +23,7 @@ class Holder(nn.Module):
 
 def look(site: nn.Module, *inputs: Tensor, **options: object) -> Probe:
     model = Holder(site)
-    probe = Probe(model, every=1, rows=4096, kinds=("linear", "grouped", "mixed", "batched", "lookup"), **options)
+    probe = Probe(model, every=1, rows=4096, kinds=KINDS, **options)
     out = model(*inputs)
     (out * torch.randn_like(out)).sum().backward()
     probe.step()
@@ -120,6 +120,29 @@ def test_shapes_learned_late_survive_saving() -> None:
         p.watch("site").draw("w", "gaussian", 1, g) for p, g in zip((probe, again), generators, strict=True)
     )
     assert torch.equal(first, second)
+
+
+def test_a_whole_model_trains_the_same_with_every_kind_of_site() -> None:
+    from loka.models import build, configure
+
+    size, results = configure("wukong", "tiny"), []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = build("wukong", "tiny")
+        probe = Probe(model, every=1, rows=64, kinds=KINDS) if attach else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(32, size.n, size.d, requires_grad=True)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if probe is not None:
+                probe.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert probe is not None
+    assert {probe.watch(site).adapter.kind for site in probe.sites} == {"linear", "mixed", "batched"}
+    assert all(probe.watch(site).gemms == ["fprop", "dgrad", "wgrad"] for site in probe.sites)
 
 
 def test_only_linears_unless_asked() -> None:
