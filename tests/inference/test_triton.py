@@ -33,6 +33,7 @@ def test_every_kernel_in_one_search(low: bool) -> None:
         torch.testing.assert_close(found.scores, expected.scores[row], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
