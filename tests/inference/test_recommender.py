@@ -207,6 +207,9 @@ def test_costs_of_the_published_model() -> None:
 def test_kernel_names() -> None:
     assert classify_kernel("sm90_xmma_gemm_bf16bf16_bf16f32") == "linears and heads"
     assert classify_kernel("_grouped_gemm_kernel") == "experts"
+    assert classify_kernel("_grouped_swiglu") == "experts"
+    assert classify_kernel("_attend") == "attention"
+    assert classify_kernel("_select") == "softmax and selection"
     assert classify_kernel("something unheard of") == "other"
 
 

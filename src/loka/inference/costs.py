@@ -70,20 +70,64 @@ def count_costs(
     return [Cost(name, flops, size) for name, (flops, size) in total.items()]
 
 
-# Substrings of kernel names, in order: the first that matches decides. Seen in profiles of torch 2.11, Triton 3.6, CUTLASS and cuBLAS.
-_KINDS = (
-    ("experts", ("grouped", "Grouped", "group_gemm", "m_grouped")),
-    ("softmax and selection", ("topk", "TopK", "radix", "Radix", "select", "sort", "Sort", "bitonic", "logsumexp", "softmax", "SoftMax", "lse")),
-    ("attention", ("fmha", "flash", "attention", "Attention", "ancestor", "beam_att")),
-    ("routing and moving rows", ("permute", "combine", "gather", "scatter", "index", "Index", "route")),
-    ("norms, activations, quantisation", ("norm", "Norm", "quantize", "swiglu", "silu", "rsqrt", "triton_red", "triton_per")),
-    ("linears and heads", ("gemm", "Gemm", "cutlass", "nvjet", "sm90_", "cublas", "matmul", "scaled_mm", "splitK", "ampere_", "wgmma")),
-)  # fmt: skip
+# Our Triton kernels go by the name of their function; libraries' by substrings of theirs, in order: the first that matches decides. Seen in profiles of
+# torch 2.11, Triton 3.6, CUTLASS and cuBLAS.
+_OURS = {
+    "experts": ("_grouped", "_grouped_swiglu"),
+    "attention": ("_attend", "_ancestors"),
+    "softmax and selection": ("_maxima", "_log_sum_exp", "_select", "_rank"),
+    "routing and moving rows": ("_count", "_place", "_gather", "_combine"),
+    "norms, activations, quantisation": ("_forward", "_swiglu", "_rows", "_tiles", "_amax", "_scales"),
+    "linears and heads": ("_gemm",),
+}
+_THEIRS = {
+    "experts": ("grouped", "Grouped", "group_gemm"),
+    "softmax and selection": (
+        "topk",
+        "TopK",
+        "radix",
+        "Radix",
+        "sort",
+        "Sort",
+        "bitonic",
+        "logsumexp",
+        "softmax",
+        "SoftMax",
+    ),
+    "attention": ("fmha", "flash", "attention", "Attention"),
+    "routing and moving rows": (
+        "gather",
+        "scatter",
+        "index",
+        "Index",
+        "embedding",
+        "copy",
+        "Memcpy",
+        "CatArray",
+        "sigmoid",
+    ),
+    "norms, activations, quantisation": ("norm", "Norm", "quantize", "silu", "rsqrt", "triton_red", "triton_per"),
+    "linears and heads": (
+        "gemm",
+        "Gemm",
+        "cutlass",
+        "nvjet",
+        "sm90_",
+        "cublas",
+        "matmul",
+        "scaled_mm",
+        "splitK",
+        "wgmma",
+    ),
+}
 
 
 def classify_kernel(name: str) -> str:
     """What a GPU kernel is for, by its name; "other" where no rule knows it."""
-    for kind, words in _KINDS:
+    for kind, names in _OURS.items():
+        if name in names:
+            return kind
+    for kind, words in _THEIRS.items():
         if any(word in name for word in words):
             return kind
     return "other"

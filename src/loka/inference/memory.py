@@ -69,7 +69,7 @@ def check_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int, i
     if available is None and device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[0]
         available += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, unused
-        if next(model.parameters()).device == device:  # the weights are there already
+        if model.begin.weight.is_cuda:  # the weights are there already
             available += min(needed.weights, sum(t.nbytes for t in model.state_dict().values()))
     if available is not None and needed.total > available:
         raise EngineMemoryError(
