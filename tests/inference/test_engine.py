@@ -193,6 +193,11 @@ class TestCompany:
         assert torch.equal(found[17].codes, alone.codes)
         assert make_engine(model).generate([]) == []
 
+    def test_warm_prepares_every_bucket(self) -> None:
+        engine = make_engine(make_model("tiny"), requests=(1, 2), contexts=(8, 16))
+        engine.warm()
+        assert set(engine._prepared) == set(engine.buckets)
+
     def test_buckets(self) -> None:
         buckets = EngineConfig(requests=(1, 4), contexts=(8, 16)).buckets(16)
         assert choose_bucket(buckets, 1, 0) == (1, 8)

@@ -105,6 +105,11 @@ class Engine:
                 self._prepared[bucket] = self._make(bucket)
         return self._prepared[bucket]
 
+    def warm(self) -> None:
+        """Prepare every bucket now, largest first, so that no request waits for it and memory is claimed at the start."""
+        for bucket in sorted(self.buckets, reverse=True):
+            self.run(bucket)
+
     def _make(self, bucket: Bucket) -> Prepared:
         rows = bucket[0]
         widest = max(beam_widths(self.model_config.codebooks, self.config.beams)[:-1])

@@ -184,8 +184,7 @@ def conclude(name: str, source: str, layers: Iterable[LayerStats], activations_o
         reasons.append(
             f"{len(lost)} layers lose activations to zero under one scale per token, {share:.1%} in {worst.name}"
         )
-    if activations_of is None:
-        reasons.append("activations were not looked at")
+    reasons.append("activations were not looked at" if activations_of is None else f"seen with {activations_of}")
     return ModelStats(
         name=name, source=source, activations_of=activations_of, layers=found, likeness=likeness, reasons=reasons
     )
