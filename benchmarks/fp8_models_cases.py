@@ -104,7 +104,7 @@ def lower(model: nn.Module, precision: str, mode: str) -> dict[str, Any]:
     if precision == "loka":
         facts = {"towers": fuse_towers(model), "linears": len(linears)}
         if mode == "infer":
-            freeze(model)
+            freeze(model, offload=True)
         return facts | {"interactions": fuse_interactions(model)}
     if precision.startswith("torchao"):
         recipe = precision.removeprefix("torchao-")

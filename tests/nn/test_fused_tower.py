@@ -140,6 +140,20 @@ def test_freezing_changes_nothing_until_the_weights_do() -> None:
     assert list(tower.state_dict()) == list(mlp.state_dict())
 
 
+def test_offloaded_weights_come_back(device: torch.device) -> None:
+    mlp = make_tower().to(device)
+    tower = fused(mlp).eval()
+    x = torch.randn(9, 70, device=device)
+    with torch.no_grad():
+        plain = tower(x)
+        freeze(tower, offload=True)
+        assert {p.device.type for p in mlp.parameters()} == {"cpu"}
+        assert torch.equal(tower(x), plain)
+        tower.thaw()
+        assert {p.device.type for p in mlp.parameters()} == {device.type}
+        assert torch.equal(tower(x), plain)
+
+
 def test_autocast_decides_the_output() -> None:
     tower = fused(make_tower())
     x = torch.randn(4, 70, requires_grad=True)
