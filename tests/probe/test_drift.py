@@ -19,7 +19,7 @@ WIDTH = 64
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.calm, self.moving = nn.Linear(WIDTH, 4, bias=False), nn.Linear(WIDTH, 4, bias=False)
+        self.calm, self.moving = nn.Linear(WIDTH, 32, bias=False), nn.Linear(WIDTH, 32, bias=False)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         out: Tensor = self.calm(x) + self.moving(z)
