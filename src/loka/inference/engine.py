@@ -76,7 +76,8 @@ class Engine:
             only = self.config.normalize == "valid"
             levels = model.config.levels
             self.constraints = make_constraints(self.trie, levels, search, self.glue.lse, valid_only=only)
-            tune = gpu if self.config.tune is None else self.config.tune
+            # A measured choice may fall differently in another process; who asks for invariance gets the fixed order.
+            tune = gpu and not self.config.batch_invariant if self.config.tune is None else self.config.tune
             self.tuning = Tuning(self.packed, self.config.torch_dtype, fixed=set(backends), measure=tune)
             self._storage = self._allocate()
         self._prepared: dict[Bucket, Prepared] = {}
