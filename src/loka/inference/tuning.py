@@ -118,7 +118,10 @@ class Tuning:
             return [lambda m=m: _run_experts(m, q, sorting.offsets, name, fused, self.dtype) for m in groups]  # type: ignore[misc]
 
         runs = {}
-        for name in registry.BACKENDS["grouped_mm"]:
+        mixed = (
+            ("auto",) if first.specs[0] is None else ()
+        )  # 16 bits: one backend's fused half may go with another's plain one
+        for name in (*mixed, *registry.BACKENDS["grouped_mm"]):
             if name != "reference":
                 runs[name] = make(name, False)
                 runs[f"{name} fused"] = make(name, True)
