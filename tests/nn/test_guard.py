@@ -13,6 +13,8 @@ from loka.convert import LinearOptions, convert, refresh
 from loka.nn.guard import Guard, GuardConfig
 from loka.nn.health import sampled_error
 from loka.nn.linear import Linear, LinearBinding
+from loka.records import DriftReport
+from loka.records.drift import Move, VerdictChange
 
 
 def make(recipe: str = "rowwise", **options: object) -> nn.Sequential:
@@ -185,6 +187,28 @@ class TestDrift:
         assert not model[2].binding.quantized
         assert guard.switches == 1
         assert guard.check() == []
+
+    @pytest.mark.parametrize("judged", [False, True])
+    def test_a_probes_report_is_taken(self, judged: bool) -> None:
+        moves = [
+            Move(site=site, role="x", feature="absmax", since=0, step=40, before=1.0, after=9.0, sigmas=5.0)
+            for site in ("0", "elsewhere", "4")
+        ]
+        report = DriftReport(
+            model="toy",
+            steps=80,
+            window_steps=20,
+            sites=3,
+            too_short=[],
+            moves=moves,
+            judged=judged,
+            changes=[VerdictChange(site="2", before="safe", after="unsafe")] if judged else [],
+        )
+        guard = Guard(make(), decide=lambda site: LinearBinding())
+        assert guard.take_drift(report) == (["2"] if judged else ["0", "4"])
+        found = {event.site: event for event in guard.check()}
+        assert all(event.action == "rebound" for event in found.values())
+        assert ("safe -> unsafe" in found["2"].reason) if judged else ("absmax 1 -> 9" in found["0"].reason)
 
     def test_drift_that_nobody_can_answer(self) -> None:
         guard = Guard(make())

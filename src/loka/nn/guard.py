@@ -16,7 +16,7 @@ While a step runs, every site counts on the device (`loka.nn.health`); the host 
 A switch binds the site's GEMMs to high precision. Compiled code compiles once more for all sites switched by one check, so checks that switch are counted against `max_switches`;
 beyond it sites are still reported. Looking itself compiles a second variant of the model once. With several processes the counters are summed over all ranks, so that all decide alike.
 
-`report_drift` is for whoever watches distributions (a probe): at the next check `decide(site)` is asked for another binding; None keeps the present one.
+`report_drift` is for whoever watches distributions, `take_drift` for a probe's report: at the next check `decide(site)` is asked for another binding; None keeps the present one.
 """
 
 import logging
@@ -29,6 +29,7 @@ from torch import nn
 from loka.nn.binding import LinearBinding
 from loka.nn.health import BACKWARD, FIELDS, FORWARD, new_health
 from loka.nn.linear import Linear, linears_of
+from loka.records import DriftReport
 
 __all__ = ["Decide", "Guard", "GuardConfig", "GuardEvent"]
 
@@ -96,6 +97,19 @@ class Guard:
         if self.decide is None:
             raise ValueError(f"{site} drifted ({reason}) and nobody can decide anew; hint: Guard(model, decide=...)")
         self._drifted[site] = reason
+
+    def take_drift(self, report: DriftReport) -> list[str]:
+        """Hand a probe's drift report over: sites whose verdict changed, or that moved where verdicts were not compared. Returns the guarded ones among them."""
+        found = {c.site: f"verdict {c.before} -> {c.after}" for c in report.changes}
+        if not report.judged:
+            for move in report.moves:
+                found.setdefault(
+                    move.site, f"{move.role} {move.feature} {move.before:.3g} -> {move.after:.3g} at step {move.step}"
+                )
+        guarded = [site for site in found if site in self.sites]
+        for site in guarded:
+            self.report_drift(site, found[site])
+        return guarded
 
     def check(self) -> list[GuardEvent]:
         """Read what was counted and act on it; call between steps, on every rank. Returns what happened."""
