@@ -9,22 +9,28 @@ Where nothing is faster, `explain_slow` asks why: it times the bare product of t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from loka.dispatch import error_of, recipe_named
-from loka.formats import Spec
+from loka.formats import QTensor, Spec
 from loka.kernels import registry
+from loka.kernels.backend import Backend
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import MatmulCall
 from loka.measure import Candidate as Timed
 from loka.measure import inputs, time_together
-from loka.measure.conformance import baseline_tolerance, check_scaled_mm, judge_runs, law_of_values
+from loka.measure.conformance import baseline_tolerance, judge_runs, law_of_values, tolerance
 from loka.measure.site import GemmCandidate, SiteTiming, Weights, gemm_shape, time_gemms
+from loka.measure.timing import CaptureError, Thunk, sets_needed
 from loka.probe.watch import Watch
 from loka.records import Candidate, Gemm
 
+JUDGED_ROWS = 256  # of a product that is taken apart: enough to know that it is the right one
 UNKNOWN_BACKEND = "not measured: the backend is not in the registry"
 
 
@@ -75,19 +81,57 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
     device = watch.device
     call = MatmulCall(m, k, n, asked.a, asked.b, torch.bfloat16, asked.fast_accum)
     backend = registry.backend("scaled_mm", asked.backend)
-    a, b = (inputs.draw(rows, k, seed=seed, device=device, dtype=torch.bfloat16) for seed, rows in enumerate((m, n)))
-    qa, qb = quantize(a, asked.a), quantize(b, asked.b)
-    allowed = baseline_tolerance(torch.bfloat16, k)
-    base = judge_runs(lambda: a @ b.T, law_of_values(a, b), allowed, torch.bfloat16, poison=False)
-    green = check_scaled_mm(backend, call, qa, qb)
-    if not base or not green:
+    sets = [_make_set(call, backend, seed, device) for seed in range(sets_needed(2 * (m * k + k * n + m * n), device))]
+    few = min(m, JUDGED_ROWS)
+    first = sets[0]
+    laws = {"bf16": law_of_values(first.a[:few], first.b), "bare": law_of_values(first.left[:few], first.right)}
+    allowed = {"bf16": baseline_tolerance(torch.bfloat16, k), "bare": tolerance(call)}
+    rivals = []
+    for name, law in laws.items():
+        run = partial(_head, first.thunks[name], few)
+        proof = judge_runs(run, law, allowed[name], torch.bfloat16, poison=False)
+        if not proof:
+            return None
+        rivals.append(Timed(name, [one.thunks[name] for one in sets], proof))
+    try:
+        timings = {t.name: t.microseconds().value for t in time_together(rivals, device, repeats=repeats)}
+    except CaptureError:
         return None
-    options = {"out_dtype": torch.bfloat16, "fast_accum": asked.fast_accum}
-    thunks = {"bf16": lambda: a @ b.T, "bare": lambda: backend.run(qa, qb, **options)}
-    proofs = {"bf16": base, "bare": green}
-    rivals = [Timed(name, [thunk], proofs[name]) for name, thunk in thunks.items()]
-    timings = {t.name: t.microseconds().value for t in time_together(rivals, device, repeats=repeats)}
     return spell_slow(k, candidate.microseconds.value, timings["bare"], timings["bf16"])
+
+
+@dataclass(frozen=True)
+class _Set:
+    """One set of operands, in bf16 and quantised."""
+
+    a: Tensor
+    b: Tensor
+    qa: QTensor
+    qb: QTensor
+    thunks: dict[str, Thunk]
+
+    @property
+    def left(self) -> Tensor:
+        return self.qa.dequantize()
+
+    @property
+    def right(self) -> Tensor:
+        return self.qb.dequantize()
+
+
+def _make_set(call: MatmulCall, backend: Backend, seed: int, device: torch.device) -> _Set:
+    a, b = (
+        inputs.draw(rows, call.k, seed=2 * seed + part, device=device, dtype=torch.bfloat16)
+        for part, rows in enumerate((call.m, call.n))
+    )
+    qa, qb = quantize(a, call.a), quantize(b, call.b)
+    bare = partial(backend.run, qa, qb, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+    return _Set(a, b, qa, qb, {"bf16": lambda: a @ b.T, "bare": bare})
+
+
+def _head(thunk: Thunk, rows: int) -> Tensor:
+    out: Tensor = thunk()
+    return out[:rows]
 
 
 def spell_slow(k: int, whole: float, bare: float, bf16: float) -> str:
