@@ -237,3 +237,13 @@ def test_tuning_measures_refuses_and_writes_down() -> None:
         .query.backend
         == "auto"
     )
+
+
+def test_tuning_never_fuses_an_activation_the_kernel_does_not_have() -> None:
+    experts = Experts(routed=4, top=2, hidden=32, dense_blocks=1)
+    model = make_model("tiny-moe", activation="relu", experts=experts)
+    engine = Engine(model, EngineConfig(beams=4, requests=(2,), dtype="fp32", tune=True))
+    engine.generate(make_histories(model.config, 2, 5))
+    assert engine.tuning.log
+    assert not any("fused" in name for entry in engine.tuning.log for name in (entry.chosen, *entry.microseconds))
+    assert not engine.tuning.tuned(2).blocks[1].ffn.fused

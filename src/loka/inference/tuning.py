@@ -124,7 +124,8 @@ class Tuning:
         for name in (*mixed, *registry.BACKENDS["grouped_mm"]):
             if name != "reference":
                 runs[name] = make(name, False)
-                runs[f"{name} fused"] = make(name, True)
+                if isinstance(first.activation, nn.SiLU):  # the fused kernel has no other
+                    runs[f"{name} fused"] = make(name, True)
         won = self._race("experts", rows, runs, make("reference", False)[0], default="auto")
         return won.removesuffix(" fused"), won.endswith(" fused")
 
