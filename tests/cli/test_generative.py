@@ -88,7 +88,8 @@ def test_a_recommender_from_nothing_to_fp8(folder: Path) -> None:
     likelihood = next(m for m in test.metrics if m.metric == "log-likelihood")
     assert likelihood.outcome == "equivalent"
     assert likelihood.change.value != 0  # FP8 is not the same model
-    assert test.overlap["@10"] > 0.5
+    assert test.overlap[0].n == 10
+    assert test.overlap[0].share > 0.5
 
     text = run(
         "analyze",

@@ -34,7 +34,7 @@ from .small import make_index, make_model
 def make_bundle(normalize: str = "codebook", **options: object) -> Bundle:
     model = make_model("tiny", **options)
     info = BundleInfo(
-        data="toy", options={}, steps=1, seed=0, loss=None, normalize=normalize, environment=capture_environment()
+        data="toy", settings={}, steps=1, seed=0, loss=None, normalize=normalize, environment=capture_environment()
     )
     return Bundle(model, quantize(model, "none"), make_index(model, 60), info)
 
@@ -160,7 +160,7 @@ class TestArms:
     def test_overlap(self) -> None:
         bundle = make_bundle()
         found = evaluate_users(bundle, make_data(len(bundle.index)).test, beams=20)
-        assert overlap_of(found, found, (10, 50)) == {"@10": 1.0}
+        assert [(o.n, o.share) for o in overlap_of(found, found, (10, 50))] == [(10, 1.0)]
 
 
 class TestSynthetic:

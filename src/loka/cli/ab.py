@@ -168,5 +168,5 @@ def describe(found: PairedTest) -> str:
             f"{m.outcome} (margin {100 * m.margin:g} %, {m.users:,} users, {m.method})"
         )
     if found.overlap:
-        lines.append("overlap of the lists: " + ", ".join(f"{n} {value:.1%}" for n, value in found.overlap.items()))
+        lines.append("overlap of the lists: " + ", ".join(f"@{o.n} {o.share:.1%}" for o in found.overlap))
     return "\n".join(lines)

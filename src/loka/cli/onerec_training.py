@@ -80,7 +80,7 @@ def train_bundle(
     model.eval()
     info = BundleInfo(
         data=data.name,
-        options=dict(data.info.get("options", {})),
+        settings=dict(data.info.get("options", {})),
         steps=steps,
         seed=seed,
         loss=float(loss.detach()),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from loka.inference.evaluation import UserMetrics
 from loka.metrics import BeamOverlap, check_sample_ratio, compare_paired
-from loka.records import Interval, PairedMetric, PairedTest, SplitCheck, capture_environment
+from loka.records import Interval, Overlap, PairedMetric, PairedTest, SplitCheck, capture_environment
 
 LOWER_IS_BETTER = ("loss", "error", "latency")
 
@@ -18,7 +18,7 @@ def compare_arms(
     margin: float,
     names: tuple[str, str],
     data: str,
-    overlap: dict[str, float] | None = None,
+    overlap: list[Overlap] | None = None,
     seed: int = 0,
 ) -> PairedTest:
     """Per-user values of both arms, [U] each and with their users; users that only one arm answered for are counted and left out.
@@ -43,7 +43,7 @@ def compare_arms(
         data=data,
         split=SplitCheck(observed=list(check.observed), p_value=check.p_value, mismatch=check.mismatch),
         metrics=metrics,
-        overlap=overlap or {},
+        overlap=overlap or [],
         environment=capture_environment(),
     )
 
@@ -81,13 +81,13 @@ def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed
     )
 
 
-def overlap_of(first: UserMetrics, second: UserMetrics, ns: tuple[int, ...]) -> dict[str, float]:
+def overlap_of(first: UserMetrics, second: UserMetrics, ns: tuple[int, ...]) -> list[Overlap]:
     """Overlap of what both arms recommended, for the users both answered for, at every n that the lists are long enough for."""
     both = torch.tensor(sorted(set(first.users.tolist()) & set(second.users.tolist())))
     width = min(first.items.shape[1], second.items.shape[1])
     usable = [n for n in ns if n <= width]
     if not usable or not len(both):
-        return {}
+        return []
     metric = BeamOverlap(usable)
     metric.update(first.items[_places(first.users, both)], second.items[_places(second.users, both)])
-    return {f"@{n}": value for n, value in metric.compute().overlap.items()}
+    return [Overlap(n=n, share=value) for n, value in metric.compute().overlap.items()]

@@ -1,6 +1,6 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
-from loka.records.ab import BundleInfo, PairedMetric, PairedTest, SplitCheck
+from loka.records.ab import BundleInfo, Overlap, PairedMetric, PairedTest, SplitCheck
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.drift import DriftReport, Feature, Move, VerdictChange
 from loka.records.measurement import Environment, Interval, capture_environment
@@ -70,6 +70,7 @@ __all__ = [
     "ModelStats",
     "Move",
     "Outcome",
+    "Overlap",
     "PairedMetric",
     "PairedTest",
     "Part",

@@ -29,6 +29,13 @@ class SplitCheck(Part, frozen=True):
     mismatch: bool
 
 
+class Overlap(Part, frozen=True):
+    """Share of the first n recommended items that both arms have, mean over users."""
+
+    n: int
+    share: float
+
+
 class PairedTest(Record, frozen=True, tag="paired_test"):
     """Baseline and candidate."""
 
@@ -37,7 +44,7 @@ class PairedTest(Record, frozen=True, tag="paired_test"):
     data: str
     split: SplitCheck
     metrics: list[PairedMetric]
-    overlap: dict[str, float]  # of the recommended sets, by n; empty where lists were not compared
+    overlap: list[Overlap]  # of the recommended sets; empty where lists were not compared
     environment: Environment
 
 
@@ -45,7 +52,7 @@ class BundleInfo(Record, frozen=True, tag="bundle"):
     """A generative recommender in a folder: which data it was made from, and how."""
 
     data: str
-    options: dict[str, str | int | float | bool | None]
+    settings: dict[str, str | int | float | bool | None]  # options of the data set
     steps: int
     seed: int
     loss: float | None
