@@ -183,7 +183,7 @@ class Stress:
         cases = {
             "one scale for the tensor": (x, "e4m3:tensor"),
             "one scale for every row": (x, "e4m3:row"),
-            "one static scale, behind a BlockNorm": (BlockNorm(x.shape[1])(x), "e4m3:tensor"),
+            "one scale for the tensor, behind a BlockNorm": (BlockNorm(x.shape[1])(x), "e4m3:tensor"),
         }
         return [{"case": case, **describe_group(values, Spec.parse(spec))} for case, (values, spec) in cases.items()]
 

@@ -74,7 +74,8 @@ def test_the_share_kept_and_the_figure_of_the_stress_set():
     figure = stress_figure.draw({"groups": [group] * 3, "summary": summary})
     assert ET.fromstring(figure).tag.endswith("svg")
     assert "40% becomes zero" in figure
-    assert ">25%<" in figure
+    assert ">+6<" in figure
+    assert ">+20<" in figure
 
 
 def test_groups_are_described_by_what_their_scale_lets_through():
