@@ -1,0 +1,41 @@
+"""Every example is short, and runs as written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SAYS = {
+    "convert_your_own_model": "2 of 3 linears converted, 1 kept",
+    "for_torchao_users": "swaps ['0', '2']",
+    "option_pricing": "mean absolute error of the price",
+    "plan_here_use_there": "refused: the plan is for NVIDIA H200, the model is on cpu",
+    "probe_inside_your_own_loop": "linears converted",
+    "write_a_backend": "Broken fails the conformance gate",
+}
+
+
+def test_each_example_is_known() -> None:
+    assert {path.stem for path in EXAMPLES} == set(SAYS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_runs_as_written(path: Path, tmp_path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[path.stem] in done.stdout
