@@ -9,12 +9,13 @@ from loka import records
 from loka.data import RankingData, load
 from loka.demo import Demo, DemoConfig
 from loka.demo.job import ARMS
-from loka.records import Comparison, Plan, ProbeReport, Progress, Run
+from loka.records import Comparison, DriftReport, ModSummary, Plan, ProbeReport, Progress, Run
+from loka.records.speeds import TargetSpeeds
 
 SETTINGS = DemoConfig(
     size="tiny", steps=12, more_steps=6, batch_size=64, probe_every=4, rows=64, samples=2, sensitivity_examples=500
 )
-STATIONS = ("train", "probe", "plan", *ARMS, "swap", "compare", "report")
+STATIONS = ("train", "probe", "mods", "plan", *ARMS, "swap", "compare", "report")
 
 
 def generated(name: str) -> RankingData:
@@ -72,6 +73,28 @@ def test_the_prediction_layer_is_protected_in_the_plan_only(finished: Path) -> N
     plan, naive = (records.load(finished / "records" / f"{name}.json", Plan) for name in ("plan", "plan-naive"))
     heads = [next(s for s in p.sites if s.site == "core.head.last") for p in (plan, naive)]
     assert [any(c.quantized for c in head.choices) for head in heads] == [False, True]
+
+
+def test_a_plan_for_a_machine_elsewhere_is_labelled(finished: Path) -> None:
+    folder = finished / "records"
+    there = records.load(folder / "plan-elsewhere.json", Plan)
+    assert there.target == "NVIDIA H200"
+    assert any("not of this machine" in note for note in there.notes)
+    chosen = [c for site in there.sites for c in site.choices if c.quantized]
+    assert all(c.speed_source and "NVIDIA H200" in c.speed_source for c in chosen)
+    speeds = records.load(folder / "speeds-elsewhere.json", TargetSpeeds)
+    assert all("database row" in row.source for row in speeds.rows)
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "The plan for NVIDIA H200" in page
+    assert "When FP8 pays" in page
+
+
+def test_mods_are_recorded(finished: Path) -> None:
+    summary = records.load(finished / "records" / "mods.json", ModSummary)
+    assert "protect_intermediates" in [mod.split("(")[0] for mod in summary.mods]
+    assert summary.effect != "architecture"
+    assert any(change.site == "core.head.last" for change in summary.changed)
+    assert records.load(finished / "records" / "drift.json", DriftReport).steps == SETTINGS.steps
 
 
 def test_the_arms_start_alike_and_differ_by_precision(finished: Path) -> None:

@@ -2,7 +2,9 @@
 
     train      a small Wukong on Complete Journey in float32, with Probe attached
     probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
-    plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere
+    mods       what Probe's findings speak for; applied where a trained model stays what it is, listed where it would not
+    plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere, and a plan for the
+               H200 from database rows that ship with the package, labelled so
     high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data)
     swap       the high-precision run's final weights in FP8, without training on
     compare    per-example log loss on the test split, paired, households resampled
@@ -16,7 +18,8 @@ the same comparison came out as -0.04 % and as +1.7 % from two checkpoints. The 
 Training is chaotic, so two float32 runs differ too; what the control shows is how much of a difference means nothing. The intervals are over
 test examples and do not contain it.
 
-On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured".
+On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured". On a GPU
+(`--device cuda`) Probe times every kernel, the plan asks for a speed-up, and no rows of other machines are needed.
 """
 
 from loka.demo.config import DemoConfig, DemoResult

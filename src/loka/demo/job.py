@@ -15,10 +15,13 @@ from loka.convert import convert
 from loka.data import RankingData, Split, load
 from loka.demo.callbacks import ProbeCallback, StepTalk, Talk
 from loka.demo.config import DemoConfig, DemoResult
-from loka.dispatch import uniform_plan
+from loka.demo.elsewhere import LEAST_SPEEDUP, look_elsewhere
+from loka.demo.suggested import apply_suggested, protected_sites
+from loka.dispatch import Policy, make_plan, uniform_plan
+from loka.kernels.registry import BACKENDS
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
 from loka.models import build_ranker
-from loka.probe import Probe, Report, add_sensitivity, measure_sensitivity
+from loka.probe import Probe, add_sensitivity, measure_sensitivity
 from loka.records import Comparison, Environment, Interval, Plan, Point, ProbeReport, Progress, Run, capture_environment
 from loka.report import Results, write_html
 from loka.training import Callback, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
@@ -28,7 +31,6 @@ ARMS = {"high": "high precision", "control": "control", "planned": "planned FP8"
 COMPARED = ("planned", "naive", "control")
 SWAPPED = ("planned", "naive")
 NUDGE = 2.0**-9  # relative size of one bf16 rounding: far below FP8's 2^-4, far above float32's 2^-24
-PREDICTION_LAYER = "core.head.last"
 
 
 def _say_nothing(station: str, done: int, total: int | None) -> None:
@@ -60,6 +62,7 @@ class Demo:
         return {
             "train": self._train,
             "probe": self._probe,
+            "mods": self._mods,
             "plan": self._plan,
             **arms,
             "swap": self._swap,
@@ -81,8 +84,16 @@ class Demo:
         converted = sum(any(c.quantized for c in site.choices) for site in plan.sites)
         names = [*COMPARED, *(f"swap-{arm}" for arm in SWAPPED)]
         comparisons = {name: records.load(self._record(f"comparison-{name}"), Comparison) for name in names}
+        there = self._record("plan-elsewhere")
         return DemoResult(
-            self.out / "report.html", plan, comparisons, converted, len(plan.sites), resumed, self.restarted
+            self.out / "report.html",
+            plan,
+            comparisons,
+            converted,
+            len(plan.sites),
+            resumed,
+            self.restarted,
+            records.load(there, Plan) if there.exists() else None,
         )
 
     # Stations
@@ -100,7 +111,7 @@ class Demo:
         prefix = "callback/probe/"
         seen = {k.removeprefix(prefix): v for k, v in snapshot.tensors["extra"].items() if k.startswith(prefix)}
         probe.load_state_dict(seen)
-        batch = next(self._data.train.batches(self.config.batch_size, shuffle=True, seed=self.config.seed))
+        batch = self._example()
         probe.count_flops(lambda: ranking_loss(model, batch)[0].backward())  # type: ignore[no-untyped-call]
         report = probe.evaluate(
             samples=self.config.samples,
@@ -108,8 +119,11 @@ class Demo:
             max_gradient_error=self.config.max_gradient_error,
             model_name=f"{self.config.family} {self.config.size}",
             command=self._command,
+            data_name=self._data.name,
+            backends=BACKENDS["scaled_mm"] if self._on_gpu else ("reference",),
             progress=lambda _, done, total: self._talk("probe", done, total),
         )
+        records.save(probe.drift(), self._record("drift"))
         probe.detach()
         count = min(self.config.sensitivity_examples, len(self._data.valid))
         found = measure_sensitivity(
@@ -124,11 +138,30 @@ class Demo:
         )
         add_sensitivity(report, found, described=described).to_json(self._record("probe"))
 
+    def _mods(self) -> None:
+        model, report = self._build(), records.load(self._record("probe"), ProbeReport)
+        summary = apply_suggested(model, report, self._example(), name=report.model)
+        records.save(summary, self._record("mods"))
+
     def _plan(self) -> None:
+        """The plan that runs here, the naive one, and the one for a machine elsewhere."""
         report = records.load(self._record("probe"), ProbeReport)
-        plan = Report(report).plan(min_speedup=None, overrides={PREDICTION_LAYER: "high"})
-        records.save(plan, self._record("plan"))
+        model = self._build()
+        apply_suggested(model, report, self._example(), name=report.model)
+        overrides = protected_sites(model, report)
+        policy = Policy(
+            max_error=report.max_mere,
+            max_gradient_error=report.max_gradient_error,
+            min_speedup=LEAST_SPEEDUP if self._on_gpu else None,
+            overrides=overrides,
+        )
+        records.save(make_plan(report, policy), self._record("plan"))
         records.save(uniform_plan(report, "tensorwise"), self._record("plan-naive"))
+        if not self._on_gpu:
+            there = look_elsewhere(report, self.config.target, self.config.row_factor)
+            records.save(there.plan(overrides), self._record("plan-elsewhere"))
+            records.save(there.speeds(), self._record("speeds-elsewhere"))
+            records.save(there.rows(), self._record("rows-elsewhere"))
 
     def _train_arm(self, arm: str) -> None:
         model, snapshot = self._build(), self._checkpoint("train")
@@ -138,12 +171,15 @@ class Demo:
             _nudge(model, self.config.seed)
         elif arm != "high":
             plan = self._plan_of(arm)
-            convert(model, plan)
+            self._convert(model, arm, plan)
         trainer = self._fit(arm, model, self.config.more_steps, [], fork=snapshot)
         self._talk(f"{arm}: test", 0, None)
         scores, metrics = self._score(model)
         _save_tensors(self.out / arm / "test.safetensors", scores)
-        precision = _PRECISIONS.get(arm) or f"{plan.recipe if plan else ''} FP8 (emulated), fp32 elsewhere"
+        precision = (
+            _PRECISIONS.get(arm)
+            or f"{plan.recipe if plan else ''} FP8{'' if self._on_gpu else ' (emulated)'}, fp32 elsewhere"
+        )
         run = Run(
             name=ARMS[arm],
             model=f"{self.config.family} {self.config.size}",
@@ -167,7 +203,7 @@ class Demo:
             self._talk("swap", number, len(SWAPPED))
             model, plan = self._build(), self._plan_of(arm)
             model.load_state_dict(self._checkpoint("high").tensors["model"])
-            convert(model, plan)
+            self._convert(model, arm, plan)
             scores, _ = self._score(model)
             self._write_comparison(f"swap-{arm}", scores, baseline, f"{ARMS[arm]}, swapped in", plan)
 
@@ -225,7 +261,11 @@ class Demo:
 
     def _build(self) -> nn.Module:
         torch.manual_seed(self.config.seed)
-        return build_ranker(self._data.schema, self.config.family, self.config.size)
+        return build_ranker(self._data.schema, self.config.family, self.config.size).to(self.config.device)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.config.device.startswith("cuda")
 
     def _fit(
         self, name: str, model: nn.Module, steps: int, callbacks: list[Callback], fork: Snapshot | None = None
@@ -235,7 +275,7 @@ class Demo:
             steps=steps,
             batch_size=self.config.batch_size,
             seed=self.config.seed,
-            device="cpu",
+            device=self.config.device,
             learning_rate=self.config.learning_rate,
             schedule="constant" if fork is None else "linear",  # to zero: what a run still jitters by averages out
             log_every=10,
@@ -251,11 +291,23 @@ class Demo:
         trainer.fit(resume=True)
         return trainer
 
+    def _example(self) -> Any:
+        """One training batch."""
+        batches = self._data.train.batches(self.config.batch_size, shuffle=True, seed=self.config.seed)
+        return next(batches).to(self.config.device)
+
+    def _convert(self, model: nn.Module, arm: str, plan: Plan) -> None:
+        """The planned arm carries the mods; the naive one is what turning FP8 on everywhere does."""
+        if arm == "planned":
+            report = records.load(self._record("probe"), ProbeReport)
+            apply_suggested(model, report, self._example(), name=report.model)
+        convert(model, plan)
+
     @torch.no_grad()
     def _lose(self, model: nn.Module, split: Split, count: int) -> tuple[Tensor, Tensor]:
         """Log loss and household of the first examples of a split."""
         losses, groups = [], []
-        for batch in split.batches(4096, shuffle=False, seed=0):
+        for batch in (b.to(self.config.device) for b in split.batches(4096, shuffle=False, seed=0)):
             losses.append(log_losses(model(batch).reshape(-1), batch.labels.reshape(-1)))
             groups.append(batch.group)
             if sum(map(len, losses)) >= count:
@@ -272,13 +324,13 @@ class Demo:
             "ne": NormalizedEntropy(),
             "auc": AUC(),
         }
-        for batch in self._data.test.batches(4096, shuffle=False, seed=0):
+        for batch in (b.to(self.config.device) for b in self._data.test.batches(4096, shuffle=False, seed=0)):
             logits, labels = model(batch).reshape(-1), batch.labels.reshape(-1)
             losses.append(log_losses(logits, labels))
             groups.append(batch.group)
             for metric in metrics.values():
                 metric.update(logits, labels)
-        scores = {"losses": torch.cat(losses), "group": torch.cat(groups)}
+        scores = {"losses": torch.cat(losses).cpu(), "group": torch.cat(groups).cpu()}
         return scores, {name: metric.compute() for name, metric in metrics.items()}
 
     def _plan_of(self, arm: str) -> Plan:
@@ -288,7 +340,8 @@ class Demo:
         return read_checkpoint(find_checkpoints(self.out / name / "checkpoints")[-1])
 
     def _environment(self) -> Environment:
-        return capture_environment(command=self._command, threads=torch.get_num_threads())
+        device = torch.cuda.get_device_name(self.config.device) if self._on_gpu else "cpu"
+        return capture_environment(command=self._command, device=device, threads=torch.get_num_threads())
 
     # Progress
 
@@ -325,10 +378,10 @@ _PRECISIONS = {"high": "fp32", "control": "fp32, weights nudged by one bf16 roun
 
 @torch.no_grad()
 def _nudge(model: nn.Module, seed: int) -> None:
-    """Change every weight by about one bf16 rounding, once."""
+    """Change every weight by about one bf16 rounding, once; the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=generator))
+        parameter.mul_(1 + NUDGE * torch.randn(parameter.shape, generator=generator).to(parameter.device))
 
 
 def _list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
