@@ -4,6 +4,7 @@ stdout is data, stderr is talk. Exit 0: fine. 1: a finding. 2: a request that ca
 message that says what was seen and what to do; `loka --debug VERB` shows where it came from. Ctrl-C leaves a state to continue from.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -38,6 +39,15 @@ VERBS = {
     "doctor": "loka.cli.doctor:doctor",
 }
 
+# How `loka --help` groups them: in the order of the work
+_PANELS = {
+    **dict.fromkeys(("demo", "report", "doctor"), "Start"),
+    **dict.fromkeys(("data", "train"), "Data and training"),
+    **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "export", "convert"), "Look, choose, convert"),
+    **dict.fromkeys(("quantize", "generate", "analyze", "ab"), "Serving"),
+    **dict.fromkeys(("bench", "db"), "Speed"),
+}
+
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 app = typer.Typer(
@@ -45,7 +55,8 @@ app = typer.Typer(
     help="FP8 that is practical for recommendation models: probe, choose, convert, with the evidence.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="rich",
+    epilog="[dim]Start with[/dim] loka demo[dim], then[/dim] loka probe --help[dim]. Completion of this shell:[/dim] loka --install-completion",
 )
 
 
@@ -67,14 +78,39 @@ def start(
     context.obj["debug"] = debug
 
 
+def examples_of(verb: str) -> list[tuple[str, str]]:
+    """(command, remark) of every example in the docstring of the verb's file: indented lines that start with `loka VERB`."""
+    module = import_module(VERBS[verb].partition(":")[0])
+    found = []
+    for line in (module.__doc__ or "").splitlines():
+        words = re.split(r"\s{2,}(?:# )?", line.strip(), maxsplit=1)
+        if words[0] == f"loka {verb}" or words[0].startswith(f"loka {verb} "):
+            found.append((words[0], words[1] if len(words) > 1 else ""))
+    return found
+
+
+def _write_examples(verb: str) -> str | None:
+    """The end of `loka VERB --help`."""
+    lines = [
+        f"  {_escape(command)}" + (f"  [dim]{_escape(remark)}[/dim]" if remark else "")
+        for command, remark in examples_of(verb)
+    ]
+    return "\n\n".join(["[bold]Examples[/bold]", *lines]) if lines else None
+
+
+def _escape(text: str) -> str:
+    """Square brackets are markup here."""
+    return text.replace("[", "\\[")
+
+
 def _mount() -> None:
     for verb, home in VERBS.items():
         module, _, name = home.partition(":")
         found: Any = getattr(import_module(module), name)
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=verb)
+            app.add_typer(found, name=verb, epilog=_write_examples(verb), rich_help_panel=_PANELS.get(verb))
         else:
-            app.command(verb)(found)
+            app.command(verb, epilog=_write_examples(verb), rich_help_panel=_PANELS.get(verb))(found)
 
 
 _mount()
