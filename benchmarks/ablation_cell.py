@@ -174,9 +174,7 @@ def rebind(plan: Plan, bench: Bench) -> Plan:
         call = MatmulCall(
             *shapes[choice.gemm], Spec.parse(choice.a), Spec.parse(choice.b), torch.bfloat16, choice.fast_accum
         )
-        return change(
-            choice, backend=registry.pick("scaled_mm", bench.backend, call, torch.device(bench.device)).name
-        )
+        return change(choice, backend=registry.pick("scaled_mm", bench.backend, call, torch.device(bench.device)).name)
 
     return change(plan, sites=[change(s, choices=[choose(s, c) for c in s.choices]) for s in plan.sites])
 

@@ -12,7 +12,19 @@ from loka.cli.train import train
 
 DATA = ["--data", "synthetic", "--data-option", "rows=6000", "--data-option", "cardinality=200"]
 DATA += ["--data-option", "categorical=6", "--data-option", "dense=4", "--data-option", "max_history=3"]
-TRAIN = [*DATA, "--model", "wukong", "--batch-size", "128", "--device", "cpu", "--threads", "1", "--set", "activation=silu"]
+TRAIN = [
+    *DATA,
+    "--model",
+    "wukong",
+    "--batch-size",
+    "128",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--set",
+    "activation=silu",
+]
 
 
 def invoke(command, *options):

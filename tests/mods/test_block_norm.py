@@ -17,7 +17,7 @@ def affine_norm(kind: type[nn.Module], width: int) -> nn.Module:
     return norm
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(2, 256), st.integers(1, 9), st.integers(1, 4), st.sampled_from([0.0, 0.5]), st.integers(0, 2**31))
 def test_an_rms_norm_in_one_block_keeps_its_function(d, outputs, n, dropout, seed):
     """The gain moves into the next linear, also through a flatten and through dropout."""

@@ -12,7 +12,7 @@ from .zoo import run, subject
 widths = st.integers(1, 33)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(widths, min_size=2, max_size=5), st.integers(0, 2**31))
 def test_a_chain_of_linears_keeps_its_function(sizes, seed):
     """Biases run down the chain into the prediction layer's."""
