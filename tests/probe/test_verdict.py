@@ -66,7 +66,7 @@ def test_an_unsafe_one_is_explained_by_tested_causes() -> None:
 
     found = verdict(candidate(error=0.5), candidate(recipe="blockwise", error=0.4, underflowed=0.3), explain=explain)
     assert asked == ["blockwise"]
-    assert "3 outlier channels in the input: 0.1 without" in found.reason
+    assert "3 outlier channels in the input: 0.5 with it, 0.1 without" in found.reason
     assert "30% of an operand underflows" in found.reason
     assert found.suggested_mod == "block_norm: normalise"
     assert found.causes == [cause]

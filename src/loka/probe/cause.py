@@ -8,7 +8,7 @@ A statistic beside an error is a coincidence until the error goes away with it. 
     tails               elements beyond 4 x the rms of their scaling group are clipped to it: range inside a group
 
 The product of the changed operands has a reference of its own, so only the low-precision error is compared. A cause counts when the error falls
-below the limit or by half. Two more cannot be taken away, and are recognised instead:
+by half, or from above the limit to below it. Two more cannot be taken away, and are recognised instead:
 
     cancellation        the terms of a sum are far larger than the sum: the error is small against the terms, large against the result
     the limit           N(0, 1) operands of the same shape exceed it too: this format cannot meet it anywhere
@@ -32,7 +32,7 @@ OPERANDS: dict[Gemm, tuple[Role, Role]] = {"fprop": ("x", "w"), "dgrad": ("dy", 
 NAMES: dict[Role, str] = {"x": "the input", "w": "the weight", "dy": "the output gradient"}
 OUTLIER = 8.0
 TAIL = 4.0
-MAX_ROWS = 256
+MAX_ROWS = 512
 CANCELLING = 8.0  # the terms are this many times larger than their sum
 MAX_CAUSES = 3
 
@@ -64,7 +64,7 @@ def find_causes(problem: Problem, trial: Trial, limit: float) -> list[Cause]:
         for suspicion in suspect(operand, spec, role, problem.gemm):
             changed = (suspicion.without, problem.b) if place == 0 else (problem.a, suspicion.without)
             without = measure_error(Problem(problem.gemm, *changed), trial)
-            if without < max(limit, error / 2) and without < 0.9 * error:
+            if without < error / 2 or (error > limit and without < min(limit, 0.9 * error)):
                 found.append(Cause(text=suspicion.text, error=error, without=without, mod=suspicion.mod))
     found.sort(key=lambda cause: cause.without or 0.0)
     return (found or recognise(problem, trial, error, limit))[:MAX_CAUSES]

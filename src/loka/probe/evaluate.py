@@ -19,7 +19,7 @@ Intervals are 95 % bootstraps:
                draws share one. That the learned parameters are themselves estimates is not in the interval.
 
 A row's error does not depend on other rows, unless they share a scale: so a resample of rows needs no new product, but for a tensor scale one
-product per distinct largest row. In wgrad the rows are summed: every replicate is computed (on at most 128 rows). Of wide results some blocks of
+product per distinct largest row. In wgrad the rows are summed: every replicate is computed (on at most 512 rows). Of wide results some blocks of
 outputs are looked at (`Outputs`), so that the cost of a site does not grow with the square of its width.
 
 The conformance gate comes first (`loka.probe.engine`); what fails it has a refusal and no error. Times are `loka.probe.speed`'s business.
@@ -39,6 +39,7 @@ from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
 from loka.probe.problem import (
+    MAX_WGRAD_ROWS,
     ROWS_PER_SAMPLE,
     WGRAD_ROWS,
     Chunk,
@@ -276,8 +277,9 @@ def measure_rows(
     problem: Problem, trials: Sequence[Trial], samples: int, generator: torch.Generator
 ) -> list[DistributionError | str]:
     """Every trial on the kept rows, with the bootstrap over them."""
-    if problem.gemm == "wgrad" and problem.rows > WGRAD_ROWS:
-        problem = problem.select(torch.randperm(problem.rows, generator=generator)[:WGRAD_ROWS].to(problem.a.device))
+    if problem.gemm == "wgrad" and problem.rows > MAX_WGRAD_ROWS:
+        chosen = torch.randperm(problem.rows, generator=generator)[:MAX_WGRAD_ROWS]
+        problem = problem.select(chosen.to(problem.a.device))
     index = torch.randint(problem.rows, (samples, problem.rows), generator=generator).to(problem.a.device)
     reference = problem.reference()
     found: list[DistributionError | str] = []

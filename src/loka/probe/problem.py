@@ -27,6 +27,9 @@ from loka.records import Gemm, Source
 
 ROWS_PER_SAMPLE = 16  # of a drawn fprop or dgrad: 100 samples look at 1,600 rows
 WGRAD_ROWS = 128  # contracted rows of a drawn wgrad: one whole 1x128 group
+MAX_WGRAD_ROWS = (
+    512  # of real ones: a gradient of few examples is mostly noise, and its relative error larger than a batch's
+)
 WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
 MIN_WEIGHTS = 5
 DRAWN_TOGETHER = 10  # samples of a wgrad: a draw has a fixed cost

@@ -78,7 +78,9 @@ def _spell_origin(candidate: Candidate) -> str:
 
 
 def _spell_cause(cause: Cause) -> str:
-    return cause.text if cause.without is None else f"{cause.text}: {cause.without:.3g} without"
+    return (
+        cause.text if cause.without is None else f"{cause.text}: {cause.error:.3g} with it, {cause.without:.3g} without"
+    )
 
 
 def _side_notes(gemm: Gemm, candidate: Candidate, stats: Sequence[TensorStats]) -> list[str]:
