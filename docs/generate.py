@@ -1,0 +1,356 @@
+"""Pages and tables that are made from the code and from committed results, so that no number is typed by hand.
+
+    python docs/generate.py            writes docs/measured.md, docs/reference/cli.md and the marked block of README.md
+    python docs/generate.py --check    exit 1 when one of them is not what it would write
+
+Needs loka and its command line (typer), no torch.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
+NAMES = {
+    "wukong": "Wukong",
+    "wukong8k": "Wukong, width 8,192",
+    "dlrm": "DLRM",
+    "elfm": "ELFM",
+}
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """A result file; None where it is not there."""
+    path = RESULTS / name
+    found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return found
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join('---' for _ in head)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def models_table() -> str | None:
+    """Whole models: bf16, torchao and loka, step time with its interval."""
+    found = read("h200/fp8_models.json")
+    if found is None:
+        return None
+    rows = []
+    for name, case in found["cases"].items():
+        model, kind, *way = name.split("-")
+        speed = found["speedup"].get(name)
+        if speed is None or "ms" not in case:
+            continue
+        rows.append(
+            [
+                NAMES.get(model, model),
+                {"train": "training step", "infer": "inference"}.get(kind, kind),
+                f"{case['batch']:,}",
+                " ".join(way),
+                f"{case['ms']:.2f} ms [{case['ms_low']:.2f}, {case['ms_high']:.2f}]",
+                f"{speed['speedup']:.2f}x",
+                f"{speed['memory']:.2f}x",
+            ]
+        )
+    order = {"bf16": 0, "fp32": -2, "tf32": -1}
+    rows.sort(key=lambda row: (row[0], row[1], order.get(row[3], 1 if "torchao" in row[3] else 2)))
+    return table(["model", "what", "batch", "precision", "time, 95 %", "over bf16", "peak memory"], rows)
+
+
+def headline_table() -> str | None:
+    """One line per model: what loka gains over compiled bf16."""
+    found = read("h200/fp8_models.json")
+    if found is None:
+        return None
+    rows = []
+    for name, speed in found["speedup"].items():
+        if not name.endswith("-loka"):
+            continue
+        model, kind, _ = name.split("-")
+        base, case = found["cases"][f"{model}-{kind}-bf16"], found["cases"][name]
+        rival = found["speedup"].get(f"{model}-{kind}-torchao-tensorwise")
+        rows.append(
+            [
+                NAMES.get(model, model),
+                {"train": "training step", "infer": "inference"}[kind],
+                f"{base['ms']:.2f} ms",
+                f"{case['ms']:.2f} ms",
+                f"**{speed['speedup']:.2f}x**",
+                f"{rival['speedup']:.2f}x" if rival else "not measured",
+            ]
+        )
+    rows.sort(key=lambda row: (row[1], -float(row[4].strip("*x"))))
+    return table(["model", "what", "compiled bf16", "loka FP8", "speed-up", "torchao tensorwise"], rows)
+
+
+def fused_table() -> str | None:
+    """One fused layer against compiled bf16."""
+    found, training = read("h200/fused_linear.json"), read("h200/fused_linear_training.json")
+    if found is None:
+        return None
+    backward = {}
+    for row in (training or {"rows": []})["rows"]:
+        if row["backend"] == "triton" and row["speedup"]:
+            backward[tuple(row["shape"][d] for d in "mkn")] = row["speedup"]["value"]
+    calls: dict[tuple[int, ...], dict[str, Any]] = {}
+    for row in found["rows"]:
+        if row["microseconds"]:
+            calls.setdefault(tuple(row["shape"][d] for d in "mkn"), {})[row["backend"]] = row
+    rows = []
+    for shape, ways in calls.items():
+        if {"bf16", "triton"} <= ways.keys():
+            bare = [way["microseconds"]["value"] for name, way in ways.items() if name.startswith("gemm ")]
+            s = ways["triton"]["speedup"]
+            rows.append(
+                [
+                    ", ".join(f"{d:,}" for d in shape),
+                    f"{ways['bf16']['microseconds']['value']:.1f} us",
+                    f"{min(bare):.1f} us" if bare else "",
+                    f"{ways['triton']['microseconds']['value']:.1f} us",
+                    f"{s['value']:.2f}x [{s['low']:.2f}, {s['high']:.2f}]",
+                    f"{backward[shape]:.2f}x" if shape in backward else "",
+                ]
+            )
+    return table(["M, K, N", "bf16", "best bare FP8 GEMM", "fused layer", "over bf16", "forward + backward"], rows)
+
+
+def bench_table(name: str) -> str | None:
+    """Every call of a kernel benchmark: the best backend beside bf16 and the roofline; refusals are counted."""
+    found = read(name)
+    if found is None:
+        return None
+    calls: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        calls.setdefault(row["call"], []).append(row)
+    rows = []
+    for call, ways in calls.items():
+        timed = [w for w in ways if w["microseconds"] and w["backend"] != "bf16"]
+        if not timed:
+            continue
+        best = min(timed, key=lambda w: w["microseconds"]["value"])
+        base = next((w for w in ways if w["backend"] == "bf16" and w["microseconds"]), None)
+        roof, time, speed = best["roofline_microseconds"], best["microseconds"]["value"], best["speedup"]
+        rows.append(
+            [
+                f"`{call}`",
+                best["backend"],
+                f"{base['microseconds']['value']:.1f}" if base else "",
+                f"{time:.1f}",
+                f"{roof:.1f}" if roof else "",
+                f"{speed['value']:.2f}x [{speed['low']:.2f}, {speed['high']:.2f}]" if speed else "",
+                str(sum(w["refusal"] is not None for w in ways)),
+            ]
+        )
+    return table(["call", "best backend", "bf16, us", "best, us", "roofline, us", "over bf16", "refused"], rows)
+
+
+def quality_table() -> str | None:
+    """Models against strong simple baselines, mean over seeds with its interval."""
+    found = read("h200/quality.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            row["data"],
+            row["model"],
+            row["metric"],
+            f"{row['mean']:.4f} ± {row['half_width']:.4f}",
+            str(row["seeds"]),
+            "; ".join(f"{name} {value:.4f}" for name, value in row["bar"].items()),
+        ]
+        for row in found["summary"]
+        if row.get("mean") is not None and row.get("half_width") is not None
+    ]
+    return table(["data", "model", "metric", "mean, 95 % over seeds", "seeds", "baselines"], rows)
+
+
+def engine_table() -> str | None:
+    """The generative engine: latency of a batch, and the bars it was measured against."""
+    found = read("h200/onerec_engine.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            row["variant"],
+            str(row["batch"]),
+            str(row["context"]),
+            f"{row['ms']:.1f} [{row['ms_low']:.1f}, {row['ms_high']:.1f}]",
+            f"{row['queries_per_s']:.0f}",
+        ]
+        for row in found["rows"]
+        if "ms" in row and "ms_low" in row
+    ]
+    return table(["variant", "batch", "context", "ms, 95 %", "queries/s"], rows)
+
+
+def dispatch_table() -> str | None:
+    """How near a choice from the database comes to the fastest kernel there is."""
+    found = read("h200/dispatch/dispatch.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            name,
+            str(s["gemms"]),
+            f"{100 * s['of_oracle']:.2f} %",
+            f"{100 * s['worst_of_oracle']:.1f} %",
+            str(s["low_precision"]),
+            f"{s['mean_speedup']:.2f}x",
+        ]
+        for name, s in found["summary"].items()
+    ]
+    return table(["policy, GEMMs", "GEMMs", "of the fastest, mean", "worst", "in FP8", "speed-up, mean"], rows)
+
+
+def size_table() -> str | None:
+    """One linear's GEMM, its own quantisation included: from which size FP8 pays."""
+    found = read("h200/dispatch/rows.json")
+    if found is None:
+        return None
+    best: dict[tuple[str, int, int, int], dict[str, Any]] = {}
+    for row in (row for group in found["groups"] for row in group["rows"] if row["op"] == "linear" and row["speedup"]):
+        key = (row["variant"].split()[0], row["m"], row["k"], row["n"])
+        if key not in best or row["speedup"]["value"] > best[key]["speedup"]["value"]:
+            best[key] = row
+    rows = []
+    for (gemm, m, k, n), row in sorted(best.items(), key=lambda item: item[0][1] * item[0][2] * item[0][3]):
+        s, how = row["speedup"], row["variant"].split(" ", 1)[1]
+        rows.append(
+            [
+                gemm,
+                f"{m:,}, {k:,}, {n:,}",
+                f"{2 * m * k * n / 1e9:.1f}",
+                f"{s['value']:.2f}x [{s['low']:.2f}, {s['high']:.2f}]",
+                f"`{how}` on {row['backend']}",
+            ]
+        )
+    return table(["GEMM", "M, K, N", "GFLOP", "best over bf16", "which"], rows)
+
+
+SECTIONS = (
+    ("Whole models on one H200", "fp8_models.json", models_table,
+     "Step time of whole models, compiled on all sides; every speed-up is over the bf16 case of the same run. Slower ways are listed too."),
+    ("One fused layer", "fused_linear.json, fused_linear_training.json", fused_table,
+     "GEMM, BlockNorm-256, hard swish and FP8 output in one kernel, against compiled bf16 linear, RMSNorm and SiLU."),
+    ("From which size FP8 pays", "dispatch/rows.json", size_table,
+     "One linear's GEMM with the quantisation of both operands, the best of all recipes and kernels, smallest product first; below 1.00x FP8 costs time. "
+     "Where K or N is no multiple of 16, bf16 itself is slow. Fused into the layer before, or with weights quantised once per step, quantisation costs less: see the layers and models above."),
+    ("The choice of kernels", "dispatch/dispatch.json", dispatch_table,
+     "What a plan made from database rows runs, over the fastest kernel that could have been chosen."),
+    ("scaled_mm", "scaled_mm.json", lambda: bench_table("h200/scaled_mm.json"), "The GEMM alone; quantisation has its own rows."),
+    ("quantize", "quantize.json", lambda: bench_table("h200/quantize.json"), "A tensor, and where asked its transpose, to FP8. The bf16 column is a copy of the same tensor."),
+    ("The generative engine", "onerec_engine.json", engine_table,
+     "One batch through OneRec's search. Weights are random: this is speed, not quality."),
+    ("Quality of the models in high precision", "quality.json", quality_table, "Against popularity, Markov chains and logistic regression."),
+)  # fmt: skip
+
+
+def write_measured() -> str:
+    """The page of numbers."""
+    parts = [
+        "# Numbers",
+        "",
+        "Written by `docs/generate.py` from the records in `benchmarks/results`; a test keeps this page and the records in step. Hardware, versions, "
+        "commits and commands are in the records, what was slow or failed in `NOTES.md`. Intervals are 95 %; differences under 3 % are noise.",
+    ]
+    for title, source, make, text in SECTIONS:
+        made = make()
+        if made is not None:
+            parts += [
+                "",
+                f"## {title}",
+                "",
+                f"{text} From `benchmarks/results/h200/{source}`." if "," not in source else f"{text} From {source}.",
+                "",
+                made,
+            ]
+    return "\n".join(parts) + "\n"
+
+
+def write_cli() -> str:
+    """The command line, from its own help."""
+    import typer
+
+    from loka import cli
+
+    command = typer.main.get_command(cli.app)
+    parts = [
+        "# Command line",
+        "",
+        "Written by `docs/generate.py` from the code. stdout is data, stderr is talk; `--json` where a script would read it. Exit 0: fine. 1: a finding. "
+        "2: a request that cannot be honoured. 130: interrupted. `loka --debug VERB` shows where an error came from; `loka --install-completion` "
+        "completes verbs and options in your shell.",
+    ]
+    for verb, found in command.commands.items():  # type: ignore[attr-defined]
+        parts += ["", f"## loka {verb}", "", (found.help or "").strip()]
+        shown = [line for line, _ in cli.examples_of(verb)]
+        if shown:
+            parts += ["", "```text", *shown, "```"]
+        for name, sub in getattr(found, "commands", {"": found}).items():
+            if name:
+                parts += ["", f"### loka {verb} {name}", "", (sub.help or "").strip()]
+            parts += ["", *_list_options(sub)]
+    return "\n".join(parts) + "\n"
+
+
+def _list_options(command: Any) -> list[str]:
+    rows = []
+    for parameter in command.params:
+        if parameter.name in ("help", "install_completion", "show_completion"):
+            continue
+        words = (
+            ", ".join(f"`{o}`" for o in parameter.opts)
+            if parameter.param_type_name == "option"
+            else f"`{parameter.name.upper()}`"
+        )
+        default = parameter.default
+        shown = (
+            f"`{default}`"
+            if default is not None and not callable(default) and default is not False and default != []
+            else ""
+        )
+        rows.append([words, (getattr(parameter, "help", "") or "").replace("|", "\\|"), shown])
+    return [table(["option", "what", "default"], rows)] if rows else []
+
+
+def write_readme(text: str) -> str:
+    """README.md with its marked block made again."""
+    made = headline_table()
+    if made is None:
+        return text
+    return re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{made}\n\n{END}", text, flags=re.DOTALL
+    )
+
+
+def pages() -> dict[Path, str]:
+    """What every generated file should hold."""
+    readme = ROOT / "README.md"
+    return {
+        ROOT / "docs" / "measured.md": write_measured(),
+        ROOT / "docs" / "reference" / "cli.md": write_cli(),
+        readme: write_readme(readme.read_text(encoding="utf-8")),
+    }
+
+
+def main() -> int:
+    """Write, or check."""
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is not what docs/generate.py would write; run it")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages()[path], encoding="utf-8")
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
