@@ -174,7 +174,13 @@ def graphed(step: Callable[[], Any], device: str) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+
+    def replay(
+        kept: Callable[[], Any] = step,
+    ) -> None:  # a graph reads its weights and inputs where they lie: keep them alive
+        graph.replay()
+
+    return replay
 
 
 def time_against(step: Callable[[], Any], base: Callable[[], Any], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -327,3 +327,16 @@ def test_public_names_resolve() -> None:
         assert getattr(loka, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = loka.nothing
+
+
+def test_linears_of_a_fused_tower_and_protected_ones_are_left_alone() -> None:
+    from loka.nn import FusedTower, Link
+
+    tower = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    model = nn.Sequential(FusedTower.replacing(tower, [Link("0")]), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[2].loka_protected = True
+    summary = loka.convert(model, recipe="rowwise")
+    assert list(summary.converted) == ["0.1", "1"]
+    assert "inside the fused tower 0" in summary.kept["0.0"]
+    assert "protected" in summary.kept["2"]
+    assert type(tower[0]) is nn.Linear

@@ -8,9 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loka.convert import LinearOptions as LinearOptions
     from loka.convert import Summary as Summary
     from loka.convert import convert as convert
+    from loka.convert import load_scale_state as load_scale_state
+    from loka.convert import refresh as refresh
     from loka.convert import revert as revert
+    from loka.convert import scale_state as scale_state
     from loka.dispatch import Policy as Policy
     from loka.dispatch.database import Database as Database
     from loka.formats import QTensor as QTensor
@@ -31,7 +35,11 @@ _HOMES = {
     "Report": "loka.probe",
     "Spec": "loka.formats",
     "Summary": "loka.convert",
+    "LinearOptions": "loka.convert",
     "convert": "loka.convert",
+    "load_scale_state": "loka.convert",
+    "refresh": "loka.convert",
+    "scale_state": "loka.convert",
     "quantize": "loka.ptq",
     "revert": "loka.convert",
 }
@@ -56,6 +64,7 @@ _ROOMS = (
 
 __all__ = [
     "Database",
+    "LinearOptions",
     "Plan",
     "Policy",
     "Probe",
@@ -65,8 +74,11 @@ __all__ = [
     "Summary",
     "__version__",
     "convert",
+    "load_scale_state",
     "quantize",
+    "refresh",
     "revert",
+    "scale_state",
 ]
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from loka.dispatch import Operands, check, recipe_named
 from loka.nn.binding import BoundGemm, LinearBinding, LinearOptions
 from loka.nn.flops import low_precision_share
+from loka.nn.fused_tower import FusedTower
 from loka.nn.grouped import GroupedLinear
 from loka.nn.linear import Linear, linears_of, refresh, refuse
 from loka.nn.scaling import Scaling
@@ -130,12 +131,13 @@ def _bind_by_plan(
     bindings: dict[str, LinearBinding] = {}
     kept: dict[str, str] = {}
     planned = {site.site: site for site in plan.sites}
+    spoken_for = _spoken_for(model)
     for name, module in _candidates(model):
         site = planned.get(name)
         if site is None:
             kept[name] = "not in the plan"
         elif any(choice.quantized for choice in site.choices):
-            if reason := refuse(module):
+            if reason := spoken_for.get(name) or refuse(module):
                 problems.append(f"{name}: {reason}")
                 continue
             try:
@@ -167,14 +169,27 @@ def _bind_by_recipe(
     binding = options.apply(_binding(bound))
     bindings: dict[str, LinearBinding] = {}
     kept: dict[str, str] = {}
+    spoken_for = _spoken_for(model)
     for site, module in _candidates(model):
         if keep is not None and not keep(module, site):
             kept[site] = "module_filter_fn"
-        elif reason := _refuse_type(module) or refuse(module):
+        elif reason := spoken_for.get(site) or _refuse_type(module) or refuse(module):
             kept[site] = reason
         else:
             bindings[site] = binding
     return bindings, kept
+
+
+def _spoken_for(model: nn.Module) -> dict[str, str]:
+    """Linears that something else has decided about: run by a fused tower, or marked by mods.protect_intermediates."""
+    reasons = {n: "protected by a mod" for n, m in model.named_modules() if getattr(m, "loka_protected", False)}
+    for tower_name, tower in model.named_modules():
+        if isinstance(tower, FusedTower):
+            prefix = f"{tower_name}." if tower_name else ""
+            reasons |= {
+                f"{prefix}{link.linear}": f"runs in FP8 inside the fused tower {tower_name}" for link in tower.links
+            }
+    return reasons
 
 
 def _refuse_type(module: nn.Module) -> str | None:
