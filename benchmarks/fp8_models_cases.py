@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from models_cases import build_on, compile_static
 from torch import Tensor, nn
 
-from loka.kernels import registry
 from loka.models import configure, count
 from loka.models.wukong import FactorizationMachineBlock, Wukong, WukongLayer
-from loka.nn import MLP, FusedInteraction, FusedTower, Link, Style, freeze
+from loka.nn import MLP, FusedInteraction, FusedTower, Link, Style, freeze, refuse_interaction
 
 MODS = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")
 SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -151,16 +150,12 @@ def fuse_towers(model: nn.Module) -> int:
 
 def fuse_interactions(model: nn.Module) -> int:
     """Wukong layers whose examples fit into a program of the interaction kernel."""
-    device = next(model.parameters()).device
-    fused = 0
-    for name, layer in [(name, module) for name, module in model.named_modules() if isinstance(module, WukongLayer)]:
-        candidate = FusedInteraction.replacing(layer)
-        call = candidate.describe(torch.empty(1, candidate.mix.n, 1, dtype=torch.bfloat16))
-        if registry.backend("interaction", "triton").supports(call, device):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, candidate)
-            fused += 1
-    return fused
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, WukongLayer)]
+    fitting = [(name, layer) for name, layer in layers if refuse_interaction(layer) is None]
+    for name, layer in fitting:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, FusedInteraction.replacing(layer))
+    return len(fitting)
 
 
 @torch.no_grad()

@@ -24,7 +24,18 @@ from loka.mods.flow import Call, Flow
 from loka.mods.graph import trace
 from loka.mods.norms import find_norms
 from loka.mods.protect_intermediates import MARK, is_protected
-from loka.nn import BLOCK, EPS, BlockNorm, FusedTower, HardSwish, Link, TowerPrecision
+from loka.nn import (
+    BLOCK,
+    EPS,
+    BlockNorm,
+    FeatureMix,
+    FusedInteraction,
+    FusedTower,
+    HardSwish,
+    Link,
+    TowerPrecision,
+    refuse_interaction,
+)
 from loka.records.mods import ModClass
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -214,6 +225,20 @@ class Fuse:
                 editor.leave(name, why)
             elif isinstance(chain, Chain):
                 self._fuse(editor, chain, module)
+        if self.precision == "fp8":
+            self._fuse_interactions(editor)
+
+    def _fuse_interactions(self, editor: Editor) -> None:
+        """Wukong's layers, whose interactions cost more than an FP8 tower: one node around the tower."""
+        for name, module in list(editor.modules()):
+            if not isinstance(getattr(module, "mix", None), FeatureMix) or not hasattr(module, "fmb") or not name:
+                continue
+            why = refuse_interaction(module)
+            if why:
+                editor.leave(name, f"its interactions are not fused: {why}")
+            else:
+                what = "mixtures, products and norms around the tower: two kernels forward, two backward"
+                editor.swap(name, FusedInteraction.replacing(module), what, "rounding")
 
     def _refuse(self, editor: Editor, chain: Chain, module: nn.Module) -> str | None:
         if any(len(editor.calls(f"{chain.site}.{link.linear}".lstrip("."))) > 1 for link in chain.links):

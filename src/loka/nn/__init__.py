@@ -20,7 +20,7 @@ from loka.nn.attention import (
 )
 from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
 from loka.nn.experts import MixtureOfExperts, SwiGLU
-from loka.nn.fused_interaction import FusedInteraction
+from loka.nn.fused_interaction import FusedInteraction, refuse_interaction
 from loka.nn.fused_tower import FusedTower, Link, TowerPrecision, freeze
 from loka.nn.grouped import GroupedLinear, grouped_linear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype, multiply_transposed
@@ -68,6 +68,7 @@ __all__ = [
     "merge_heads",
     "multiply_transposed",
     "pad_recent",
+    "refuse_interaction",
     "rms_normalize",
     "rotate",
     "split_heads",

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from loka.kernels import registry
 from loka.kernels.fused_linear import NORMALIZED_SCALE
 from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
+from loka.kernels.interaction.triton import fits
 from loka.kernels.quantize import transpose
 from loka.nn.fused_tower import FusedTower, Layout, run_backward, run_forward
 from loka.nn.mix import FeatureMix, compute_dtype
@@ -122,8 +123,19 @@ class FusedInteraction(nn.Module):
         return f"fused, on {self.backend}"
 
 
-def refuse(layer: nn.Module) -> str | None:
-    """Why a layer cannot be fused, or None."""
+def refuse_interaction(layer: Any) -> str | None:
+    """Why a layer cannot be fused, its size on a GPU included, or None."""
+    reason = refuse(layer)
+    if reason is not None:
+        return reason
+    n_l, k, *rest = layer.mix.rows
+    n_f, d = layer.fmb.shape
+    verdict = fits(InteractionCall(1, layer.mix.n, d, k, n_l, n_f, bool(rest)))
+    return None if verdict else verdict.reason
+
+
+def refuse(layer: Any) -> str | None:
+    """Why a layer is not one of these, or None."""
     mix, fmb, norm = (getattr(layer, name, None) for name in ("mix", "fmb", "norm"))
     if not isinstance(mix, FeatureMix) or fmb is None or norm is None:
         return "it has no children mix, fmb and norm"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor
-from loka.kernels.backend import Verdict, no
+from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.fused_linear.call import NORMALIZED
 from loka.kernels.interaction.call import Interacted, InteractionCall
 from loka.kernels.triton_device import triton_runs_on
@@ -14,6 +14,12 @@ LARGEST_N, LARGEST_D, LARGEST_ROWS = 128, 128, 64  # x, three weights and the pr
 
 def supports(call: InteractionCall, device: torch.device) -> Verdict:
     """16-bit x whose one example fits into a program."""
+    possible = fits(call)
+    return triton_runs_on(device) if possible else possible
+
+
+def fits(call: InteractionCall) -> Verdict:
+    """The same, whatever the machine: for plans made elsewhere."""
     if call.dtype not in (torch.bfloat16, torch.float16):
         return no(f"reads bf16 and fp16, not {call.dtype}")
     if call.n > LARGEST_N or call.d > LARGEST_D:
@@ -22,7 +28,7 @@ def supports(call: InteractionCall, device: torch.device) -> Verdict:
         return no(f"holds at most {LARGEST_ROWS} mixtures of a kind, not k={call.k}, n_l={call.n_l}, n_f={call.n_f}")
     if call.d % 16 or call.n % 16:
         return no(f"n and d are multiples of 16, not {call.n} and {call.d}")
-    return triton_runs_on(device)
+    return YES
 
 
 def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep: bool = False) -> Interacted:
