@@ -31,6 +31,7 @@ from loka.records import (
     TensorStats,
     VerdictChange,
 )
+from loka.records.ab import Overlap
 from loka.records.bench import KernelBench, KernelRow, Peaks
 from loka.records.performance import Origin, PerformanceRow, PerformanceRows, RowGroup
 from loka.records.speeds import SiteSpeed, TargetSpeeds
@@ -315,7 +316,7 @@ def make_test() -> PairedTest:
     )  # fmt: skip
     return PairedTest(
         baseline="bf16", candidate="FP8", data="ml-1m", split=SplitCheck(observed=[500, 500], p_value=1.0, mismatch=False),
-        metrics=[metric], overlap={"10": 0.93}, environment=HERE,
+        metrics=[metric], overlap=[Overlap(n=10, share=0.93)], environment=HERE,
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from loka import records
 from loka.records import RecordError
-from loka.report import Results, render, write_html
+from loka.report import Pair, Results, render, render_pair, write_html
 
-from .job import make_comparison, make_results
+from .job import make_comparison, make_everything, make_results
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,31 @@ def test_every_site_and_choice_travels_with_the_page(page: str) -> None:
     assert [len(site["choices"]) for site in details] == [3] * 10  # type: ignore[arg-type]
     assert [site["name"] for site in details] == data["names"]
     assert set(data["charts"]) == {"histogram", "comparisons", "curves", "gaps", "sites", "sensitivity"}  # type: ignore[call-overload]
+
+
+def test_every_kind_of_record_has_its_section() -> None:
+    text = render(make_everything())
+    for anchor in ("quality", "sites", "plan", "ablation", "mods", "drift", "memory", "kernels", "generative", "made"):
+        assert f'<section id="{anchor}"' in text
+    assert "A verdict would change at 1 site: core.layers.4.linear: safe → unsafe" in text
+    assert "rows measured on Some GPU for products of the same shape; 5 of 10 sites have such rows" in text
+    assert "93.0\u202f% of the top 10" in text
+    assert "not &lt;installed&gt;" in text  # a refused kernel stays, with its reason
+
+
+def test_two_reports_on_one_page() -> None:
+    before, after = make_results(6), make_results(5)
+    text = render_pair(Pair(before, after, ("old", "new")))
+    assert "5 sites are in both, 1 only in old, 0 only in new" in text
+    assert "core.layers.5.linear: gone" in text
+    with pytest.raises(ValueError, match="both reports are called"):
+        Pair(before, after, ("same", "same"))
+
+
+def test_many_sites_are_packed() -> None:
+    text = render(make_everything(250))
+    assert chunk(text, 9)[24]["name"] == "core.layers.249.linear"
+    assert text.count("data-packed") == 10
 
 
 def test_parts_may_be_absent() -> None:

@@ -75,7 +75,7 @@ def _write_test(test: PairedTest) -> str:
         )
     overlap = ""
     if test.overlap:
-        shared = ", ".join(f"{percent(value)} of the top {n}" for n, value in test.overlap.items())
+        shared = ", ".join(f"{percent(part.share)} of the top {part.n}" for part in test.overlap)
         overlap = about(f"Lists of both arms share {escape(shared)}.")
     return (
         f"<h3>{escape(test.candidate)} against {escape(test.baseline)}, {escape(test.data)}</h3>{ratio}"

@@ -178,7 +178,7 @@ def draw_waterfall(done: Quantized) -> Spec | None:
             {"site": "all together", "change": 100 * c.value, "low": 100 * c.low, "high": 100 * c.high, "what": "model"}
         )
     y = {"field": "site", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 240, "grid": True}}
-    x = {"type": "quantitative", "title": f"change of {done.metric or 'the metric'}, %"}
+    x = {"type": "quantitative", "title": f"change of {done.metric or 'the metric'}, %", "axis": {"tickCount": 8}}
     return make_chart(
         "Change of the end metric with each site alone quantised",
         height=22 * len(rows),

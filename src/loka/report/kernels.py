@@ -21,9 +21,9 @@ def _write_bench(bench: KernelBench, number: int) -> str:
     here = bench.environment
     ops = ", ".join(dict.fromkeys(r.op for r in bench.rows))
     timed = [r for r in bench.rows if r.microseconds is not None]
+    others = "" if len(timed) == len(bench.rows) else "; the others refused or were wrong, and say why"
     text = f"<h3>{escape(ops)} on {escape(here.device)}</h3>" + about(
-        f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, torch {escape(here.torch)}); the others refused or "
-        f"were wrong and say why.{_say_peaks(bench)}"
+        f"{len(timed)} of {len(bench.rows)} rows were timed ({escape(bench.method)}, {escape(here.date[:10])}, torch {escape(here.torch)}){others}.{_say_peaks(bench)}"
     )
     if bench.peaks is not None and any(r.op in ("scaled_mm", "fused_linear") for r in timed):
         text += chart(

@@ -10,6 +10,7 @@ __all__ = [
     "capitalise",
     "chart",
     "chip",
+    "count",
     "escape",
     "notice",
     "percent",
@@ -43,6 +44,11 @@ def times(speedup: Interval | None) -> str:
     if speedup is None:
         return "not measured"
     return f"{speedup.value:.2f}× [{speedup.low:.2f}, {speedup.high:.2f}]"
+
+
+def count(number: int, word: str) -> str:
+    """1 site, 2 sites."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def capitalise(text: str) -> str:

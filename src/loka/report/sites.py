@@ -2,7 +2,7 @@
 
 from loka.records import Choice, DriftReport, Plan, ProbeReport, SitePlan
 from loka.report.headline import count_converted, is_converted
-from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, table
+from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, row, table
 from loka.report.results import Results
 
 __all__ = ["write_drift", "write_memory", "write_plan", "write_sites"]
@@ -118,8 +118,8 @@ def write_drift(results: Results) -> str:
     if drift is None:
         return ""
     head = (
-        f"Windows of {drift.window_steps:,} steps compared over {drift.steps:,} steps at {drift.sites} sites: "
-        f"{len(drift.moves)} moves. Values are log2, so 1 is a doubling."
+        f"Windows of {drift.window_steps:,} steps compared over {drift.steps:,} steps at {count(drift.sites, 'site')}: "
+        f"{count(len(drift.moves), 'move')}. Values are log2, so 1 is a doubling."
     )
     if drift.too_short:
         head += f" {len(drift.too_short)} sites have no two complete windows: nothing can be said of them yet."
@@ -154,7 +154,7 @@ def _write_changes(drift: DriftReport) -> str:
     if not drift.changes:
         return about("No verdict would change.")
     lines = "; ".join(f"{c.site}: {c.before} → {c.after}" for c in drift.changes)
-    return notice(f"A verdict would change at {len(drift.changes)} sites: {escape(lines)}")
+    return notice(f"A verdict would change at {count(len(drift.changes), 'site')}: {escape(lines)}")
 
 
 def write_plan(results: Results) -> str:
