@@ -1,7 +1,7 @@
 """`loka convert`: put a model into low precision by a plan or a recipe, say what that did, and keep the result.
 
     loka convert wukong:tiny --recipe rowwise
-    loka convert wukong:small --plan plan.json --weights runs/x/checkpoints/step-00001000 --out converted
+    loka convert wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out converted
     loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'
 
 --out gets three files: model.safetensors, a plain state_dict with the names and values the model had; scales.safetensors, what remembered scales need (absent where all scales are

@@ -1,9 +1,9 @@
 """`loka probe`: train a model for a while with a probe attached, then say which of its GEMMs are safe, and fast, in FP8.
 
-    loka probe --model wukong:tiny --steps 60 --out probe.json
+    loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json
     loka probe --model hstu:small --data ml-1m --steps 300 --metric recall@10 --out hstu.json
-    loka probe --model mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out mine.json
-    loka probe --model wukong:tiny --steps 60 --out probe.json --resume        after Ctrl-C, or to evaluate again
+    loka probe --model mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --steps 50 --samples 10 --out mine.json
+    loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume        after Ctrl-C, or to evaluate again
 
 stdout carries the table (with `--json` the record), stderr the talk. With `--out` the report is written there, and beside it
 `<out>.state.safetensors`: the model, its optimiser and everything the probe has learned, after training or at Ctrl-C. `--resume` continues from it.

@@ -1,7 +1,7 @@
 """`loka train`: train a ranking model, or a sequence model (loka.cli.train_sequence), on a data set.
 
-    loka train --model wukong --config tiny --data complete-journey --steps 1000 --precision bf16 --out runs/x
-    loka train --from runs/x/checkpoints/step-00001000 --mods no_bias,block_norm,hard_swish --steps 200
+    loka train --model wukong --config tiny --data complete-journey --steps 20 --precision bf16 --out runs/x
+    loka train --from runs/x/checkpoints/step-00000020 --mods no_bias,block_norm,hard_swish --steps 10
 
 The parts are those of loka.training; this file only turns options into them. With `--out` the run leaves
 
