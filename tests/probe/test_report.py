@@ -58,3 +58,11 @@ def test_it_becomes_a_plan_that_keeps_to_the_limits(report: Report) -> None:
 def test_every_gemm_has_a_line_in_the_table(report: Report) -> None:
     lines = report.table().splitlines()
     assert len(lines) == 1 + sum(len(site.verdicts) for site in report.record.sites)
+
+
+def test_a_plan_takes_what_the_policy_takes(report: Report) -> None:
+    assert report.plan(recipe="rowwise").recipe == "rowwise"
+    with pytest.raises(ValueError, match="set max_metric_change"):
+        report.plan(verify=lambda plan: Interval(0.0, 0.0, 0.0))
+    with pytest.raises(ValueError, match="weights="):
+        report.plan(weights="never")  # type: ignore[arg-type]

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loka import records
-from loka.dispatch import Policy, error_of, make_plan
+from loka.dispatch import Database, Policy, error_of, make_plan
+from loka.dispatch.budget import Verify
+from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
 
 _HEADER = ("site", "M x K x N", "FLOPs", "GEMM", "verdict", "speed", "why")
@@ -58,10 +60,17 @@ class Report:
         min_speedup: float | None = None,
         target: str | None = None,
         overrides: Mapping[str, str] | None = None,
+        recipe: str = "auto",
+        weights: Weights = "dynamic",
+        row_factor: float = 1.0,
+        max_metric_change: float | None = None,
+        database: Database | None = None,
+        verify: Verify | None = None,
     ) -> Plan:
         """The fastest candidates that are accurate enough. `min_speedup=None` makes a plan for accuracy only, and it says so.
 
-        `overrides` maps site wildcards to a recipe's name or "high"; the first that matches wins.
+        `target` names a device whose times come from `database` (without one, the rows that ship with the package). `overrides` maps site wildcards to a recipe's
+        name or "high"; the first that matches wins. The rest is explained at `loka.Policy` and `loka.dispatch.make_plan`.
         """
         policy = Policy(
             max_error=self.record.max_mere if max_error is None else max_error,
@@ -69,8 +78,12 @@ class Report:
             min_speedup=min_speedup,
             target=target,
             overrides=dict(overrides or {}),
+            recipe=recipe,
+            weights=weights,
+            row_factor=row_factor,
+            max_metric_change=max_metric_change,
         )
-        return make_plan(self.record, policy)
+        return make_plan(self.record, policy, database=database, verify=verify)
 
     def site(self, name: str) -> Site:
         """One site by name."""
