@@ -7,6 +7,7 @@ Needs loka and its command line (typer), no torch.
 """
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -160,7 +161,9 @@ def quality_table() -> str | None:
             row["data"],
             row["model"],
             row["metric"],
-            f"{row['mean']:.4f} ± {row['half_width']:.4f}",
+            f"{row['mean']:.4f} ± {row['half_width']:.4f}"
+            if math.isfinite(row["half_width"])
+            else f"{row['mean']:.4f}, one seed",
             str(row["seeds"]),
             "; ".join(f"{name} {value:.4f}" for name, value in row["bar"].items()),
         ]

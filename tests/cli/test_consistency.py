@@ -1,0 +1,63 @@
+"""All verbs behave alike: one line of help, examples, --json where there is data to read, completion by the shell."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer
+
+from loka import cli
+
+TEXT_ALREADY = {"export", "db export"}  # what they print or write is another tool's format, or JSON itself
+WANTED = (
+    "data", "train", "probe", "plan", "explain", "diff", "convert", "mods", "bench", "quantize", "analyze", "generate", "ab", "db",
+    "export", "report", "doctor", "demo",
+)  # fmt: skip
+
+
+def leaves() -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    for verb, found in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+        for name, command in getattr(found, "commands", {"": found}).items():
+            yield f"{verb} {name}".strip(), command
+
+
+def test_every_verb_is_there() -> None:
+    assert set(cli.VERBS) == set(WANTED)
+
+
+@pytest.mark.parametrize(("name", "command"), list(leaves()), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_command_has_help_and_json(name: str, command: typer.core.TyperCommand) -> None:
+    assert command.help, f"loka {name} says nothing of itself"
+    assert command.help.strip().splitlines()[0].endswith((".", "?"))
+    options = {word for parameter in command.params for word in parameter.opts}
+    assert "--json" in options or name in TEXT_ALREADY, f"loka {name} has no --json"
+    silent = [p.name for p in command.params if not getattr(p, "help", None) and p.name != "help"]
+    assert silent == [], f"loka {name}: no help for {silent}"
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_examples_are_in_the_help(verb: str) -> None:
+    code = "from loka.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, verb, "--help"],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "COLUMNS": "250", "NO_COLOR": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0
+    for command, _ in cli.examples_of(verb):
+        assert command in done.stdout
+
+
+def test_the_shell_completes_verbs() -> None:
+    words = {"_LOKA_COMPLETE": "complete_bash", "COMP_WORDS": "loka pr", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv[0] = 'loka'; from loka.cli import app; app(prog_name='loka')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **words},
+    )
+    assert done.stdout.split() == ["probe"]
