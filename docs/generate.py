@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json -->"
 BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
 NAMES = {
     "wukong": "Wukong",
@@ -88,6 +89,41 @@ def headline_table() -> str | None:
         )
     rows.sort(key=lambda row: (row[1], -float(row[4].strip("*x"))))
     return table(["model", "what", "compiled bf16", "loka FP8", "speed-up", "torchao tensorwise"], rows)
+
+
+RUNS = {
+    "planned": "trained on in planned FP8",
+    "naive": "trained on in naive FP8 (tensorwise everywhere)",
+    "swap-planned": "final float32 weights, planned FP8 swapped in",
+    "swap-naive": "final float32 weights, naive FP8 swapped in",
+    "control": "control: float32 again, weights nudged by a bf16 rounding",
+}
+
+
+def demo_table() -> str | None:
+    """The demo's comparisons, as `loka demo --json` wrote them."""
+    found = read("cpu/demo.json")
+    if found is None:
+        return None
+    rows = []
+    for name, text in RUNS.items():
+        c = found["comparisons"][name]
+        change = c["relative_change"]
+        value, low, high = (f"{100 * change[key]:+.3f}" for key in ("value", "low", "high"))
+        share = f"{100 * c['low_precision_flops_share']:.1f} %"
+        rows.append([text, share, f"{value} % [{low}, {high}]", f"**{c['outcome']}**"])
+    first = found["comparisons"]["planned"]
+    head = [
+        "run",
+        "in FP8 (GEMM FLOPs)",
+        f"change of {first['metric']}, 95 %",
+        f"verdict at a margin of {100 * first['margin']:.1f} %",
+    ]
+    said = (
+        f"{first['pairs']:,} test examples, {first['clusters']:,} households resampled; {found['converted']} of {found['linears']} linears converted; "
+        f"threads: {found['environment']['threads']}, {found['environment']['date'][:10]}, commit {found['environment']['commit']}."
+    )
+    return f"{table(head, rows)}\n\n{said}"
 
 
 def fused_table() -> str | None:
@@ -323,13 +359,12 @@ def _list_options(command: Any) -> list[str]:
 
 
 def write_readme(text: str) -> str:
-    """README.md with its marked block made again."""
-    made = headline_table()
-    if made is None:
-        return text
-    return re.sub(
-        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{made}\n\n{END}", text, flags=re.DOTALL
-    )
+    """README.md with its marked blocks made again."""
+    for begin, made in ((BEGIN, headline_table()), (DEMO, demo_table())):
+        if made is not None:
+            block = f"{begin}\n\n{made}\n\n{END}"
+            text = re.sub(f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, block=block: block, text, flags=re.DOTALL)  # type: ignore[misc]
+    return text
 
 
 def pages() -> dict[Path, str]:

@@ -93,6 +93,7 @@ def _to_json(result: Any) -> dict[str, Any]:
         "linears": result.linears,
         "low_precision_flops_share": result.plan.low_precision_share,
         "low_precision_flops_share_elsewhere": result.elsewhere and result.elsewhere.low_precision_share,
+        "environment": msgspec.to_builtins(result.plan.environment),
         "comparisons": {name: msgspec.to_builtins(found) for name, found in result.comparisons.items()},
         "resumed": list(result.resumed),
         "restarted": result.restarted,

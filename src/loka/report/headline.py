@@ -136,9 +136,10 @@ def _tile_speed(results: Results) -> str:
         )
     there = results.target_plan
     if there is not None:
+        known = len({row.site for row in results.speeds.rows}) if results.speeds else 0
         return _tile(
-            f"Worth it on {there.target}",
+            f"Faster on {there.target}",
             f"{count_converted(there)} of {len(there.sites)}",
-            "linears, by committed rows of these shapes measured there; on this machine FP8 is emulated",
+            f"linears; {known} have a row of their shape measured there. Here FP8 is emulated",
         )
     return _tile("Speed", "not measured", "FP8 kernels are emulated on this machine", small=True)

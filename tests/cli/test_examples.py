@@ -1,0 +1,147 @@
+"""Every example of every `--help` runs as written, in one folder, in the order a person would; what is not run says why."""
+
+import json
+import os
+import shlex
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from loka import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = """
+import torch
+from torch import nn
+
+def build(seed=0):
+    return nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+
+def batches(batch_size=64, seed=0):
+    torch.manual_seed(seed)
+    for _ in range(6):
+        x = torch.randn(batch_size, 13)
+        yield x, (x[:, :1] > 0).float()
+
+def mean_squared(output, targets):
+    return (output - targets).square().mean(1)
+"""
+# In this order; the exit codes are what the verbs promise (1 is a finding: the plans differ, there are suggestions).
+RUN: dict[str, int] = {
+    "loka doctor": 0,
+    "loka doctor --json": 0,
+    "loka data list": 0,
+    "loka bench cpu --seconds 0.5": 0,
+    "loka train --model wukong --config tiny --data complete-journey --steps 20 --precision bf16 --out runs/x": 0,
+    "loka train --from runs/x/checkpoints/step-00000020 --mods no_bias,block_norm,hard_swish --steps 10": 0,
+    "loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json": 0,
+    "loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume": 0,
+    "loka probe --model mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --steps 50 --samples 10 --out mine.json": 0,
+    "loka mods list": 0,
+    "loka mods apply --model wukong:tiny --data synthetic --mods no_bias,block_norm,hard_swish": 0,
+    "loka mods apply --model mypkg.net:make --data mypkg.net:batches --mods align_shapes --json": 0,
+    "loka mods suggest runs/demo/records/probe.json": 1,
+    "loka plan runs/demo/records/probe.json --accuracy-only --out plan.json": 0,
+    'loka plan probe.json --target "NVIDIA H200" --row-factor 16': 0,
+    "loka plan probe.json --accuracy-only --max-metric-change 0.001": 0,
+    "loka explain plan.json core.head.last": 0,
+    "loka diff plan.json other.json": 1,
+    "loka export plan.json torchao": 0,
+    "loka convert wukong:tiny --recipe rowwise": 0,
+    "loka convert wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out converted": 0,
+    "loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'": 0,
+    "loka db show --shipped --json": 0,
+    "loka db merge rows.json benchmarks/results/h200/scaled_mm.json": 0,
+    "loka db show --op linear --backend triton": 0,
+    'loka db export --device "NVIDIA H200" --out rows.json': 0,
+    "loka db prune --before 2026-01-01": 0,
+    "loka analyze onerec:tiny wukong:small": 0,
+    "loka ab base.jsonl candidate.jsonl --margin 0.005": 0,
+    "loka report runs/demo/records --out report.html": 0,
+    "loka report runs/demo/records --add benchmarks/results/h200/scaled_mm.json": 0,
+    "loka report runs/a/records runs/b/records --out compare.html": 0,
+}
+LONG = "takes minutes; tests of the verb run it small"
+NETWORK = "downloads"
+ONEREC = "needs runs/onerec, whose training takes minutes; tests of the verb run it small"
+NOT_RUN = {
+    "loka demo": LONG,
+    "loka demo --out runs/mine --steps 800 --seed 3": LONG,
+    "loka data get ml-1m": NETWORK,
+    "loka data get criteo --from ~/criteo": "needs files of Criteo",
+    "loka data get complete-journey --set size=full": LONG,
+    "loka data info ml-1m --verify": "needs the download",
+    "loka probe --model hstu:small --data ml-1m --steps 300 --metric recall@10 --out hstu.json": NETWORK,
+    'loka plan probe.json --target "NVIDIA H200" --db rows.sqlite --weights cached --override \'core.head.*=high\'': "needs a database",
+    "loka db tune runs/demo/records/probe.json --seconds 120": "needs a GPU",
+    "loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors": "needs a checkpoint",
+    "loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001": LONG,
+    "loka analyze runs/onerec pkg.module:factory --out analysis.json --plot analysis.vl.json": ONEREC,
+    "loka bench": LONG,
+    "loka bench data --json": LONG,
+    "loka bench kernels": "needs a GPU",
+    "loka bench onerec": "needs a GPU",
+}  # fmt: skip
+
+
+def test_every_example_is_run_or_says_why_not() -> None:
+    shown = {command for verb in cli.VERBS for command, _ in cli.examples_of(verb)}
+    onerec = {command for command in shown if "runs/onerec" in command}
+    assert shown - onerec == (RUN.keys() | NOT_RUN.keys()) - onerec, "an example was added or changed: run it here"
+    silent = [verb for verb in cli.VERBS if not cli.examples_of(verb)]
+    assert silent == []
+
+
+def prepare(folder: Path) -> None:
+    """What the examples name: a package of one's own, results of an A/B, the repository's benchmark records."""
+    for path in ("mine/model.py", "mine/data.py", "mine/loss.py", "mypkg/net.py", "mymodel.py"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(MODEL.replace("def build", "def make") if "mypkg" in path else MODEL)
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name, shift in (("base", 0.0), ("candidate", 0.0001)):
+        lines = [json.dumps({"user": u, "recall@10": 0.1 + 0.01 * (u % 7) + shift}) for u in range(300)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def arrange(folder: Path, command: str) -> None:
+    """Files that another example of the same help would have left."""
+    records = folder / "runs" / "demo" / "records"
+    if (folder / "probe.json").exists() and not records.exists():
+        records.mkdir(parents=True)
+        (records / "probe.json").write_bytes((folder / "probe.json").read_bytes())
+    if command.startswith("loka diff"):
+        run("loka plan probe.json --recipe rowwise --accuracy-only --out other.json")
+    if command.startswith("loka db merge"):
+        source = ROOT / "src" / "loka" / "dispatch" / "measured" / "h200-linear.json"
+        (folder / "rows.json").write_bytes(source.read_bytes())
+    if command.startswith("loka report runs/a"):
+        for name, plan in (("a", "plan.json"), ("b", "other.json")):
+            place = folder / "runs" / name / "records"
+            place.mkdir(parents=True)
+            for file in ("probe.json", plan):
+                (place / file).write_bytes((folder / file).read_bytes())
+
+
+def run(command: str) -> Result:
+    return CliRunner().invoke(cli.app, shlex.split(command)[1:], obj={})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_examples_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LOKA_DB", str(tmp_path / "performance.sqlite"))
+    assert os.environ["LOKA_DB"]
+    prepare(tmp_path)
+    wrong = {}
+    for command, code in RUN.items():
+        arrange(tmp_path, command)
+        start = time.monotonic()
+        result = run(command)
+        print(f"{time.monotonic() - start:6.1f} s  {command}")  # pytest shows it when the test fails, and with -s
+        if result.exit_code != code:
+            wrong[command] = (result.exit_code, repr(result.exception), result.output[-500:])
+    assert wrong == {}
