@@ -69,6 +69,20 @@ def draw_sites(recipes: list[str], sites: int) -> Spec:
     )
 
 
+def _room(y: Spec, least: float) -> list[Spec]:
+    """Invisible points that keep both limits away from the edges, so that all four corners exist."""
+    hidden = {"type": "point", "opacity": 0, "tooltip": False}
+    beyond = {"calculate": "datum.limit * 1.15", "as": "beyond"}
+    return [
+        {"transform": [beyond], "mark": hidden, "encoding": {"x": {**_ERROR, "aggregate": "max", "field": "beyond"}}},
+        {
+            "data": {"values": [{"at": 1.35 * least}, {"at": 0.85 * least}]},
+            "mark": hidden,
+            "encoding": {"y": {**y, "field": "at"}},
+        },
+    ]
+
+
 def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
     """The map: safe or unsafe (left or right of the limit) by fast or slow (above or below the least speed-up), with both intervals."""
     colour, shape = _style_recipes(recipes)
@@ -85,6 +99,7 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
         data={"values": []},
         layer=[
             *_limit_line(),
+            *_room(y, least),
             {"data": {"values": [{"at": least}]}, "mark": faster, "encoding": {"y": {**y, "field": "at"}}},
             {
                 "mark": rule,
