@@ -47,4 +47,4 @@ def name_sides(folder: Path, other: Path) -> tuple[str, str]:
         a, b = "/".join(ours[-count:]), "/".join(theirs[-count:])
         if a != b:
             break
-    return a.removesuffix("/records"), b.removesuffix("/records")
+    return tuple(name.removesuffix("/records").removesuffix(".json") for name in (a, b))  # type: ignore[return-value]

@@ -46,16 +46,18 @@
     return result.view;
   }
 
-  // The map of sites
+  // The map of sites. Exact products have errors of 1e-8, which would squeeze all others together: they are drawn at TINY.
 
+  const TINY = 1e-3;
   const asked = (name, otherwise) => document.querySelector(`input[name="${name}"]:checked`)?.value || otherwise;
 
   function pointsOf(gemm, speed) {
     const rows = speed && data.elsewhere[gemm] ? data.elsewhere[gemm] : data.points[gemm] || [];
     return rows.map(([site, recipe, backend, error, low, high, speedup, slow, fast]) => ({
       site: data.names[site], index: site, recipe: word(recipe), backend: word(backend), error, low, high, limit: data.limits[gemm],
+      at: Math.max(error, TINY), from: Math.max(low, TINY), to: Math.max(high, TINY),
       ...(speedup === undefined ? {} : { speedup, slow, fast }),
-    })).filter((row) => row.error > 0 && row.low > 0);
+    }));
   }
 
   async function drawSites() {
@@ -72,6 +74,7 @@
       return;
     }
     if (speed && data.target && data.charts.sites) note.textContent = `Speed-ups: rows measured on ${data.target} for products of the same shape. Errors: measured here.`;
+    if (values.some((row) => row.error < TINY)) note.textContent += ` Errors under ${TINY} are drawn at ${TINY}.`;
     await draw(element, { ...data.charts[speed ? "speeds" : "sites"], data: { values } }, values.length);
   }
   document.querySelectorAll('input[name="gemm"], input[name="axis"]').forEach((input) => input.addEventListener("change", drawSites));
@@ -322,7 +325,7 @@
   byId("scheme").addEventListener("click", () => switchTo(root.dataset.scheme === "dark" ? "light" : "dark"));
   dark.addEventListener("change", () => switchTo(dark.matches ? "dark" : "light"));
   let before = null;
-  addEventListener("beforeprint", () => { before = root.dataset.scheme; setScheme("light"); drawAll(); document.querySelectorAll("details").forEach((d) => { d.open = true; }); if (body) showRows(true); });
+  addEventListener("beforeprint", () => { before = root.dataset.scheme; setScheme("light"); drawAll(); if (body) showRows(true); });
   addEventListener("afterprint", () => { if (before) switchTo(before); if (body) showRows(); });
 
   const wanted = decodeURIComponent((location.hash.match(/^#site=(.*)$/) || [])[1] || "");

@@ -16,6 +16,7 @@ from loka.report.vega import ACCENT, Spec, make_chart
 __all__ = ["Pair", "render_pair", "write_pair"]
 
 SHOWN = 200  # differences listed
+TINY = 1e-3  # smaller errors, of products that are exact but for the last bit, are drawn here
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def _write_sites(pair: Pair) -> str:
     ]
     text = about(
         f"{len(both)} sites are in both, {escape(', '.join(only))}. {len(changed)} GEMMs are judged differently. "
-        "In the chart, a point above the diagonal has a larger error in the second report."
+        "In the chart, a point above the diagonal has a larger error in the second report; "
+        f"errors under {TINY:g} are drawn there."
     )
     text += chart("pair", f"Error of each GEMM in {pair.names[0]} against {pair.names[1]}")
     if not changed:
@@ -146,13 +148,13 @@ def _draw_errors(pair: Pair) -> Spec | None:
         return None
     ours, theirs = (_best_errors(r.probe) for _, r in pair.sides if r.probe is not None)
     rows = [
-        {"site": site, "gemm": gemm, "before": error, "after": theirs[site, gemm]}
+        {"site": site, "gemm": gemm, "before": max(error, TINY), "after": max(theirs[site, gemm], TINY)}
         for (site, gemm), error in ours.items()
-        if theirs.get((site, gemm)) and error > 0
+        if (site, gemm) in theirs
     ]
     if not rows:
         return None
-    values = [value for side in (ours, theirs) for value in side.values() if value > 0]
+    values = [max(value, TINY) for side in (ours, theirs) for value in side.values()]
     ends = [min(values), max(values)]
     scale = {"type": "log", "nice": False, "padding": 10, "domain": [0.8 * ends[0], 1.25 * ends[1]]}
     x, y = (

@@ -45,7 +45,7 @@ def draw_sites(recipes: list[str], sites: int) -> Spec:
     if many:
         scale = {"reverse": True, "nice": False, "domain": [0, sites]}
         y = {"field": "index", "type": "quantitative", "scale": scale, "title": "site, in model order"}
-    x = {**_ERROR, "field": "error", "title": "error of the product"}
+    x = {**_ERROR, "field": "at", "title": "error of the product"}
     rule = {"type": "rule", "strokeWidth": 1 if many else 2, "opacity": 0.25 if many else 0.6}
     point = {
         "type": "point",
@@ -62,7 +62,7 @@ def draw_sites(recipes: list[str], sites: int) -> Spec:
             *_limit_line(),
             {
                 "mark": rule,
-                "encoding": {"x": {**_ERROR, "field": "low"}, "x2": {"field": "high"}, "y": y, "color": colour},
+                "encoding": {"x": {**_ERROR, "field": "from"}, "x2": {"field": "to"}, "y": y, "color": colour},
             },
             {"mark": point, "encoding": {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": _TOOLTIP}},
         ],
@@ -87,7 +87,7 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
     """The map: safe or unsafe (left or right of the limit) by fast or slow (above or below the least speed-up), with both intervals."""
     colour, shape = _style_recipes(recipes)
     y: Spec = {"type": "quantitative", "scale": {"type": "log", "nice": False, "padding": 14}, "axis": {"tickCount": 6}}
-    x = {**_ERROR, "field": "error", "title": "error of the product"}
+    x = {**_ERROR, "field": "at", "title": "error of the product"}
     named = {**y, "field": "speedup", "title": f"speed-up over bf16 on {where}"}
     rule = {"type": "rule", "strokeWidth": 1.5, "opacity": 0.45}
     point = {"type": "point", "filled": True, "size": 60, "opacity": 0.85, "cursor": "pointer"}
@@ -103,7 +103,7 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
             {"data": {"values": [{"at": least}]}, "mark": faster, "encoding": {"y": {**y, "field": "at"}}},
             {
                 "mark": rule,
-                "encoding": {"x": {**_ERROR, "field": "low"}, "x2": {"field": "high"}, "y": named, "color": colour},
+                "encoding": {"x": {**_ERROR, "field": "from"}, "x2": {"field": "to"}, "y": named, "color": colour},
             },
             {"mark": rule, "encoding": {"x": x, "y": {**y, "field": "slow"}, "y2": {"field": "fast"}, "color": colour}},
             {
