@@ -142,7 +142,7 @@ def test_refusals_say_what_to_do(folder: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_quantize_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "own_model.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -152,12 +152,12 @@ def test_quantize_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     torch.manual_seed(0)
-    model = find_object("mine:make")()
+    model = find_object("own_model:make")()
     save_file(model.state_dict(), "w.safetensors")
-    run("quantize", "mine:make", "--weights", "w.safetensors", "--recipe", "rowwise", "--out", "q.safetensors")
+    run("quantize", "own_model:make", "--weights", "w.safetensors", "--recipe", "rowwise", "--out", "q.safetensors")
     from loka.ptq import load_quantized
 
-    again, summary = load_quantized("q.safetensors", build=find_object("mine:make"))
+    again, summary = load_quantized("q.safetensors", build=find_object("own_model:make"))
     assert summary.quantized == ["0", "1"]
     x = torch.randn(4, 8)
     assert (again.float()(x) - model(x)).norm() / model(x).norm() < 0.1
