@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json -->"
+QUALITY = "<!-- quality: written by docs/generate.py from benchmarks/results/h200/quality.json -->"
 BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
 NAMES = {
     "wukong": "Wukong",
@@ -197,16 +198,55 @@ def quality_table() -> str | None:
             row["data"],
             row["model"],
             row["metric"],
-            f"{row['mean']:.4f} ± {row['half_width']:.4f}"
-            if math.isfinite(row["half_width"])
-            else f"{row['mean']:.4f}, one seed",
+            spell_mean(row),
             str(row["seeds"]),
             "; ".join(f"{name} {value:.4f}" for name, value in row["bar"].items()),
         ]
         for row in found["summary"]
-        if row.get("mean") is not None and row.get("half_width") is not None
+        if row.get("mean") is not None
     ]
     return table(["data", "model", "metric", "mean, 95 % over seeds", "seeds", "baselines"], rows)
+
+
+def spell_mean(row: dict[str, Any]) -> str:
+    """A mean with its interval; one seed has none."""
+    half = row.get("half_width")
+    return (
+        f"{row['mean']:.4f} ± {half:.4f}"
+        if half is not None and math.isfinite(half)
+        else f"{row['mean']:.4f}, one seed"
+    )
+
+
+def quality_headline() -> str | None:
+    """For README: one row per model, one column per data set, the strongest baseline first."""
+    found = read("h200/quality.json")
+    if found is None:
+        return None
+    sets = list(dict.fromkeys(row["data"] for row in found["summary"]))
+    cells = {(row["data"], row["model"]): spell_mean(row) for row in found["summary"] if row.get("mean") is not None}
+    bars = {row["data"]: max(row["bar"].items(), key=lambda pair: pair[1]) for row in found["summary"]}
+    names = list(dict.fromkeys(model for _, model in cells))
+    head = ["", *(f"{name}, {'HR@10' if name.startswith('amazon') else 'AUC'}" for name in sets)]
+    baseline = ["best simple baseline", *(f"{bars[name][1]:.4f} ({bars[name][0]})" for name in sets)]
+    return table(head, [baseline, *([name, *(cells.get((data, name), "") for data in sets)] for name in names)])
+
+
+def probe_table() -> str | None:
+    """What a probe costs a training step."""
+    found = read("h200/probe_overhead.json")
+    if found is None:
+        return None
+    rounds, memory = found["measure_rounds"], found["measure_memory"]
+    low, high = rounds["overhead_percent_95"]
+    rows = [
+        ["step without a probe", f"{rounds['bare_step_ms']:.2f} ms"],
+        ["step with a probe, amortised", f"{rounds['probed_step_ms']:.2f} ms"],
+        ["overhead, median of paired rounds", f"{rounds['overhead_percent']:.2f} % [{low:.2f}, {high:.2f}]"],
+        ["memory of the widest site", f"{memory['widest_site_mib']:.0f} MiB"],
+        ["memory of all sites", f"{memory['planned_total_mib']:.0f} MiB"],
+    ]
+    return table(["compiled bf16 Wukong, 21 linears, batch 8,192", ""], rows)
 
 
 def engine_table() -> str | None:
@@ -284,6 +324,9 @@ SECTIONS = (
      "What a plan made from database rows runs, over the fastest kernel that could have been chosen."),
     ("scaled_mm", "scaled_mm.json", lambda: bench_table("h200/scaled_mm.json"), "The GEMM alone; quantisation has its own rows."),
     ("quantize", "quantize.json", lambda: bench_table("h200/quantize.json"), "A tensor, and where asked its transpose, to FP8. The bf16 column is a copy of the same tensor."),
+    ("What a probe costs", "probe_overhead.json", probe_table, "Statistics of every linear, gradients included, once in 100 steps."),
+    ("The kernels of generation", "generative_kernels.json", lambda: bench_table("h200/generative_kernels.json"),
+     "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context; every tile that was tried is in the record."),
     ("The generative engine", "onerec_engine.json", engine_table,
      "One batch through OneRec's search. Weights are random: this is speed, not quality."),
     ("Quality of the models in high precision", "quality.json", quality_table, "Against popularity, Markov chains and logistic regression."),
@@ -360,7 +403,7 @@ def _list_options(command: Any) -> list[str]:
 
 def write_readme(text: str) -> str:
     """README.md with its marked blocks made again."""
-    for begin, made in ((BEGIN, headline_table()), (DEMO, demo_table())):
+    for begin, made in ((BEGIN, headline_table()), (DEMO, demo_table()), (QUALITY, quality_headline())):
         if made is not None:
             block = f"{begin}\n\n{made}\n\n{END}"
             text = re.sub(f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, block=block: block, text, flags=re.DOTALL)  # type: ignore[misc]
