@@ -59,3 +59,25 @@ def test_optional_libraries_wait_until_they_are_needed() -> None:
         f"print(sorted(set({optional!r}) & set(sys.modules)))"
     )
     assert run(code) == "[]"
+
+
+def test_nothing_undeclared_is_imported_at_module_level() -> None:
+    """A dependency of a dependency may be gone tomorrow: what is imported at module level is declared in pyproject.toml."""
+    import ast
+    import tomllib
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parent.parent
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    allowed = {line.split(">")[0].split("=")[0].strip().replace("-", "_") for line in declared} | {"loka"}
+    found: dict[str, str] = {}
+    for path in (root / "src" / "loka").rglob("*.py"):
+        own = allowed | ({"triton"} if path.name.startswith("triton_") or path.name == "tile.py" else set())
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in names:
+                top = name.split(".")[0]
+                if top not in sys.stdlib_module_names and top not in own:
+                    found[top] = str(path.relative_to(root))
+    assert not found, found

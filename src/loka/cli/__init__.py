@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
-import click
 import typer
 
 from loka import __version__
@@ -116,15 +115,19 @@ def _mount() -> None:
 _mount()
 
 
+# Newer typers carry a click of their own, older ones use the installed one: either way a bad parameter descends from it.
+_COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the exit code."""
     state: dict[str, Any] = {"debug": False}
     try:
         code = app(arguments, standalone_mode=False, obj=state)
-    except click.ClickException as error:
+    except _COMMAND_ERROR as error:
         error.show()
         sys.exit(error.exit_code)
-    except click.Abort:
+    except typer.Abort:
         code = INTERRUPTED
     except ValueError as error:
         if state["debug"]:
