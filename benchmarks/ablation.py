@@ -49,6 +49,14 @@ def main() -> int:
     parser.add_argument("--size", default="small", help="size of Wukong")
     parser.add_argument("--shorten", type=float, default=1.0, help="divide the length of every run, to test the script")
     parser.add_argument("--backend", default="auto", help="of the naive arm's GEMMs")
+    parser.add_argument(
+        "--plans", type=Path, help="folder of plans to use and to add to; default: a new one that is not kept"
+    )
+    parser.add_argument(
+        "--only-plans",
+        action="store_true",
+        help="make the plans and stop: evaluating in emulation is the slow part, and a CPU can do it",
+    )
     arguments = parser.parse_args()
     tasks = list_tasks(arguments.only, arguments.seeds)
     if not tasks:
@@ -57,10 +65,17 @@ def main() -> int:
     done = {key_of(row) for row in report["runs"]}
     tasks = [task for task in tasks if task not in done]
     started, deadline = time.monotonic(), time.time() + arguments.seconds
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.plans or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         bench = cell.Bench(
-            arguments.root, arguments.device, arguments.size, arguments.shorten, Path(folder), arguments.backend
+            arguments.root, arguments.device, arguments.size, arguments.shorten, folder, arguments.backend
         )
+        if arguments.only_plans:
+            for data, variant in dict.fromkeys((data, variant) for data, variant, _, _ in tasks):
+                cell.find_plan(bench, data, variant)
+                print(f"{folder}: {data}, {variant}", file=sys.stderr, flush=True)
+            return 0
         for outcome in run_all(bench, tasks, arguments.processes, deadline):
             report[outcome.pop("list")].append(outcome)
             report["summary"] = summarise(report["runs"])

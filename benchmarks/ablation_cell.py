@@ -126,7 +126,7 @@ def configure(bench: Bench, recipe: Recipe, rows: int) -> TrainConfig:
 
 
 def find_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
-    """The plan of a cell, made once and kept in a file, and the share of FLOPs that the naive recipe would quantise."""
+    """The plan of a cell, made once, on whatever device, and kept in a file, and the share of FLOPs that the naive recipe would quantise."""
     file = bench.plans / f"{data}-{variant}.json"
     if not file.exists():
         plan, share = make_plan(bench, data, variant)
@@ -135,7 +135,7 @@ def find_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
         waiting.write_text(json.dumps(body))
         waiting.replace(file)
     body = json.loads(file.read_text())
-    return records.from_json(json.dumps(body["plan"]), Plan), float(body["naive_share"])
+    return rebind(records.from_json(json.dumps(body["plan"]), Plan), bench), float(body["naive_share"])
 
 
 def make_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
@@ -156,7 +156,7 @@ def make_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
     # Errors come from the emulated GEMM, which times nothing; what runs is then left to the registry, which knows the device.
     report = probe.evaluate(samples=10, backends=("reference",), sources=("rows",), judged_on=("rows",))
     share = sum(site.flops_share for site in report.record.sites)
-    return rebind(report.plan(min_speedup=None), bench), share
+    return report.plan(min_speedup=None), share
 
 
 def rebind(plan: Plan, bench: Bench) -> Plan:
