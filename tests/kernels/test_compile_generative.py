@@ -1,7 +1,6 @@
 """The Triton kernels of generative inference compile for Hopper (sm_90) on a machine without a GPU, as `test_compile_hopper` does for the others."""
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,19 +8,12 @@ import pytest
 triton = pytest.importorskip("triton", exc_type=ImportError)
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-SHARED_MEMORY = 232448  # bytes a block may use on an H100 or H200
+from kernels.hopper import SHARED_MEMORY, compile_kernel, kernels_of, needs_ptxas  # noqa: E402
+
 REGISTERS = 65536  # of a multiprocessor
 
-pytestmark = [
-    pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="Triton interprets in this process"),
-    pytest.mark.skipif(
-        not PTXAS.exists(), reason="Triton's bundled ptxas is missing: nothing can be compiled for sm_90"
-    ),
-]
+pytestmark = needs_ptxas
 
 S, J, L, X, Q = "*fp32", "*i32", "*i64", "*bf16", "*fp8e4nv"
 SOURCE = {"x_ptr": S, "mask_ptr": "*i8", "score_ptr": S, "lse_ptr": S}
@@ -167,28 +159,8 @@ DIVISIBLE = {
 }
 
 
-def kernels_of(op: str):
-    return import_module(f"loka.kernels.{op}.triton_kernels")
-
-
 def build(op: str, name: str, what: str):
-    kernel = getattr(kernels_of(op), name)
-    types, constants, options = CONFIGURATIONS[op, name, what]
-    names = kernel.arg_names
-    assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"
-    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in names}
-    aligned = [
-        i
-        for i, arg in enumerate(names)
-        if signature[arg].startswith("*") or (arg in DIVISIBLE and arg not in constants)
-    ]
-    source = ASTSource(
-        kernel,
-        signature=signature,
-        constexprs={(names.index(arg),): value for arg, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_kernel(op, name, CONFIGURATIONS[op, name, what], DIVISIBLE)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ instructions where it multiplies, the hardware's saturating FP8 conversion where
 """
 
 import re
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,12 @@ import pytest
 triton = pytest.importorskip("triton", exc_type=ImportError)
 
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
 
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-SHARED_MEMORY = 232448  # bytes a block may use on an H100 or H200
+from kernels.hopper import SHARED_MEMORY, compile_kernel, kernels_of, needs_ptxas  # noqa: E402
+
 OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear", "interaction")
 
-pytestmark = [
-    pytest.mark.skipif(bool(triton.knobs.runtime.interpret), reason="Triton interprets in this process"),
-    pytest.mark.skipif(
-        not PTXAS.exists(), reason="Triton's bundled ptxas is missing: nothing can be compiled for sm_90"
-    ),
-]
+pytestmark = needs_ptxas
 
 
 def desc(kind: str, rows: int, columns: int) -> str:
@@ -154,28 +146,8 @@ MULTIPLIES = {"_gemm", "_fused", "_interact", "_interact_gradient"}
 DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
 
 
-def kernels_of(op: str):
-    return import_module(f"loka.kernels.{op}.triton_kernels")
-
-
 def build(op: str, name: str, what: str):
-    kernel = getattr(kernels_of(op), name)
-    types, constants, options = CONFIGURATIONS[op, name, what]
-    names = kernel.arg_names
-    assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"
-    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in names}
-    aligned = [
-        i
-        for i, arg in enumerate(names)
-        if signature[arg].startswith("*") or (arg in DIVISIBLE and arg not in constants)
-    ]
-    source = ASTSource(
-        kernel,
-        signature=signature,
-        constexprs={(names.index(arg),): value for arg, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_kernel(op, name, CONFIGURATIONS[op, name, what], DIVISIBLE)
 
 
 @pytest.fixture

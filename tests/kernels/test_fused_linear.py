@@ -7,8 +7,6 @@ float64 on the kept z.
 
 import math
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fp8_bounds import excess, scale_error
+from kernels.interpreter import run_interpreted
 from loka.formats import QTensor, Spec, quantize
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
@@ -537,10 +536,4 @@ def test_backward_compiles_without_a_graph_break(name: str, device: torch.device
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU itself")
 def test_triton_under_its_interpreter() -> None:
-    """The same tests for the Triton backend, in a child process: the interpreter is chosen when Triton is imported."""
-    pytest.importorskip("triton", exc_type=ImportError)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "triton", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "." in result.stdout.splitlines()[0], result.stdout  # something ran and passed
+    run_interpreted(__file__)

@@ -1,14 +1,13 @@
 """interaction: every backend against the layer written with float64 matmuls and torch's own norm, and in Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels.fp8_bounds import excess
+from kernels.interpreter import run_interpreted
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
 from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
@@ -124,7 +123,4 @@ def test_refusals() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU itself")
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_triton_under_its_interpreter() -> None:
-    pytest.importorskip("triton", exc_type=ImportError)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    found = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout[-3000:]
+    run_interpreted(__file__)

@@ -2,13 +2,12 @@
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from formats.tables import TABLES
+from kernels.interpreter import run_interpreted
 from loka.formats import FORMATS, QTensor, Spec, decode, expand_scale, scale_shape
 from loka.formats import quantize as quantize_by_law
 from loka.kernels import BACKENDS, registry
@@ -207,14 +206,9 @@ def test_compiles_without_a_graph_break(name: str, device: torch.device) -> None
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU itself")
 def test_triton_under_its_interpreter() -> None:
-    """The same tests for the Triton backend, in a child process: the interpreter is chosen when Triton is imported."""
-    pytest.importorskip("triton", exc_type=ImportError)
-    chosen = "triton and (float32 or same or given or strides or stochastic or compiles)"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", chosen, __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
-    assert "." in result.stdout.splitlines()[0], result.stdout  # something ran and passed
+    run_interpreted(
+        __file__, "triton and (float32 or same or given or strides or stochastic or compiles or transpose_moves)"
+    )
 
 
 @pytest.mark.parametrize(("spec", "shape"), [("e4m3:row:static", (3, 1)), ("e4m3:tensor:static", (1,))])

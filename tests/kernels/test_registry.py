@@ -184,3 +184,12 @@ def test_calls_print_what_they_are() -> None:
         MatmulCall(4, -1, 8, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"))
     with pytest.raises(ValueError, match=r"scaled_mm writes .* got torch\.float64"):
         MatmulCall(4, 1, 8, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"), torch.float64)
+
+
+def test_emulation_on_a_gpu_is_said_aloud() -> None:
+    """`auto` may end at the reference; on a GPU that is a surprise, and the reasons are given."""
+    call = QuantizeCall(4, 16, Spec.parse("int8:row"))
+    with pytest.warns(
+        UserWarning, match=r"quantize 4x16 .* runs emulated on the GPU, no kernel can: triton: writes e4m3"
+    ):
+        assert registry.pick("quantize", "auto", call, torch.device("cuda")).name == "reference"

@@ -4,6 +4,7 @@ Nothing is imported until a backend is asked for. `pick` never substitutes: an e
 returns what it chose together with everything that refused.
 """
 
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -73,7 +74,17 @@ def pick(op: str, name: str, call: Any, device: torch.device) -> Selection:
     for candidate in BACKENDS[op]:
         verdict = backend(op, candidate).supports(call, device)
         if verdict:
+            if candidate == "reference" and device.type == "cuda":
+                _warn_of_emulation(op, call, refusals)
             return Selection(candidate, backend(op, candidate), refusals)
         refusals[candidate] = verdict.reason
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
     raise UnsupportedError(f"no backend of {op} can run {call} on {device}:\n{reasons}")
+
+
+def _warn_of_emulation(op: str, call: Any, refusals: dict[str, str]) -> None:
+    """On a GPU nobody expects emulation: say it, once per call site (torch.compile cannot trace a warning; there it stays unsaid)."""
+    if torch.compiler.is_compiling():
+        return
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    warnings.warn(f"{op} {call} runs emulated on the GPU, no kernel can: {reasons}", stacklevel=3)
