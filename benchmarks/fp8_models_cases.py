@@ -55,6 +55,8 @@ def build(case: str, device: str, *, scale: int, compiled: bool) -> tuple[Callab
     facts |= lower(model, precision, mode)
     if reference is not None:
         facts["difference"] = difference(model, reference, inputs, lengths, mode, device)
+        if mode == "train":
+            facts["gradient_difference"] = gradient_difference(model, reference, inputs, lengths, device)
         del reference
     run = compile_static(model, compiled)
     if mode == "infer":
@@ -172,6 +174,25 @@ def difference(
     error = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
     if not error < 0.5:
         raise ValueError(f"the low-precision model differs from the float32 one by {error:.2f} of its output")
+    return error
+
+
+def gradient_difference(
+    model: nn.Module, reference: nn.Module, inputs: list[Tensor], lengths: list[Tensor], device: str
+) -> float:
+    """Relative L2 of all parameters' gradients against float32's, on the first rows; a wrong backward is not worth timing."""
+    first = min(512, inputs[0].shape[0])
+    lens = [x[:first] for x in lengths]
+    gradients = []
+    for which in (model, reference):
+        with torch.autocast(device, torch.bfloat16, enabled=which is model):
+            out = which(*(x[:first].detach() for x in inputs), *lens)
+        out.float().square().mean().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in which.parameters() if p.grad is not None]))
+        which.zero_grad()
+    error = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+    if not error < 0.5:
+        raise ValueError(f"its gradients differ from the float32 ones by {error:.2f}")
     return error
 
 

@@ -64,13 +64,13 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("gradient", ["tensor", "block"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_autograds_up_to_fp8(gradient: str, bias: bool) -> None:
-    mlp = make_tower(width=128, hidden=(256, 256), out=128, bias=bias)
+def test_gradients_are_autograds_up_to_fp8(gradient: str, bias: bool, device: torch.device) -> None:
+    mlp = make_tower(width=128, hidden=(256, 256), out=128, bias=bias).to(device)
     twin = copy.deepcopy(mlp)
     tower = fused(mlp, precision=TowerPrecision(gradient=gradient))
-    x = torch.randn(256, 128, requires_grad=True)
+    x = torch.randn(256, 128, device=device, requires_grad=True)
     y = x.detach().clone().requires_grad_()
-    weight = torch.randn(256, 128)
+    weight = torch.randn(256, 128, device=device)
     (tower(x) * weight).sum().backward()
     (twin(y) * weight).sum().backward()
     assert relative(x.grad, y.grad) < 0.12

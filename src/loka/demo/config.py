@@ -8,7 +8,7 @@ from loka.records import Comparison, Plan
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo is asked to do. The defaults take about three minutes on two cores."""
+    """What the demo is asked to do. The defaults take four minutes on two cores."""
 
     data: str = "complete-journey"
     family: str = "wukong"
