@@ -1,6 +1,16 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
 from loka.records.ab import BundleInfo, Overlap, PairedMetric, PairedTest, SplitCheck
+from loka.records.ablation import (
+    Ablation,
+    AblationCell,
+    AblationLatency,
+    AblationRun,
+    MissingRun,
+    PairedChange,
+    RefusedLatency,
+    TowerLatency,
+)
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.drift import DriftReport, Feature, Move, VerdictChange
 from loka.records.measurement import Environment, Interval, capture_environment
@@ -43,6 +53,10 @@ from loka.records.run import Comparison, Outcome, Point, Progress, Run
 __all__ = [
     "GEMMS",
     "SOURCES",
+    "Ablation",
+    "AblationCell",
+    "AblationLatency",
+    "AblationRun",
     "Analysis",
     "BundleInfo",
     "Candidate",
@@ -63,6 +77,7 @@ __all__ = [
     "Interval",
     "LayerStats",
     "Likeness",
+    "MissingRun",
     "ModChange",
     "ModClass",
     "ModLeft",
@@ -71,6 +86,7 @@ __all__ = [
     "Move",
     "Outcome",
     "Overlap",
+    "PairedChange",
     "PairedMetric",
     "PairedTest",
     "Part",
@@ -84,6 +100,7 @@ __all__ = [
     "RecordError",
     "Recovery",
     "Reference",
+    "RefusedLatency",
     "Role",
     "Run",
     "Safety",
@@ -93,6 +110,7 @@ __all__ = [
     "Speed",
     "SplitCheck",
     "TensorStats",
+    "TowerLatency",
     "VerdictChange",
     "append",
     "capture_environment",
