@@ -8,12 +8,12 @@ seed by seed (same weights, same batches): the *original* bf16 model, which is t
 
     relative change of the test log loss, 95 % Student interval over seeds, verdict for a margin of 0.1 %, minimum detectable effect
 
-Runs are listed as they end; those that did not fit into --seconds are listed as skipped, those that failed with their error; a run whose loss is not finite is
-"diverged" and is counted, not averaged. Continue with the same --out: finished runs are not repeated.
+The file is a record of kind "ablation" (loka.records.Ablation): `loka report FILE` draws it. Runs are listed as they end; those that did not fit into --seconds
+are listed as skipped, those that failed with their error; a run whose loss is not finite has diverged and is counted, not averaged. Continue with the same
+--out: finished runs are not repeated.
 """
 
 import argparse
-import json
 import math
 import multiprocessing
 import statistics
@@ -28,13 +28,28 @@ from pathlib import Path
 from typing import Any
 
 import ablation_cell as cell
+import msgspec
 import torch
 
 from loka.metrics import compare_paired
-from loka.records import capture_environment
+from loka.records import (
+    Ablation,
+    AblationCell,
+    AblationRun,
+    Interval,
+    MissingRun,
+    PairedChange,
+    RecordError,
+    capture_environment,
+    load,
+    save,
+)
+from loka.records.ablation import BASELINE, ORIGINAL
 
-MARGIN = 0.1  # percent of log loss
+MARGIN = 0.001  # of log loss
+OUT_OF_TIME = "out of time"
 Task = tuple[str, str, str, int]
+Outcome = AblationRun | MissingRun
 
 
 def main() -> int:
@@ -62,7 +77,7 @@ def main() -> int:
     if not tasks:
         parser.error(f"--only {arguments.only} matches nothing")
     report = open_report(arguments)
-    done = {key_of(row) for row in report["runs"]}
+    done = {key_of(run) for run in report.runs}
     tasks = [task for task in tasks if task not in done]
     started, deadline = time.monotonic(), time.time() + arguments.seconds
     with tempfile.TemporaryDirectory() as temporary:
@@ -77,12 +92,10 @@ def main() -> int:
                 print(f"{folder}: {data}, {variant}", file=sys.stderr, flush=True)
             return 0
         for outcome in run_all(bench, tasks, arguments.processes, deadline):
-            report[outcome.pop("list")].append(outcome)
-            report["summary"] = summarise(report["runs"])
-            report["seconds"] = time.monotonic() - started
-            arguments.out.write_text(json.dumps(report, indent=1, default=str))
+            report = add(report, outcome, seconds=time.monotonic() - started)
+            save(report, arguments.out)
     print(describe(report))
-    return 1 if report["failed"] else 0
+    return 1 if report.failed else 0
 
 
 def list_tasks(only: str, seeds: int) -> list[Task]:
@@ -96,30 +109,40 @@ def list_tasks(only: str, seeds: int) -> list[Task]:
     return [(d, v, p, s) for s in range(seeds) for d in data for v in variants for p in precisions]
 
 
-def key_of(row: dict[str, Any]) -> Task:
-    return row["data"], row["variant"], row["precision"], row["seed"]
+def key_of(run: AblationRun) -> Task:
+    return run.data, run.variant, run.precision, run.seed
 
 
-def open_report(arguments: argparse.Namespace) -> dict[str, Any]:
+def open_report(arguments: argparse.Namespace) -> Ablation:
     """A new report, or the finished runs of an old one of the same settings."""
     settings = {name: getattr(arguments, name) for name in ("size", "shorten", "device", "backend")}
-    fresh: dict[str, Any] = {"settings": settings, "runs": [], "skipped": [], "failed": []}
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-    command = "python benchmarks/ablation.py"  # paths of this machine are nobody's business
+    command = f"python benchmarks/ablation.py --seeds {arguments.seeds}"  # paths of this machine are nobody's business
     environment = capture_environment(command=command, device=name, threads=torch.get_num_threads())
-    fresh["environment"] = {f: getattr(environment, f) for f in environment.__struct_fields__}
-    fresh["model"] = {"family": "wukong", "size": arguments.size, "original": cell.ORIGINAL, "margin_percent": MARGIN}
+    runs: list[AblationRun] = []
     if arguments.out.exists():
-        old = json.loads(arguments.out.read_text())
-        if old.get("settings") != settings:
-            raise SystemExit(
-                f"{arguments.out} holds runs of other settings, {old.get('settings')}: choose another --out"
-            )
-        fresh["runs"] = old["runs"]
-    return fresh
+        try:
+            old = load(arguments.out, Ablation)
+        except RecordError as error:
+            raise SystemExit(f"{error}: choose another --out") from error
+        if old.settings != settings:
+            raise SystemExit(f"{arguments.out} holds runs of other settings, {old.settings}: choose another --out")
+        runs = old.runs
+    return Ablation(model=f"wukong {arguments.size}", settings=settings, margin=MARGIN, runs=runs, cells=summarise(runs), skipped=[],
+                    failed=[], seconds=0.0, environment=environment)  # fmt: skip
 
 
-def run_all(bench: cell.Bench, tasks: list[Task], processes: int, deadline: float) -> Iterator[dict[str, Any]]:
+def add(report: Ablation, outcome: Outcome, *, seconds: float) -> Ablation:
+    """The report with one more run; one that was not started for lack of time is skipped, one that was and has no result failed."""
+    change = msgspec.structs.replace
+    if isinstance(outcome, AblationRun):
+        runs = [*report.runs, outcome]
+        return change(report, runs=runs, cells=summarise(runs), seconds=seconds)
+    name = "skipped" if outcome.why == OUT_OF_TIME else "failed"
+    return change(report, **{name: [*getattr(report, name), outcome]}, seconds=seconds)
+
+
+def run_all(bench: cell.Bench, tasks: list[Task], processes: int, deadline: float) -> Iterator[Outcome]:
     """Outcomes as they arrive; a worker that dies fails its own runs, and the rest go on in a new pool."""
     if processes == 1:
         for task in tasks:
@@ -128,7 +151,7 @@ def run_all(bench: cell.Bench, tasks: list[Task], processes: int, deadline: floa
     context = multiprocessing.get_context("spawn")
     waiting = list(tasks)
     while waiting:
-        running: dict[Future[dict[str, Any]], Task] = {}
+        running: dict[Future[Outcome], Task] = {}
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
             try:
                 while waiting or running:
@@ -141,80 +164,102 @@ def run_all(bench: cell.Bench, tasks: list[Task], processes: int, deadline: floa
                         yield outcome
             except BrokenProcessPool:
                 for task in running.values():
-                    yield label(task) | {"list": "failed", "error": "its worker died"}
+                    yield MissingRun(**label(task), why="its worker died")
 
 
 def label(task: Task) -> dict[str, Any]:
     return dict(zip(("data", "variant", "precision", "seed"), task, strict=True))
 
 
-def run_one(bench: cell.Bench, task: Task, deadline: float) -> dict[str, Any]:
+def run_one(bench: cell.Bench, task: Task, deadline: float) -> Outcome:
     if time.time() > deadline:
-        return {"list": "skipped", **label(task), "reason": "out of time"}
+        return MissingRun(**label(task), why=OUT_OF_TIME)
     start = time.perf_counter()
     try:
-        result = cell.run(bench, *task, deadline=deadline + 60)
+        facts = cell.run(bench, *task, deadline=deadline + 60)
     except Exception as error:  # one broken run must not cost the others their turn; the exit status says that it was
         traceback.print_exc()
-        return {"list": "failed", **label(task), "error": f"{type(error).__name__}: {error}"}
-    outcome = {"list": "runs", **label(task), **result, "seconds": time.perf_counter() - start}
-    shown = {name: outcome.get(name) for name in ("log_loss", "auc", "fp8_share", "forward")}
-    print(f"{':'.join(map(str, task))} {outcome['seconds']:.1f} s {shown}", file=sys.stderr, flush=True)
-    return outcome
+        return MissingRun(**label(task), why=f"{type(error).__name__}: {error}")
+    known = {name: facts[name] for name in AblationRun.__struct_fields__ if name in facts}
+    run = AblationRun(**label(task), **known, seconds=time.perf_counter() - start)
+    shown = {name: getattr(run, name) for name in ("log_loss", "auc", "fp8_share", "forward")}
+    print(f"{':'.join(map(str, task))} {run.seconds:.1f} s {shown}", file=sys.stderr, flush=True)
+    return run
 
 
-def summarise(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every cell beside the original in bf16 and beside its own variant in bf16."""
-    cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+def summarise(runs: list[AblationRun]) -> list[AblationCell]:
+    """Every cell beside the original in bf16, beside its own variant in bf16 and in naive FP8; in the order of the grid."""
+    cells: dict[tuple[str, str, str], dict[int, AblationRun]] = {}
     for run in runs:
-        cells.setdefault((run["data"], run["variant"], run["precision"]), {})[run["seed"]] = run
-    rows = []
-    for (data, variant, precision), by_seed in sorted(cells.items()):
-        kept = [run for run in by_seed.values() if run["log_loss"] is not None]
-        row = {"data": data, "variant": variant, "precision": precision, "seeds": len(by_seed),
-               "diverged": len(by_seed) - len(kept), "fp8_share": statistics.fmean(r["fp8_share"] for r in by_seed.values())}  # fmt: skip
-        if kept:
-            row |= {name: statistics.fmean(run[name] for run in kept) for name in ("log_loss", "auc", "seconds")}
-        row["against_original"] = compare(by_seed, cells.get((data, "none", "bf16"), {}))
-        row["against_bf16"] = compare(by_seed, cells.get((data, variant, "bf16"), {}))
-        row["against_naive"] = compare(by_seed, cells.get((data, variant, "naive"), {}))
-        rows.append(row)
-    return rows
+        cells.setdefault((run.data, run.variant, run.precision), {})[run.seed] = run
+    order = [*cell.RECIPES, *cell.VARIANTS, *cell.PRECISIONS]
+    keys = sorted(cells, key=lambda key: [order.index(name) if name in order else -1 for name in key])
+    return [summarise_cell(cells, *key) for key in keys]
 
 
-def compare(mine: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
-    """The paired comparison over the seeds that both have; None for a cell with itself or with fewer than two."""
-    seeds = [
-        s for s in sorted(mine) if s in theirs and mine[s]["log_loss"] is not None and theirs[s]["log_loss"] is not None
-    ]
-    if len(seeds) < 2 or mine is theirs:
-        return None
-    pair = [torch.tensor([side[s]["log_loss"] for s in seeds], dtype=torch.float64) for side in (mine, theirs)]
-    found = compare_paired(
-        *pair, margin=MARGIN, metric="log loss", lower_is_better=True, relative=True, method="student"
+def summarise_cell(
+    cells: dict[tuple[str, str, str], dict[int, AblationRun]], data: str, variant: str, precision: str
+) -> AblationCell:
+    mine = cells[data, variant, precision]
+    kept = [run for run in mine.values() if run.log_loss is not None]
+
+    def mean(name: str) -> float | None:
+        return statistics.fmean(getattr(run, name) for run in kept) if kept else None
+
+    return AblationCell(
+        data=data,
+        variant=variant,
+        precision=precision,
+        seeds=len(mine),
+        diverged=len(mine) - len(kept),
+        fp8_share=statistics.fmean(run.fp8_share for run in mine.values()),
+        log_loss=mean("log_loss"),
+        auc=mean("auc"),
+        seconds=mean("seconds"),
+        against_original=compare(mine, cells.get((data, ORIGINAL, BASELINE), {})),
+        against_bf16=compare(mine, cells.get((data, variant, BASELINE), {})),
+        against_naive=compare(mine, cells.get((data, variant, "naive"), {})),
     )
-    return {"percent": found.estimate, "low": found.low, "high": found.high, "mde": found.mde, "verdict": found.verdict,
-            "seeds": len(seeds)}  # fmt: skip
 
 
-def describe(report: dict[str, Any]) -> str:
+def compare(mine: dict[int, AblationRun], theirs: dict[int, AblationRun]) -> PairedChange | None:
+    """The paired comparison over the seeds that both have; None for a cell with itself or with fewer than two."""
+    pairs = [(mine[seed].log_loss, theirs[seed].log_loss) for seed in sorted(mine.keys() & theirs.keys())]
+    pairs = [pair for pair in pairs if None not in pair]
+    if len(pairs) < 2 or mine is theirs:
+        return None
+    candidate, baseline = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    found = compare_paired(
+        candidate,
+        baseline,
+        margin=100 * MARGIN,  # percent, as all of what it returns
+        metric="log loss",
+        lower_is_better=True,
+        relative=True,
+        method="student",
+    )
+    change = Interval(value=found.estimate / 100, low=found.low / 100, high=found.high / 100)
+    return PairedChange(change=change, minimum_detectable=found.mde / 100, outcome=found.verdict, seeds=len(pairs))
+
+
+def describe(report: Ablation) -> str:
     lines = [
         f"{'data':20} {'mods':11} {'precision':9} {'log loss':>9} {'AUC':>7} {'FP8':>6}  against the original in bf16"
     ]
-    for row in report.get("summary", []):
-        found = row["against_original"]
+    for row in report.cells:
+        found = row.against_original
         text = "" if found is None else (
-            f"{found['percent']:+.3f} % [{found['low']:+.3f}, {found['high']:+.3f}] {found['verdict']}, MDE {found['mde']:.3f} %"
+            f"{100 * found.change.value:+.3f} % [{100 * found.change.low:+.3f}, {100 * found.change.high:+.3f}] {found.outcome}, "
+            f"MDE {100 * found.minimum_detectable:.3f} %"
         )  # fmt: skip
-        lost = f" ({row['diverged']} of {row['seeds']} diverged)" if row["diverged"] else ""
+        lost = f" ({row.diverged} of {row.seeds} diverged)" if row.diverged else ""
+        loss, auc = (math.nan if value is None else value for value in (row.log_loss, row.auc))
         lines.append(
-            f"{row['data']:20} {row['variant']:11} {row['precision']:9} {row.get('log_loss', math.nan):9.5f} "
-            f"{row.get('auc', math.nan):7.4f} {row['fp8_share']:6.1%}  {text}{lost}"
+            f"{row.data:20} {row.variant:11} {row.precision:9} {loss:9.5f} {auc:7.4f} {row.fp8_share:6.1%}  {text}{lost}"
         )
-    for kind in ("skipped", "failed"):
-        found = report[kind]
-        lines += [f"{kind}: {len(found)} runs, e.g. {found[0]}"] if found else []
-    return "\n".join([*lines, f"{report.get('seconds', 0):.0f} s"])
+    for kind, missing in (("skipped", report.skipped), ("failed", report.failed)):
+        lines += [f"{kind}: {len(missing)} runs, e.g. {missing[0]}"] if missing else []
+    return "\n".join([*lines, f"{report.seconds:.0f} s"])
 
 
 if __name__ == "__main__":
