@@ -109,7 +109,7 @@ def list_tasks(only: str, seeds: int) -> list[Task]:
     return [(d, v, p, s) for s in range(seeds) for d in data for v in variants for p in precisions]
 
 
-def key_of(run: AblationRun) -> Task:
+def key_of(run: Outcome) -> Task:
     return run.data, run.variant, run.precision, run.seed
 
 
@@ -120,6 +120,8 @@ def open_report(arguments: argparse.Namespace) -> Ablation:
     command = f"python benchmarks/ablation.py --seeds {arguments.seeds}"  # paths of this machine are nobody's business
     environment = capture_environment(command=command, device=name, threads=torch.get_num_threads())
     runs: list[AblationRun] = []
+    skipped: list[MissingRun] = []
+    failed: list[MissingRun] = []
     if arguments.out.exists():
         try:
             old = load(arguments.out, Ablation)
@@ -127,19 +129,33 @@ def open_report(arguments: argparse.Namespace) -> Ablation:
             raise SystemExit(f"{error}: choose another --out") from error
         if old.settings != settings:
             raise SystemExit(f"{arguments.out} holds runs of other settings, {old.settings}: choose another --out")
-        runs = old.runs
-    return Ablation(model=f"wukong {arguments.size}", settings=settings, margin=MARGIN, runs=runs, cells=summarise(runs), skipped=[],
-                    failed=[], seconds=0.0, environment=environment)  # fmt: skip
+        runs, skipped, failed = old.runs, old.skipped, old.failed
+    return Ablation(
+        model=f"wukong {arguments.size}",
+        settings=settings,
+        margin=MARGIN,
+        runs=runs,
+        cells=summarise(runs),
+        skipped=skipped,
+        failed=failed,
+        seconds=0.0,
+        environment=environment,
+    )
 
 
 def add(report: Ablation, outcome: Outcome, *, seconds: float) -> Ablation:
-    """The report with one more run; one that was not started for lack of time is skipped, one that was and has no result failed."""
-    change = msgspec.structs.replace
+    """The report with one more run. One that was not started for lack of time is skipped, one that was and has no result failed; what it was before is forgotten."""
+    skipped, failed = (
+        [run for run in old if key_of(run) != key_of(outcome)] for old in (report.skipped, report.failed)
+    )
+    runs = report.runs
     if isinstance(outcome, AblationRun):
-        runs = [*report.runs, outcome]
-        return change(report, runs=runs, cells=summarise(runs), seconds=seconds)
-    name = "skipped" if outcome.why == OUT_OF_TIME else "failed"
-    return change(report, **{name: [*getattr(report, name), outcome]}, seconds=seconds)
+        runs = [*runs, outcome]
+    else:
+        (skipped if outcome.why == OUT_OF_TIME else failed).append(outcome)
+    return msgspec.structs.replace(
+        report, runs=runs, cells=summarise(runs), skipped=skipped, failed=failed, seconds=seconds
+    )
 
 
 def run_all(bench: cell.Bench, tasks: list[Task], processes: int, deadline: float) -> Iterator[Outcome]:

@@ -1,6 +1,7 @@
 """The scripts that measure the mods, as far as they can be tested without measuring."""
 
 import argparse
+import dataclasses
 import functools
 import pickle
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loka.records import AblationRun, MissingRun, save
+from loka.records import AblationRun, Interval, MissingRun, RefusedLatency, TowerLatency, save
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -18,7 +19,15 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield
-    for name in ("ablation", "ablation_cell", "stress", "stress_figure", "quality_ranking", "quality_data"):
+    for name in (
+        "ablation",
+        "ablation_cell",
+        "ablation_latency",
+        "stress",
+        "stress_figure",
+        "quality_ranking",
+        "quality_data",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -69,13 +78,14 @@ def test_the_file_is_a_record_that_a_second_call_continues(tmp_path):
     report = ablation.add(ablation.open_report(arguments(out)), cell("none", "bf16", 0, 0.5), seconds=1.0)
     missing = {"data": "d", "variant": "none", "precision": "naive", "seed": 0}
     report = ablation.add(report, MissingRun(**missing, why="out of time"), seconds=1.0)
+    assert (len(report.skipped), len(report.failed)) == (1, 0)
     report = ablation.add(report, MissingRun(**missing, why="RuntimeError: no"), seconds=2.0)
-    assert (len(report.skipped), len(report.failed), report.seconds) == (1, 1, 2.0)
+    assert (len(report.skipped), len(report.failed), report.seconds) == (0, 1, 2.0)
     save(report, out)
     again = ablation.open_report(arguments(out))
-    assert again.runs == report.runs
-    assert again.cells == report.cells
-    assert again.skipped == again.failed == []  # they get another chance
+    assert (again.runs, again.cells, again.failed) == (report.runs, report.cells, report.failed)
+    done = ablation.add(again, cell("none", "naive", 0, 0.5), seconds=1.0)
+    assert (len(done.runs), done.failed) == (2, [])  # it had another chance
     with pytest.raises(SystemExit, match="other settings"):
         ablation.open_report(arguments(out, size="small"))
     out.write_text("{}")
@@ -86,6 +96,57 @@ def test_the_file_is_a_record_that_a_second_call_continues(tmp_path):
 def test_an_outcome_survives_the_way_from_a_worker():
     run = cell("none", "bf16", 0, 0.5)
     assert pickle.loads(pickle.dumps(run)) == run
+
+
+def test_latency_rows_are_measured_beside_the_unmodified_tower_and_refusals_say_why():
+    import ablation_latency as latency
+
+    group = latency.Group("infer", 8, "all", ("bf16", "fused"), 256, "cpu", 2)
+    base, ready, refused = latency.prepare_group(group)
+    assert base is not None
+    assert (base.name, [row.name for row in ready], refused) == ("bf16", ["bf16", "fused"], [])
+    rows = list(latency.measure(group, base, ready))
+    assert [(row.variant, row.precision, row.speedup.value > 0) for row in rows] == [
+        ("all", "bf16", True),
+        ("all", "fused", True),
+    ]
+    assert 0.005 < rows[1].error < 0.2  # FP8, and no more than that
+    nothing = latency.prepare_group(dataclasses.replace(group, variant="none", precisions=("fused",)))
+    assert nothing[:2] == (None, [])
+    assert "BlockNorm" in nothing[2][0].why
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fused"])
+def test_a_training_row_is_checked_by_its_gradients(precision, monkeypatch):
+    import ablation_latency as latency
+
+    group = latency.Group("train", 8, "all", (precision,), 256, "cpu", 2)
+    assert len(latency.prepare_group(group)[1]) == 1
+    right = latency.find_truth
+    monkeypatch.setattr(latency, "find_truth", lambda *given: (*right(*given)[:2], -right(*given)[2]))
+    assert "differ from float32's by" in latency.prepare_group(group)[2][0].why
+
+
+def test_latency_rows_that_are_there_are_not_measured_again(tmp_path):
+    import ablation_latency as latency
+
+    given = argparse.Namespace(out=tmp_path / "l.json", device="cpu", scale=16, repeats=2, modes="infer")
+    report = latency.open_report(given)
+    assert len(latency.list_groups(report, given)) == 10
+    label = {"mode": "infer", "batch": 64, "variant": "none"}
+    one = Interval(value=1.0, low=1.0, high=1.0)
+    for precision in ("bf16", "tensorwise", "rowwise"):
+        report = latency.add(
+            report, TowerLatency(**label, precision=precision, error=0.0, microseconds=one, speedup=one)
+        )
+    report = latency.add(report, RefusedLatency(**label, precision="fused", why="it cannot"))
+    save(report, given.out)
+    again = latency.open_report(given)
+    assert (again.rows, again.refused) == (report.rows, report.refused)
+    assert latency.list_groups(again, given)[0].precisions == ("fused",)
+    row = TowerLatency(**label, precision="fused", error=0.0, microseconds=one, speedup=one)
+    assert latency.add(again, row).refused == []
+    assert len(latency.list_groups(latency.add(again, row), given)) == 9
 
 
 def test_tasks_are_the_grid_seed_by_seed():
