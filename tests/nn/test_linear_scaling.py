@@ -291,7 +291,7 @@ class TestSaved:
         model = nn.Sequential(nn.Linear(256, 256, bias=False, dtype=dtype))
         convert(model, recipe="tensorwise", backend="reference", options=LinearOptions(save=save))  # type: ignore[arg-type]
         kept: dict[int, int] = {}
-        own = {t.data_ptr() for t in (model[0].weight, *model[0].state.weights._buffers())}
+        own = {t.data_ptr() for t in (model[0].weight, *model[0].state.weights._buffers()) if t is not None}
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.data_ptr() not in own:
@@ -317,7 +317,7 @@ class TestSaved:
         convert(model, recipe="tensorwise", backend="reference")
         model.requires_grad_(False)
         kept = []
-        own = {t.data_ptr() for t in model[0].state.weights._buffers()}
+        own = {t.data_ptr() for t in model[0].state.weights._buffers() if t is not None}
         x = torch.randn(512, 64, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
             model(x)

@@ -5,7 +5,11 @@ A backend is a module: one file `kernels/<op>/<name>.py` with
     supports(call, device) -> Verdict        pure, never raises, always explains a no
     run(*operands, **options) -> outputs     functional: fresh outputs, no state
 
-`call` describes the operation without tensors (shapes, Specs, dtypes), so that a plan can be made on a machine that cannot run it. Third-party
+and, where it lays weights out in a way of its own before it multiplies them, a third one, so that this can be done once (`loka.kernels.prepared`):
+
+    prepare(weight, a) -> QTensor            the weight for products with operands of Spec a: the same values, and `run` gives the same bits
+
+A backend without `prepare` takes weights as they are. `call` describes the operation without tensors (shapes, Specs, dtypes), so that a plan can be made on a machine that cannot run it. Third-party
 libraries are imported inside these functions only; an absent one is a Verdict, not an ImportError.
 """
 
@@ -43,7 +47,7 @@ def no(reason: str) -> Verdict:
 
 
 class Backend(Protocol):
-    """What the registry hands out: a module with these two functions."""
+    """What the registry hands out: a module with these two functions, and `prepare` where it has one (`registry.prepare` knows)."""
 
     def supports(self, call: Any, device: Any) -> Verdict:
         """Whether this backend can run the call on the device, and if not, why."""

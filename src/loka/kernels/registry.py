@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 
+from loka.formats import QTensor, Spec
 from loka.kernels.backend import Backend, UnsupportedError, Verdict
 
 # In order of preference for `auto`: dispatch replaces this order by measured times, the order only decides where nothing was measured.
@@ -63,6 +64,18 @@ def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
     return {name: backend(op, name).supports(call, device) for name in BACKENDS[op]}
 
 
+def prepare(op: str, name: str, weight: QTensor, a: Spec) -> QTensor:
+    """A weight as a backend reads it beside operands of Spec `a`; the weight itself where the backend lays nothing out."""
+    return prepare_for(backend(op, name), weight, a)
+
+
+def prepare_for(chosen: Any, weight: QTensor, a: Spec) -> QTensor:
+    """`prepare` for a backend at hand, which may be anybody's."""
+    lay_out = getattr(chosen, "prepare", None)
+    prepared: QTensor = weight if lay_out is None else lay_out(weight, a)
+    return prepared
+
+
 def pick(op: str, name: str, call: Any, device: torch.device) -> Selection:
     """A backend by name, or the first that can run with `auto`."""
     if name != "auto":
@@ -70,12 +83,18 @@ def pick(op: str, name: str, call: Any, device: torch.device) -> Selection:
         if not verdict:
             raise UnsupportedError(f"{op} backend {name!r} cannot run {call} on {device}: {verdict.reason}")
         return Selection(name, backend(op, name), {})
+    chosen = first(op, call, device)
+    if chosen.name == "reference" and device.type == "cuda":
+        _warn_of_emulation(op, call, chosen.refusals)
+    return chosen
+
+
+def first(op: str, call: Any, device: torch.device) -> Selection:
+    """The first backend that can run a call, without a word about it."""
     refusals: dict[str, str] = {}
     for candidate in BACKENDS[op]:
         verdict = backend(op, candidate).supports(call, device)
         if verdict:
-            if candidate == "reference" and device.type == "cuda":
-                _warn_of_emulation(op, call, refusals)
             return Selection(candidate, backend(op, candidate), refusals)
         refusals[candidate] = verdict.reason
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())

@@ -117,14 +117,15 @@ class ScaledMm:
         return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device, outer_major=False)
 
     def thunk(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Thunk:
-        """The GEMM alone, its scales stored in the order the backend reads without a copy: a quantiser can write either."""
+        """The GEMM alone: the weight prepared, activation scales stored in the order the backend reads without a copy (a quantiser can write either)."""
         a, b = operands
-        if getattr(backend, "OUTER_MAJOR_SCALES", False):
-            a, b = (replace(q, scale=q.scale.t().contiguous().t()) if q.spec.block.rows == 1 else q for q in operands)
-        return lambda: backend.run(a, b, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+        if getattr(backend, "OUTER_MAJOR_SCALES", False) and a.spec.block.rows == 1:
+            a = replace(a, scale=a.scale.t().contiguous().t())
+        weight = registry.prepare_for(backend, b, a.spec)
+        return lambda: backend.run(a, weight, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
 
     def check(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Conformance:
-        """Against the law, with the scales in both storage orders."""
+        """Against the law, with the weight plain and prepared, and the scales of a in both storage orders."""
         checked = conformance.check_scaled_mm(backend, call, *operands)
         if not checked or not getattr(backend, "OUTER_MAJOR_SCALES", False):
             return checked

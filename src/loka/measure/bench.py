@@ -93,7 +93,7 @@ def _notes(config: BenchConfig) -> list[str]:
         f"conformance on {', '.join(config.distributions)}; "
         + ("each backend in a child process" if config.isolate else "in one process"),
         f"{config.repeats} interleaved repeats, medians, 95 % bootstrap intervals, speed-ups paired by repeat",
-        "scales are handed to each backend in the storage order it reads without a copy",
+        "weights are prepared and scales of activations stored in the order each backend reads without a copy",
     ]
 
 

@@ -25,6 +25,8 @@ Four looks, because each hides what another shows; each error is divided by its 
     each row, column the same: a wrong scale on one row drowns in the whole
     each element     |out - y| / T, allowance 8: one garbage element drowns in its row
 
+A backend that prepares weights must give the same bits with a prepared weight as without: layout is no arithmetic.
+
 NaN must be where the law has it and nowhere else; an output beyond the type's range must be infinite. The kernel runs twice, the second time
 with torch filling every fresh allocation with NaN, so an element it never wrote cannot pass by luck.
 
@@ -42,6 +44,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, QTensor, decode, expand_scale
 from loka.kernels.backend import Backend
+from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
 
 TRUNCATION = 1.5 * 2.0**-13  # of an FP8 tensor core instruction of 32 products, with its margin
@@ -114,14 +117,32 @@ def _exact(q: QTensor) -> Tensor:
 
 
 def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:
-    """Run a backend of scaled_mm on its operands and judge the result."""
+    """Run a backend of scaled_mm on its operands and judge the result; then the same with the weight b prepared."""
     expected = law(a, b)
 
-    def run() -> Tensor:
-        result: Tensor = backend.run(a, b, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+    def run(weight: QTensor = b) -> Tensor:
+        result: Tensor = backend.run(a, weight, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
         return result
 
-    return judge_runs(run, expected, tolerance(call), call.out_dtype, poison=poison)
+    verdict = judge_runs(run, expected, tolerance(call), call.out_dtype, poison=poison)
+    prepared = prepare_for(backend, b, a.spec)
+    if not verdict or prepared is b:
+        return verdict
+    return same_bits(run(prepared), run(), verdict)
+
+
+def same_bits(prepared: Tensor, plain: Tensor, verdict: Conformance) -> Conformance:
+    """The verdict, unless a prepared weight changed the result."""
+    if prepared.shape != plain.shape:
+        reason = f"a prepared weight gives {tuple(prepared.shape)}, the plain one {tuple(plain.shape)}"
+        return Conformance(False, math.inf, verdict.tolerance, reason)
+    differing = ~((prepared == plain) | (prepared.isnan() & plain.isnan()))
+    if not differing.any():
+        return verdict
+    row, col = (int(i) for i in differing.nonzero()[0])
+    seen = f"first at [{row}, {col}]: {float(prepared[row, col])}, without {float(plain[row, col])}"
+    reason = f"{int(differing.sum())} elements differ with a prepared weight, {seen}"
+    return Conformance(False, math.inf, verdict.tolerance, reason)
 
 
 def judge_runs(

@@ -17,6 +17,7 @@ from loka.formats import E4M3, QTensor, Spec
 from loka.kernels.backend import Backend
 from loka.kernels.grouped_mm.call import GroupedCall
 from loka.kernels.grouped_mm.reference import spans
+from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
@@ -114,19 +115,31 @@ class GroupedMm:
         return GroupedOperands(qx, qw, offsets, qx.dequantize(torch.bfloat16), qw.dequantize(torch.bfloat16))
 
     def thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Thunk:
-        """The GEMMs alone."""
+        """The GEMMs alone, on prepared weights."""
+        return self._thunk(backend, call, operands, self._prepared(backend, operands))
+
+    def _prepared(self, backend: Backend, operands: GroupedOperands) -> QTensor | Tensor:
+        x, w = operands.x, operands.w
+        return prepare_for(backend, w, x.spec) if isinstance(x, QTensor) and isinstance(w, QTensor) else w
+
+    def _thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands, w: QTensor | Tensor) -> Thunk:
         o, c = operands, call.call
-        return lambda: backend.run(o.x, o.w, o.offsets, out_dtype=c.out_dtype, fast_accum=c.fast_accum)
+        return lambda: backend.run(o.x, w, o.offsets, out_dtype=c.out_dtype, fast_accum=c.fast_accum)
 
     def check(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Conformance:
-        """Every expert against the law, plain and with poisoned allocations."""
-        run = self.thunk(backend, call, operands)
-        plain = self.judge(run(), call, operands)
+        """Every expert against the law, plain and with poisoned allocations; prepared weights give the same bits."""
+        run = self._thunk(backend, call, operands, operands.w)
+        out = run()
+        plain = self.judge(out, call, operands)
         if not plain:
             return plain
         with conformance.poisoned_allocations():
             result = run()
-        return worst_of([plain, self.judge(result, call, operands)])
+        worst = worst_of([plain, self.judge(result, call, operands)])
+        prepared = self._prepared(backend, operands)
+        if not worst or prepared is operands.w:
+            return worst
+        return conformance.same_bits(self._thunk(backend, call, operands, prepared)(), out, worst)
 
     def judge(self, out: Tensor, call: LoadedCall, operands: GroupedOperands) -> Conformance:
         """One result, expert by expert."""

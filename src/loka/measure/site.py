@@ -7,7 +7,7 @@
     wgrad   dW = dy^T x    a = dy^T  b = x^T
 
     weights = "dynamic"    the weight is quantised in every call
-    weights = "cached"     the weight was quantised before the clock started: inference, or many calls per optimiser step
+    weights = "cached"     the weight was quantised, and laid out for its backend, before the clock started: inference, or many calls per optimiser step
 
 A Linear whose fprop and wgrad (dgrad and wgrad) are both quantised may make x and x^T (dy and dy^T) from one read, and quantises a weight once per
 optimiser step for both GEMMs that read it. What that saves belongs to no single GEMM and is not credited here: times are on the careful side.
@@ -236,10 +236,12 @@ def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> t
 
 
 def _thunk(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) -> Thunk:
-    """Quantise and multiply, as Linear does; a cached weight is quantised here, outside the clock."""
+    """Quantise and multiply, as Linear does; a cached weight is quantised and prepared here, outside the clock."""
     a, b = pair
     backend = registry.backend("scaled_mm", candidate.backend)
-    kept = quantize(b.contiguous(), candidate.b) if job.weights == "cached" and job.gemm != "wgrad" else None
+    kept = None
+    if job.weights == "cached" and job.gemm != "wgrad":
+        kept = registry.prepare_for(backend, quantize(b.contiguous(), candidate.b), candidate.a)
 
     def run() -> Tensor:
         qa = quantize(a.contiguous(), candidate.a)

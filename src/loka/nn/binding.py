@@ -16,7 +16,7 @@ from loka.dispatch.recipe import Operands
 from loka.formats import FORMATS, TENSOR, Format, Spec
 from loka.kernels import registry
 from loka.nn.scaling import Scaling, check_mode
-from loka.nn.weight_cache import POLICIES, WeightPolicy
+from loka.nn.weight_cache import POLICIES, Form, WeightPolicy
 
 __all__ = ["BoundGemm", "LinearBinding", "LinearOptions", "Save"]
 
@@ -35,6 +35,11 @@ class BoundGemm:
             registry.backend("scaled_mm", self.backend)  # an unknown name raises here, not in the first forward
         registry.load("quantize")
         registry.load("scaled_mm")
+
+    @property
+    def weight_form(self) -> Form:
+        """What this GEMM wants of a weight that is its second operand."""
+        return Form(self.operands.b, self.operands.a, self.backend)
 
     def __str__(self) -> str:
         return f"{self.operands.a}@{self.operands.b}/{self.backend}"

@@ -20,9 +20,10 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
+from loka.kernels.prepared import layout_of
 from loka.nn.binding import BoundGemm, LinearBinding
 from loka.nn.health import FORWARD, record, sampled_error
-from loka.nn.linear_function import Given, LinearFunction, parts_of
+from loka.nn.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.nn.linear_state import LinearState, can_cache
 from loka.nn.scaling import AmaxState, find_amax
 from loka.nn.step import file_magnitudes, follow, unfollow
@@ -116,7 +117,7 @@ class Linear(nn.Linear):
         if binding.weights == "fresh" or not can_cache(weight, binding):
             return
         assert weight is not None
-        w, w_t = (None if gemm is None else gemm.operands.b for gemm in (binding.fprop, binding.dgrad))
+        w, w_t = (None if gemm is None else gemm.weight_form for gemm in (binding.fprop, binding.dgrad))
         if w_t is not None and not self.training:
             w_t = None  # inference never needs the transpose; `train()` makes it
         if w is not None or w_t is not None:
@@ -147,8 +148,8 @@ class Linear(nn.Linear):
         needs = (torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
         health = state.health if state.watching else None
         with torch.no_grad():
-            given = self._operands(x, weight, needs, health)
-        y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, *given)  # type: ignore[no-untyped-call]
+            given, layouts = self._operands(x, weight, needs, health)
+        y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
         if health is not None:
             with torch.no_grad():
                 turn, low = health[FORWARD], self.binding.fprop is not None
@@ -156,8 +157,10 @@ class Linear(nn.Linear):
                 record(health, FORWARD, x, (y,), error)
         return y
 
-    def _operands(self, x: Tensor, weight: Tensor, needs: tuple[bool, bool], health: Tensor | None) -> Given:
-        """Everything that is known before the GEMM: the quantised weight and remembered scales."""
+    def _operands(
+        self, x: Tensor, weight: Tensor, needs: tuple[bool, bool], health: Tensor | None
+    ) -> tuple[Given, Layouts]:
+        """Everything that is known before the GEMM: the quantised weight, how it is laid out, and remembered scales."""
         binding, state = self.binding, self.state
         w_spec = None if binding.fprop is None else binding.fprop.operands.b
         t_spec = binding.dgrad.operands.b if binding.dgrad is not None and needs[0] else None
@@ -173,7 +176,7 @@ class Linear(nn.Linear):
         given = Given(*parts_of(w), *parts_of(w_t if needs[0] else None))
         return given._replace(
             x_scale=scales[0], xt_scale=scales[1], dy_largest=largest, dy_pending=pending, health=health
-        )
+        ), (layout_of(w), layout_of(w_t))
 
     def _x_scales(self, x: Tensor, amax: AmaxState) -> tuple[Tensor | None, Tensor | None]:
         """Given scales of x and x^T."""

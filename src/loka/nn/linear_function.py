@@ -4,6 +4,7 @@ Forward quantises x, and x^T for wgrad where backward is to keep FP8; backward q
 scales that are remembered from earlier steps. Both raise counters on the device that they are given; nothing here waits for the device.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from loka.formats import QTensor, Spec
-from loka.kernels import registry
+from loka.kernels import prepared, registry
+from loka.kernels.prepared import Layout
 from loka.kernels.quantize import quantize, quantize_both
 from loka.kernels.scaled_mm import MatmulCall, scaled_mm
 from loka.kernels.scaled_mm.call import OUT_DTYPES
@@ -19,9 +21,12 @@ from loka.nn.binding import BoundGemm, LinearBinding
 from loka.nn.health import BACKWARD, quantization_error, record, sampled_error
 from loka.nn.scaling import delayed_scale, find_amax
 
-__all__ = ["Given", "LinearFunction", "parts_of"]
+__all__ = ["Given", "Layouts", "LinearFunction", "parts_of"]
 
-_OTHER_INPUTS = 3  # binding, dtype, needs: arguments of the autograd function that are no tensors
+_OTHER_INPUTS = 4  # binding, dtype, needs, layouts: arguments of the autograd function that are no tensors
+
+Layouts = tuple[Layout | None, Layout | None]  # what W and W^T are laid out for
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Given(NamedTuple):
@@ -29,9 +34,11 @@ class Given(NamedTuple):
 
     w: Tensor | None = None
     w_scale: Tensor | None = None
+    w_laid: Tensor | None = None  # the scales as the backend reads them, where they are others
     w_two: Tensor | None = None  # second level of the scales (NVFP4)
     wt: Tensor | None = None
     wt_scale: Tensor | None = None
+    wt_laid: Tensor | None = None
     wt_two: Tensor | None = None
     x_scale: Tensor | None = None
     xt_scale: Tensor | None = None
@@ -40,14 +47,18 @@ class Given(NamedTuple):
     health: Tensor | None = None
 
 
-def parts_of(q: QTensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def parts_of(q: QTensor | None) -> Parts:
     """A quantised operand as the tensors it consists of."""
-    return (None, None, None) if q is None else (q.data, q.scale, q.tensor_scale)
+    return (None, None, None, None) if q is None else (*prepared.parts_of(q), q.tensor_scale)
 
 
-def _whole(data: Tensor | None, scale: Tensor | None, two: Tensor | None, spec: Spec) -> QTensor:
+def _whole(parts: Parts, spec: Spec, shape: tuple[int, ...] = (), layout: Layout | None = None) -> QTensor:
+    """The inverse; a weight that was laid out needs its shape, since the laid out data may be larger."""
+    data, scale, laid, two = parts
     assert data is not None
     assert scale is not None
+    if layout is not None:
+        return prepared.assemble(data, scale, laid, spec, shape, layout)
     return QTensor(data, scale, spec, two)
 
 
@@ -84,7 +95,7 @@ class LinearFunction(torch.autograd.Function):
     """Autograd of x [M, K], weight [N, K] -> y [M, N] with three separate bindings."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, binding: LinearBinding, dtype: torch.dtype, needs: tuple[bool, bool], *rest: Any) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, binding: LinearBinding, dtype: torch.dtype, needs: tuple[bool, bool], layouts: Layouts, *rest: Any) -> Tensor:  # fmt: skip
         """y, keeping what the needed gradients need."""
         given = Given(*rest)
         fprop, dgrad, wgrad = binding.fprop, binding.dgrad, binding.wgrad
@@ -96,30 +107,34 @@ class LinearFunction(torch.autograd.Function):
             transpose = wgrad.operands.b if keeps_fp8 and wgrad is not None else None
             q, x_t = _pair(x, fprop.operands.a, transpose, given.x_scale, given.xt_scale, binding.quantizer)
             assert q is not None
-            y = _gemm(q, _whole(given.w, given.w_scale, given.w_two, fprop.operands.b), fprop, dtype)
+            w = _whole(given[:4], fprop.operands.b, weight.shape, layouts[0])
+            y = _gemm(q, w, fprop, dtype)
         kept_x = x if needs[1] and not keeps_fp8 else None
         kept_weight = weight if needs[0] and (dgrad is None or given.health is not None) else None
         ctx.save_for_backward(
-            kept_x, *parts_of(x_t), given.xt_scale, kept_weight, given.wt, given.wt_scale, given.wt_two,
-            given.dy_largest,
+            kept_x, *parts_of(x_t), given.xt_scale, kept_weight, *given[4:8], given.dy_largest
         )  # fmt: skip
         # raised by every backward of this linear, in any order: not for autograd's check of versions
         ctx.pending, ctx.health = given.dy_pending, given.health
         ctx.binding, ctx.dtype, ctx.needs, ctx.types = binding, dtype, needs, (x.dtype, weight.dtype)
+        ctx.transposed, ctx.layout = (weight.shape[1], weight.shape[0]), layouts[1]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """dx and dW, once."""
-        with torch.autocast(grads[0].device.type, enabled=False):
+        # A backward may be called under autocast. Not so when it is traced: its products are in ctx.dtype already, and dynamo, which traces a backward
+        # that asks for strides a second time, would leave the first trace's context open.
+        traced = torch.compiler.is_compiling()
+        with contextlib.nullcontext() if traced else torch.autocast(grads[0].device.type, enabled=False):
             dx, dw = _differentiate(ctx, grads[0])
         return dx, dw, *([None] * (_OTHER_INPUTS + len(Given._fields)))
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """dx and dW, as far as they are needed."""
-    x, xt, xt_made, xt_two, xt_scale, weight, wt, wt_scale, wt_two, largest = ctx.saved_tensors
+    x, *xt, xt_scale, weight, wt, wt_made, wt_laid, wt_two, largest = ctx.saved_tensors
     binding: LinearBinding = ctx.binding
     dgrad, wgrad = (binding.dgrad if ctx.needs[0] else None), (binding.wgrad if ctx.needs[1] else None)
     spec = None if dgrad is None else dgrad.operands.a
@@ -129,13 +144,13 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     dx = dw = None
     if ctx.needs[0]:
         dx = torch.matmul(dy.to(ctx.dtype), weight.to(ctx.dtype)) if dgrad is None or q is None else (
-            _gemm(q, _whole(wt, wt_scale, wt_two, dgrad.operands.b), dgrad, ctx.dtype)
+            _gemm(q, _whole((wt, wt_made, wt_laid, wt_two), dgrad.operands.b, ctx.transposed, ctx.layout), dgrad, ctx.dtype)
         )  # fmt: skip
     if ctx.needs[1]:
         if wgrad is None or q_t is None:
             dw = torch.matmul(dy.to(ctx.dtype).T, x.to(ctx.dtype))
         else:
-            x_t = _whole(xt, xt_made, xt_two, wgrad.operands.b) if x is None else _pair(
+            x_t = _whole((xt[0], xt[1], None, xt[3]), wgrad.operands.b) if x is None else _pair(
                 x, None, wgrad.operands.b, None, xt_scale, binding.quantizer)[1]  # fmt: skip
             assert x_t is not None
             shape = (q_t.shape[0], q_t.shape[1], x_t.shape[0])

@@ -3,6 +3,8 @@
     q   = quantize(W)      [N, K]   for fprop
     q_t = quantize(W^T)    [K, N]   for dgrad, from the same read of W
 
+Each is kept as the backend of its GEMM reads it (`loka.kernels.prepared`): what a library wants padded or reordered is so once per step, not once per call.
+
 A cached weight must never be stale. What it was made from is written into `stamp`, one integer that is kept, copied and restored together with the data; the
 integer names an entry that holds the weight object, its storage and its version counter, and the cache is used only while all three are the same. Every in-place
 operation moves the counter (an optimizer step, load_state_dict, `weight.mul_`); replacing the parameter or its storage changes the others.
@@ -31,13 +33,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.formats import QTensor, Spec
+from loka.kernels.prepared import assemble, layout_of, parts_of
 from loka.kernels.quantize import quantize, quantize_both
+from loka.kernels.scaled_mm import prepare
 
-__all__ = ["POLICIES", "StaleWeightError", "WeightCache", "WeightPolicy", "quantize_weight"]
+__all__ = ["POLICIES", "Form", "StaleWeightError", "WeightCache", "WeightPolicy", "quantize_weight"]
 
 # step: when the weight has changed. fresh: in every forward. manual: by loka.refresh and the optimizer hook alone; a stale use raises.
 WeightPolicy = Literal["step", "fresh", "manual"]
 POLICIES: tuple[str, ...] = get_args(WeightPolicy)
+Buffers = list[Tensor | None]  # data, scales, scales as laid out: of the weight, then of its transpose
 
 
 class StaleWeightError(RuntimeError):
@@ -55,6 +60,26 @@ class _Made:
 
 _MADE: dict[int, _Made] = {}
 _SERIAL = count(1)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a GEMM wants of a weight: the weight's Spec, the Spec of the operand it meets, and the backend that multiplies them."""
+
+    spec: Spec
+    a: Spec
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.spec} {self.a} {self.backend}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Form | None":
+        """The inverse of `str`; None of nothing."""
+        if not text:
+            return None
+        spec, a, backend = text.split()
+        return cls(Spec.parse(spec), Spec.parse(a), backend)
 
 
 def _storage_of(weight: Tensor) -> StorageWeakRef:
@@ -92,8 +117,7 @@ def quantize_weight(
 
 
 def _refresh(
-    weight: Tensor, buffers: list[Tensor | None], stamp: Tensor, spec: Spec | None, transpose: Spec | None,
-    quantizer: str, manual: bool, training: bool,
+    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, manual: bool, training: bool
 ) -> None:  # fmt: skip
     """Bring the buffers up to date, or leave them where they are."""
     capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -105,78 +129,97 @@ def _refresh(
         )
     if manual:
         return
-    _write(weight, buffers, stamp, spec, transpose, quantizer)
+    _write(weight, buffers, stamp, form, form_t, quantizer)
+
+
+def _make(
+    weight: Tensor, form: Form | None, form_t: Form | None, quantizer: str
+) -> tuple[QTensor | None, QTensor | None]:
+    """W and W^T, quantised and laid out for the GEMMs that read them."""
+    q, q_t = quantize_weight(
+        weight, None if form is None else form.spec, None if form_t is None else form_t.spec, quantizer
+    )
+    return (
+        None if q is None or form is None else prepare(q, form.a, backend=form.backend),
+        None if q_t is None or form_t is None else prepare(q_t, form_t.a, backend=form_t.backend),
+    )
+
+
+def _tensors(q: QTensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if q is None else parts_of(q)
 
 
 def _write(
-    weight: Tensor, buffers: list[Tensor | None], stamp: Tensor, spec: Spec | None, transpose: Spec | None, quantizer: str
-) -> None:  # fmt: skip
+    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str
+) -> None:
     with torch.no_grad():
-        made = quantize_weight(weight, spec, transpose, quantizer)
-        values = [part for q in made for part in ((None, None) if q is None else (q.data, q.scale))]
-        for buffer, value in zip(buffers, values, strict=True):
+        q, q_t = _make(weight, form, form_t, quantizer)
+        for buffer, value in zip(buffers, (*_tensors(q), *_tensors(q_t)), strict=True):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
         _set_stamp(weight, stamp)
 
 
-@torch.library.custom_op("loka::refresh_weight", mutates_args=("data", "scale", "data_t", "scale_t", "stamp"))
+@torch.library.custom_op(
+    "loka::refresh_weight", mutates_args=("data", "scale", "laid", "data_t", "scale_t", "laid_t", "stamp")
+)
 def refresh_weight(
-    weight: Tensor, data: Tensor | None, scale: Tensor | None, data_t: Tensor | None, scale_t: Tensor | None,
-    stamp: Tensor, spec: str, transpose: str, quantizer: str, manual: bool, training: bool,
+    weight: Tensor, data: Tensor | None, scale: Tensor | None, laid: Tensor | None, data_t: Tensor | None, scale_t: Tensor | None,
+    laid_t: Tensor | None, stamp: Tensor, form: str, form_t: str, quantizer: str, manual: bool, training: bool,
 ) -> None:  # fmt: skip
     """`_refresh` for compiled code."""
-    specs = [Spec.parse(text) if text else None for text in (spec, transpose)]
-    _refresh(weight, [data, scale, data_t, scale_t], stamp, specs[0], specs[1], quantizer, manual, training)
+    buffers = [data, scale, laid, data_t, scale_t, laid_t]
+    _refresh(weight, buffers, stamp, Form.parse(form), Form.parse(form_t), quantizer, manual, training)
 
 
 @refresh_weight.register_fake
-def _(weight, data, scale, data_t, scale_t, stamp, spec, transpose, quantizer, manual, training):  # type: ignore[no-untyped-def]
+def _(weight, data, scale, laid, data_t, scale_t, laid_t, stamp, form, form_t, quantizer, manual, training):  # type: ignore[no-untyped-def]
     return None
 
 
 class WeightCache:
-    """The quantised forms of one weight in buffers of fixed addresses. `spec` or `transpose` is None for a form nobody asked for."""
+    """The forms of one weight in buffers of fixed addresses; None for a form nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
 
-    def __init__(
-        self, weight: Tensor, spec: Spec | None, transpose: Spec | None, *, quantizer: str, manual: bool
-    ) -> None:
-        self.spec, self.transpose, self.quantizer, self.manual = spec, transpose, quantizer, manual
-        self.spelled = ("" if spec is None else str(spec), "" if transpose is None else str(transpose))
+    def __init__(self, weight: Tensor, form: Form | None, form_t: Form | None, *, quantizer: str, manual: bool) -> None:
+        self.form, self.form_t, self.quantizer, self.manual = form, form_t, quantizer, manual
+        self.spelled = ("" if form is None else str(form), "" if form_t is None else str(form_t))
         with torch.inference_mode(False), torch.no_grad():
             self.stamp = torch.zeros((), dtype=torch.int64)
-            q, q_t = quantize_weight(weight, spec, transpose, quantizer)
-            self.data: Tensor | None = None if q is None else q.data
-            self.scale: Tensor | None = None if q is None else q.scale
-            self.data_t: Tensor | None = None if q_t is None else q_t.data
-            self.scale_t: Tensor | None = None if q_t is None else q_t.scale
+            q, q_t = _make(weight, form, form_t, quantizer)
+            self.data, self.scale, self.laid = _tensors(q)
+            self.data_t, self.scale_t, self.laid_t = _tensors(q_t)
+            self.layouts = (layout_of(q), layout_of(q_t))
             _set_stamp(weight, self.stamp)
 
     def get(self, weight: Tensor, *, training: bool) -> tuple[QTensor | None, QTensor | None]:
         """The forms of `weight` as it is now."""
         if torch.compiler.is_compiling():
             refresh_weight(
-                weight, self.data, self.scale, self.data_t, self.scale_t, self.stamp, *self.spelled, self.quantizer, self.manual, training
+                weight, self.data, self.scale, self.laid, self.data_t, self.scale_t, self.laid_t, self.stamp, *self.spelled,
+                self.quantizer, self.manual, training,
             )  # fmt: skip
         else:
-            _refresh(weight, self._buffers(), self.stamp, self.spec, self.transpose, self.quantizer, self.manual, training)  # fmt: skip
-        q = None if self.data is None or self.scale is None or self.spec is None else QTensor(self.data, self.scale, self.spec)  # fmt: skip
-        if self.data_t is None or self.scale_t is None or self.transpose is None:
-            return q, None
-        return q, QTensor(self.data_t, self.scale_t, self.transpose)
+            _refresh(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, self.manual, training)
+        n, k = weight.shape
+        q = q_t = None
+        if self.form is not None and self.data is not None and self.scale is not None:
+            q = assemble(self.data, self.scale, self.laid, self.form.spec, (n, k), self.layouts[0])
+        if self.form_t is not None and self.data_t is not None and self.scale_t is not None:
+            q_t = assemble(self.data_t, self.scale_t, self.laid_t, self.form_t.spec, (k, n), self.layouts[1])
+        return q, q_t
 
     def rewrite(self, weight: Tensor) -> None:
         """Quantise now, in place, whatever the stamp says."""
         with torch.inference_mode(False):
-            _write(weight, self._buffers(), self.stamp, self.spec, self.transpose, self.quantizer)
+            _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer)
 
     def invalidate(self) -> None:
         """Forget what this was made from."""
         _MADE.pop(int(self.stamp), None)
         self.stamp.zero_()
 
-    def _buffers(self) -> list[Tensor | None]:
-        return [self.data, self.scale, self.data_t, self.scale_t]
+    def _buffers(self) -> Buffers:
+        return [self.data, self.scale, self.laid, self.data_t, self.scale_t, self.laid_t]
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
     permute          which row goes to which expert: a stable counting sort of the router's choices
     gather           the rows themselves, quantised or not, in that order
     grouped_mm       y_r = W_e x_r, one GEMM for all experts
+    prepare          its weights laid out once, as its backend reads them
     grouped_swiglu   the same with silu(gate) * up, and quantisation, before anything is written
     swiglu_quantize  that step alone, for GEMMs that cannot do it
     combine          the weighted sum of what a token's experts said
@@ -16,7 +17,8 @@ from torch import Tensor, bfloat16, dtype, int32, int64
 
 from loka.formats import QTensor, Spec
 from loka.kernels.grouped_mm.call import GroupedCall, Permutation, RouteCall, SwigluCall, describe
-from loka.kernels.registry import pick
+from loka.kernels.registry import backend as backend_named
+from loka.kernels.registry import first, pick, prepare_for
 
 __all__ = [
     "GroupedCall",
@@ -28,6 +30,7 @@ __all__ = [
     "grouped_mm",
     "grouped_swiglu",
     "permute",
+    "prepare",
     "swiglu_quantize",
 ]
 
@@ -50,6 +53,17 @@ def grouped_mm(
     chosen = pick("grouped_mm", backend, call, x.device)
     out: Tensor = chosen.backend.run(x, w, offsets, out_dtype=out_dtype, fast_accum=fast_accum)
     return out
+
+
+def prepare(w: QTensor | Tensor, a: Spec | None, *, backend: str = "auto") -> QTensor | Tensor:
+    """The weights [E, N, K] laid out for their backend, once, for rows of Spec `a`; 16-bit ones as they are. The same weights to every backend."""
+    if not isinstance(w, QTensor) or a is None:
+        return w
+    experts, n, k = w.shape
+    if backend == "auto":
+        call = GroupedCall(experts, k, n, experts, a, w.spec, a.format.dtype)
+        return prepare_for(first("grouped_mm", call, w.device).backend, w, a)
+    return prepare_for(backend_named("grouped_mm", backend), w, a)
 
 
 def grouped_swiglu(

@@ -1,7 +1,8 @@
 """DeepGEMM (the sgl-deep-gemm wheels): its grouped GEMM of contiguous rows, 1x128 x 128x128 -> bf16, on Hopper.
 
 It wants every expert's rows to start at a multiple of 128, so the rows are spread out first and collected afterwards: two copies that its own time does not
-show. The padded number of rows has a static bound, M + 128 E; rows between groups carry the index -1, which its kernel skips.
+show. The padded number of rows has a static bound, M + 128 E; rows between groups carry the index -1, which its kernel skips. Weights are read
+as they lie: nothing to prepare.
 
 Not verified on a GPU: on the machine where it was tried every call of the library stopped at an assertion (NOTES.md, 2026-11-15).
 """

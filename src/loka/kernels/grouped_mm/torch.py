@@ -4,7 +4,8 @@
     torch._scaled_grouped_mm           E4M3 x E4M3, one scale per row of x [M] and per row of each expert's w [E, N], bf16 out, 9.x
 
 What they ask for, read in torch 2.11: `offs` are the ends of the groups (int32, without the leading 0), w column-major as [E, K, N], rows at multiples of 16
-bytes. The GEMM alone: sorting, SwiGLU and combining are other backends' work.
+bytes. Widths that are no multiple of 16 are refused and weights lie as they
+are read, so there is nothing to prepare. The GEMM alone: sorting, SwiGLU and combining are other backends' work.
 """
 
 import torch

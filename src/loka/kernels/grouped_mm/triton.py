@@ -1,4 +1,7 @@
-"""Our mixture of experts: grouped GEMM in FP8 (1x128 x 128x128, row x row) and 16 bits, SwiGLU fused behind it, sorting and summing around it."""
+"""Our mixture of experts: grouped GEMM in FP8 (1x128 x 128x128, row x row) and 16 bits, SwiGLU fused behind it, sorting and summing around it.
+
+Rows of K bytes that are no multiple of 16 are padded: those of the weights once, by `prepare`.
+"""
 
 from typing import Any
 
@@ -9,6 +12,7 @@ from torch import Tensor
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.grouped_mm.call import GroupedCall, Permutation, RouteCall, SwigluCall
+from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.triton_device import triton_runs_on
 
 _GROUP, _SQUARE = Block(1, 128), Block(128, 128)
@@ -102,8 +106,17 @@ def _operands(x: QTensor | Tensor, w: QTensor | Tensor) -> tuple[Any, ...]:
         return _padded(x), _padded(w), None, None, 0
     assert isinstance(w, QTensor)
     rows = x.spec.block == ROW
-    sx, sw = (x.scale.contiguous(), w.scale.contiguous()) if rows else (x.scale, w.scale)
-    return _padded(x.data), _padded(w.data), sx, sw, 2 if rows else 3
+    data, sw = laid_out(w, "triton", x.spec, _lay)
+    return _padded(x.data), data, x.scale.contiguous() if rows else x.scale, sw, 2 if rows else 3
+
+
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Rows at multiples of 16 bytes."""
+    return with_layout(weight, "triton", a, _lay)
+
+
+def _lay(w: QTensor, a: Spec) -> Laid:
+    return _padded(w.data), w.scale.contiguous() if a.block == ROW else w.scale
 
 
 def run(

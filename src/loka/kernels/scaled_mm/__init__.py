@@ -2,16 +2,29 @@
 
 from torch import Tensor, dtype
 
-from loka.formats import QTensor
-from loka.kernels.registry import pick
+from loka.formats import QTensor, Spec
+from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
 
-__all__ = ["MatmulCall", "scaled_mm"]
+__all__ = ["MatmulCall", "prepare", "scaled_mm"]
+
+_ROWS = 1024  # `auto` is asked for a batch of this size when a weight is prepared; the choice hardly ever depends on it
 
 
 def scaled_mm(a: QTensor, b: QTensor, *, out_dtype: dtype, backend: str = "auto", fast_accum: bool = False) -> Tensor:
-    """Multiply a [M, K] by b [N, K] transposed, on the named backend or the first that can."""
+    """Multiply a [M, K] by b [N, K] transposed, on the named backend or the first that can. b may be a prepared weight."""
     call = MatmulCall.of(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
-    chosen = pick("scaled_mm", backend, call, a.device)
+    chosen = registry.pick("scaled_mm", backend, call, a.device)
     result: Tensor = chosen.backend.run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
     return result
+
+
+def prepare(weight: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
+    """The weight [N, K] laid out for its backend, once, so that products with operands of Spec `a` do no such work (`loka.kernels.prepared`).
+
+    The result is the same weight to every backend: should `auto` take another one for some call, that call lays the weight out itself.
+    """
+    if backend == "auto":
+        n, k = weight.shape
+        backend = registry.first("scaled_mm", MatmulCall(_ROWS, k, n, a, weight.spec), weight.device).name
+    return registry.prepare("scaled_mm", backend, weight, a)

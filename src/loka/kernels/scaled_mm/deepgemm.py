@@ -3,7 +3,8 @@
     1x128 x 128x128 -> bf16        1x128 x 1x128 -> float32 (its kernel adds into a float32 output)
 
 It compiles a kernel per shape on first use (seconds, then cached on disk) and needs a CUDA toolkit for that. Operands are padded to K a multiple
-of 128 and N of 64; activation scales with contiguous rows and M a multiple of 4 are read in place, others are transposed by its own kernel.
+of 128 and N of 64; 1x128 scales with contiguous rows and a multiple of 4 of them are read in place, others are transposed by its own kernel. `prepare` does both
+to a weight, once.
 Sums move to float32 every 128 products, so fast accumulation changes nothing here. Blackwell wants other scales (UE8M0): not done.
 """
 
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, Block, QTensor
+from loka.formats import E4M3, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, up, with_ones
+from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, outer_major, up
 
 OUTER_MAJOR_SCALES = True
 
@@ -39,15 +41,25 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     return library("deep_gemm", "deepgemm") if gpu else gpu
 
 
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Rows and columns in whole tiles; 1x128 scales with the rows contiguous."""
+    return with_layout(weight, "deepgemm", a, _lay) if (a.block, weight.spec.block) in _WRITES else weight
+
+
+def _lay(b: QTensor, a: Spec) -> Laid:
+    n, k = b.shape
+    rows = up(n, 64)
+    scale = b.scale.contiguous() if b.spec.block == _SQUARE else outer_major(b.scale, rows)
+    return aligned(b.data, rows, up(k, 128)), scale
+
+
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """a [M, K] @ b [N, K]^T."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
-    inner, columns = up(k, 128), up(n, 64)
-    square = b.spec.block == _SQUARE
-    scale_b = b.scale if square else with_ones(b.scale.t(), columns - n).t()
-    out = _gemm(aligned(a.data, m, inner), a.scale, aligned(b.data, columns, inner), scale_b, square)
+    w, scale_b = laid_out(b, "deepgemm", a.spec, _lay)
+    out = _gemm(aligned(a.data, m, w.shape[1]), a.scale, w, scale_b, b.spec.block == _SQUARE)
     return cut(out, m, n)
 
 

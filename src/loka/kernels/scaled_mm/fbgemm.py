@@ -5,7 +5,8 @@
     1x128 x 128x128                    f8f8bf16_groupwise   scales [K / 128, M] and [K / 128, N / 128]
     128x128 x 128x128                  f8f8bf16_blockwise
 
-E4M3 in, bf16 out, built for compute capability 9.0. K and N are padded to 16 bytes' worth, under block scales to 128.
+E4M3 in, bf16 out, built for compute capability 9.0. K and N are padded to 16 bytes' worth, under block scales to 128; a weight once, by `prepare`, which also
+puts its scales into the kernel's order.
 """
 
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, ROW, TENSOR, Block, QTensor
+from loka.formats import E4M3, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import (
     GRANULE,
@@ -57,30 +59,38 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     return library(_MODULE, "fbgemm") if gpu else gpu
 
 
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Rows and columns in whole granules; scales in the order of the kernel that goes with those of `a`."""
+    return with_layout(weight, "fbgemm", a, _lay) if (a.block, weight.spec.block) in _KERNELS else weight
+
+
+def _lay(b: QTensor, a: Spec) -> Laid:
+    granule = 128 if b.spec.block == _SQUARE else GRANULE
+    columns, inner = up(b.shape[0], granule), up(b.shape[1], granule)
+    if b.spec.block == _SQUARE:
+        scale = (b.scale if a.block == _SQUARE else b.scale.t()).contiguous()
+    else:
+        scale = b.scale if a.block == b.spec.block == TENSOR else row_scales(b, columns)
+    return aligned(b.data, columns, inner), scale
+
+
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """a [M, K] @ b [N, K]^T."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
     kernel = _KERNELS[a.spec.block, b.spec.block]
-    blockwise = kernel in ("f8f8bf16_groupwise", "f8f8bf16_blockwise")
-    granule = 128 if blockwise else GRANULE
-    inner, columns = up(k, granule), up(n, granule)
+    w, scale_b = laid_out(b, "fbgemm", a.spec, _lay)
     rows = up(m, GRANULE) if kernel == "f8f8bf16_groupwise" else m  # its scales are loaded 16 bytes at a time along M
-    scale_a, scale_b = _scales(kernel, a, b, rows, columns)
-    out = _gemm(aligned(a.data, rows, inner), aligned(b.data, columns, inner), scale_a, scale_b, kernel, fast_accum)
-    return cut(out, m, n)
-
-
-def _scales(kernel: str, a: QTensor, b: QTensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Scales in the order the kernel reads them."""
     if kernel == "f8f8bf16":
-        return a.scale * b.scale, b.scale
-    if kernel == "f8f8bf16_rowwise":
-        return row_scales(a, rows).reshape(-1), row_scales(b, columns).reshape(-1)
-    if kernel == "f8f8bf16_blockwise":
-        return a.scale.contiguous(), b.scale.contiguous()
-    return with_ones(a.scale.t(), rows - a.shape[0]).contiguous(), b.scale.t().contiguous()
+        scale_a = a.scale * scale_b
+    elif kernel == "f8f8bf16_rowwise":
+        scale_a, scale_b = row_scales(a, m).reshape(-1), scale_b.reshape(-1)
+    elif kernel == "f8f8bf16_blockwise":
+        scale_a = a.scale.contiguous()
+    else:
+        scale_a = with_ones(a.scale.t(), rows - m).contiguous()
+    return cut(_gemm(aligned(a.data, rows, w.shape[1]), w, scale_a, scale_b, kernel, fast_accum), m, n)
 
 
 @torch.library.custom_op("loka::fbgemm_scaled_mm", mutates_args=())

@@ -1,7 +1,8 @@
 """What library GEMMs ask of their operands: aligned, padded, scales in their order. Every step keeps the values.
 
 Zero padding is exact: zeros add nothing to a dot product, and padded rows of the output are cut off. It costs a copy, so it happens only where
-a shape needs it (13, 27, 479), never at multiples of the granule.
+a shape needs it (13, 27, 479), never at multiples of the granule, and for a prepared weight (`loka.kernels.prepared`) once. What needs nothing done comes back as
+the tensor it was.
 """
 
 from functools import cache
@@ -38,6 +39,8 @@ def with_ones(scale: Tensor, count: int) -> Tensor:
 
 def row_scales(q: QTensor, rows: int) -> Tensor:
     """One scale per row [rows, 1] of an operand scaled per row or per tensor; padded rows get 1."""
+    if q.scale.dim() == 2 and q.shape[0] == rows:
+        return q.scale.contiguous()
     scale = q.scale.repeat(q.shape[0]) if q.scale.dim() == 0 else q.scale.reshape(-1)
     return with_ones(scale, rows - q.shape[0]).reshape(rows, 1).contiguous()
 
@@ -45,6 +48,8 @@ def row_scales(q: QTensor, rows: int) -> Tensor:
 def outer_major(scale: Tensor, rows: int) -> Tensor:
     """1x128 scales [rows, K / 128] stored with the rows contiguous; free where the quantiser already wrote them so."""
     groups = scale.shape[1]
+    if scale.shape[0] == rows and scale.stride() == (1, rows):
+        return scale
     # as_strided: of a single group every stride counts as contiguous, and the library compares strides
     return with_ones(scale.t(), rows - scale.shape[0]).contiguous().as_strided((groups, rows), (rows, 1)).t()
 

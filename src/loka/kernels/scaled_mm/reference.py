@@ -1,4 +1,4 @@
-"""The law: dequantise, multiply in float32, round once to the output type. Any format, any block, any device."""
+"""The law: dequantise, multiply in float32, round once to the output type. Any format, any block, any device, any strides: weights need no preparing."""
 
 import torch
 from torch import Tensor

@@ -9,6 +9,8 @@ a multiple of 4. The older `torch._scaled_mm` does not check that padding and is
 fake implementation wants K and the 128x128 operand's rows to be multiples of 128 where eager is content with 16, so blockwise operands are padded
 to 128, and rows under 1x128 scales to 16, since the scales' leading dimension must be 16-byte aligned.
 
+All of that is done to a weight once by `prepare`; to an activation in every call, where its shape or its quantiser's layout asks for it.
+
 Two E5M2 operands are refused by cuBLASLt, and any E5M2 operand under 128x128 scales (seen on an H200, torch 2.11). Block scales move the sum to float32 every 128 products, so fast accumulation is not asked for there.
 """
 
@@ -16,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import (
     GRANULE,
@@ -61,20 +64,37 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     return gpu
 
 
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Rows and columns in whole granules; scales in the library's order, one per row where those of `a` are."""
+    if (a.block, weight.spec.block) in _BLOCKWISE or {a.block, weight.spec.block} <= set(_WHOLE_ROWS):
+        return with_layout(weight, "torch", a, _lay)
+    return weight
+
+
+def _lay(b: QTensor, a: Spec) -> Laid:
+    if b.spec.block in (_GROUP, _SQUARE):
+        return _lay_blocks(b)
+    columns = up(b.shape[0], GRANULE)
+    scale = b.scale if a.block == b.spec.block == TENSOR else row_scales(b, columns)
+    return aligned(b.data, columns, up(b.shape[1], GRANULE)), scale
+
+
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """a [M, K] @ b [N, K]^T."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
+    w, scale_b = laid_out(b, "torch", a.spec, _lay)
     if (a.spec.block, b.spec.block) in _BLOCKWISE:
-        return _blockwise(a, b, out_dtype)
-    columns, inner = up(n, GRANULE), up(k, GRANULE)
+        x, scale_a = _lay_blocks(a)
+        scales = *_block_scales(scale_a, a.spec), *_block_scales(scale_b, b.spec)
+        return cut(_scaled_mm(x, w.t(), *scales, out_dtype, False), m, n)
     if a.spec.block == b.spec.block == TENSOR:
-        kind, scale_a, scale_b = ScalingType.TensorWise, a.scale, b.scale
+        kind, scale_a = ScalingType.TensorWise, a.scale
     else:
-        kind, scale_a, scale_b = ScalingType.RowWise, row_scales(a, m), row_scales(b, columns).reshape(1, columns)
-    x, w = aligned(a.data, m, inner), aligned(b.data, columns, inner).t()
-    return cut(_scaled_mm(x, w, scale_a, kind, scale_b, kind, out_dtype, fast_accum), m, n)
+        kind, scale_a, scale_b = ScalingType.RowWise, row_scales(a, m), scale_b.reshape(1, -1)
+    x = aligned(a.data, m, w.shape[1])
+    return cut(_scaled_mm(x, w.t(), scale_a, kind, scale_b, kind, out_dtype, fast_accum), m, n)
 
 
 def _scaled_mm(
@@ -88,19 +108,17 @@ def _scaled_mm(
     return out
 
 
-def _blockwise(a: QTensor, b: QTensor, out_dtype: torch.dtype) -> Tensor:
-    (m, k), n = a.shape, b.shape[0]
-    inner = up(k, 128)
-    x, kind_a, scale_a = _block_operand(a, inner)
-    w, kind_b, scale_b = _block_operand(b, inner)
-    return cut(_scaled_mm(x, w.t(), scale_a, kind_a, scale_b, kind_b, out_dtype, False), m, n)
-
-
-def _block_operand(q: QTensor, inner: int) -> tuple[Tensor, ScalingType, Tensor]:
-    """Padded data, the name of its scaling, and the scales in cuBLASLt's order."""
+def _lay_blocks(q: QTensor) -> Laid:
+    """Data in whole blocks of K, and their scales as cuBLASLt stores them."""
+    inner = up(q.shape[1], 128)
     if q.spec.block == _GROUP:
         rows = up(q.shape[0], GRANULE)
-        return aligned(q.data, rows, inner), ScalingType.BlockWise1x128, outer_major(q.scale, rows)
+        return aligned(q.data, rows, inner), outer_major(q.scale, rows)
     steps = q.scale.shape[1]
-    scale = with_ones(q.scale, up(steps, 4) - steps).contiguous().t()
-    return aligned(q.data, up(q.shape[0], 128), inner), ScalingType.BlockWise128x128, scale
+    return aligned(q.data, up(q.shape[0], 128), inner), with_ones(q.scale, up(steps, 4) - steps).contiguous()
+
+
+def _block_scales(scale: Tensor, spec: Spec) -> tuple[Tensor, ScalingType]:
+    if spec.block == _GROUP:
+        return scale, ScalingType.BlockWise1x128
+    return scale.t(), ScalingType.BlockWise128x128

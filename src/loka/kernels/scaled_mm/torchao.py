@@ -1,7 +1,8 @@
 """torchao's one GEMM of its own: a Triton kernel for 1x128 x 128x128 scales, bf16 out.
 
 Its other float8 paths call `torch._scaled_mm`, that is the kernels of our `torch` backend, so they are not listed a second time. The kernel tunes
-48 configurations on the first call of every (K, N, power of two of M): count on tens of seconds per new shape.
+48 configurations on the first call of every (K, N, power of two of M): count on tens of seconds per new shape. Columns are padded to 16, a weight's once, by
+`prepare`.
 """
 
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, Block, QTensor
+from loka.formats import E4M3, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, library, up
 
@@ -35,14 +37,22 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
     return library(_MODULE, "torchao") if gpu else gpu
 
 
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Columns in whole granules."""
+    return with_layout(weight, "torchao", a, _lay) if (a.block, weight.spec.block) == _BLOCKS else weight
+
+
+def _lay(b: QTensor, a: Spec) -> Laid:
+    return aligned(b.data, b.shape[0], up(b.shape[1], GRANULE)), b.scale.contiguous()
+
+
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """a [M, K] @ b [N, K]^T."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
-    inner = up(k, GRANULE)
-    out = _gemm(aligned(a.data, m, inner), a.scale.contiguous(), aligned(b.data, n, inner), b.scale.contiguous())
-    return cut(out, m, n)
+    w, scale_b = laid_out(b, "torchao", a.spec, _lay)
+    return cut(_gemm(aligned(a.data, m, w.shape[1]), a.scale.contiguous(), w, scale_b), m, n)
 
 
 @torch.library.custom_op("loka::torchao_scaled_mm", mutates_args=())

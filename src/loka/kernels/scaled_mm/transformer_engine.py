@@ -1,7 +1,8 @@
 """TransformerEngine: listed so that the answer to "why not?" is on record.
 
 Its GEMM entry (`transformer_engine.pytorch.cpp_extensions.general_gemm`) multiplies its own tensor classes, made by its own quantisers, and calls
-cuBLASLt underneath: the kernels of our `torch` backend. There is nothing of its own to call on (data, scale) pairs, so this backend refuses.
+cuBLASLt underneath: the kernels of our `torch` backend. There is nothing of its own to call on (data, scale) pairs, so this backend refuses, and prepares
+no weights.
 """
 
 from typing import NoReturn

@@ -1,4 +1,8 @@
-"""Our GEMM: E4M3 / E5M2 operands, tensor, row, 1x128 and (for b) 128x128 scales, exact or fast accumulation, any shape."""
+"""Our GEMM: E4M3 / E5M2 operands, tensor, row, 1x128 and (for b) 128x128 scales, exact or fast accumulation, any shape.
+
+Scales are read in any storage order, rows of any number. Only rows that do not start at multiples of 16 bytes are copied: our own quantiser writes none such, the
+reference does for K not a multiple of 16, and `prepare` moves those of a weight once.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,6 +10,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.prepared import Laid, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.triton_device import triton_runs_on
 
@@ -29,11 +34,15 @@ def supports(call: MatmulCall, device: torch.device) -> Verdict:
 
 def padded(q: QTensor) -> Tensor:
     """Data as TMA wants it: unit stride along K, rows at multiples of 16 bytes. TMA reads zeros beyond K, which add nothing to a dot product."""
-    data = q.data
-    if data.stride(1) == 1 and data.stride(0) % 16 == 0:
-        return data
-    missing = -data.shape[1] % 16
-    return F.pad(data.contiguous().view(torch.uint8), (0, missing)).view(data.dtype)[:, : data.shape[1]]
+    return _whole_rows(q.data)[:, : q.shape[1]] if _moved(q.data) else q.data
+
+
+def _moved(data: Tensor) -> bool:
+    return data.stride(1) != 1 or data.stride(0) % 16 != 0
+
+
+def _whole_rows(data: Tensor) -> Tensor:
+    return F.pad(data.contiguous().view(torch.uint8), (0, -data.shape[1] % 16)).view(data.dtype)
 
 
 def dense_scale(q: QTensor) -> Tensor:
@@ -44,6 +53,15 @@ def dense_scale(q: QTensor) -> Tensor:
 def source(spec: Spec) -> int:
     """The kernel's number for where scales come from."""
     return _SOURCES[spec.block]
+
+
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Rows at multiples of 16 bytes; `run` sees them in the strides of `data`."""
+    return with_layout(weight, "triton", a, _lay)
+
+
+def _lay(b: QTensor, a: Spec) -> Laid:
+    return _whole_rows(b.data) if _moved(b.data) else b.data, b.scale
 
 
 def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
