@@ -117,7 +117,8 @@ def open_report(arguments: argparse.Namespace) -> Ablation:
     """A new report, or the finished runs of an old one of the same settings."""
     settings = {name: getattr(arguments, name) for name in ("size", "shorten", "device", "backend")}
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
-    command = f"python benchmarks/ablation.py --seeds {arguments.seeds}"  # paths of this machine are nobody's business
+    given = " ".join(f"--{name} {value}" for name, value in {"seeds": arguments.seeds, **settings}.items())
+    command = f"python benchmarks/ablation.py {given}"  # paths of this machine are nobody's business
     environment = capture_environment(command=command, device=name, threads=torch.get_num_threads())
     runs: list[AblationRun] = []
     skipped: list[MissingRun] = []

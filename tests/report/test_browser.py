@@ -19,7 +19,8 @@ pytestmark = [
     ),
 ]
 
-CHARTS = ("comparisons", "curves", "gaps", "sites", "sensitivity", "drift", "roofline-0", "rows-0", "waterfall-0")
+CHARTS = ("comparisons", "curves", "gaps", "sites", "sensitivity", "drift", "roofline-0", "rows-0", "waterfall-0", "ablation-0-0", "ablation-0-2",
+          "latency-0-infer-1024")  # fmt: skip
 TOUR = (
     f"const CHARTS = {json.dumps(CHARTS)};"
     + """
@@ -120,6 +121,23 @@ def test_narrow_and_dark(tour: dict[str, Any]) -> None:
     narrow = expect_clean(visit(render(make_everything()), TOUR, width=500, dark=True))
     assert narrow["sideways"] <= 0
     assert narrow["background"] != tour["background"]
+
+
+def test_paper_shows_what_is_folded() -> None:
+    script = """
+        const folded = () => [...document.querySelectorAll("details")].filter((d) => !d.open).length;
+        check("before", folded());
+        dispatchEvent(new Event("beforeprint"));
+        check("printed", folded());
+        dispatchEvent(new Event("afterprint"));
+        check("after", folded());
+        const table = document.querySelector('[aria-label="Cells of the ablation"]');
+        check("keys", [table.tabIndex, table.querySelectorAll("tbody tr").length]);
+    """
+    values = expect_clean(visit(render(make_everything()), script))
+    assert values["before"] == values["after"] > 2
+    assert values["printed"] == 0
+    assert values["keys"] == [0, 45]
 
 
 def test_two_thousand_sites_stay_usable() -> None:

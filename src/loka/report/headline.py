@@ -1,6 +1,7 @@
 """The top of a report: one sentence, and the four numbers behind it."""
 
 from loka.records import Comparison, Plan, SitePlan
+from loka.report.ablation import say_grid, say_latency
 from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
 
@@ -11,7 +12,11 @@ def name_report(results: Results) -> str:
     """Title of the page."""
     if results.probe:
         return f"loka: {results.probe.model}"
-    named = [record.model for group in (results.runs, results.quantized, results.plans) for record in group]
+    named = [
+        record.model
+        for group in (results.runs, results.quantized, results.plans, results.ablations)
+        for record in group
+    ]
     return f"loka: {named[0] if named else 'report'}"
 
 
@@ -44,6 +49,8 @@ def _subject(results: Results) -> str:
     parts = []
     if results.probe:
         parts.append(results.probe.model)
+    elif results.ablations:
+        parts += [results.ablations[0].model, ", ".join(results.ablations[0].data)]
     if results.runs:
         parts.append(results.runs[0].data)
     for environment in list(results.environments.values())[:1]:
@@ -74,6 +81,10 @@ def _say_without_runs(results: Results) -> str:
         return f"{done.model} in {percent(done.ratio, 0)} of its size"
     if results.tests:
         return f"{capitalise(results.tests[0].candidate)} against {results.tests[0].baseline}"
+    if results.ablations:
+        return say_grid(results.ablations[0])
+    if results.latencies:
+        return say_latency(results.latencies[0])
     if results.benches or results.rows:
         return "Kernels, measured"
     return "Distributions" if results.analyses else "Training runs"
@@ -81,7 +92,9 @@ def _say_without_runs(results: Results) -> str:
 
 def _say_lead(results: Results, first: Comparison | None) -> str:
     if first is None:
-        return "No training runs were compared: this is about error only." if results.probe else ""
+        if results.probe is not None:
+            return "No training runs were compared: this is about error only."
+        return f"{say_latency(results.latencies[0])}." if results.ablations and results.latencies else ""
     change = first.relative_change
     text = (
         f"Against {first.baseline}, {first.candidate} changes the {first.metric} by {signed(change.value)} "

@@ -325,8 +325,21 @@
   byId("scheme").addEventListener("click", () => switchTo(root.dataset.scheme === "dark" ? "light" : "dark"));
   dark.addEventListener("change", () => switchTo(dark.matches ? "dark" : "light"));
   let before = null;
-  addEventListener("beforeprint", () => { before = root.dataset.scheme; setScheme("light"); drawAll(); if (body) showRows(true); });
-  addEventListener("afterprint", () => { if (before) switchTo(before); if (body) showRows(); });
+  const folded = () => [...document.querySelectorAll("details")].filter((element) => !element.open);
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    before = root.dataset.scheme;
+    opened = folded(); // paper cannot be clicked
+    opened.forEach((element) => { element.open = true; });
+    setScheme("light");
+    drawAll();
+    if (body) showRows(true);
+  });
+  addEventListener("afterprint", () => {
+    opened.forEach((element) => { element.open = false; });
+    if (before) switchTo(before);
+    if (body) showRows();
+  });
 
   const wanted = decodeURIComponent((location.hash.match(/^#site=(.*)$/) || [])[1] || "");
   drawAll().then(() => wanted && openSite(wanted)).catch((error) => console.error(error));

@@ -4,7 +4,7 @@ from loka.records import Comparison, ModSummary, Recovery
 from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, signed, span_of, table
 from loka.report.results import Results
 
-__all__ = ["GOOD", "write_ablation", "write_mods", "write_quality"]
+__all__ = ["GOOD", "write_mods", "write_quality", "write_worth"]
 
 GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
 _NUMERIC = range(2, 9)
@@ -83,7 +83,7 @@ def _metrics(metrics: dict[str, float]) -> list[str]:
     return [f"{metrics[name]:.5f}" if name in metrics else "–" for name in ("log_loss", "auc")]
 
 
-def write_ablation(results: Results) -> str:
+def write_worth(results: Results) -> str:
     """What the plan's decisions are worth: the same weights with the plan, with FP8 everywhere, and what each is made of."""
     found = {c.candidate: c for c in results.comparisons}
     planned, naive = _pick(found, "planned"), _pick(found, "naive")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.records import write_atomically
-from loka.report import generative, headline, kernels, origin, quality, sites
+from loka.report import ablation, generative, headline, kernels, origin, quality, sites
 from loka.report.markup import escape
 from loka.report.payload import collect, dump, write_chunks
 from loka.report.results import Results
@@ -21,7 +21,7 @@ SECTIONS: tuple[Section, ...] = (
     ("quality", "Quality", quality.write_quality),
     ("sites", "Sites", sites.write_sites),
     ("plan", "Plan", sites.write_plan),
-    ("ablation", "What the plan is worth", quality.write_ablation),
+    ("ablation", "Ablation", ablation.write_ablation),
     ("mods", "Mods", quality.write_mods),
     ("drift", "Drift", sites.write_drift),
     ("memory", "Memory", sites.write_memory),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from loka.records import (
+    Ablation,
+    AblationLatency,
     Analysis,
     Comparison,
     DriftReport,
@@ -38,6 +40,8 @@ _ALL: tuple[type[Record], ...] = (
     Quantized,
     PairedTest,
     Analysis,
+    Ablation,
+    AblationLatency,
 )
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
@@ -59,6 +63,8 @@ class Results:
     quantized: tuple[Quantized, ...] = ()
     tests: tuple[PairedTest, ...] = ()
     analyses: tuple[Analysis, ...] = ()
+    ablations: tuple[Ablation, ...] = ()
+    latencies: tuple[AblationLatency, ...] = ()
 
     @classmethod
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
@@ -85,6 +91,8 @@ class Results:
             quantized=_every(found, Quantized),
             tests=_every(found, PairedTest),
             analyses=_every(found, Analysis),
+            ablations=_every(found, Ablation),
+            latencies=_every(found, AblationLatency),
         )
 
     @property
@@ -124,6 +132,8 @@ class Results:
             "quantised model": self.quantized,
             "A/B": self.tests,
             "distributions": self.analyses,
+            "ablation": self.ablations,
+            "latency of the ablation": self.latencies,
             "kernels": self.benches,
         }
         found: dict[str, Environment] = {}
