@@ -8,11 +8,17 @@ with static shapes and replayed as CUDA graphs; training is forward and backward
 
     fp32, tf32                              the float32 model
     bf16                                    autocast in training, bf16 weights in inference: the baseline
-    torchao-tensorwise, torchao-rowwise     torchao's float8 training, or its post-training quantisation, on every linear but the prediction layer
-    loka                                    towers as FusedTower, FP8 from one layer to the next
+    torchao-tensorwise, torchao-rowwise     torchao's float8 training, or its post-training quantisation, on every linear whose widths are multiples of 16
+    loka                                    towers as FusedTower, FP8 from one layer to the next; other linears of 256 or more both ways as FusedProjection
+    loka-split                              the same with HSTU's activation left to the compiler instead of the GEMM's epilogue
+    loka-convert                            loka.convert(recipe="tensorwise") on the same linears, nothing fused: what a model gets that nobody rewrites
 
-Every case is a process of its own; all compile at the same time, then take turns on the idle GPU (benchmarks/models.py). Each FP8 case first compares its
-output with the float32 model on the same weights; the difference is in the record.
+HSTU is its layers over embedded events (ragged, static lengths) and one logit an event; tables and softmax over items are left out, as tables are in the others.
+
+Every case is a process of its own; all compile at the same time, then take turns on the idle GPU (benchmarks/models.py). Each FP8 case first compares what its prediction
+layer reads, and in training all gradients, with the float32 model on the same weights, and the gradients of the compiled model with those of the eager one; the
+differences are in the record, and so is the share of all multiplied FLOPs that runs in FP8 (`fp8_share`), counted on the modules as they are. The peak of memory is that of
+a step.
 """
 
 import argparse
@@ -26,20 +32,23 @@ from typing import Any
 import models
 
 PRECISIONS = ("fp32", "tf32", "bf16", "torchao-tensorwise", "torchao-rowwise", "loka")
-MODELS = ("wukong", "wukong8k", "dlrm", "elfm", "interformer", "dcn", "dhen")
-FULL = ("wukong", "wukong8k")  # these in every precision, the others in bf16 and ours
+MODELS = ("wukong", "wukong8k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
+BRIEF = ("dcn", "dhen")  # these in bf16 and ours, the others in every precision
+EXTRA = {"hstu": ("loka-split", "loka-convert"), "interformer": ("loka-convert",), "elfm": ("loka-convert",)}
 CASES = tuple(
     f"{model}-{mode}-{precision}"
     for model in MODELS
     for mode in ("train", "infer")
-    for precision in (PRECISIONS if model in FULL else ("bf16", "loka"))
+    for precision in (("bf16", "loka") if model in BRIEF else PRECISIONS) + EXTRA.get(model, ())
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="comma-separated beginnings of case names")
+    parser.add_argument(
+        "--only", default="", help="comma-separated beginnings of case names; a name of a case is that case alone"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--scale", type=int, default=1, help="divide batches by this, and use tiny models: to test the script"
@@ -54,7 +63,7 @@ def main() -> int:
         models.run_case(arguments.case, arguments, build_case)
         return 0
     wanted = [word for word in arguments.only.split(",") if word]
-    cases = [case for case in CASES if not wanted or any(case.startswith(word) for word in wanted)]
+    cases = select(wanted)
     if not cases:
         parser.error(f"--only {arguments.only} matches none of {', '.join(CASES)}")
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": {}}
@@ -63,6 +72,11 @@ def main() -> int:
     arguments.out.write_text(json.dumps(report, indent=1))
     print(describe(report))
     return 1 if any("error" in report["cases"][case] for case in cases) else 0
+
+
+def select(wanted: list[str]) -> list[str]:
+    """Cases by the beginnings of their names; a whole name means that case, not the longer names that begin so."""
+    return [c for c in CASES if not wanted or any(c == w or (w not in CASES and c.startswith(w)) for w in wanted)]
 
 
 def compare(cases: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -79,7 +93,7 @@ def compare(cases: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    lines = [f"{'case':34} {'ms':>8} {'over bf16':>9} {'GiB':>7} {'memory':>7} {'difference':>10}"]
+    lines = [f"{'case':34} {'ms':>8} {'over bf16':>9} {'GiB':>7} {'memory':>7} {'in FP8':>7} {'difference':>10}"]
     for case, result in report["cases"].items():
         if "error" in result:
             lines.append(f"{case:34} failed: {result['error']}")
@@ -87,7 +101,7 @@ def describe(report: dict[str, Any]) -> str:
         gain = report["speedup"].get(case, {})
         lines.append(
             f"{case:34} {result['ms']:8.3f} {gain.get('speedup', math.nan):8.2f}x {result.get('memory_gib', math.nan):7.2f} "
-            f"{gain.get('memory', math.nan):6.2f}x {result.get('difference', math.nan):10.4f}"
+            f"{gain.get('memory', math.nan):6.2f}x {result.get('fp8_share', math.nan):7.1%} {result.get('difference', math.nan):10.4f}"
         )
     return "\n".join(lines)
 

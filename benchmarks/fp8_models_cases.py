@@ -2,16 +2,19 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fp8_models_lower import HIGH, WIDE, describe_share, find_fp8, lower
 from models_cases import build_on, compile_static
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from loka.models import configure, count
-from loka.models.wukong import FactorizationMachineBlock, Wukong, WukongLayer
-from loka.nn import MLP, FusedInteraction, FusedTower, Link, Style, freeze, refuse_interaction
+from loka.models import configure
+from loka.models.hstu import HSTUConfig, HSTULayer, next_times
+from loka.nn import Style, compute_dtype, make_norm
 
 MODS = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")
 SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -27,7 +30,52 @@ SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         {"dhen": configure("dhen", "tiny", layers=2, m=64, rank=4096, style=MODS), "cross_layers": 2},
     ),
     "interformer": ("interformer", "medium", 2048, {"layers": 2}),
+    # 256 histories of 64 to 320 events, 49152 in all
+    "hstu": ("hstu", "base", 256, {"d": 1024, "layers": 4, "heads": 8, "d_qk": 128, "d_v": 128, "max_length": 320}),
 }
+HSTU_TINY = {"d": 32, "layers": 2, "heads": 2, "d_qk": 16, "d_v": 16, "max_length": 20}
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a model reads: vectors that need a gradient, as embeddings do, and the rest. With `offsets`, vectors belong to ragged rows."""
+
+    vectors: list[Tensor]
+    rest: list[Tensor]
+    offsets: Tensor | None = None
+
+    def arguments(self) -> list[Tensor]:
+        ragged = [] if self.offsets is None else [self.offsets]
+        return [*self.vectors, *ragged, *self.rest]
+
+    def first(self, rows: int) -> "Feed":
+        """Some of the rows, detached."""
+        if self.offsets is None:
+            return Feed([x[:rows].detach() for x in self.vectors], [x[:rows] for x in self.rest])
+        rows = min(max(1, rows // 16), self.offsets.shape[0] - 1)
+        end = int(self.offsets[rows])
+        return Feed([x[:end].detach() for x in self.vectors], [x[:end] for x in self.rest], self.offsets[: rows + 1])
+
+    def to(self, dtype: torch.dtype) -> "Feed":
+        return Feed([x.detach().to(dtype) for x in self.vectors], self.rest, self.offsets)
+
+
+class Histories(nn.Module):
+    """HSTU as a ranker over embedded events: its layers and its norm, then one logit an event. x [total, d] -> [total, 1]."""
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.layers))
+        self.norm = make_norm(config.style.norm, config.d, bias=config.style.bias)
+        self.head = nn.Linear(config.d, 1)
+
+    def forward(self, x: Tensor, offsets: Tensor, times: Tensor, query_times: Tensor) -> Tensor:
+        x = x.to(compute_dtype(x))
+        for layer in self.layers:
+            x = layer(x, offsets, times, query_times)
+        out: Tensor = self.head(self.norm(x))
+        return out
 
 
 def build(case: str, device: str, *, scale: int, compiled: bool) -> tuple[Callable[[], Any], dict[str, Any]]:
@@ -36,36 +84,53 @@ def build(case: str, device: str, *, scale: int, compiled: bool) -> tuple[Callab
     family, size, batch, overrides = SIZES[name]
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    config = configure(family, "tiny" if scale > 1 else size, **({} if scale > 1 else overrides), style=MODS)
-    model = build_on(device, config)
+    if scale > 1:
+        size, overrides = "tiny", HSTU_TINY if family == "hstu" else {}
+    config = configure(family, size, **overrides, style=MODS)
+    model = make_model(config, device)
     rows = max(16, batch // scale)
-    inputs, lengths = draw_inputs(config, family, rows, device)
-    flops = rows * count(model).flops_forward * (3 if mode == "train" else 1)
+    feed = draw(config, rows, device)
+    flops, total = count_products(config, feed)
     facts: dict[str, Any] = {
         "model": f"{family} {size} {overrides or ''}".strip(),
         "batch": rows,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "flops": flops,
+        "flops": total * (3 if mode == "train" else 1),
     }
-    reference = copy.deepcopy(model) if precision not in ("fp32", "tf32", "bf16") else None
+    if feed.offsets is not None:
+        facts["positions"] = feed.vectors[0].shape[0]
+    reference = copy.deepcopy(model) if precision not in HIGH else None
     if mode == "infer":
         model = model.eval().requires_grad_(False)
         if precision not in ("fp32", "tf32"):
-            model, inputs = model.to(torch.bfloat16), [x.detach().to(torch.bfloat16) for x in inputs]
-    facts |= lower(model, precision, mode)
+            model, feed = model.to(torch.bfloat16), feed.to(torch.bfloat16)
+    facts |= lower(model, precision, mode, least=WIDE if scale == 1 else 16)
+    facts |= describe_share(find_fp8(model), flops, total)
     if reference is not None:
-        facts["difference"] = difference(model, reference, inputs, lengths, mode, device)
+        facts["difference"] = difference(model, reference, feed, mode, device)
         if mode == "train":
-            facts["gradient_difference"] = gradient_difference(model, reference, inputs, lengths, device)
+            facts["gradient_difference"] = gradient_difference(model, reference, feed, device)
         del reference
     run = compile_static(model, compiled)
     if mode == "infer":
-        return graphed(lambda: infer(run, inputs, lengths), device), facts
-    return graphed(train(run, model, inputs, lengths, precision, device), device), facts
+        return graphed(lambda: infer(run, feed), device), facts
+    if precision not in HIGH:
+        facts["compiled_gradient_difference"] = compiled_difference(run, model, feed, device)
+    return graphed(train(run, model, feed, precision, device), device), facts
+
+
+def make_model(config: Any, device: str) -> Any:
+    if not isinstance(config, HSTUConfig):
+        return build_on(device, config)
+    with torch.device(device):
+        return Histories(config)
 
 
 def graphed(step: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """The step as a CUDA graph from its third call on: what is timed is the GPU, for every precision alike, not Python's launches."""
+    """The step as a CUDA graph from its third call on: what is timed is the GPU, for every precision alike, not Python's launches.
+
+    The peak of memory is counted from there on: of a step, and not of what compared and compiled it.
+    """
     if device != "cuda":
         return step
     state: dict[str, Any] = {"calls": 0}
@@ -81,6 +146,7 @@ def graphed(step: Callable[[], Any], device: str) -> Callable[[], Any]:
             return
         if "graph" not in state:
             torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
             state["graph"] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(state["graph"]):
                 step()
@@ -89,128 +155,135 @@ def graphed(step: Callable[[], Any], device: str) -> Callable[[], Any]:
     return run
 
 
-def draw_inputs(config: Any, family: str, rows: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Random feature vectors, which need a gradient as embeddings do."""
-    inputs = [torch.randn(rows, config.n, config.d, device=device, requires_grad=True)]
-    if family != "interformer":
-        return inputs, []
-    inputs.append(torch.randn(rows, config.length, config.histories * config.d, device=device, requires_grad=True))
-    return inputs, [torch.randint(0, config.length + 1, (rows,), device=device)]
+def draw(config: Any, rows: int, device: str) -> Feed:
+    """Random feature vectors, and histories where the model reads them."""
+    if isinstance(config, HSTUConfig):
+        return draw_histories(config, rows, device)
+    vectors = [torch.randn(rows, config.n, config.d, device=device, requires_grad=True)]
+    if not hasattr(config, "histories"):
+        return Feed(vectors, [])
+    wide = config.histories * config.d
+    vectors.append(torch.randn(rows, config.length, wide, device=device, requires_grad=True))
+    return Feed(vectors, [torch.randint(0, config.length + 1, (rows,), device=device)])
 
 
-def lower(model: nn.Module, precision: str, mode: str) -> dict[str, Any]:
-    """Put the model into low precision, in place; says how much of it."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    wanted = {name for name, module in linears.items() if module.out_features >= 16 and module.in_features >= 16}
-    if precision == "loka":
-        facts = {"towers": fuse_towers(model), "linears": len(linears)}
-        if mode == "infer":
-            freeze(model, offload=True)
-        return facts | {"interactions": fuse_interactions(model)}
-    if precision.startswith("torchao"):
-        recipe = precision.removeprefix("torchao-")
-        if mode == "train":
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-            convert_to_float8_training(
-                model,
-                config=Float8LinearConfig.from_recipe_name(recipe),
-                module_filter_fn=lambda module, name: name in wanted,
-            )
-        else:
-            from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
-
-            granularity = PerRow() if recipe == "rowwise" else PerTensor()
-            quantize_(
-                model,
-                Float8DynamicActivationFloat8WeightConfig(granularity=granularity),
-                filter_fn=lambda module, name: isinstance(module, nn.Linear) and name in wanted,
-            )
-        return {"converted": len(wanted), "linears": len(linears)}
-    return {}
+def draw_histories(config: HSTUConfig, rows: int, device: str) -> Feed:
+    """Ragged rows from a fifth of the greatest length to all of it, in pairs that add up: the total is known, and a multiple of 16."""
+    low, high = config.max_length // 5, config.max_length
+    half = torch.randint(low, high + 1, (rows // 2,), generator=torch.Generator().manual_seed(0))
+    lengths = torch.cat([half, low + high - half])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = int(offsets[-1])
+    x = torch.randn(total, config.d, device=device, requires_grad=True)
+    times = torch.randint(0, 10**6, (total,), device=device).sort().values
+    offsets = offsets.to(device)
+    return Feed([x], [times, next_times(times, offsets)], offsets)
 
 
-def fuse_towers(model: nn.Module) -> int:
-    """Every MLP whose layers are linear, BlockNorm, hard swish; a prediction layer narrower than 16 stays as it is."""
-    towers = [(name, module) for name, module in model.named_modules() if isinstance(module, MLP)]
-    for name, tower in towers:
-        links = [Link(f"layers.{index}.linear") for index in range(len(tower.layers))]
-        tail: list[str] = []
-        if isinstance(tower.last, nn.Linear):
-            if tower.last.out_features >= 16:
-                links.append(Link("last", 0, "none"))
-            else:
-                tail.append("last")
-        parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        # In Wukong every tower reads what a BlockNorm wrote: the norm of the products, or the norm of the last layer.
-        bounded = isinstance(parent, (FactorizationMachineBlock, Wukong))
-        if links:
-            setattr(parent, child, FusedTower.replacing(tower, links, tail=tail, bounded_input=bounded))
-    return len(towers)
+def count_products(config: Any, feed: Feed) -> tuple[dict[str, float], float]:
+    """FLOPs of a forward pass: of every linear by name, and of everything that is multiplied. Counted on a model without storage."""
+    ghost = make_model(config, "meta")
+    flops: dict[str, float] = {}
 
+    def add(name: str, rows: int, linear: nn.Linear) -> None:
+        flops[name] = flops.get(name, 0.0) + 2.0 * rows * linear.in_features * linear.out_features
 
-def fuse_interactions(model: nn.Module) -> int:
-    """Wukong layers whose examples fit into a program of the interaction kernel."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, WukongLayer)]
-    fitting = [(name, layer) for name, layer in layers if refuse_interaction(layer) is None]
-    for name, layer in fitting:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, FusedInteraction.replacing(layer))
-    return len(fitting)
+    linears = [(name, module) for name, module in ghost.named_modules() if isinstance(module, nn.Linear)]
+    if feed.offsets is not None:
+        for name, linear in linears:
+            add(name, feed.vectors[0].shape[0], linear)
+        lengths = (feed.offsets[1:] - feed.offsets[:-1]).double()
+        pairs = float((lengths * (lengths + 1) / 2).sum())  # a query and the keys at or before it
+        return flops, sum(flops.values()) + 2.0 * pairs * config.layers * config.heads * (config.d_qk + config.d_v)
+    rows = feed.vectors[0].shape[0]
+    for name, linear in linears:
+        linear.register_forward_pre_hook(
+            lambda module, x, name=name: add(name, rows * x[0].numel() // x[0].shape[-1], module)
+        )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        ghost.requires_grad_(False).eval()(*ghost.example_inputs())
+    return flops, float(rows * counter.get_total_flops())
 
 
 @torch.no_grad()
-def difference(
-    model: nn.Module, reference: nn.Module, inputs: list[Tensor], lengths: list[Tensor], mode: str, device: str
-) -> float:
-    """Relative L2 of the representation before the prediction layer against float32, on the first rows."""
-    first = min(512, inputs[0].shape[0])
-    few, lens = [x[:first] for x in inputs], [x[:first] for x in lengths]
+def difference(model: nn.Module, reference: nn.Module, feed: Feed, mode: str, device: str) -> float:
+    """Relative L2 of what the prediction layer reads against float32, on the first rows."""
+    few = feed.first(512)
     with torch.autocast(device, torch.bfloat16, enabled=mode == "train"):
-        mine = model.represent(*few, *lens) if not lengths else model(*few, *lens)
-    theirs_in = [x.float() for x in few]
-    theirs = reference.represent(*theirs_in, *lens) if not lengths else reference(*theirs_in, *lens)
-    error = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        mine = read_last(model, few)
+    theirs = read_last(reference, few.to(torch.float32))
+    error = float((mine.float() - theirs).norm() / theirs.norm())
     if not error < 0.5:
         raise ValueError(f"the low-precision model differs from the float32 one by {error:.2f} of its output")
     return error
 
 
-def gradient_difference(
-    model: nn.Module, reference: nn.Module, inputs: list[Tensor], lengths: list[Tensor], device: str
-) -> float:
-    """Relative L2 of all parameters' gradients against float32's, on the first rows; a wrong backward is not worth timing."""
-    first = min(512, inputs[0].shape[0])
-    lens = [x[:first] for x in lengths]
-    gradients = []
-    for which in (model, reference):
-        with torch.autocast(device, torch.bfloat16, enabled=which is model):
-            out = which(*(x[:first].detach() for x in inputs), *lens)
-        out.float().square().mean().backward()
-        gradients.append(torch.cat([p.grad.float().flatten() for p in which.parameters() if p.grad is not None]))
-        which.zero_grad()
-    error = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+def read_last(model: nn.Module, feed: Feed) -> Tensor:
+    """Run the model and catch the input of its prediction layer: its one linear with a single output."""
+    seen: list[Tensor] = []
+    last = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1][-1]
+    handle = last.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(*feed.arguments())
+    handle.remove()
+    return seen[0]
+
+
+def backward(run: Any, feed: Feed, device: str, *, low: bool) -> None:
+    with torch.autocast(device, torch.bfloat16, enabled=low):
+        out = run(*feed.arguments())
+    out.float().square().mean().backward()
+
+
+def compare_gradients(mine: list[Tensor | None], theirs: list[Tensor | None], what: str) -> float:
+    """Relative L2 over all parameters; a wrong backward is not worth timing."""
+    off = size = 0.0
+    for a, b in zip(mine, theirs, strict=True):
+        if (a is None) != (b is None):
+            raise ValueError(f"{what}: one side has a gradient where the other has none")
+        if a is not None and b is not None:
+            off, size = off + float((a.float() - b.float()).square().sum()), size + float(b.float().square().sum())
+    error = (off / size) ** 0.5
     if not error < 0.5:
-        raise ValueError(f"its gradients differ from the float32 ones by {error:.2f}")
+        raise ValueError(f"{what} differ by {error:.2f}")
     return error
 
 
+def gradient_difference(model: nn.Module, reference: nn.Module, feed: Feed, device: str) -> float:
+    """All parameters' gradients against float32's, on the first rows."""
+    few = feed.first(512)
+    backward(model, few, device, low=True)
+    backward(reference, few, device, low=False)
+    both = [[p.grad for p in which.parameters()] for which in (model, reference)]
+    error = compare_gradients(both[0], both[1], "its gradients and the float32 ones")
+    model.zero_grad()
+    return error
+
+
+def compiled_difference(run: Any, model: nn.Module, feed: Feed, device: str) -> float:
+    """What is timed against what was just compared: gradients of the compiled model on the whole batch, and of the same model run eagerly."""
+    whole = Feed([x.detach() for x in feed.vectors], feed.rest, feed.offsets)
+    both = []
+    for which in (run, model):
+        backward(which, feed if which is run else whole, device, low=True)
+        both.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    for x in feed.vectors:
+        x.grad = None
+    return compare_gradients(both[0], both[1], "the gradients of the compiled and of the eager model")
+
+
 @torch.no_grad()
-def infer(run: Any, inputs: list[Tensor], lengths: list[Tensor]) -> Tensor:
-    return run(*inputs, *lengths)
+def infer(run: Any, feed: Feed) -> Tensor:
+    return run(*feed.arguments())
 
 
-def train(
-    run: Any, model: nn.Module, inputs: list[Tensor], lengths: list[Tensor], precision: str, device: str
-) -> Callable[[], Any]:
-    rows = inputs[0].shape[0]
-    target = (torch.rand(rows, 1, device=device) < 0.3).float()
-    leaves = [*model.parameters(), *inputs]
+def train(run: Any, model: nn.Module, feed: Feed, precision: str, device: str) -> Callable[[], Any]:
+    target = (torch.rand(feed.vectors[0].shape[0], 1, device=device) < 0.3).float()
+    leaves = [*model.parameters(), *feed.vectors]
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16, enabled=precision not in ("fp32", "tf32")):
-            logits = run(*inputs, *lengths)
+            logits = run(*feed.arguments())
         loss = F.binary_cross_entropy_with_logits(logits.float()[:, :1], target)
         loss.backward()
         for leaf in leaves:

@@ -129,7 +129,7 @@ class FusedProjection(FusedTower):
         assert isinstance(made, FusedProjection)
         made.in_features, made.out_features = linear.in_features, linear.out_features
         made.epilogue = epilogue
-        if linear.bias is None:
+        if "bias" not in made._parameters:
             made.register_parameter("bias", None)
         made.__dict__["_linears"] = (made,)  # whoever exchanges a parameter (a sharder, weight tying) does so here
         return made
