@@ -70,7 +70,7 @@ class Tuning:
                 name = self._pick_linear(role, [getattr(b, role) for b in blocks], rows)
                 if name is not None:
                     blocks = [
-                        replace(b, **{role: replace(getattr(b, role), backend=name)})
+                        replace(b, **{role: getattr(b, role).on(name)})
                         if getattr(b, role).activation is not None
                         else b
                         for b in blocks
@@ -80,9 +80,7 @@ class Tuning:
             if groups:
                 backend, fused = self._pick_experts(groups, rows)
                 blocks = [
-                    replace(b, ffn=replace(b.ffn, backend=backend, fused=fused))
-                    if isinstance(b.ffn, PackedExperts)
-                    else b
+                    replace(b, ffn=b.ffn.on(backend, fused=fused)) if isinstance(b.ffn, PackedExperts) else b
                     for b in blocks
                 ]
         return dataclasses.replace(self.packed, blocks=blocks)
@@ -97,7 +95,7 @@ class Tuning:
         q = low[0].prepare(x)
 
         def make(name: str) -> list[Callable[[], Any]]:
-            return [partial(replace(m, backend=name), q, self.dtype) for m in low]
+            return [partial(m.on(name), q, self.dtype) for m in low]
 
         names = [n for n in registry.BACKENDS["scaled_mm"] if n != "reference"]
         return self._race(role, rows, {n: make(n) for n in names}, make("reference")[0], default="auto")
@@ -115,7 +113,8 @@ class Tuning:
         q: Operand = x if first.specs[0] is None else quantize(x, first.specs[0])
 
         def make(name: str, fused: bool) -> list[Callable[[], Tensor]]:
-            return [lambda m=m: _run_experts(m, q, sorting.offsets, name, fused, self.dtype) for m in groups]  # type: ignore[misc]
+            on = [m.on(name, fused=fused) for m in groups]
+            return [lambda m=m: _run_experts(m, q, sorting.offsets, name, fused, self.dtype) for m in on]  # type: ignore[misc]
 
         runs = {}
         mixed = (

@@ -5,18 +5,19 @@
     PackedExperts    [E, N, K] of both projections   a shared expert of the same width is one more expert that every token visits
 
 Folding the shared expert in makes the mixture two grouped GEMMs instead of two grouped and two plain ones; it needs the same width and the same
-precision, and is left apart otherwise. Nothing is computed here that depends on a request.
+precision, and is left apart otherwise. FP8 weights are laid out for the backend that multiplies them (`on`), once. Nothing is computed here that depends on a request.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.formats import ROW, QTensor, Spec
+from loka.kernels import grouped_mm
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import scaled_mm
+from loka.kernels.scaled_mm import prepare, scaled_mm
 from loka.models.onerec import LazyBlock, OneRec
 from loka.nn import BlockNorm, GroupedLinear, MixtureOfExperts, SwiGLU
 from loka.nn.experts import UNIT
@@ -85,11 +86,18 @@ class PackedLinear:
         how = (names.get("scaled_mm", "auto"), names.get("quantize", "auto"), placement.fast_accum)
         if isinstance(module, QuantizedLinear):
             bias = None if module.bias is None else placement.place(module.bias)
-            return cls(placement.place_quantized(module.qweight), bias, module.activation, *how)
+            packed = cls(placement.place_quantized(module.qweight), bias, module.activation, *how)
+            return packed.on(packed.backend)
         if not isinstance(module, nn.Linear):
             raise ValueError(f"expected an nn.Linear or a QuantizedLinear, got {type(module).__name__}")
         bias = None if module.bias is None else placement.place(module.bias)
         return cls(placement.place(module.weight), bias, None, *how)
+
+    def on(self, backend: str) -> "PackedLinear":
+        """The same linear on a backend, its weight laid out for it."""
+        if not isinstance(self.weight, QTensor) or self.activation is None:
+            return replace(self, backend=backend)
+        return replace(self, backend=backend, weight=prepare(self.weight, self.activation, backend=backend))
 
     def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
         """x [M, K], quantised already or not -> [M, N]."""
@@ -159,7 +167,7 @@ class PackedExperts:
         folded = fold and _foldable(module)
         weights = [_stack(module, name, placement, folded=folded) for name in ("gate_up", "down")]
         apart = module.shared is not None and not folded
-        return cls(
+        packed = cls(
             router=placement.place(module.router.weight),
             balance=(module.balance.to(placement.device) * UNIT),
             top=module.top,
@@ -170,8 +178,16 @@ class PackedExperts:
             specs=(_spec_of(module.gate_up), _spec_of(module.down)),
             activation=module.activation,
             shared=PackedSwiGLU.of(module.shared, placement) if apart and module.shared is not None else None,
-            backend=placement.backends.get("grouped_mm", "auto"),
         )
+        return packed.on(placement.backends.get("grouped_mm", "auto"))
+
+    def on(self, backend: str, *, fused: bool = False) -> "PackedExperts":
+        """The same experts on a backend, their weights laid out for it."""
+        gate_up, down = (
+            grouped_mm.prepare(w, spec, backend=backend) if isinstance(w, QTensor) and spec is not None else w
+            for w, spec in zip((self.gate_up, self.down), self.specs, strict=True)
+        )
+        return replace(self, backend=backend, fused=fused, gate_up=gate_up, down=down)
 
 
 def _spec_of(module: nn.Module) -> Spec | None:

@@ -6,6 +6,9 @@
 The weight is quantised once; there is no gradient. `weight` keeps its name and shape, so a state_dict differs from the original's by its dtype
 and by one `weight_scale` per site. `model.to(dtype)` and `.half()` move such a module, and leave its FP8 bytes and its float32 scales alone: cast to
 16 bits they would be neither quantised nor right.
+
+Beside its buffers a module holds the weight as its backend reads it (`loka.kernels.prepared`): the buffers themselves at most widths, a padded copy at 13, 27 or
+479. It is made anew whenever the buffers move or are loaded, and is no part of a state_dict.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,26 +20,31 @@ from torch import Tensor, nn
 from loka.dispatch import Operands
 from loka.formats import QTensor, Spec, scale_shape
 from loka.formats import quantize as quantize_by_law
-from loka.kernels import registry
+from loka.kernels import grouped_mm, registry
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import scaled_mm
+from loka.kernels.scaled_mm import prepare, scaled_mm
 from loka.nn import GroupedLinear, compute_dtype
 
 Site = nn.Linear | GroupedLinear
 
 
 class _Quantized(nn.Module):
-    """What both have: the weight as two buffers that casts do not touch."""
+    """What both have: the weight as two buffers that casts do not touch, and as `ready` for the GEMM."""
 
     weight: Tensor
     weight_scale: Tensor
+    ready: QTensor
 
     def __init__(self, weight: QTensor, activation: Spec, backend: str) -> None:
         super().__init__()
         self.activation, self.weight_spec, self.backend = activation, weight.spec, backend
         self.register_buffer("weight", weight.data)
         self.register_buffer("weight_scale", weight.scale)
+        self.ready = self._prepare()
         self.eval()
+
+    def _prepare(self) -> QTensor:
+        raise NotImplementedError
 
     @property
     def qweight(self) -> QTensor:
@@ -55,7 +63,12 @@ class _Quantized(nn.Module):
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
+        self.ready = self._prepare()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.ready = self._prepare()
 
     def extra_repr(self) -> str:
         """Shape and precision."""
@@ -72,13 +85,16 @@ class QuantizedLinear(_Quantized):
         registry.load("scaled_mm")
         registry.load("quantize")
 
+    def _prepare(self) -> QTensor:
+        return prepare(self.qweight, self.activation, backend=self.backend)
+
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
         if input.shape[-1] != self.in_features:
             raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
         flat = input.reshape(-1, self.in_features)
         dtype = _writable(compute_dtype(input))
-        y = scaled_mm(quantize(flat, self.activation), self.qweight, out_dtype=dtype, backend=self.backend)
+        y = scaled_mm(quantize(flat, self.activation), self.ready, out_dtype=dtype, backend=self.backend)
         if self.bias is not None:
             y = y + self.bias.to(dtype)
         return y.view(*input.shape[:-1], self.out_features)
@@ -92,13 +108,14 @@ class QuantizedExperts(_Quantized):
         self.experts, self.width_out, self.width_in = weight.shape
         registry.load("grouped_mm")
 
+    def _prepare(self) -> QTensor:
+        return grouped_mm.prepare(self.qweight, self.activation, backend=self.backend)
+
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [N, in] sorted by expert, ends int32 [E] -> [N, out]."""
-        from loka.kernels.grouped_mm import grouped_mm
-
         offsets = torch.cat([ends.new_zeros(1), ends])
-        q = quantize(x, self.activation)
-        return grouped_mm(q, self.qweight, offsets, out_dtype=_writable(compute_dtype(x)), backend=self.backend)
+        q, dtype = quantize(x, self.activation), _writable(compute_dtype(x))
+        return grouped_mm.grouped_mm(q, self.ready, offsets, out_dtype=dtype, backend=self.backend)
 
 
 def _writable(dtype: torch.dtype) -> torch.dtype:

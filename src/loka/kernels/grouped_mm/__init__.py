@@ -17,8 +17,8 @@ from torch import Tensor, bfloat16, dtype, int32, int64
 
 from loka.formats import QTensor, Spec
 from loka.kernels.grouped_mm.call import GroupedCall, Permutation, RouteCall, SwigluCall, describe
-from loka.kernels.registry import backend as backend_named
-from loka.kernels.registry import first, pick, prepare_for
+from loka.kernels.registry import first, pick
+from loka.kernels.registry import prepare as prepare_on
 
 __all__ = [
     "GroupedCall",
@@ -55,15 +55,13 @@ def grouped_mm(
     return out
 
 
-def prepare(w: QTensor | Tensor, a: Spec | None, *, backend: str = "auto") -> QTensor | Tensor:
-    """The weights [E, N, K] laid out for their backend, once, for rows of Spec `a`; 16-bit ones as they are. The same weights to every backend."""
-    if not isinstance(w, QTensor) or a is None:
-        return w
+def prepare(w: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
+    """The weights [E, N, K] laid out for their backend, once, for rows of Spec `a`. The same weights to every backend."""
     experts, n, k = w.shape
     if backend == "auto":
         call = GroupedCall(experts, k, n, experts, a, w.spec, a.format.dtype)
-        return prepare_for(first("grouped_mm", call, w.device).backend, w, a)
-    return prepare_for(backend_named("grouped_mm", backend), w, a)
+        backend = first("grouped_mm", call, w.device).name
+    return prepare_on("grouped_mm", backend, w, a)
 
 
 def grouped_swiglu(
