@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loka.convert import LinearOptions, convert
+from loka.nn import linear_function
 
 slow = pytest.mark.slow
 
@@ -113,3 +114,24 @@ def test_batches_of_any_size_compile_twice() -> None:
         x = torch.randn(rows, 32)
         assert same(gradients(model, compiled, x), gradients(model, model, x)), rows
     assert counter.frame_count == 2  # one static, then one for every size
+
+
+@slow
+def test_autocast_around_a_backward_that_asks_for_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Triton quantiser does; dynamo then traces the backward twice, and a context that the first trace opened would stay open."""
+    torch._dynamo.reset()
+    for name in ("quantize", "quantize_both"):
+        real = getattr(linear_function, name)
+
+        def asking(x: Tensor, *rest: object, real=real, **named: object):
+            return real(x if x.stride(-1) == 1 else x.contiguous(), *rest, **named)
+
+        monkeypatch.setattr(linear_function, name, asking)
+    model = nn.Sequential(nn.Linear(32, 16))
+    convert(model, recipe="rowwise", backend="reference")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (torch.autograd.grad(run(x).sum(), (x, model[0].weight)) for run in (compiled, model))
+        assert torch.is_autocast_enabled("cpu")
+    assert same(list(ours), list(theirs))

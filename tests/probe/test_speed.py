@@ -23,8 +23,8 @@ def candidate(**more: Any) -> Candidate:
     return Candidate(a="e4m3:row", b="e4m3:row", **settings)
 
 
-def timed(*candidates: Candidate) -> list[Candidate]:
-    return time_candidates(watch(), "fprop", candidates, weights="dynamic", repeats=3, seconds=1.0)
+def timed(*candidates: Candidate, known: dict[Any, SiteTiming] | None = None) -> list[Candidate]:
+    return time_candidates(watch(), "fprop", candidates, weights="dynamic", repeats=3, seconds=1.0, timed=known)
 
 
 def test_on_a_cpu_nothing_is_timed_and_it_says_so() -> None:
@@ -55,6 +55,9 @@ def test_times_reach_every_candidate_and_equal_ones_are_timed_once(monkeypatch: 
     found = timed(candidate(), candidate(recipe="rowwise_with_gw_hp"))
     assert asked == [1]
     assert [c.speedup.value for c in found if c.speedup] == [5.0, 5.0]
+    known: dict[Any, SiteTiming] = {}
+    assert timed(candidate(), known=known) == timed(candidate(), known=known)  # two sites of one shape
+    assert asked == [1, 1, 0]
 
 
 def test_a_slow_candidate_is_taken_apart() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from loka.records import Comparison, Plan
 
@@ -28,6 +29,12 @@ class DemoConfig:
     device: str = "cpu"  # on a GPU speed is measured, and asked for
     target: str = "NVIDIA H200"  # on a CPU: whose database rows a second plan is made from
     row_factor: float = 16.0  # rows per call there over those here: a batch of 8,192
+
+    @classmethod
+    def for_device(cls, device: str, **given: Any) -> Self:
+        """The defaults of a kind of machine: on a GPU a model and a batch large enough for FP8 to have something to gain."""
+        large = {"size": "wide", "batch_size": 8192, "steps": 60, "more_steps": 30, "probe_every": 15}
+        return cls(**({**large, **given} if device.startswith("cuda") else given), device=device)
 
     def __post_init__(self) -> None:
         for name in ("steps", "more_steps", "batch_size", "probe_every", "samples", "sensitivity_examples"):

@@ -108,6 +108,7 @@ _ROWS = (
 SIZES = {
     "tiny": WukongConfig(),
     "small": WukongConfig(d=32, layers=3, n_l=16, n_f=16, k=16, hidden=256, top=(256, 128)),
+    "wide": WukongConfig(d=64, layers=3, n_l=32, n_f=32, k=32, hidden=2048, top=(2048, 1024)),
     "plain": WukongConfig(n=128, d=128, layers=6, n_l=32, n_f=32, k=24, hidden=2048, depth=3, top=(2048, 1024)),
     **{f"{layers}x{n}x3x{hidden}": _row(layers, n, k, hidden) for layers, n, k, hidden in _ROWS},
 }

@@ -32,24 +32,34 @@ from loka.records import Candidate, Gemm
 
 JUDGED_ROWS = 256  # of a product that is taken apart: enough to know that it is the right one
 UNKNOWN_BACKEND = "not measured: the backend is not in the registry"
+TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmCandidate]  # what a time depends on, on one device
 
 
 def time_candidates(
-    watch: Watch, gemm: Gemm, candidates: Sequence[Candidate], *, weights: Weights, repeats: int, seconds: float
+    watch: Watch,
+    gemm: Gemm,
+    candidates: Sequence[Candidate],
+    *,
+    weights: Weights,
+    repeats: int,
+    seconds: float,
+    timed: dict[TimingKey, SiteTiming] | None = None,
 ) -> list[Candidate]:
-    """The candidates with their times, or with the reason why there are none."""
+    """The candidates with their times, or with the reason why there are none; `timed` remembers them for the next site of the same shape."""
     known = registry.BACKENDS["scaled_mm"]
     asked = {i: describe(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
     if not asked:
         return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
-    distinct = list(dict.fromkeys(asked.values()))  # two recipes may treat one GEMM alike
-    device = watch.device
-    timings = time_gemms(
-        gemm, watch.largest, watch.k, watch.n, distinct, device, weights=weights, repeats=repeats, seconds=seconds
-    )
-    by_candidate = dict(zip(distinct, timings, strict=True))
+    timed, shape = {} if timed is None else timed, (watch.largest, watch.k, watch.n)
+    keys = {i: (gemm, shape, weights, candidate) for i, candidate in asked.items()}
+    fresh = [
+        key[-1] for key in dict.fromkeys(keys.values()) if key not in timed
+    ]  # two recipes may treat one GEMM alike
+    found = time_gemms(gemm, *shape, fresh, watch.device, weights=weights, repeats=repeats, seconds=seconds)
+    answers = timed | {(gemm, shape, weights, t.candidate): t for t in found}
+    timed.update({key: answer for key, answer in answers.items() if answer.speedup is not None})
     return [
-        _add(c, by_candidate[asked[i]]) if i in asked else (c if c.refusal else _note(c, UNKNOWN_BACKEND))
+        _add(c, answers[keys[i]]) if i in asked else (c if c.refusal else _note(c, UNKNOWN_BACKEND))
         for i, c in enumerate(candidates)
     ]
 

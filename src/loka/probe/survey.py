@@ -1,7 +1,7 @@
 """The evaluation of all sites: errors, then times, then a verdict for every GEMM, as records.
 
 settings    what is tried (recipes x backends), on what (samples, origins), and what is allowed
-survey      one site after the other; passed gates and N(0, 1) results are shared between sites
+survey      one site after the other; passed gates, N(0, 1) results and times are shared between sites of the same shape
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from loka.dispatch import recipe_named
-from loka.measure.site import Weights
+from loka.measure.site import SiteTiming, Weights
 from loka.probe.cause import find_causes, operands_from
 from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
-from loka.probe.speed import explain_slow, time_candidates
+from loka.probe.speed import TimingKey, explain_slow, time_candidates
 from loka.probe.verdict import judge
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, Cause, Gemm, GemmVerdict, Site, Source
@@ -63,6 +63,7 @@ class Survey:
         self._engines = {e.name: e for e in (Engine.named(b) if isinstance(b, str) else b for b in settings.backends)}
         if len(self._engines) < len(settings.backends):
             raise ValueError(f"a backend is named twice: {[getattr(b, 'name', b) for b in settings.backends]}")
+        self._timed: dict[TimingKey, SiteTiming] = {}
         self._evaluator = Evaluator(
             settings.recipes,
             list(self._engines.values()),
@@ -96,7 +97,15 @@ class Survey:
     def _measure(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
         asked = self.settings
         found = self._evaluator.evaluate(watch, gemm)
-        return time_candidates(watch, gemm, found, weights=asked.weights, repeats=asked.repeats, seconds=asked.seconds)
+        return time_candidates(
+            watch,
+            gemm,
+            found,
+            weights=asked.weights,
+            repeats=asked.repeats,
+            seconds=asked.seconds,
+            timed=self._timed,
+        )
 
     def _judge(self, watch: Watch, candidates: Sequence[Candidate]) -> list[GemmVerdict]:
         if not watch.calls:
