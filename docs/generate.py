@@ -1,6 +1,6 @@
 """Pages and tables that are made from the code and from committed results, so that no number is typed by hand.
 
-    python docs/generate.py            writes docs/measured.md, docs/reference/cli.md and the marked block of README.md
+    python docs/generate.py            writes docs/measured.md, docs/reference/cli.md and the marked blocks of README.md and docs/mods.md
     python docs/generate.py --check    exit 1 when one of them is not what it would write
 
 Needs loka and its command line (typer), no torch.
@@ -11,12 +11,16 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loka.records import Ablation, AblationLatency, PairedChange, TowerLatency
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json -->"
 QUALITY = "<!-- quality: written by docs/generate.py from benchmarks/results/h200/quality.json -->"
+ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
 NAMES = {
     "wukong": "Wukong",
@@ -312,6 +316,143 @@ def size_table() -> str | None:
     return table(["GEMM", "M, K, N", "GFLOP", "best over bf16", "which"], rows)
 
 
+def read_ablation() -> "Ablation | None":
+    """The quality of the grid of mods and precisions; None where it is not there."""
+    from loka.records import Ablation, load
+
+    path = RESULTS / "h200" / "ablation.json"
+    return load(path, Ablation) if path.exists() else None
+
+
+def read_latency() -> "AblationLatency | None":
+    """The latency of the same grid; None where it is not there."""
+    from loka.records import AblationLatency, load
+
+    path = RESULTS / "h200" / "ablation_latency.json"
+    return load(path, AblationLatency) if path.exists() else None
+
+
+def spell_change(found: "PairedChange | None") -> str:
+    """A relative change with its interval, in percent."""
+    if found is None:
+        return ""
+    value, low, high = (f"{100 * number:+.3f}" for number in (found.change.value, found.change.low, found.change.high))
+    return f"{value} % [{low}, {high}]"
+
+
+def ablation_table() -> str | None:
+    """Every cell: mods by precision by data set."""
+    found = read_ablation()
+    if found is None:
+        return None
+    rows = []
+    for cell in found.cells:
+        change = cell.against_original
+        lost = f", {cell.diverged} diverged" if cell.diverged else ""
+        rows.append(
+            [
+                cell.data,
+                cell.variant,
+                cell.precision,
+                f"{100 * cell.fp8_share:.1f} %",
+                "" if cell.log_loss is None else f"{cell.log_loss:.5f}",
+                spell_change(change) if change else "",
+                f"{100 * change.minimum_detectable:.3f} %" if change else "",
+                f"**{change.outcome}**" if change else "",
+                spell_change(cell.against_naive),
+                f"{cell.seeds}{lost}",
+            ]
+        )
+    head = ["data", "mods", "precision", "in FP8 (GEMM FLOPs)", "log loss", "against the original in bf16, 95 %", "smallest detectable", "verdict",
+            "against naive, 95 %", "seeds"]  # fmt: skip
+    missing = [
+        f"{len(runs)} runs {word}"
+        for runs, word in ((found.skipped, "were left out for lack of time"), (found.failed, "failed"))
+        if runs
+    ]
+    same = "; ".join(f"{data} ({', '.join(variants)})" for data, variants in found.list_equal_plans().items())
+    said = [f"Not complete: {', '.join(missing)}."] if missing else []
+    said += (
+        [f"The plan chose the naive recipe for every GEMM, so that planned and naive FP8 are the same runs: {same}."]
+        if same
+        else []
+    )
+    return "\n\n".join([table(head, rows), *said])
+
+
+def latency_table() -> str | None:
+    """The towers: one row per step, batch and variant, one column per precision."""
+    found = read_latency()
+    if found is None:
+        return None
+    precisions = list(dict.fromkeys(row.precision for row in (*found.rows, *found.refused)))
+    refused = {(row.mode, row.batch, row.variant, row.precision) for row in found.refused}
+    rows = []
+    for mode, batch, variant in dict.fromkeys((row.mode, row.batch, row.variant) for row in found.rows):
+        cells = [{"infer": "inference", "train": "training step"}[mode], f"{batch:,}", variant]
+        for precision in precisions:
+            timed = found.find(mode, batch, variant, precision)
+            cells.append(
+                spell_time(timed) if timed else "refused" if (mode, batch, variant, precision) in refused else ""
+            )
+        rows.append(cells)
+    why = list(dict.fromkeys(row.why for row in found.refused))
+    said = f"{found.tower}. {found.method[:1].upper()}{found.method[1:]}."
+    return "\n\n".join(
+        [table(["step", "batch", "mods", *precisions], rows), said, *([f"Refused: {'; '.join(why)}."] if why else [])]
+    )
+
+
+def spell_time(row: "TowerLatency") -> str:
+    """Microseconds and the speed-up with its interval."""
+    s = row.speedup
+    return f"{row.microseconds.value:.1f} us, {s.value:.2f}x [{s.low:.2f}, {s.high:.2f}]"
+
+
+def ablation_summary() -> str | None:
+    """For README and the page of mods: the bars, a line per data set and one about time."""
+    found, latency = read_ablation(), read_latency()
+    lines = [] if found is None else [line for data in found.data if (line := say_data(found, data))]
+    if found is not None and lines:
+        seeds = max(cell.seeds for cell in found.cells)
+        lines.insert(
+            0,
+            f"Test log loss of {found.model} against the unmodified model in bf16: up to {seeds} paired seeds, margin {100 * found.margin:.1f} %, "
+            f"on {found.environment.device} ([all cells](MEASURED)):\n",
+        )
+    timed = (
+        []
+        if latency is None
+        else [r for r in latency.rows if (r.mode, r.variant, r.precision) == ("infer", "all", "fused")]
+    )
+    if latency is not None and timed:
+        speeds = ", ".join(
+            f"{r.speedup.value:.2f}x [{r.speedup.low:.2f}, {r.speedup.high:.2f}] at batch {r.batch:,}" for r in timed
+        )
+        lines.append(
+            f"- latency of an MLP tower of width {latency.settings['width']:,}, all mods and fused FP8 over the unmodified tower in compiled bf16: **{speeds}** "
+            f"on {latency.environment.device}"
+        )
+    return "\n".join(["## What the mods are worth\n", *lines]) if lines else None
+
+
+def say_data(found: "Ablation", data: str) -> str | None:
+    """What a reader asks first of one data set."""
+    asked = {
+        "all mods, planned FP8": ("all", "planned"),
+        "no mods, planned FP8": ("none", "planned"),
+        "no mods, naive FP8": ("none", "naive"),
+    }
+    said = []
+    for name, (variant, precision) in asked.items():
+        cell = found.find(data, variant, precision)
+        if cell is not None and cell.against_original is not None:
+            said.append(f"{name} {spell_change(cell.against_original)} **{cell.against_original.outcome}**")
+        elif cell is not None and cell.diverged:
+            said.append(f"{name}: {cell.diverged} of {cell.seeds} runs diverged")
+    return f"- {data}: {'; '.join(said)}" if said else None
+
+
 SECTIONS = (
     ("Whole models on one H200", "fp8_models.json", models_table,
      "Step time of whole models, compiled on all sides; every speed-up is over the bf16 case of the same run. Slower ways are listed too."),
@@ -329,6 +470,11 @@ SECTIONS = (
      "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context; every tile that was tried is in the record."),
     ("The generative engine", "onerec_engine.json", engine_table,
      "One batch through OneRec's search. Weights are random: this is speed, not quality."),
+    ("Mods: the ablation", "ablation.json", ablation_table,
+     "Wukong as it is and with each core mod, trained in bf16, naive FP8 (one scale per tensor, every linear) and planned FP8; all cells of a seed have the same weights and batches. "
+     "Intervals are Student's over seeds, the margin is 0.1 % of log loss."),
+    ("Mods: the latency of the same grid", "ablation_latency.json", latency_table,
+     "Speed-ups are over the unmodified tower in bf16. Naive FP8 is tensorwise; a plan runs tensorwise or rowwise GEMM by GEMM, or the whole tower fused, which needs BlockNorm."),
     ("Quality of the models in high precision", "quality.json", quality_table, "Against popularity, Markov chains and logistic regression."),
 )  # fmt: skip
 
@@ -401,9 +547,16 @@ def _list_options(command: Any) -> list[str]:
     return [table(["option", "what", "default"], rows)] if rows else []
 
 
-def write_readme(text: str) -> str:
-    """README.md with its marked blocks made again."""
-    for begin, made in ((BEGIN, headline_table()), (DEMO, demo_table()), (QUALITY, quality_headline())):
+def write_blocks(text: str, measured: str) -> str:
+    """A page with its marked blocks made again; `measured` is where the page of numbers is from there."""
+    summary = ablation_summary()
+    blocks = (
+        (BEGIN, headline_table()),
+        (DEMO, demo_table()),
+        (QUALITY, quality_headline()),
+        (ABLATION, summary and summary.replace("MEASURED", measured)),
+    )
+    for begin, made in blocks:
         if made is not None:
             block = f"{begin}\n\n{made}\n\n{END}"
             text = re.sub(f"{re.escape(begin)}.*?{re.escape(END)}", lambda _, block=block: block, text, flags=re.DOTALL)  # type: ignore[misc]
@@ -412,11 +565,12 @@ def write_readme(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """What every generated file should hold."""
-    readme = ROOT / "README.md"
+    readme, mods = ROOT / "README.md", ROOT / "docs" / "mods.md"
     return {
         ROOT / "docs" / "measured.md": write_measured(),
         ROOT / "docs" / "reference" / "cli.md": write_cli(),
-        readme: write_readme(readme.read_text(encoding="utf-8")),
+        readme: write_blocks(readme.read_text(encoding="utf-8"), "docs/measured.md"),
+        mods: write_blocks(mods.read_text(encoding="utf-8"), "measured.md"),
     }
 
 

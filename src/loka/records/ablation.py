@@ -72,6 +72,12 @@ class AblationCell(Part, frozen=True):
     against_bf16: PairedChange | None  # the same variant in bf16: what FP8 alone costs
     against_naive: PairedChange | None  # the same variant in naive FP8: what a plan is worth
 
+    @property
+    def equals_naive(self) -> bool:
+        """Whether every seed has exactly the loss of naive FP8: the plan chose the naive recipe everywhere."""
+        found = self.against_naive
+        return found is not None and found.change.low == found.change.high == 0
+
 
 class Ablation(Record, frozen=True, tag="ablation"):
     """The quality of the grid."""
@@ -95,6 +101,14 @@ class Ablation(Record, frozen=True, tag="ablation"):
         """A cell; None where no run of it has ended."""
         wanted = (data, variant, precision)
         return next((cell for cell in self.cells if (cell.data, cell.variant, cell.precision) == wanted), None)
+
+    def list_equal_plans(self) -> dict[str, list[str]]:
+        """By data set, the variants whose plan is the naive recipe: two names of one computation, and no evidence about plans."""
+        found: dict[str, list[str]] = {}
+        for cell in self.cells:
+            if cell.equals_naive:
+                found.setdefault(cell.data, []).append(cell.variant)
+        return found
 
 
 class TowerLatency(Part, frozen=True):

@@ -65,6 +65,14 @@ def _write_grid(found: Ablation, number: int) -> str:
     text += f"<ul>{said}</ul>" if said else ""
     missing = [f"{count(len(runs), 'run')} {word}" for runs, word in ((found.skipped, "left out for lack of time"), (found.failed, "failed")) if runs]  # fmt: skip
     text += notice(f"The grid is not complete: {', '.join(missing)}.") if missing else ""
+    same = "; ".join(f"{data} ({', '.join(variants)})" for data, variants in found.list_equal_plans().items())
+    text += (
+        notice(
+            f"The plan chose the naive recipe for every GEMM, so that planned and naive FP8 are the same runs: {escape(same)}."
+        )
+        if same
+        else ""
+    )
     charts = "".join(
         f"<div><h4>{escape(data)}</h4>{chart(f'ablation-{number}-{place}', f'Change of the log loss on {data} by mods and precision, with 95 % intervals and the margin')}</div>"
         for place, data in enumerate(found.data)
