@@ -22,6 +22,7 @@ from loka.inference import (
 from loka.inference.costs import classify_kernel, count_costs
 from loka.inference.synthetic import make_histories, make_trained_like, share_weights
 from loka.inference.tuning import Tuning
+from loka.kernels.prepared import layout_of
 from loka.models import configure
 from loka.models.onerec import Experts
 from loka.nn import MixtureOfExperts
@@ -237,6 +238,23 @@ def test_tuning_measures_refuses_and_writes_down() -> None:
         .query.backend
         == "auto"
     )
+
+
+def test_packed_weights_are_laid_out_for_their_backend() -> None:
+    model = make_model("tiny-moe", d=40, heads=4, d_ff=40, experts=Experts(routed=4, top=2, hidden=40, dense_blocks=1))
+    quantize(model)
+    engine = Engine(model, EngineConfig(beams=4, requests=(2,), dtype="fp32"))
+    linear = engine.packed.blocks[0].query
+    for name in ("torch", "triton", "fbgemm"):
+        moved = linear.on(name)
+        assert moved.backend == name
+        assert layout_of(moved.weight)[0] == name
+        assert torch.equal(moved.weight.dequantize(), linear.weight.dequantize())
+        assert moved.on(name).weight is moved.weight
+    experts = engine.packed.blocks[1].ffn
+    moved = experts.on("triton", fused=True)
+    assert (moved.backend, moved.fused, layout_of(moved.gate_up)[0]) == ("triton", True, "triton")
+    assert torch.equal(moved.down.dequantize(), experts.down.dequantize())
 
 
 def test_tuning_never_fuses_an_activation_the_kernel_does_not_have() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.padding import in_place_of_the_reference
 from loka.formats import Spec
 from loka.kernels import registry
 from loka.measure import site
@@ -106,6 +107,24 @@ def test_a_cached_weight_is_not_quantised_on_the_clock(monkeypatch: pytest.Monke
         quantised.clear()
         thunk()
         assert quantised == expected
+
+
+def test_a_cached_weight_is_laid_out_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    padding = in_place_of_the_reference(monkeypatch)
+    for gemm, weights, expected in (
+        ("fprop", "dynamic", 3),
+        ("fprop", "cached", 0),
+        ("dgrad", "cached", 0),
+        ("wgrad", "cached", 3),  # its second operand is no weight
+    ):
+        job = SiteJob(gemm, 24, 40, 13, (), weights)  # type: ignore[arg-type]
+        pair = site._draw(job, 0, "normal", torch.device("cpu"))
+        thunk = site._thunk(job, GemmCandidate(ROW, ROW, "reference"), pair)
+        padding.count = 0
+        results = [thunk() for _ in range(3)]
+        assert padding.count == expected
+        again = site._thunk(SiteJob(gemm, 24, 40, 13, (), "dynamic"), GemmCandidate(ROW, ROW, "reference"), pair)()  # type: ignore[arg-type]
+        assert all(torch.equal(result, again) for result in results)
 
 
 def test_a_refusal_keeps_its_reason_and_does_not_stop_the_others() -> None:
