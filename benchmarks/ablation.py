@@ -235,7 +235,7 @@ def summarise_cell(
         seconds=mean("seconds"),
         against_original=compare(mine, cells.get((data, ORIGINAL, BASELINE), {})),
         against_bf16=compare(mine, cells.get((data, variant, BASELINE), {})),
-        against_naive=compare(mine, cells.get((data, variant, "naive"), {})),
+        against_naive=None if precision == BASELINE else compare(mine, cells.get((data, variant, "naive"), {})),
     )
 
 

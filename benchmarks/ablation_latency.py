@@ -43,6 +43,7 @@ from loka.records import AblationLatency, RecordError, RefusedLatency, TowerLate
 WIDTH, DEPTH, BATCHES, MODES = 4096, 3, (1024, 8192), ("infer", "train")
 PRECISIONS = ("bf16", "tensorwise", "rowwise", "fused")
 LIMITS = {"bf16": 0.05, "tensorwise": 0.3, "rowwise": 0.3, "fused": 0.3}
+OUT_OF_TIME = "out of time"
 BAR = 2.0  # all mods in fused FP8 over the unmodified tower in bf16
 METHOD = "compiled, CUDA graphs, weights rotated beyond the L2 cache, interleaved with the unmodified tower in bf16; medians with bootstrap intervals"
 
@@ -151,6 +152,10 @@ def key_of(row: TowerLatency | RefusedLatency) -> tuple[str, int, str, str]:
 
 def run_wave(groups: list[Group], deadline: float) -> Iterator[TowerLatency | RefusedLatency]:
     """All compile at once; when the last is ready, or out of time, one after the other measures."""
+    if time.monotonic() > deadline:
+        labels = (group.label(precision) for group in groups for precision in group.precisions)
+        yield from (RefusedLatency(**label, why=OUT_OF_TIME) for label in labels)
+        return
     context = multiprocessing.get_context("spawn")
     children: list[tuple[Group, Any, Connection]] = []
     for group in groups:
@@ -174,7 +179,7 @@ def run_wave(groups: list[Group], deadline: float) -> Iterator[TowerLatency | Re
 def receive(pipe: Connection, seconds: float) -> Any:
     """What a child says next, or in words why it says nothing."""
     try:
-        return pipe.recv() if pipe.poll(None if math.isinf(seconds) else max(0.0, seconds)) else "out of time"
+        return pipe.recv() if pipe.poll(None if math.isinf(seconds) else max(0.0, seconds)) else OUT_OF_TIME
     except EOFError:
         return "its process died"
 

@@ -386,17 +386,16 @@ def latency_table() -> str | None:
     if found is None:
         return None
     precisions = list(dict.fromkeys(row.precision for row in (*found.rows, *found.refused)))
-    refused = {(row.mode, row.batch, row.variant, row.precision) for row in found.refused}
+    late = "out of time"
+    refused = {(r.mode, r.batch, r.variant, r.precision): late if r.why == late else "refused" for r in found.refused}
     rows = []
     for mode, batch, variant in dict.fromkeys((row.mode, row.batch, row.variant) for row in found.rows):
         cells = [{"infer": "inference", "train": "training step"}[mode], f"{batch:,}", variant]
         for precision in precisions:
             timed = found.find(mode, batch, variant, precision)
-            cells.append(
-                spell_time(timed) if timed else "refused" if (mode, batch, variant, precision) in refused else ""
-            )
+            cells.append(spell_time(timed) if timed else refused.get((mode, batch, variant, precision), ""))
         rows.append(cells)
-    why = list(dict.fromkeys(row.why for row in found.refused))
+    why = list(dict.fromkeys(row.why for row in found.refused if row.why != late))
     said = f"{found.tower}. {found.method[:1].upper()}{found.method[1:]}."
     return "\n\n".join(
         [table(["step", "batch", "mods", *precisions], rows), said, *([f"Refused: {'; '.join(why)}."] if why else [])]
