@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
     return {rows[0]["case"]: list(rows) for rows in zip(*by_rank, strict=True)}
 
 
-CASES = [f"{kind} {when} dynamic" for kind in ("ddp", "fsdp") for when in ("before", "after")]
+CASES = [f"{kind} {when} dynamic" for kind in ("ddp", "fsdp", "fsdp-compiled") for when in ("before", "after")]
 
 
 @pytest.mark.slow
@@ -42,6 +42,8 @@ def test_a_wrapped_model_trains_as_the_plain_one(case: str, outcomes: dict[str, 
         assert row["finite"]
         assert row["remembered"]  # vacuous for dynamic scales, hence:
         assert row["histories"] == (18 if "delayed" in case else 0)
+        # compiled it did run, and not once more in every step: 3 steps of 2 micro-batches
+        assert 1 <= row["graphs"] <= 12 if "compiled" in case else row["graphs"] == 0  # type: ignore[operator]
 
 
 def test_fsdp1_is_refused() -> None:

@@ -35,7 +35,10 @@ def wrap(model: nn.Sequential, kind: str) -> nn.Module:
         return DistributedDataParallel(model)
     for layer in (model[0], model[2]):  # the last linear belongs to the root's group
         fully_shard(layer)
-    return fully_shard(model)
+    fully_shard(model)
+    if kind == "fsdp-compiled":  # in place; FSDP2's own hooks are where the graph ends and begins again
+        model.compile(backend="aot_eager", dynamic=False)
+    return model
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -44,6 +47,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 def compare(kind: str, when: str, scales: str, rank: int) -> dict[str, object]:
     """Three steps of two micro-batches; the reference sees what every rank sees, one half after the other."""
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     model, references = build(), [low(build(), scales) for _ in range(WORLD)]
     shared = [list(r.parameters()) for r in references]
     model = wrap(low(model, scales), kind) if when == "before" else low(wrap(model, kind), scales)  # type: ignore[arg-type]
@@ -70,6 +74,7 @@ def compare(kind: str, when: str, scales: str, rank: int) -> dict[str, object]:
         optimizer.step()
     inner = model.module if kind == "ddp" else model
     kinds = [isinstance(m, Linear) for m in (inner[0], inner[2], inner[4])]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - compiled
     history = scale_state(model)
     count = revert(model)
     return {
@@ -81,13 +86,14 @@ def compare(kind: str, when: str, scales: str, rank: int) -> dict[str, object]:
         "histories": len(history),
         "plain": not any(isinstance(m, Linear) for m in inner.modules()),
         "finite": bool(torch.isfinite(model(batch(9, rank))).all()),
+        "graphs": graphs,
     }
 
 
 def main(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    cases = [(kind, when, "dynamic") for kind in ("ddp", "fsdp") for when in ("before", "after")]
+    cases = [(kind, when, "dynamic") for kind in ("ddp", "fsdp", "fsdp-compiled") for when in ("before", "after")]
     found = [compare(*case, rank) for case in [*cases, ("ddp", "after", "delayed"), ("fsdp", "after", "delayed")]]
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
