@@ -95,6 +95,16 @@ CONFIGURATIONS = {
         {"BM": 32, "BF": 128, "FP8": True, "POW2": False, "PREROUND": False},
         {"num_warps": 4},
     ),
+    ("route", "_route", "53 experts"): (
+        {"x_ptr": X, "w_ptr": X, "balance_ptr": S, "id_ptr": L, "gate_ptr": S},
+        {"TOP": 3, "COLUMNS": 4, "CP": 4, "BM": 32, "EP": 64, "BK": 128, "IEEE": False},
+        {"num_warps": 4, "num_stages": 3},
+    ),
+    ("route", "_route", "256 experts, float32"): (
+        {"x_ptr": S, "w_ptr": S, "balance_ptr": S, "id_ptr": L, "gate_ptr": S},
+        {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 16, "EP": 256, "BK": 32, "IEEE": True},
+        {"num_warps": 4, "num_stages": 3},
+    ),
     ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
     ("grouped_mm", "_place", "53 experts"): (
         {"ids_ptr": L, "counts_ptr": J, "order_ptr": L, "offsets_ptr": J, "inverse_ptr": L},
@@ -156,6 +166,7 @@ DIVISIBLE = {
     "stride_x",
     "stride_out",
     "stride_y",
+    "stride_weight",
 }
 
 

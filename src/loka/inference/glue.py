@@ -1,7 +1,7 @@
 """The small operations between the GEMMs, each one pass where it can be: on a GPU torch.compile makes one kernel of each.
 
     add_norm        h <- h + delta;  y = norm(h)                       in FP8 blocks: kernels.norm_quantize, which also quantises y
-    route           experts of every token and their weights, the shared one appended where it was folded in
+    route           experts of every token and their weights, the shared one appended where it was folded in: kernels.route
     gate            act(gate) * up                                     with silu in one pass, quantised where asked: kernels.swiglu_quantize
     lse             log-sum-exp of logits in float32
 
@@ -22,6 +22,7 @@ from loka.inference.weights import Operand, PackedExperts, PackedNorm
 from loka.kernels.grouped_mm import swiglu_quantize
 from loka.kernels.norm_quantize import norm_quantize
 from loka.kernels.quantize import quantize
+from loka.kernels.route import route
 
 NORM_BLOCK = 256
 
@@ -54,19 +55,6 @@ def normalize(x: Tensor, norm: PackedNorm) -> Tensor:
     return torch.cat(parts, -1).to(x.dtype)
 
 
-def route(x: Tensor, router: Tensor, balance: Tensor, top: int, routed: int, always: bool) -> tuple[Tensor, Tensor]:
-    """Experts int64 [T, top (+ 1)] and their weights; the last column is the folded shared expert."""
-    logits = F.linear(x, router)
-    scores = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
-    chosen = (scores + balance).topk(top, -1).indices
-    gates = scores.gather(1, chosen)
-    gates = gates / gates.sum(-1, keepdim=True)
-    if always:
-        chosen = F.pad(chosen, (0, 1), value=routed)
-        gates = F.pad(gates, (0, 1), value=1.0)
-    return chosen, gates
-
-
 def lse(logits: Tensor) -> Tensor:
     """Log-sum-exp over the last dimension, float32."""
     return torch.logsumexp(logits.float(), -1)
@@ -94,16 +82,6 @@ def compiled_add_rms(eps: float, compiler: str | None) -> Callable[..., tuple[Te
         return add_rms(h, delta, weight, eps)
 
     return _compile(run_add_rms, compiler, rows=2)
-
-
-@lru_cache(maxsize=64)
-def compiled_route(top: int, routed: int, always: bool, compiler: str | None) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`route` for mixtures of this kind."""
-
-    def run_route(x: Tensor, router: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
-        return route(x, router, balance, top, routed, always)
-
-    return _compile(run_route, compiler, rows=1)
 
 
 @lru_cache(maxsize=4)
@@ -162,7 +140,8 @@ class Glue:
 
     def route(self, x: Tensor, moe: PackedExperts) -> tuple[Tensor, Tensor]:
         """Experts and weights of every token."""
-        return compiled_route(moe.top, moe.routed, moe.always, self.compiler)(x, moe.router, moe.balance)
+        name = self.backends.get("route", "auto")
+        return route(x, moe.router, moe.balance, moe.top, always=moe.always, backend=name)
 
     def gate(self, both: Tensor, activation: nn.Module, spec: Spec | None) -> Operand:
         """act(gate) * up of [M, 2 F], quantised where the next linear wants it."""

@@ -26,6 +26,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
+    "route": ("triton", "reference"),
 }
 
 

@@ -1,0 +1,26 @@
+"""A router, described without tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """`tokens` vectors of width k to `top` of `experts` experts, and to one more where `always`."""
+
+    tokens: int
+    k: int
+    experts: int
+    top: int
+    dtype: torch.dtype = torch.bfloat16
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top <= self.experts:
+            raise ValueError(f"a token visits 1 to {self.experts} experts, got top={self.top}")
+
+    def __str__(self) -> str:
+        more = " and one more" if self.always else ""
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{self.tokens}x{self.k} {kind} to {self.top} of {self.experts} experts{more}"

@@ -1,0 +1,35 @@
+"""The law of routing.
+
+    logits   x W^T, summed in float32, rounded once to x's dtype: what the model's own linear gives
+    s        sigmoid(logits) in float32
+    chosen   the `top` largest of s + balance, NaN above every number, equal ones lowest index first
+    weight   s of the chosen / their sum; balance decides who is chosen and never how much it counts
+
+float64 stays float64. Equal scores are common: 16-bit logits of dozens of experts collide, and s of large ones is 1.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.kernels.backend import YES, Verdict
+from loka.kernels.route.call import RouterCall
+
+
+def supports(call: RouterCall, device: torch.device) -> Verdict:
+    """Everything torch runs on."""
+    return YES
+
+
+def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False) -> tuple[Tensor, Tensor]:
+    """Experts int64 and weights, [T, top], with a last column for the shared expert where `always`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = F.linear(x.to(wide), weight.to(wide)).to(x.dtype)
+    scores = torch.sigmoid(logits.to(wide))
+    chosen = (scores + balance).sort(dim=1, descending=True, stable=True).indices[:, :top]
+    gates = scores.gather(1, chosen)
+    gates = gates / gates.sum(-1, keepdim=True)
+    if always:
+        chosen = F.pad(chosen, (0, 1), value=weight.shape[0])
+        gates = F.pad(gates, (0, 1), value=1.0)
+    return chosen, gates

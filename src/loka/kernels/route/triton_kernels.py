@@ -1,0 +1,79 @@
+"""A router in one pass: the scores of a token never leave the program that made them.
+
+A program owns BM tokens and all experts, padded to a power of two:
+
+    logits    BM x EP, tensor cores, summed in float32 over K in steps of BK
+    key       sigmoid + balance; NaN counts as the largest, padding as the smallest
+    TOP times the largest key, lowest index first, is taken and struck out
+
+Widths of 53 experts send a library to kernels that read one element at a time, and choosing takes it five more launches; here a masked load covers the padding.
+Whatever the numbers are, an index below E is chosen: padding lies behind every expert, and of equal keys the first is taken.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+ONE_WAVE = 16 * 132  # tokens that small tiles spread over the multiprocessors of an H200
+
+
+@triton.jit
+def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, T, K, E, stride_x, stride_weight,
+           TOP: tl.constexpr, COLUMNS: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BK: tl.constexpr,
+           IEEE: tl.constexpr):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    expert = tl.arange(0, EP)
+    logits = tl.zeros((BM, EP), tl.float32)
+    for start in range(0, K, BK):
+        column = start + tl.arange(0, BK)
+        x = tl.load(x_ptr + token[:, None] * stride_x + column[None, :],
+                    (token < T)[:, None] & (column < K)[None, :], other=0.0)  # fmt: skip
+        w = tl.load(w_ptr + expert[None, :] * stride_weight + column[:, None],
+                    (expert < E)[None, :] & (column < K)[:, None], other=0.0)  # fmt: skip
+        logits = tl.dot(x, w, logits, input_precision="ieee" if IEEE else "tf32")
+    logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
+    score = tl.div_rn(tl.full((BM, EP), 1.0, tl.float32), 1.0 + tl.exp(-logits))
+    key = score + tl.load(balance_ptr + expert, expert < E, other=0.0)[None, :]
+    key = tl.where(key == key, key, float("inf"))
+    key = tl.where((expert < E)[None, :], key, float("-inf"))
+    place = tl.arange(0, CP)
+    ids = tl.zeros((BM, CP), tl.int32) + E
+    gates = tl.zeros((BM, CP), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    for j in tl.static_range(TOP):
+        best = tl.argmax(key, 1)
+        struck = expert[None, :] == best[:, None]
+        gate = tl.sum(tl.where(struck, score, 0.0), 1)
+        total += gate
+        ids = tl.where((place == j)[None, :], best[:, None], ids)
+        gates = tl.where((place == j)[None, :], gate[:, None], gates)
+        key = tl.where(struck, float("-inf"), key)
+    gates = tl.where((place < TOP)[None, :], tl.div_rn(gates, tl.broadcast_to(total[:, None], (BM, CP))), 1.0)
+    at = token[:, None] * COLUMNS + place[None, :]
+    there = (token < T)[:, None] & (place < COLUMNS)[None, :]
+    tl.store(id_ptr + at, ids.to(tl.int64), there)
+    tl.store(gate_ptr + at, gates, there)
+
+
+def depth_of(padded: int, item: int) -> int:
+    """Columns a step reads: what keeps three steps of x and of `padded` experts in shared memory."""
+    return 128 if padded * item <= 128 else 64 if padded * item <= 512 else 32
+
+
+def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
+    """x [T, K] and weight [E, K] with unit stride along K."""
+    (tokens, k), experts, columns = x.shape, weight.shape[0], top + int(always)
+    ids = torch.empty(tokens, columns, dtype=torch.int64, device=x.device)
+    gates = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        return ids, gates
+    padded = max(16, triton.next_power_of_2(experts))
+    block = 16 if tokens <= ONE_WAVE or INTERPRETED else 32
+    _route[(triton.cdiv(tokens, block),)](
+        x, weight, balance, ids, gates, tokens, k, experts, x.stride(0), weight.stride(0),
+        top, columns, triton.next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
+        x.dtype == torch.float32, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return ids, gates
