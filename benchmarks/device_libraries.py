@@ -9,11 +9,10 @@ on the path of this process and of its children: for machines where nothing can 
        crashes and wrong results are listed by backend with their reasons
     2. timing: what was green on the timed call, bf16 beside it, one after the other, alone on the GPU
 
-With `--sweep N` it only checks, on N seeded shapes of the whole range (K and N in steps of 16 and 128, M from 1 to 65536), as far as --seconds reach.
+With `--sweep N` it only checks, on N seeded shapes of the whole range (`device_sweep.py`), as far as --seconds reach.
 """
 
 import argparse
-import itertools
 import sys
 import time
 import zipfile
@@ -55,16 +54,6 @@ def unpack(wheels: str | None, site: str | None) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     sys.path.append(str(Path(site).resolve()))
-
-
-def sweep_cases(backend: str, device: str, count: int, seed: int) -> list[dict]:
-    from loka.measure.adapter import ADAPTERS
-    from loka.measure.inputs import wide_sweep
-
-    adapter = ADAPTERS["scaled_mm"]
-    shapes = list(itertools.islice(wide_sweep(seed=seed, seconds=3600, max_elements=1 << 27), count))
-    common = {"op": "scaled_mm", "backend": backend, "device": device, "distributions": ["normal"]}
-    return [{**common, "call": adapter.encode(call)} for call in adapter.calls(shapes, adapter.VARIANTS)]
 
 
 def cases(backend: str, device: str) -> list[dict]:
@@ -139,6 +128,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--sweep", type=int, default=0, help="check N shapes of the wide sweep instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sweep")
+    parser.add_argument("--elements", type=int, default=1 << 27, help="of the largest matrix in the sweep")
     options = parser.parse_args()
     begin = time.monotonic()
     unpack(options.wheels, options.site)
@@ -155,10 +145,14 @@ def main() -> None:
         options.backends.split(",") if options.backends else [n for n in BACKENDS["scaled_mm"] if n != "reference"]
     )
     if options.sweep:
-        work = {name: sweep_cases(name, options.device, options.sweep, options.seed) for name in backends}
-        report = conformance(work, 0.9 * options.seconds)
-        summarize(report)
-        write_atomically(options.out, msgspec.json.format(msgspec.json.encode({"sweep": report}), indent=1))
+        import device_sweep
+
+        some = [name for name in backends if options.backends or name != "transformer_engine"]  # which always refuses
+        sweep = device_sweep.run(
+            some, options.device, count=options.sweep, seed=options.seed, seconds=options.seconds, elements=options.elements, out=options.out
+        )  # fmt: skip
+        device_sweep.print_summary(sweep)
+        print(f"\nall of it took {time.monotonic() - begin:.0f} s; written to {options.out}")
         return
     report = conformance({name: cases(name, options.device) for name in backends}, 0.5 * options.seconds)
     summarize(report)
