@@ -3,7 +3,7 @@
 A GEMM library wants more than a QTensor says: rows and columns in whole granules (479 columns become 480 or 512, the rest zeros), scales in an order and
 padding of its own. Done in `run`, that is work in every call; of a weight it can be done once:
 
-    prepared = backend.prepare(weight, a)       a: the Spec of the operand it will be multiplied with
+    prepared = backend.prepare(weight, a)       a: the Spec of the operand it will be multiplied with, which decides how a library reads scales
     backend.run(x, prepared)                    the same bits as backend.run(x, weight)
 
 A prepared weight still is the QTensor it was made from: the same shape, values, Spec. Any backend takes it, and one takes it without work. Where there is nothing

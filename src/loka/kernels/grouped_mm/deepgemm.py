@@ -4,7 +4,7 @@ It wants every expert's rows to start at a multiple of 128, so the rows are spre
 show. The padded number of rows has a static bound, M + 128 E; rows between groups carry the index -1, which its kernel skips. Weights are read
 as they lie: nothing to prepare.
 
-Not verified on a GPU: on the machine where it was tried every call of the library stopped at an assertion (NOTES.md, 2026-11-15).
+With torch 2.11, sgl-deep-gemm 0.1.7 stops at an assertion in every call; 0.1.2 and 0.1.4 work (NOTES.md, 2026-11-15).
 """
 
 from typing import Any
