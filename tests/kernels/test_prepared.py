@@ -145,8 +145,9 @@ def test_it_is_the_same_weight_to_everybody(name: str, variant: str, shape) -> N
 def test_nothing_to_do_gives_the_weight_itself(name: str) -> None:
     a, b = matmul_operands(parse_variant("e4m3:row@e4m3:row", (16, 512, 256)))
     assert registry.prepare("scaled_mm", name, b, a.spec) is b
-    odd = quantize(torch.randn(27, 13), Spec.parse("int4:row"))  # which no library multiplies
-    assert torch.equal(registry.prepare("scaled_mm", name, odd, a.spec).dequantize(), odd.dequantize())
+    for text in ("int4:row", "e4m3:64x64", "e4m3:col", "e2m1:1x16:e4m3"):  # which no library multiplies
+        odd = quantize(torch.randn(27, 13), Spec.parse(text))
+        assert torch.equal(registry.prepare("scaled_mm", name, odd, a.spec).dequantize(), odd.dequantize())
     for shape in ((0, 16), (16, 0)):
         empty = quantize(torch.empty(shape), b.spec)
         assert registry.prepare("scaled_mm", name, empty, a.spec) is empty

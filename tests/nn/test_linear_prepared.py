@@ -162,3 +162,24 @@ def test_on_a_gpu_prepared_weights_train_as_plain_ones(backend: str, recipe: str
             optimizer.step()
         found.append([p.detach() for p in model.parameters()])
     assert same(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_on_a_gpu_compiled_odd_widths_are_one_graph(backend: str, recipe: str) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(13, 479), nn.ReLU(), nn.Linear(479, 27)).cuda().bfloat16()
+    convert(model, recipe=recipe, backend=backend)
+    compiled = torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        x = torch.randn(256, 13, device="cuda", dtype=torch.bfloat16)
+        model.zero_grad()
+        model(x).float().square().mean().backward()
+        expected = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+        model.zero_grad()
+        compiled(x).float().square().mean().backward()
+        for parameter, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=0.05, atol=0.02 * float(grad.abs().max()))
+        optimizer.step()

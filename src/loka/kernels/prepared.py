@@ -41,8 +41,8 @@ class Prepared(QTensor):
 
 def with_layout(weight: QTensor, reader: str, a: Spec, lay: Lay) -> QTensor:
     """The weight with what `lay` makes of it; itself where that is nothing, or has been done."""
-    if weight.data.numel() == 0 or _is_for(weight, reader, a):
-        return weight
+    if weight.data.numel() == 0 or weight.tensor_scale is not None or _is_for(weight, reader, a):
+        return weight  # no backend with a layout multiplies two-level scales
     data, scale = lay(weight, a)
     if data is weight.data and scale is weight.scale:
         return weight
@@ -58,7 +58,7 @@ def laid_out(weight: QTensor, reader: str, a: Spec, lay: Lay) -> Laid:
 
 
 def _is_for(weight: QTensor, reader: str, a: Spec) -> bool:
-    return isinstance(weight, Prepared) and weight.layout is not None and weight.layout == (reader, a.block)
+    return isinstance(weight, Prepared) and weight.layout == (reader, a.block)
 
 
 def parts_of(weight: QTensor) -> tuple[Tensor, Tensor, Tensor | None]:
