@@ -3,7 +3,7 @@
     python benchmarks/ablation_latency.py --out ablation_latency.json --modes infer --seconds 50              on a GPU
     python benchmarks/ablation_latency.py --out /tmp/l.json --device cpu --scale 16 --processes 1             to test the script; times mean nothing
 
-The tower is that of a Wukong layer: a norm, then 4096 -> 4096 -> 4096 -> 4096 with LayerNorm, Swish and biases, batch 1024 and 8192; inference (16-bit weights
+The tower is that of a Wukong layer: a norm, 4096 -> 4096 -> 4096 -> 4096 with LayerNorm, Swish and biases, a norm; batch 1024 and 8192; inference (16-bit weights
 and input, FP8 weights quantised once) and a training step (forward and backward, autocast, weights quantised in every step). Naive FP8 is `tensorwise`; a plan runs
 `tensorwise` or `rowwise` GEMM by GEMM, or the whole tower `fused`.
 
@@ -49,15 +49,16 @@ METHOD = "compiled, CUDA graphs, weights rotated beyond the L2 cache, interleave
 
 
 class Tower(nn.Module):
-    """A tower behind a norm, as in a Wukong layer."""
+    """A tower between two norms, as in a Wukong layer: its last linear is no prediction layer, and mods treat it like the others."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.mlp = MLP(width, [width] * (DEPTH - 1), width, style=Style(**ORIGINAL))
+        self.out = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.norm(x))
+        out: Tensor = self.out(self.mlp(self.norm(x)))
         return out
 
 
@@ -117,7 +118,7 @@ def open_report(arguments: argparse.Namespace) -> AblationLatency:
             raise SystemExit(f"{arguments.out} holds rows of other settings, {old.settings}: choose another --out")
         rows, refused = old.rows, old.refused
     width = settings["width"]
-    tower = f"LayerNorm, then an MLP of {DEPTH} linears, {' -> '.join([str(width)] * (DEPTH + 1))}, LayerNorm, Swish and biases"
+    tower = f"LayerNorm, an MLP of {DEPTH} linears, {' -> '.join([str(width)] * (DEPTH + 1))}, with LayerNorm, Swish and biases, LayerNorm"
     environment = capture_environment(command="python benchmarks/ablation_latency.py", device=name)
     method = METHOD if arguments.device == "cuda" else "eager on a CPU: a test of the script"
     return AblationLatency(

@@ -20,9 +20,11 @@ _EPS = tl.constexpr(NORM_EPS)
 _BLOCK = tl.constexpr(NORM_BLOCK)
 _LAUNCH = {"num_warps": 4, "num_stages": 3}
 _PER_PROCESSOR = 3
-_GRADIENT_LAUNCH = {"num_warps": 4, "num_stages": 1}
-_GRADIENT_PER_PROCESSOR = 3
-_HALF = 64
+_GRADIENT_LAUNCH = {
+    64: {"num_warps": 4, "num_stages": 1},
+    128: {"num_warps": 8, "num_stages": 2},
+}  # by vectors, at most
+_GRADIENT_PER_PROCESSOR = 2
 
 
 @triton.jit
@@ -181,22 +183,11 @@ def _store_partial(
 
 
 @triton.jit
-def _part(ptr, first: tl.constexpr, count: tl.constexpr, D: tl.constexpr, start, ROWS: tl.constexpr, BT: tl.constexpr):
-    """Some vectors, and of each BT numbers from `start` on."""
-    row, column = tl.arange(0, ROWS), start + tl.arange(0, BT)
-    inside = (row < count)[:, None] & (column < D)[None, :]
-    return tl.load(ptr + (first + row)[:, None] * D + column[None, :], inside, other=0.0)
-
-
-@triton.jit
 def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
                        N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, NL: tl.constexpr, NF: tl.constexpr,
-                       BN: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, BO: tl.constexpr,
+                       BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, BO: tl.constexpr,
                        BLOCKS: tl.constexpr, PROJECT: tl.constexpr, PROGRAMS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """dx of a layer and this program's part of dW. Mixtures and products are computed again from x: cheaper than keeping them.
-
-    Vectors are taken BT numbers at a time: with whole vectors the registers of a multiprocessor hold one example, with halves three.
-    """
+    """dx of a layer and this program's part of dW. Mixtures and products are computed again from x: cheaper than keeping them."""
     flat, real, late, in_first, in_next, width = _places(N, K, BN, BK, BLOCKS)
     OUT: tl.constexpr = NF + NL
     dw_l = tl.zeros((BL, BN), tl.float32)
@@ -205,37 +196,30 @@ def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
         dw_r = tl.zeros((BO, BN), tl.float32)
     for example in tl.range(tl.program_id(0), B, PROGRAMS):
         at = tl.full((), 0, tl.int64) + example
-        vectors, sums = x_ptr + at * N * D, ds_ptr + at * OUT * D
-        products = tl.zeros((BN, BK), tl.float32)
-        for start in tl.range(0, D, BT, num_stages=1):
-            x = _part(vectors, 0, N, D, start, BN, BT)
-            mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
-            products += _multiply(x, tl.trans(mixtures), PREROUND)
+        sums = ds_ptr + at * OUT * D
+        x = _load_vectors(x_ptr + at * N * D, 0, N, D, BN, BD)
+        mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
+        products = _multiply(x, tl.trans(mixtures), PREROUND)
         rstd = tl.rsqrt(_block_mean(products * products, late, in_first, in_next, width) + _EPS)
         factor = _spread(rstd, late, in_first, in_next)
         z = products * factor
         dq = tl.load(dq_ptr + at * N * K + flat, real, other=0.0).to(tl.float32)
         mean = _spread(_block_mean(dq * z, late, in_first, in_next, width), late, in_first, in_next)
-        dp = (factor * (dq - z * mean)).to(x_ptr.dtype.element_ty)
-        for start in tl.range(0, D, BT, num_stages=1):
-            x = _part(vectors, 0, N, D, start, BN, BT)
-            mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
-            dy = _multiply(tl.trans(dp), x, PREROUND).to(x.dtype)
-            dw_k += _multiply(dy, tl.trans(x), PREROUND)
-            dx = _multiply(dp, mixtures, PREROUND)
-            dx += _multiply(_weights(weight_ptr, NL, K, N, BK, BN), dy, PREROUND)
-            dl = _part(sums, NF, NL, D, start, BL, BT)
-            dw_l += _multiply(dl, tl.trans(x), PREROUND)
-            dx += _multiply(_weights(weight_ptr, 0, NL, N, BL, BN), dl, PREROUND)
-            if PROJECT:
-                ds = _part(sums, 0, OUT, D, start, BO, BT)
-                dw_r += _multiply(ds, tl.trans(x), PREROUND)
-                dx += _multiply(_weights(weight_ptr, NL + K, OUT, N, BO, BN), ds, PREROUND)
-            else:
-                dx += _part(sums, 0, OUT, D, start, BN, BT).to(tl.float32)
-            row, column = tl.arange(0, BN), start + tl.arange(0, BT)
-            inside = (row < N)[:, None] & (column < D)[None, :]
-            tl.store(dx_ptr + at * N * D + row[:, None] * D + column[None, :], dx.to(x.dtype), inside)
+        dp = (factor * (dq - z * mean)).to(x.dtype)
+        dy = _multiply(tl.trans(dp), x, PREROUND).to(x.dtype)
+        dw_k += _multiply(dy, tl.trans(x), PREROUND)
+        dx = _multiply(dp, mixtures, PREROUND)
+        dx += _multiply(_weights(weight_ptr, NL, K, N, BK, BN), dy, PREROUND)
+        dl = _load_vectors(sums, NF, NL, D, BL, BD)
+        dw_l += _multiply(dl, tl.trans(x), PREROUND)
+        dx += _multiply(_weights(weight_ptr, 0, NL, N, BL, BN), dl, PREROUND)
+        if PROJECT:
+            ds = _load_vectors(sums, 0, OUT, D, BO, BD)
+            dw_r += _multiply(ds, tl.trans(x), PREROUND)
+            dx += _multiply(_weights(weight_ptr, NL + K, OUT, N, BO, BN), ds, PREROUND)
+        else:
+            dx += _load_vectors(sums, 0, OUT, D, BN, BD).to(tl.float32)
+        _store_vectors(dx_ptr + at * N * D, 0, N, D, dx.to(x.dtype), BN, BD)
     mine = dw_ptr + tl.program_id(0).to(tl.int64) * (NL + K + (OUT if PROJECT else 0)) * N
     _store_partial(mine, 0, NL, N, dw_l, BL, BN)
     _store_partial(mine, NL, K, N, dw_k, BK, BN)
@@ -295,8 +279,9 @@ def interact_gradient(
     parts = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
     if not rows:
         return dx, torch.zeros_like(parts[0])
+    launch = next(launch for most, launch in _GRADIENT_LAUNCH.items() if n <= most)
     _interact_gradient[(programs,)](
-        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, _power(n), min(_power(d), _HALF), _power(k), _power(n_l),
-        _power(n_f + n_l), _power(triton.cdiv(n * k, NORM_BLOCK)), project, programs, INTERPRETED, **_GRADIENT_LAUNCH,
+        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, _power(n), _power(d), _power(k), _power(n_l),
+        _power(n_f + n_l), _power(triton.cdiv(n * k, NORM_BLOCK)), project, programs, INTERPRETED, **launch,
     )  # fmt: skip
     return dx, parts.sum(0)
