@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from loka.models import configure
 from loka.models.hstu import HSTUConfig, HSTULayer, next_times
 from loka.nn import Style, compute_dtype, make_norm
+from models import release_memory
 
 MODS = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")
 SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -111,11 +112,13 @@ def build(case: str, device: str, *, scale: int, compiled: bool) -> tuple[Callab
         if mode == "train":
             facts["gradient_difference"] = gradient_difference(model, reference, feed, device)
         del reference
+        release_memory(device)
     run = compile_static(model, compiled)
     if mode == "infer":
         return graphed(lambda: infer(run, feed), device), facts
     if precision not in HIGH:
         facts["compiled_gradient_difference"] = compiled_difference(run, model, feed, device)
+        release_memory(device)
     return graphed(train(run, model, feed, precision, device), device), facts
 
 
@@ -234,6 +237,13 @@ def backward(run: Any, feed: Feed, device: str, *, low: bool) -> None:
     out.float().square().mean().backward()
 
 
+def take_gradients(model: nn.Module) -> list[Tensor | None]:
+    """The gradients, on the host: other cases share the GPU, and two sets of ELFM's would be 13 GB."""
+    taken = [None if p.grad is None else p.grad.cpu() for p in model.parameters()]
+    model.zero_grad()
+    return taken
+
+
 def compare_gradients(mine: list[Tensor | None], theirs: list[Tensor | None], what: str) -> float:
     """Relative L2 over all parameters; a wrong backward is not worth timing."""
     off = size = 0.0
@@ -241,7 +251,8 @@ def compare_gradients(mine: list[Tensor | None], theirs: list[Tensor | None], wh
         if (a is None) != (b is None):
             raise ValueError(f"{what}: one side has a gradient where the other has none")
         if a is not None and b is not None:
-            off, size = off + float((a.float() - b.float()).square().sum()), size + float(b.float().square().sum())
+            a, b = a.to(b.device).float(), b.float()
+            off, size = off + float((a - b).square().sum()), size + float(b.square().sum())
     error = (off / size) ** 0.5
     if not error < 0.5:
         raise ValueError(f"{what} differ by {error:.2f}")
@@ -252,24 +263,21 @@ def gradient_difference(model: nn.Module, reference: nn.Module, feed: Feed, devi
     """All parameters' gradients against float32's, on the first rows."""
     few = feed.first(512)
     backward(model, few, device, low=True)
+    mine = take_gradients(model)
     backward(reference, few, device, low=False)
-    both = [[p.grad for p in which.parameters()] for which in (model, reference)]
-    error = compare_gradients(both[0], both[1], "its gradients and the float32 ones")
-    model.zero_grad()
-    return error
+    return compare_gradients(mine, [p.grad for p in reference.parameters()], "its gradients and the float32 ones")
 
 
 def compiled_difference(run: Any, model: nn.Module, feed: Feed, device: str) -> float:
     """What is timed against what was just compared: gradients of the compiled model on the whole batch, and of the same model run eagerly."""
-    whole = Feed([x.detach() for x in feed.vectors], feed.rest, feed.offsets)
-    both = []
-    for which in (run, model):
-        backward(which, feed if which is run else whole, device, low=True)
-        both.append([p.grad for p in model.parameters()])
-        model.zero_grad()
+    backward(run, feed, device, low=True)  # with the gradient of the vectors, as in the step: the same graph
+    mine = take_gradients(model)
     for x in feed.vectors:
         x.grad = None
-    return compare_gradients(both[0], both[1], "the gradients of the compiled and of the eager model")
+    backward(model, Feed([x.detach() for x in feed.vectors], feed.rest, feed.offsets), device, low=True)
+    theirs = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return compare_gradients(mine, theirs, "the gradients of the compiled and of the eager model")
 
 
 @torch.no_grad()

@@ -15,13 +15,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    """The script with its two neighbours. Its `models` must not be the tests' folder of that name, nor the other way round."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        patch.delitem(sys.modules, "models", raising=False)
         import fp8_models
         import fp8_models_cases
         import fp8_models_lower
-    finally:
-        sys.path.remove(str(BENCHMARKS))
     fp8_models.cases, fp8_models.lower = fp8_models_cases, fp8_models_lower
     return fp8_models
 
@@ -95,14 +95,14 @@ def test_narrow_linears_of_interformer_stay(script: ModuleType) -> None:
     assert "head.last" not in low
 
 
+@pytest.mark.slow
 def test_compiled_gradients_are_compared(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_quickly(model: nn.Module, compiled: bool) -> nn.Module:
         return torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
 
     torch._dynamo.reset()
     monkeypatch.setattr(script.cases, "compile_static", compile_quickly)
-    for case in ("hstu-train-loka", "hstu-train-loka-convert", "elfm-train-loka"):
-        assert build(script, case)["compiled_gradient_difference"] < 0.1
+    assert build(script, "hstu-train-loka")["compiled_gradient_difference"] < 0.1
 
 
 def test_a_wrong_backward_is_not_timed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
