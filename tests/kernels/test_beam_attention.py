@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from loka.formats import Spec, quantize
 from loka.kernels import registry
 from loka.kernels.beam_attention import AncestorAttentionCall, BeamAttentionCall, ancestor_attention, beam_attention
 from loka.measure.adapter import adapter_for
@@ -72,34 +73,70 @@ def test_no_context_at_all(device) -> None:
 
 
 def ancestry(requests, beams, heads, steps, d, *, wide, dtype=torch.float32, device="cpu"):
+    """A step's q, k, v as slices of one projection, caches of `steps` steps with NaN in the room after them, and who descends from whom."""
     g = torch.Generator().manual_seed(steps)
-    q = torch.randn(requests, beams, heads, d, generator=g).to(device, dtype)
-    k, v = (torch.randn(steps, requests, wide, heads, d, generator=g).to(device, dtype) for _ in range(2))
+    qkv = torch.randn(requests, beams, 3, heads, d, generator=g).to(device, dtype)
+    caches = torch.full((2, steps + 2, requests, wide, heads, d), float("nan"))
+    caches[:, :steps] = torch.randn(2, steps, requests, wide, heads, d, generator=g)
     table = torch.randint(0, wide, (steps, requests, beams), generator=g, dtype=torch.int32).to(device)
-    return q, k, v, table
+    return *qkv.unbind(2), *caches.to(device, dtype).unbind(0), table
 
 
+def copied(operands):
+    """With caches of their own."""
+    q, k, v, keys, values, table = operands
+    return q, k, v, keys.clone(), values.clone(), table
+
+
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_ancestors_are_gathered(backend: str) -> None:
-    q, k, v, table = ancestry(2, 5, 3, 3, 16, wide=7, dtype=torch.float64)
-    out = ancestor_attention(q, k, v, table, scale=0.4, backend=backend)
+def test_ancestors_are_gathered(backend: str, steps: int) -> None:
+    operands = ancestry(2, 5, 3, steps, 16, wide=7, dtype=torch.float64)
+    q, k, v, keys, values, table = operands
+    before = keys.clone(), values.clone()
+    out = ancestor_attention(*operands, scale=0.4, backend=backend)
     for r in range(2):
         for b in range(5):
-            keys = torch.stack([k[p, r, table[p, r, b]] for p in range(3)])
-            vals = torch.stack([v[p, r, table[p, r, b]] for p in range(3)])
-            weights = torch.softmax(torch.einsum("hd,phd->hp", q[r, b], keys) * 0.4, -1)
+            mine = torch.stack([*(before[0][p, r, table[p, r, b]] for p in range(steps)), k[r, b]])
+            vals = torch.stack([*(before[1][p, r, table[p, r, b]] for p in range(steps)), v[r, b]])
+            weights = torch.softmax(torch.einsum("hd,phd->hp", q[r, b], mine) * 0.4, -1)
             torch.testing.assert_close(out[r, b], torch.einsum("hp,phd->hd", weights, vals))
+    assert_filed(operands, before)
+
+
+def assert_filed(operands, before) -> None:
+    """The step's keys and values are where the next one looks for them, and nothing else has changed."""
+    _, k, v, keys, values, table = operands
+    steps, _, beams = table.shape
+    for cache, new, old in ((keys, k, before[0]), (values, v, before[1])):
+        assert torch.equal(cache[steps, :, :beams], new)
+        assert torch.equal(cache[:steps], old[:steps])
+        assert cache[steps, :, beams:].isnan().all()
+        assert cache[steps + 1].isnan().all()
 
 
 def test_ancestors_equal_reordered_caches() -> None:
     """What the table saves: moving every key and value whenever beams are reordered."""
-    q, k, v, _ = ancestry(1, 4, 2, 2, 8, wide=4)
+    q, k, v, keys, values, _ = ancestry(1, 4, 2, 2, 8, wide=4)
     parents = torch.tensor([2, 2, 0, 1])
-    moved_k, moved_v = (torch.stack([t[0][:, parents], t[1]]) for t in (k, v))
+    moved = [torch.cat([t[:1][:, :, parents], t[1:]]) for t in (keys, values)]
     here = torch.arange(4, dtype=torch.int32).expand(2, 1, 4).contiguous()
     table = here.clone()
     table[0, 0] = parents.int()
-    torch.testing.assert_close(ancestor_attention(q, k, v, table), ancestor_attention(q, moved_k, moved_v, here))
+    ours = ancestor_attention(q, k, v, keys, values, table, keep=False)
+    torch.testing.assert_close(ours, ancestor_attention(q, k, v, *moved, here, keep=False))
+    assert keys[2:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_quantised_result_is_the_result_quantised(backend: str) -> None:
+    operands = ancestry(2, 5, 3, 2, 16, wide=7)
+    spec = Spec.parse("e4m3:row")
+    plain = ancestor_attention(*copied(operands), backend=backend)
+    low = ancestor_attention(*copied(operands), spec=spec, backend=backend)
+    expected = quantize(plain.reshape(10, 48), spec)
+    assert torch.equal(low.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(low.scale, expected.scale)
 
 
 def test_mistakes_are_named() -> None:
@@ -112,18 +149,24 @@ def test_mistakes_are_named() -> None:
         beam_attention(q, k.half(), v, lengths)
     with pytest.raises(ValueError, match="groups must divide the 4 heads, got 3"):
         beam_attention(q, *(torch.zeros(2, 6, 3, 16) for _ in range(2)), lengths)
-    q, k, v, table = ancestry(2, 5, 3, 3, 16, wide=7)
+    q, k, v, keys, values, table = ancestry(2, 5, 3, 3, 16, wide=7)
     with pytest.raises(ValueError, match=r"ancestors \[P, R, B\]"):
-        ancestor_attention(q, k, v, table[:, :1])
+        ancestor_attention(q, k, v, keys, values, table[:, :1])
+    with pytest.raises(ValueError, match="room for step P"):
+        ancestor_attention(q, k, v, keys[:3], values[:3], table)
+    with pytest.raises(ValueError, match="room for step P"):
+        ancestor_attention(q, k, v, keys[:, :, :4], values[:, :, :4], table)
     with pytest.raises(ValueError, match="ancestors must be int32"):
-        ancestor_attention(q, k, v, table.long())
+        ancestor_attention(q, k, v, keys, values, table.long())
+    with pytest.raises(ValueError, match="must have one dtype"):
+        ancestor_attention(q, k, v, keys.half(), values.half(), table)
 
 
 def test_triton_says_why_not() -> None:
     triton = registry.backend("beam_attention", "triton")
     assert "float64" in triton.supports(BeamAttentionCall(1, 1, 1, 1, 4, 16, torch.float64), CUDA).reason
     assert "at most 256" in triton.supports(BeamAttentionCall(1, 1, 1, 1, 4, 300), CUDA).reason
-    assert "without a past" in triton.supports(AncestorAttentionCall(1, 1, 1, 0, 16), CUDA).reason
+    assert "float64" in triton.supports(AncestorAttentionCall(1, 1, 1, 0, 16, torch.float64), CUDA).reason
 
 
 def triton_runs(device: torch.device) -> bool:
@@ -181,14 +224,46 @@ def test_on_triton_operands_inside_others(triton_device) -> None:
     assert_near(out, beam_attention(q, k, v, lengths, backend="reference"), 1e-5)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("d", [16, 24])
 def test_on_triton_ancestors(triton_device, steps: int, d: int) -> None:
-    q, k, v, table = ancestry(2, 5, 3, steps, d, wide=7, device=triton_device)
-    law = ancestor_attention(q, k, v, table, backend="reference")
+    operands = ancestry(2, 5, 3, steps, d, wide=7, device=triton_device)
+    law = ancestor_attention(*copied(operands), backend="reference")
+    before = operands[3].clone(), operands[4].clone()
     with poisoned_allocations():
-        out = ancestor_attention(q, k, v, table, backend="triton")
+        out = ancestor_attention(*operands, backend="triton")
     assert_near(out, law, 1e-5)
+    assert_filed(operands, before)
+    ours = copied((*operands[:3], *before, operands[5]))
+    assert torch.equal(ancestor_attention(*ours, keep=False, backend="triton"), out)
+    assert torch.equal(ours[3].isnan(), before[0].isnan())
+
+
+def test_on_triton_ancestors_in_any_layout(triton_device) -> None:
+    q, k, v, keys, values, table = ancestry(2, 5, 3, 2, 16, wide=7, device=triton_device)
+    law = ancestor_attention(q, k, v, keys.clone(), values.clone(), table, backend="reference")
+    other = values.transpose(1, 2).contiguous().transpose(1, 2)
+    operands = (q.contiguous(), k, v.transpose(1, 2).contiguous().transpose(1, 2), keys, other, table)
+    before = keys.clone(), other.clone()
+    assert_near(ancestor_attention(*operands, backend="triton"), law, 1e-5)
+    assert_filed(operands, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "d"), [(3, 16), (4, 24), (11, 128)])
+@pytest.mark.parametrize("kind", ["e4m3:row", "e4m3:row:e8m0", "e4m3:1x128"])
+def test_on_triton_quantised_result(triton_device, kind: str, heads: int, d: int, dtype: torch.dtype) -> None:
+    """To the byte what quantising the plain result gives."""
+    operands = ancestry(2, 5, heads, 2, d, wide=7, dtype=dtype, device=triton_device)
+    operands[2][0, 0] = 0
+    plain = ancestor_attention(*copied(operands), backend="triton")
+    before = operands[3].clone(), operands[4].clone()
+    with poisoned_allocations():
+        low = ancestor_attention(*operands, spec=Spec.parse(kind), backend="triton")
+    law = quantize(plain.reshape(10, heads * d), Spec.parse(kind))
+    assert torch.equal(low.data.view(torch.uint8), law.data.view(torch.uint8))
+    assert torch.equal(low.scale, law.scale)
+    assert_filed(operands, before)
 
 
 def test_on_triton_compiles_to_one_graph(triton_device) -> None:
@@ -196,12 +271,19 @@ def test_on_triton_compiles_to_one_graph(triton_device) -> None:
     q, k, _, lengths = make(2, 5, 4, 2, 20, 16, device=triton_device)
     past = ancestry(2, 5, 4, 2, 16, wide=5, device=triton_device)
 
-    def both(q, k, lengths, kp, vp, table):
+    spec = Spec.parse("e4m3:row")
+
+    def both(q, k, lengths, own_k, own_v, keys, values, table):
         h = beam_attention(q, k, k, lengths, backend="triton")
-        return ancestor_attention(h, kp, vp, table, backend="triton")
+        out = ancestor_attention(h, own_k, own_v, keys, values, table, backend="triton")
+        low = ancestor_attention(out, own_k, own_v, keys, values, table, keep=False, spec=spec, backend="triton")
+        return out, low.data.view(torch.uint8), low.scale
 
     compiled = torch.compile(both, fullgraph=True, dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, lengths, *past[1:]), both(q, k, lengths, *past[1:]))
+    first, second = copied(past), copied(past)
+    for ours, law in zip(compiled(q, k, lengths, *first[1:]), both(q, k, lengths, *second[1:]), strict=True):
+        torch.testing.assert_close(ours, law)
+    assert torch.equal(first[3].nan_to_num(), second[3].nan_to_num())
 
 
 @pytest.mark.gpu

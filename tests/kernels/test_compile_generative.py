@@ -40,6 +40,10 @@ ATTEND = {
     "out_ptr": X, "scale": "fp32",
 }  # fmt: skip
 HEADS = {"HG": 1, "D": 128, "DP": 128, "TMA": True, "IEEE": False}
+ANCESTORS = {
+    "q_ptr": X, "k_ptr": X, "v_ptr": X, "keys_ptr": X, "values_ptr": X, "ancestor_ptr": J, "scale_ptr": S, "scale": "fp32",
+}  # fmt: skip
+PLAIN = {"FP8": False, "POW2": False, "PREROUND": False}
 FUSED = {"FP8": True, "POW2": False, "PREROUND": False}
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
@@ -55,8 +59,13 @@ CONFIGURATIONS = {
         {"num_warps": 8, "num_stages": 2},
     ),
     ("beam_attention", "_ancestors", "bf16"): (
-        {"q_ptr": X, "k_ptr": X, "v_ptr": X, "ancestor_ptr": J, "out_ptr": X, "scale": "fp32"},
-        {"D": 128, "DP": 128, "BB": 16},
+        {**ANCESTORS, "out_ptr": X},
+        {"D": 128, "DP": 128, "HP": 11, "BB": 1, "BR": 16, "KEEP": True, **PLAIN},
+        {"num_warps": 4},
+    ),
+    ("beam_attention", "_ancestors", "quantised"): (
+        {**ANCESTORS, "out_ptr": Q},
+        {"D": 128, "DP": 128, "HP": 16, "BB": 1, "BR": 16, "KEEP": True, **FUSED},
         {"num_warps": 4},
     ),
     ("grouped_mm", "_grouped", "blocks"): (operands(64, 128), gemm(64, 128, 3), {"num_warps": 4, "num_stages": 3}),
@@ -98,12 +107,12 @@ CONFIGURATIONS = {
     ("route", "_route", "53 experts"): (
         {"x_ptr": X, "w_ptr": X, "balance_ptr": S, "id_ptr": L, "gate_ptr": S},
         {"TOP": 3, "COLUMNS": 4, "CP": 4, "BM": 32, "EP": 64, "BK": 128, "IEEE": False},
-        {"num_warps": 4, "num_stages": 3},
+        {"num_warps": 4, "num_stages": 5},
     ),
     ("route", "_route", "256 experts, float32"): (
         {"x_ptr": S, "w_ptr": S, "balance_ptr": S, "id_ptr": L, "gate_ptr": S},
-        {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 16, "EP": 256, "BK": 32, "IEEE": True},
-        {"num_warps": 4, "num_stages": 3},
+        {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 32, "EP": 256, "BK": 32, "IEEE": True},
+        {"num_warps": 4, "num_stages": 5},
     ),
     ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
     ("grouped_mm", "_place", "53 experts"): (
@@ -149,7 +158,7 @@ CONFIGURATIONS = {
     ),
 }
 MULTIPLIES = {"_attend", "_grouped", "_grouped_swiglu"}
-WRITES_FP8 = {"_grouped_swiglu", "_swiglu"}
+WRITES_FP8 = {"_grouped_swiglu", "_swiglu"}  # always; others where they are told to
 DIVISIBLE = {
     "M",
     "N",
@@ -167,6 +176,13 @@ DIVISIBLE = {
     "stride_out",
     "stride_y",
     "stride_weight",
+    "c_head",
+    "c_beam",
+    "c_request",
+    "c_step",
+    "q_head",
+    "q_beam",
+    "q_request",
 }
 
 
@@ -188,7 +204,9 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert len(compiled.asm["cubin"]) > 0
     assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES)
-    assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == (name in WRITES_FP8)
+    assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == (
+        name in WRITES_FP8 or configuration[2] == "quantised"
+    )
 
 
 @pytest.mark.parametrize("op", sorted({op for op, _, _ in CONFIGURATIONS}))

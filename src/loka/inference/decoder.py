@@ -2,10 +2,11 @@
 
     h [R w, d]      the newest position of every beam; w = 1 at the first level, then the beam width
     delta           what the last sub-layer adds to h: the sum is made by the norm that follows, in the same pass
-    caches          per block, keys and values [levels, R, W, H, D] of the steps made; beams that are reordered leave them where they are
+    caches          per block, keys and values [levels - 1, R, W, H, D] of the steps made; beams that are reordered leave them where they are, and the last
+                    step's are read where its projection wrote them
     lines           per step made, which of its beams every beam of today descends from: [R, w]
 
-At the first level a position sees itself only, so its attention is its own value. Nothing here depends on the values of a request but the numbers
+Nothing here depends on the values of a request but the numbers
 themselves: the whole function can be captured in one CUDA graph.
 """
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loka.formats import QTensor
 from loka.inference.constraint import Constraint
 from loka.inference.context import PackedContext, Pair
 from loka.inference.glue import Glue
@@ -73,7 +75,7 @@ class Decoder:
     def make_caches(self, requests: int, storage: list[Tensor] | None = None) -> list[Pair]:
         """Room for keys and values of every block; `storage` are flat tensors to take it from."""
         c = self.config
-        shape = (2, c.levels, requests, max(self.widths[:-1]), c.heads, c.d // c.heads)
+        shape = (2, c.levels - 1, requests, max(self.widths[:-1]), c.heads, c.d // c.heads)
         size = torch.Size(shape).numel()
         if storage is None:
             storage = [torch.empty(size, dtype=self.dtype, device=self.wide.table.device) for _ in range(c.layers)]
@@ -116,8 +118,8 @@ class Decoder:
         requests: int,
     ) -> tuple[Tensor, Tensor]:
         width = h.shape[0] // requests
-        own = torch.arange(width, device=h.device).expand(requests, -1)
-        ancestors = torch.stack([*lines, own]).to(torch.int32)
+        none = torch.empty(0, requests, width, dtype=torch.int32, device=h.device)
+        ancestors = torch.stack(lines).to(torch.int32) if lines else none
         delta: Tensor | None = None
         for block, cache in zip(model.blocks, caches, strict=True):
             h, delta = self._cross(block, h, delta, pairs[block.pair], seen, requests)
@@ -133,7 +135,7 @@ class Decoder:
         q = block.query(x, self.dtype)
         heads = q.view(requests, -1, self.config.heads, self.config.d // self.config.heads)
         out = beam_attention(heads, *pair, seen, backend=self.backends.get("beam_attention", "auto"))
-        return h, block.cross_out(block.cross_out.prepare(out.view_as(q)), self.dtype)
+        return h, block.cross_out(out.view_as(q), self.dtype)
 
     def _self(
         self, block: PackedBlock, h: Tensor, delta: Tensor, cache: Pair, ancestors: Tensor
@@ -142,15 +144,13 @@ class Decoder:
         steps, requests, width = ancestors.shape
         c = self.config
         qkv = block.qkv(x, self.dtype).view(requests, width, 3, c.heads, c.d // c.heads)
+        # a quantiser that was asked for by name is the one that quantises
+        spec = None if "quantize" in self.backends else block.self_out.activation
+        name = self.backends.get("beam_attention", "auto")
+        keep = steps < c.levels - 1
         q, k, v = qkv.unbind(2)
-        for store, new in zip(cache, (k, v), strict=True):
-            store[steps - 1, :, :width].copy_(new)
-        if steps == 1:
-            out = v.contiguous()
-        else:
-            name = self.backends.get("beam_attention", "auto")
-            out = ancestor_attention(q, cache[0][:steps], cache[1][:steps], ancestors, backend=name)
-        return h, block.self_out(block.self_out.prepare(out.view(h.shape)), self.dtype)
+        out = ancestor_attention(q, k, v, *cache, ancestors, keep=keep, spec=spec, backend=name)
+        return h, block.self_out(out if isinstance(out, QTensor) else out.view(h.shape), self.dtype)
 
     def _ffn(self, block: PackedBlock, h: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         ffn = block.ffn

@@ -94,7 +94,7 @@ class Engine:
     def _allocate(self) -> list[Tensor]:
         c = self.model_config
         width = max(beam_widths(c.codebooks, self.config.beams)[:-1])
-        size = 2 * c.levels * max(r for r, _ in self.buckets) * width * c.d
+        size = 2 * (c.levels - 1) * max(r for r, _ in self.buckets) * width * c.d
         return [torch.empty(size, dtype=self.config.torch_dtype, device=self.device) for _ in range(c.layers)]
 
     def prepare(self, bucket: Bucket) -> Prepared:

@@ -1,7 +1,7 @@
 """How much memory an engine needs, known before anything is allocated.
 
     weights       the model as it is, plus copies where the shared expert is folded into the routed ones
-    caches        keys and values of every block for every beam, [2, levels, R, W, d]
+    caches        keys and values of every block for every beam, [2, levels - 1, R, W, d]
     working set   the largest moment of a batch: the context's tokens, or the rows of the experts, or the logits and their scores
 
 The working set is an estimate from shapes, an upper one: it counts the largest tensors of the widest step as if they lived together.
@@ -58,7 +58,7 @@ def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int
     context = max(r * (s + 1) for r, s in buckets) * c.d * size * (c.levels + 6)
     experts = tokens * (visits * 2 * c.d + 3 * hidden) * size
     logits = tokens * max(c.codebooks) * (size + 4 + 4 + 1)
-    caches = 2 * c.layers * c.levels * tokens * c.d * size
+    caches = 2 * c.layers * (c.levels - 1) * tokens * c.d * size
     return Needed(weights, caches, max(context, experts, logits) + 8 * tokens * c.d * size)
 
 

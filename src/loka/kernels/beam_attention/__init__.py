@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, int32, int64
 
+from loka.formats import QTensor, Spec
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 from loka.kernels.registry import pick
 
@@ -27,26 +28,53 @@ def beam_attention(
 
 
 def ancestor_attention(
-    q: Tensor, k: Tensor, v: Tensor, ancestors: Tensor, *, scale: float | None = None, backend: str = "auto"
-) -> Tensor:
-    """The self-attention of a decode step: q [R, B, H, D] over k, v [P, R, W, H, D], the keys and values of P steps in the order they were made.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    *,
+    keep: bool = True,
+    spec: Spec | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor | QTensor:
+    """The self-attention of a decode step: q [R, B, H, D] over the beam's earlier keys and values and its own of this step, k, v [R, B, H, D].
 
-    ancestors int32 [P, R, B]: which of the W beams of step p the beam descends from (its own place for the step just made). Nothing is moved when
-    beams are reordered, only this table changes.
+    keys, values [L, R, W, H, D] hold the steps made so far, where they were made; ancestors int32 [P, R, B] says which of the W beams of step p the
+    beam descends from. Nothing is moved when beams are reordered, only this table changes. With `keep`, k and v are written into step P of keys and values in the
+    same pass: the one op here that changes its operands, since caches are static memory. The result is [R, B, H, D], or under `spec` a
+    QTensor [R B, H D], as the next linear takes it.
     """
-    expected = (ancestors.shape[0], q.shape[0], k.shape[2] if k.dim() == 5 else -1, *q.shape[2:])
-    if q.dim() != 4 or k.shape != expected or v.shape != k.shape or ancestors.shape != (k.shape[0], *q.shape[:2]):
-        shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("q", q), ("k", k), ("v", v), ("ancestors", ancestors)))
+    _check_step(q, k, v, keys, values, ancestors, keep)
+    requests, beams, heads, d = q.shape
+    call = AncestorAttentionCall(requests, beams, heads, ancestors.shape[0], d, q.dtype, keep, spec)
+    chosen: Any = pick("beam_attention", backend, call, q.device).backend
+    scale = d**-0.5 if scale is None else scale
+    out: Tensor | QTensor = chosen.ancestors(q, k, v, keys, values, ancestors, keep=keep, spec=spec, scale=scale)
+    return out
+
+
+def _check_step(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, keep: bool) -> None:
+    named = {"q": q, "k": k, "v": v, "keys": keys, "values": values, "ancestors": ancestors}
+    if q.dim() != 4 or not q.shape == k.shape == v.shape or keys.dim() != 5 or keys.shape != values.shape:
+        fits = False
+    else:
+        same_beams = (keys.shape[1], *keys.shape[3:]) == (q.shape[0], *q.shape[2:])
+        fits = same_beams and ancestors.dim() == 3 and ancestors.shape[1:] == q.shape[:2]
+        fits = fits and ancestors.shape[0] + int(keep) <= keys.shape[0] and (not keep or q.shape[1] <= keys.shape[2])
+    if not fits:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named.items())
         raise ValueError(
-            f"ancestor_attention takes q [R, B, H, D], k, v [P, R, W, H, D], ancestors [P, R, B]; got {shapes}"
+            "ancestor_attention takes q, k, v [R, B, H, D], keys, values [L, R, W, H, D] and ancestors [P, R, B], with room for "
+            f"step P where it is kept; got {shapes}"
         )
     if ancestors.dtype != int32:
         raise ValueError(f"ancestors must be int32, got {ancestors.dtype}")
-    requests, beams, heads, d = q.shape
-    call = AncestorAttentionCall(requests, beams, heads, k.shape[0], d, q.dtype)
-    chosen: Any = pick("beam_attention", backend, call, q.device).backend
-    out: Tensor = chosen.ancestors(q, k, v, ancestors, scale=q.shape[3] ** -0.5 if scale is None else scale)
-    return out
+    if len({t.dtype for name, t in named.items() if name != "ancestors"}) > 1:
+        kinds = ", ".join(f"{name} {t.dtype}" for name, t in named.items())
+        raise ValueError(f"queries, keys and values must have one dtype, got {kinds}")
 
 
 def same(k: Tensor, v: Tensor) -> bool:

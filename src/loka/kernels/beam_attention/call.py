@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.formats import Spec
+
 
 @dataclass(frozen=True)
 class BeamAttentionCall:
@@ -30,7 +32,10 @@ class BeamAttentionCall:
 
 @dataclass(frozen=True)
 class AncestorAttentionCall:
-    """`requests` x `beams` queries over the `steps` tokens of each beam's own past, found by its ancestors."""
+    """`requests` x `beams` queries over the tokens of `steps` earlier steps, found by their ancestors, and over their own; `keep`: file the own ones.
+
+    spec: what the result, all heads of a beam as one row, is quantised to; None leaves it in `dtype`.
+    """
 
     requests: int
     beams: int
@@ -38,7 +43,11 @@ class AncestorAttentionCall:
     steps: int
     d: int
     dtype: torch.dtype = torch.bfloat16
+    keep: bool = False
+    spec: Spec | None = None
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.requests}x{self.beams} beams, {self.heads} heads of {self.d}, {self.steps} steps, {kind}"
+        kept = ", kept" if self.keep else ""
+        result = "" if self.spec is None else f" -> {self.spec}"
+        return f"{self.requests}x{self.beams} beams, {self.heads} heads of {self.d}, {self.steps} steps{kept}, {kind}{result}"

@@ -2,12 +2,14 @@
 
     s_bj  = scale <q_b, k_j>,  j < length of the request;     out_b = sum_j softmax(s_b)_j v_j;     0 where the length is 0
 
-The keys and values of positions at or beyond the length are never looked at, whatever they hold.
+The keys and values of positions at or beyond the length are never looked at, whatever they hold. Ancestors: the same over a beam's own past. A quantised result
+is quantised from the rounded one, as if by an op of its own.
 """
 
 import torch
 from torch import Tensor
 
+from loka.formats import QTensor, Spec, quantize
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 
@@ -32,11 +34,36 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     return out if out.dtype == q.dtype else out.to(q.dtype)
 
 
-def ancestors(q: Tensor, k: Tensor, v: Tensor, ancestors: Tensor, *, scale: float) -> Tensor:
-    """q [R, B, H, D], k, v [P, R, W, H, D], ancestors [P, R, B] -> [R, B, H, D]."""
+def ancestors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    *,
+    keep: bool,
+    spec: Spec | None,
+    scale: float,
+) -> Tensor | QTensor:
+    """The step's own keys and values come last, and are filed where `keep`."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    where = ancestors.long()[..., None, None].expand(-1, -1, -1, *k.shape[3:])
-    keys, values = (t.gather(2, where).to(wide) for t in (k, v))
-    s = torch.einsum("rbhd,prbhd->rbhp", q.to(wide), keys) * scale
-    out = torch.einsum("rbhp,prbhd->rbhd", torch.softmax(s, -1), values)
-    return out if out.dtype == q.dtype else out.to(q.dtype)
+    past_k, past_v = collect(k, v, keys, values, ancestors, keep=keep)
+    s = torch.einsum("rbhd,prbhd->rbhp", q.to(wide), past_k.to(wide)) * scale
+    out = torch.einsum("rbhp,prbhd->rbhd", torch.softmax(s, -1), past_v.to(wide))
+    out = out if out.dtype == q.dtype else out.to(q.dtype)
+    return out if spec is None else quantize(out.reshape(-1, q.shape[2] * q.shape[3]), spec)
+
+
+def collect(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, *, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [P + 1, R, B, H, D] of every beam; the newest also go into step P where `keep`."""
+    steps, beams = ancestors.shape[0], k.shape[1]
+    where = ancestors.long()[..., None, None].expand(-1, -1, -1, *k.shape[2:])
+    if keep:
+        keys[steps, :, :beams].copy_(k)
+        values[steps, :, :beams].copy_(v)
+    if steps == 0:
+        return k[None], v[None]
+    return torch.cat([keys[:steps].gather(2, where), k[None]]), torch.cat([values[:steps].gather(2, where), v[None]])

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loka.formats import QTensor, Spec
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
+from loka.kernels.beam_attention.reference import collect
+from loka.kernels.quantize import quantize
 
 
 def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
@@ -32,9 +35,21 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     return out.transpose(1, 2).contiguous()
 
 
-def ancestors(q: Tensor, k: Tensor, v: Tensor, ancestors: Tensor, *, scale: float) -> Tensor:
-    """Gathered keys and values [P, R, B, H, D], then the same call with one query each."""
-    where = ancestors.long()[..., None, None].expand(-1, -1, -1, *k.shape[3:])
-    keys, values = (t.gather(2, where).flatten(1, 2).permute(1, 2, 0, 3) for t in (k, v))
-    out = F.scaled_dot_product_attention(q.flatten(0, 1).unsqueeze(2), keys, values, scale=scale)
-    return out.squeeze(2).view_as(q)
+def ancestors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    *,
+    keep: bool,
+    spec: Spec | None,
+    scale: float,
+) -> Tensor | QTensor:
+    """Gathered keys and values [P + 1, R, B, H, D], then the same call with one query each; quantised by the op that does it."""
+    past = collect(k, v, keys, values, ancestors, keep=keep)
+    past_k, past_v = (t.flatten(1, 2).permute(1, 2, 0, 3) for t in past)
+    out = F.scaled_dot_product_attention(q.flatten(0, 1).unsqueeze(2), past_k, past_v, scale=scale)
+    out = out.squeeze(2).reshape(q.shape)
+    return out if spec is None else quantize(out.view(-1, q.shape[2] * q.shape[3]), spec)

@@ -7,8 +7,9 @@ context crosses memory once per request and layer, whatever the number of beams,
     full blocks    loaded by TMA, no comparison with the length; the last, partial one by pointers that never touch what lies beyond
     v is k         one load feeds both products
 
-Ancestors: the P <= 8 keys and values of a beam's own past lie where they were made; a table says which beam of each step it descends from. One pass, no reordering
-of caches, no tensor cores: P is too small for them.
+Ancestors: the few keys and values of a beam's own past lie where they were made; a table says which beam of each step it descends from. One pass, no reordering
+of caches, no tensor cores: the past is too short for them. What is made in this step comes straight from the projection, and the same pass files it and quantises the
+result: a program has all heads of its beams then.
 """
 
 import torch
@@ -16,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loka.kernels.quantize.triton_kernels import aligned
+from loka.kernels.tile import finite_magnitude, inverse, scale_of, to_fp8
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
@@ -83,33 +87,57 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S
 
 
 @triton.jit
-def _ancestors(q_ptr, k_ptr, v_ptr, ancestor_ptr, out_ptr, R, B, W, H, P, scale, q_request, q_beam, q_head,
-               step, request, place, head_stride,
-               D: tl.constexpr, DP: tl.constexpr, BB: tl.constexpr):  # fmt: skip
-    r, h = (tl.program_id(1) // H).to(tl.int64), tl.program_id(1) % H
-    beam = tl.program_id(0) * BB + tl.arange(0, BB)
+def _take(q, k, v, m, total, acc):
+    """One key and value for every row."""
+    s = tl.sum(q * k, 1)
+    higher = tl.maximum(m, s)
+    weight, shrink = tl.exp2(s - higher), tl.exp2(m - higher)
+    return higher, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * v
+
+
+@triton.jit
+def _ancestors(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ancestor_ptr, out_ptr, scale_ptr, R, B, H, P, scale,
+               q_request, q_beam, q_head, c_step, c_request, c_beam, c_head, stride_out,
+               D: tl.constexpr, DP: tl.constexpr, HP: tl.constexpr, BB: tl.constexpr, BR: tl.constexpr,
+               KEEP: tl.constexpr, FP8: tl.constexpr, POW2: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    r = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    beam, head = (row // HP).to(tl.int64), row % HP
     column = tl.arange(0, DP)
-    there = (beam < B)[:, None] & (column < D)[None, :]
-    q_at = q_ptr + r * q_request + beam.to(tl.int64)[:, None] * q_beam + h * q_head + column[None, :]
-    q = tl.load(q_at, there, other=0.0).to(tl.float32) * scale
-    m = tl.full((BB,), float("-inf"), tl.float32)
-    total = tl.zeros((BB,), tl.float32)
-    acc = tl.zeros((BB, DP), tl.float32)
-    base = r * request
+    live = (beam < B) & (head < H)
+    there = live[:, None] & (column < D)[None, :]
+    at = (r * q_request + beam * q_beam + head * q_head)[:, None] + column[None, :]
+    q = tl.load(q_ptr + at, there, other=0.0).to(tl.float32) * scale
+    m = tl.full((BR,), float("-inf"), tl.float32)
+    total = tl.zeros((BR,), tl.float32)
+    acc = tl.zeros((BR, DP), tl.float32)
+    base = r * c_request
     for p in range(P):
-        parent = tl.load(ancestor_ptr + (p * R + r) * B + beam, beam < B, other=0).to(tl.int64)
-        at = base + parent[:, None] * place + h * head_stride + column[None, :]
-        k = tl.load(k_ptr + at, there, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + at, there, other=0.0).to(tl.float32)
-        s = tl.sum(q * k, 1)
-        higher = tl.maximum(m, s)
-        weight, shrink = tl.exp2(s - higher), tl.exp2(m - higher)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + weight[:, None] * v
-        m = higher
-        base += step
-    out_at = ((r * B + beam) * H + h)[:, None] * D + column[None, :]
-    tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), there)
+        parent = tl.load(ancestor_ptr + (p * R + r) * B + beam, live, other=0).to(tl.int64)
+        past = (base + parent * c_beam + head * c_head)[:, None] + column[None, :]
+        k = tl.load(keys_ptr + past, there, other=0.0).to(tl.float32)
+        v = tl.load(values_ptr + past, there, other=0.0).to(tl.float32)
+        m, total, acc = _take(q, k, v, m, total, acc)
+        base += c_step
+    k = tl.load(k_ptr + at, there, other=0.0)
+    v = tl.load(v_ptr + at, there, other=0.0)
+    if KEEP:
+        new = (base + beam * c_beam + head * c_head)[:, None] + column[None, :]
+        tl.store(keys_ptr + new, k, there)
+        tl.store(values_ptr + new, v, there)
+    m, total, acc = _take(q, k.to(tl.float32), v.to(tl.float32), m, total, acc)
+    y = acc / total[:, None]
+    out_at = ((r * B + beam) * stride_out + head * D)[:, None] + column[None, :]
+    if FP8:  # the rows of a beam share a scale; HP is a power of two, so that they are a block of the tile
+        y = tl.where(there, y.to(q_ptr.dtype.element_ty).to(tl.float32), 0.0)
+        largest = tl.max(tl.reshape(tl.max(finite_magnitude(y), 1), (BB, HP)), 1)
+        made = scale_of(largest, False, POW2)
+        one = tl.program_id(0) * BB + tl.arange(0, BB)
+        tl.store(scale_ptr + r * B + one, made, one < B)
+        inv = tl.reshape(tl.broadcast_to(inverse(made)[:, None], (BB, HP)), (BR,))
+        tl.store(out_ptr + out_at, to_fp8(y, inv[:, None], 0, False, False, PREROUND), there)
+    else:
+        tl.store(out_ptr + out_at, y.to(out_ptr.dtype.element_ty), there)
 
 
 def _padded(width: int) -> int:
@@ -158,15 +186,26 @@ def attend(
     return out
 
 
-def ancestors(q: Tensor, k: Tensor, v: Tensor, table: Tensor, scale: float) -> Tensor:
-    """q [R, B, H, D], k, v [P, R, W, H, D] with the same strides, unit along D; table contiguous [P, R, B]."""
-    (requests, beams, heads, d), (steps, _, width) = q.shape, k.shape[:3]
-    out = torch.empty(requests, beams, heads, d, dtype=q.dtype, device=q.device)
+def ancestors(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, scale: float, *, keep: bool, fp8: bool, pow2: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q, k, v [R, B, H, D] and keys, values [L, R, W, H, D], each with the same strides, unit along D; table contiguous [P, R, B]."""
+    (requests, beams, heads, d), rows = q.shape, q.shape[0] * q.shape[1]
+    if fp8:
+        out = aligned(rows, heads * d, torch.float8_e4m3fn, q.device)
+        made = torch.empty(rows, 1, dtype=torch.float32, device=q.device)
+    else:
+        out = torch.empty(requests, beams, heads, d, dtype=q.dtype, device=q.device)
+        made = torch.empty(0, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
-        return out
-    block = 4 if INTERPRETED else 16
-    _ancestors[(triton.cdiv(beams, block), requests * heads)](
-        q, k, v, table, out, requests, beams, width, heads, steps, scale * LOG2E, *q.stride()[:3], *k.stride()[:4],
-        d, _padded(d), block, num_warps=4,
+        return out, made
+    wide = _padded(d)
+    heads_padded = triton.next_power_of_2(heads) if fp8 else heads
+    some = max(1, 2048 // (heads_padded * wide)) if fp8 else 1  # beams of a program
+    block = some * heads_padded if fp8 else 16
+    _ancestors[(triton.cdiv(beams * heads_padded, block), requests)](
+        q, k, v, keys, values, table, out, made, requests, beams, heads, table.shape[0], scale * LOG2E, *q.stride()[:3],
+        *keys.stride()[:4], out.stride(0) if fp8 else heads * d, d, wide, heads_padded, some, block, keep, fp8, pow2, INTERPRETED,
+        num_warps=8 if block * wide > 4096 else 4,
     )  # fmt: skip
-    return out
+    return out, made

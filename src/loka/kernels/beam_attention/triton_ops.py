@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.beam_attention import triton_kernels as kernels
+from loka.kernels.quantize.triton_kernels import aligned
 
 
 @torch.library.custom_op("loka::beam_attention", mutates_args=())
@@ -17,12 +18,18 @@ def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("loka::ancestor_attention", mutates_args=())
-def ancestor_attention(q: Tensor, k: Tensor, v: Tensor, ancestors: Tensor, scale: float) -> Tensor:
+@torch.library.custom_op("loka::ancestor_attention", mutates_args=("keys", "values"))
+def ancestor_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, scale: float, keep: bool, fp8: bool, pow2: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `triton_kernels.ancestors`."""
-    return kernels.ancestors(q, k, v, ancestors, scale)
+    return kernels.ancestors(q, k, v, keys, values, ancestors, scale, keep=keep, fp8=fp8, pow2=pow2)
 
 
 @ancestor_attention.register_fake
-def _(q, k, v, ancestors, scale):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+def _(q, k, v, keys, values, ancestors, scale, keep, fp8, pow2):  # type: ignore[no-untyped-def]
+    requests, beams, heads, d = q.shape
+    if not fp8:
+        return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(0, dtype=torch.float32)
+    rows = requests * beams
+    return aligned(rows, heads * d, torch.float8_e4m3fn, q.device), q.new_empty(rows, 1, dtype=torch.float32)

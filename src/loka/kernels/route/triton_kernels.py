@@ -58,7 +58,7 @@ def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, T, K, E, stride_x, strid
 
 
 def depth_of(padded: int, item: int) -> int:
-    """Columns a step reads: what keeps three steps of x and of `padded` experts in shared memory."""
+    """Columns a step reads: what keeps four steps of x and of `padded` experts in shared memory."""
     return 128 if padded * item <= 128 else 64 if padded * item <= 512 else 32
 
 
@@ -74,6 +74,6 @@ def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) ->
     _route[(triton.cdiv(tokens, block),)](
         x, weight, balance, ids, gates, tokens, k, experts, x.stride(0), weight.stride(0),
         top, columns, triton.next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
-        x.dtype == torch.float32, num_warps=4, num_stages=3,
+        x.dtype == torch.float32, num_warps=4, num_stages=5,
     )  # fmt: skip
     return ids, gates
