@@ -5,7 +5,7 @@ variants of a seed start from the same weights (what a mod drops aside), see the
 
     bf16      autocast
     naive     every linear in FP8, one scale per tensor, all three GEMMs (recipe "tensorwise")
-    planned   Probe watches the first steps of a bf16 run; every GEMM gets the coarsest recipe whose error is under the limit, or stays in bf16
+    planned   Probe watches a bf16 run from its first step to its last; every GEMM gets the coarsest recipe whose error is under the limit, or stays in bf16
 
 Training runs a fixed number of steps with the rate annealed to nearly zero: no early stopping, whose luck would be part of every difference.
 """
@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "all": mods.CORE,
 }
 PRECISIONS = ("bf16", "naive", "planned")
-PROBED_STEPS = 24
+SAMPLED_STEPS = 8  # of the run that Probe watches
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,16 @@ def find_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
 
 def make_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
     model, tables, recipe = build(bench, data, variant, seed=0)
-    optimizers = Optimizers(model, configure(bench, recipe, len(tables["train"])))
-    probe = Probe(model, every=6, rows=512)
+    config = configure(bench, recipe, len(tables["train"]))
+    optimizers = Optimizers(model, config)
+    probe = Probe(model, every=max(1, config.steps // SAMPLED_STEPS), rows=512)
     batches = shuffled(tables["train"], recipe, seed=0)
     model.train()
     first = next(batches)
     probe.count_flops(lambda: lose(model, first, bench.device).backward())
     optimizers.zero_grad()
-    for _ in range(PROBED_STEPS):
+    for step in range(config.steps):
+        optimizers.set_factor(learning_rate_factor(config, step))
         lose(model, next(batches), bench.device).backward()
         optimizers.step()
         optimizers.zero_grad()

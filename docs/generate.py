@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json -->"
+METRICS = {"auc": "AUC", "hr10": "HR@10"}
 QUALITY = "<!-- quality: written by docs/generate.py from benchmarks/results/h200/quality.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
@@ -227,13 +228,14 @@ def quality_headline() -> str | None:
     found = read("h200/quality.json")
     if found is None:
         return None
-    sets = list(dict.fromkeys(row["data"] for row in found["summary"]))
-    cells = {(row["data"], row["model"]): spell_mean(row) for row in found["summary"] if row.get("mean") is not None}
-    bars = {row["data"]: max(row["bar"].items(), key=lambda pair: pair[1]) for row in found["summary"]}
-    names = list(dict.fromkeys(model for _, model in cells))
-    head = ["", *(f"{name}, {'HR@10' if name.startswith('amazon') else 'AUC'}" for name in sets)]
-    baseline = ["best simple baseline", *(f"{bars[name][1]:.4f} ({bars[name][0]})" for name in sets)]
-    return table(head, [baseline, *([name, *(cells.get((data, name), "") for data in sets)] for name in names)])
+    rows = [row for row in found["summary"] if row.get("mean") is not None]
+    tasks = sorted({(row["metric"], row["data"]) for row in rows})
+    cells = {(row["metric"], row["data"], row["model"]): spell_mean(row) for row in rows}
+    bars = {(row["metric"], row["data"]): max(row["bar"].items(), key=lambda pair: pair[1]) for row in rows}
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    head = ["", *(f"{data}, {METRICS[metric]}" for metric, data in tasks)]
+    baseline = ["best simple baseline", *(f"{bars[task][1]:.4f} ({bars[task][0]})" for task in tasks)]
+    return table(head, [baseline, *([name, *(cells.get((*task, name), "") for task in tasks)] for name in names)])
 
 
 def probe_table() -> str | None:

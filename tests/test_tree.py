@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "loka"
-IGNORED = {"__pycache__", "__init__.py", "py.typed"}
+IGNORED = {"__pycache__", "__init__.py", "__main__.py", "py.typed"}
 
 
 def folders() -> list[Path]:

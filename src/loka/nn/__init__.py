@@ -21,6 +21,7 @@ from loka.nn.attention import (
 from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
 from loka.nn.experts import MixtureOfExperts, SwiGLU
 from loka.nn.fused_interaction import FusedInteraction, refuse_interaction
+from loka.nn.fused_projection import FusedProjection
 from loka.nn.fused_tower import FusedTower, Link, TowerPrecision, freeze
 from loka.nn.grouped import GroupedLinear, grouped_linear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype, multiply_transposed
@@ -39,6 +40,7 @@ __all__ = [
     "FactorizationMachine",
     "FeatureMix",
     "FusedInteraction",
+    "FusedProjection",
     "FusedTower",
     "GateKind",
     "GroupedLinear",

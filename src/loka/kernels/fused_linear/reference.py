@@ -87,7 +87,10 @@ def run(
         scale = torch.tensor(NORMALIZED_SCALE, device=z.device)
         kept = quantize(z, NORMALIZED, scale=scale) if norm_block else z.to(torch.bfloat16)
     if not isinstance(out, Spec):
-        return FusedResult(y.to(out), z=kept, rstd=rstd if keep else None)
+        made = (
+            y if y.dtype == out else y.to(out)
+        )  # a cast that does nothing costs a compiled node its gradients in torch 2.11
+        return FusedResult(made, z=kept, rstd=rstd if keep else None)
     y_t = quantize(y.T.contiguous(), out, scale=out_scale) if transpose else None
     return FusedResult(quantize(y, out, scale=out_scale), y_t, kept, rstd if keep else None)
 
