@@ -41,6 +41,19 @@ def requests(model: OneRec, rows: int = 6) -> tuple[Jagged, torch.Tensor]:
     return Jagged(values, offsets), (torch.rand(rows, len(sizes), generator=g) * sizes).long()
 
 
+def test_experts_per_row_on_request() -> None:
+    plain, rows = make(), make()
+    quantize(plain, "onerec")
+    quantize(rows, "onerec_rows")
+    before = dict(plain.named_modules())
+    for name, module in rows.named_modules():
+        if isinstance(module, QuantizedExperts | QuantizedLinear):
+            assert str(module.activation) == str(module.weight_spec) == "e4m3:row", name
+        else:
+            assert type(module) is type(before[name])
+    assert rows.blocks[1].ffn.down.weight_scale.shape == (*rows.blocks[1].ffn.down.weight.shape[:2], 1)
+
+
 def test_onerec_recipe_quantises_what_it_says_and_keeps_the_rest() -> None:
     model = make()
     summary = quantize(model, "onerec")

@@ -22,7 +22,7 @@ from loka.inference.context import PackedContext, Pair
 from loka.inference.glue import Glue
 from loka.inference.weights import Operand, PackedBlock, PackedExperts, PackedModel, PackedSwiGLU
 from loka.kernels.beam_attention import ancestor_attention, beam_attention
-from loka.kernels.grouped_mm import combine, gather, grouped_mm, grouped_swiglu, permute
+from loka.kernels.grouped_mm import combine, gather, permute
 from loka.models.onerec import OneRecConfig
 
 
@@ -170,13 +170,11 @@ class Decoder:
         sorting = permute(chosen, moe.experts)
         rows = gather(x, sorting)
         if moe.fused:
-            inner = grouped_swiglu(
-                rows, moe.gate_up, sorting.offsets, spec=moe.specs[1], out_dtype=self.dtype, backend=moe.backend
-            )
+            inner = moe.multiply_gated(rows, sorting.offsets, self.dtype)
         else:
-            both = grouped_mm(rows, moe.gate_up, sorting.offsets, out_dtype=self.dtype, backend=moe.backend)
+            both = moe.multiply(rows, moe.gate_up, sorting.offsets, self.dtype)
             inner = self.glue.gate(both, moe.activation, moe.specs[1])
-        out = grouped_mm(inner, moe.down, sorting.offsets, out_dtype=self.dtype, backend=moe.backend)
+        out = moe.multiply(inner, moe.down, sorting.offsets, self.dtype)
         apart = None
         if moe.shared is not None:
             same = moe.shared.gate_up.activation == moe.specs[0]

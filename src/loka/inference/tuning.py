@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from loka.formats import QTensor, Spec, relative_l2
 from loka.inference.weights import Operand, PackedExperts, PackedLinear, PackedModel
 from loka.kernels import registry
-from loka.kernels.grouped_mm import grouped_mm, grouped_swiglu, permute, swiglu_quantize
+from loka.kernels.grouped_mm import permute, swiglu_quantize
 from loka.kernels.grouped_mm.call import GroupedCall
 from loka.kernels.quantize import quantize
 
@@ -114,7 +114,7 @@ class Tuning:
 
         def make(name: str, fused: bool) -> list[Callable[[], Tensor]]:
             on = [m.on(name, fused=fused) for m in groups]
-            return [lambda m=m: _run_experts(m, q, sorting.offsets, name, fused, self.dtype) for m in on]  # type: ignore[misc]
+            return [lambda m=m: _run_experts(m, q, sorting.offsets, self.dtype) for m in on]  # type: ignore[misc]
 
         runs = {}
         mixed = (
@@ -152,12 +152,12 @@ def _sample(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> 
     return torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
 
 
-def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, name: str, fused: bool, dtype: torch.dtype) -> Tensor:
-    if fused:
-        inner = grouped_swiglu(x, moe.gate_up, offsets, spec=moe.specs[1], out_dtype=dtype, backend=name)
+def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    if moe.fused:
+        inner = moe.multiply_gated(x, offsets, dtype)
     else:
-        inner = swiglu_quantize(grouped_mm(x, moe.gate_up, offsets, out_dtype=dtype, backend=name), moe.specs[1])
-    return grouped_mm(inner, moe.down, offsets, out_dtype=dtype, backend=name)
+        inner = swiglu_quantize(moe.multiply(x, moe.gate_up, offsets, dtype), moe.specs[1])
+    return moe.multiply(inner, moe.down, offsets, dtype)
 
 
 def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:

@@ -138,7 +138,7 @@ class PackedSwiGLU:
 class PackedExperts:
     """A mixture; with `always` the last expert is the shared one, which every token visits with weight one.
 
-    fused: gate, up, SwiGLU and quantisation in one kernel (kernels.grouped_swiglu), where its backend has it.
+    fused: gate, up, SwiGLU and quantisation in one kernel (kernels.grouped_swiglu), where its backend has it. fast_accum: under row scales, as in a PackedLinear.
     """
 
     router: Tensor
@@ -153,6 +153,7 @@ class PackedExperts:
     shared: PackedSwiGLU | None
     backend: str = "auto"
     fused: bool = False
+    fast_accum: bool = False
 
     @property
     def experts(self) -> int:
@@ -178,6 +179,7 @@ class PackedExperts:
             specs=(_spec_of(module.gate_up), _spec_of(module.down)),
             activation=module.activation,
             shared=PackedSwiGLU.of(module.shared, placement) if apart and module.shared is not None else None,
+            fast_accum=placement.fast_accum,
         )
         return packed.on(placement.backends.get("grouped_mm", "auto"))
 
@@ -188,6 +190,21 @@ class PackedExperts:
             for w, spec in zip((self.gate_up, self.down), self.specs, strict=True)
         )
         return replace(self, backend=backend, fused=fused, gate_up=gate_up, down=down)
+
+    def multiply(self, x: Operand, weight: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows sorted by expert with `gate_up` or `down`."""
+        return grouped_mm.grouped_mm(
+            x, weight, offsets, out_dtype=dtype, fast_accum=self._fast(weight), backend=self.backend
+        )
+
+    def multiply_gated(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Operand:
+        """silu(gate) * up of the rows in one kernel, as `down` takes it."""
+        return grouped_mm.grouped_swiglu(
+            x, self.gate_up, offsets, spec=self.specs[1], out_dtype=dtype, fast_accum=self._fast(self.gate_up), backend=self.backend
+        )  # fmt: skip
+
+    def _fast(self, weight: Operand) -> bool:
+        return self.fast_accum and isinstance(weight, QTensor) and weight.spec.block == ROW
 
 
 def _spec_of(module: nn.Module) -> Spec | None:

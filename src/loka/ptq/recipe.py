@@ -3,7 +3,8 @@
     onerec      experts                          weights 128x128, activations 1x128 (dynamic)
                 attention and dense FFN linears  weights per output channel, activations per token (dynamic)
                 heads, router, context           16 bits: cheap, or the last thing before a ranking
-    rowwise     every linear per channel and per token, experts as above
+    onerec_rows the same with experts per channel and per token too: their GEMM is faster without a rescaling every 128 products, and coarser
+    rowwise     every linear per channel and per token, experts in blocks as in `onerec`
     blockwise   every linear and every expert 128x128 and 1x128
     none        nothing: the model as it is, in the same files
 
@@ -52,22 +53,28 @@ class PtqRecipe:
         return Rule(name, None, "no rule of the recipe names it")
 
 
+def _onerec(name: str, experts: Rule) -> PtqRecipe:
+    return PtqRecipe(
+        name,
+        (
+            Rule("heads.*", None, "head: the last product before the ranking"),
+            Rule("*.heads.*", None, "head: the last product before the ranking"),
+            Rule("*.router", None, "router: a wrong expert is no small error, and it is cheap"),
+            Rule("context.*", None, "context processor: once per request"),
+            experts,
+            Rule("*.ffn.shared.*", experts.operands, "shared expert: as the routed ones"),
+            Rule("*", ROWWISE, "linear: per-channel weights, per-token activations"),
+        ),
+    )
+
+
 _EXPERTS = Rule("*", BLOCKWISE, "experts: 128x128 weights, 1x128 activations", experts_only=True)
+_EXPERT_ROWS = Rule("*", ROWWISE, "experts: per-channel weights, per-token activations", experts_only=True)
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        PtqRecipe(
-            "onerec",
-            (
-                Rule("heads.*", None, "head: the last product before the ranking"),
-                Rule("*.heads.*", None, "head: the last product before the ranking"),
-                Rule("*.router", None, "router: a wrong expert is no small error, and it is cheap"),
-                Rule("context.*", None, "context processor: once per request"),
-                _EXPERTS,
-                Rule("*.ffn.shared.*", BLOCKWISE, "shared expert: as the routed ones"),
-                Rule("*", ROWWISE, "linear: per-channel weights, per-token activations"),
-            ),
-        ),
+        _onerec("onerec", _EXPERTS),
+        _onerec("onerec_rows", _EXPERT_ROWS),
         PtqRecipe("rowwise", (_EXPERTS, Rule("*", ROWWISE, "linear: per-channel weights, per-token activations"))),
         PtqRecipe("none", (Rule("*", None, "left in 16 bits"),)),
         PtqRecipe("blockwise", (_EXPERTS, Rule("*", BLOCKWISE, "linear: 128x128 weights, 1x128 activations"))),
