@@ -43,6 +43,7 @@ HEADS = {"HG": 1, "D": 128, "DP": 128, "TMA": True, "IEEE": False}
 ANCESTORS = {
     "q_ptr": X, "k_ptr": X, "v_ptr": X, "keys_ptr": X, "values_ptr": X, "ancestor_ptr": J, "scale_ptr": S, "scale": "fp32",
 }  # fmt: skip
+ROUTE = {"balance_ptr": S, "gate_ptr": S, "count_ptr": J}
 PLAIN = {"FP8": False, "POW2": False, "PREROUND": False}
 FUSED = {"FP8": True, "POW2": False, "PREROUND": False}
 
@@ -105,14 +106,19 @@ CONFIGURATIONS = {
         {"num_warps": 4},
     ),
     ("route", "_route", "53 experts"): (
-        {"x_ptr": X, "w_ptr": X, "balance_ptr": S, "id_ptr": L, "gate_ptr": S},
-        {"TOP": 3, "COLUMNS": 4, "CP": 4, "BM": 32, "EP": 64, "BK": 128, "IEEE": False},
+        {**ROUTE, "x_ptr": X, "w_ptr": X, "id_ptr": J},
+        {"TOP": 3, "COLUMNS": 4, "CP": 4, "BM": 32, "EP": 64, "BK": 128, "IEEE": False, "COUNT": True},
         {"num_warps": 4, "num_stages": 5},
     ),
     ("route", "_route", "256 experts, float32"): (
-        {"x_ptr": S, "w_ptr": S, "balance_ptr": S, "id_ptr": L, "gate_ptr": S},
-        {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 32, "EP": 256, "BK": 32, "IEEE": True},
+        {**ROUTE, "x_ptr": S, "w_ptr": S, "id_ptr": L},
+        {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 32, "EP": 256, "BK": 32, "IEEE": True, "COUNT": False},
         {"num_warps": 4, "num_stages": 5},
+    ),
+    ("route", "_sort", "53 experts"): (
+        {"id_ptr": J, "count_ptr": J, "order_ptr": L, "offset_ptr": J, "inverse_ptr": L},
+        {"COLUMNS": 4, "BM": 32, "EP": 64, "BB": 32},
+        {"num_warps": 4},
     ),
     ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
     ("grouped_mm", "_place", "53 experts"): (

@@ -76,7 +76,7 @@ _OURS = {
     "experts": ("_grouped", "_grouped_swiglu"),
     "attention": ("_attend", "_ancestors"),
     "softmax and selection": ("_maxima", "_log_sum_exp", "_select", "_rank"),
-    "routing and moving rows": ("_route", "_count", "_place", "_gather", "_combine"),
+    "routing and moving rows": ("_route", "_sort", "_count", "_place", "_gather", "_combine"),
     "norms, activations, quantisation": ("_forward", "_swiglu", "_rows", "_tiles", "_amax", "_scales"),
     "linears and heads": ("_gemm",),
 }

@@ -22,7 +22,7 @@ from loka.inference.context import PackedContext, Pair
 from loka.inference.glue import Glue
 from loka.inference.weights import Operand, PackedBlock, PackedExperts, PackedModel, PackedSwiGLU
 from loka.kernels.beam_attention import ancestor_attention, beam_attention
-from loka.kernels.grouped_mm import combine, gather, permute
+from loka.kernels.grouped_mm import combine, gather
 from loka.models.onerec import OneRecConfig
 
 
@@ -166,8 +166,7 @@ class Decoder:
         return ffn.down(self.glue.gate(both, ffn.activation, ffn.down.activation), self.dtype)
 
     def _mixture(self, moe: PackedExperts, x: Operand, plain: Tensor) -> Tensor:
-        chosen, gates = self.glue.route(plain, moe)
-        sorting = permute(chosen, moe.experts)
+        sorting, gates = self.glue.route(plain, moe)
         rows = gather(x, sorting)
         if moe.fused:
             inner = moe.multiply_gated(rows, sorting.offsets, self.dtype)

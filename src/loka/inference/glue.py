@@ -1,7 +1,7 @@
 """The small operations between the GEMMs, each one pass where it can be: on a GPU torch.compile makes one kernel of each.
 
     add_norm        h <- h + delta;  y = norm(h)                       in FP8 blocks: kernels.norm_quantize, which also quantises y
-    route           experts of every token and their weights, the shared one appended where it was folded in: kernels.route
+    route           visits of the tokens sorted by expert, and their weights, the shared one among them where it was folded in: kernels.route
     gate            act(gate) * up                                     with silu in one pass, quantised where asked: kernels.swiglu_quantize
     lse             log-sum-exp of logits in float32
 
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from loka.formats import Spec
 from loka.inference.weights import Operand, PackedExperts, PackedNorm
-from loka.kernels.grouped_mm import swiglu_quantize
+from loka.kernels.grouped_mm import Permutation, swiglu_quantize
 from loka.kernels.norm_quantize import norm_quantize
 from loka.kernels.quantize import quantize
-from loka.kernels.route import route
+from loka.kernels.route import route_sorted
 
 NORM_BLOCK = 256
 
@@ -138,10 +138,10 @@ class Glue:
         x = y if spec is None else quantize(y, spec, backend=self.backends.get("quantize", "auto"))
         return x, y if plain else None, h
 
-    def route(self, x: Tensor, moe: PackedExperts) -> tuple[Tensor, Tensor]:
-        """Experts and weights of every token."""
+    def route(self, x: Tensor, moe: PackedExperts) -> tuple[Permutation, Tensor]:
+        """The visits of all tokens sorted by expert, and their weights."""
         name = self.backends.get("route", "auto")
-        return route(x, moe.router, moe.balance, moe.top, always=moe.always, backend=name)
+        return route_sorted(x, moe.router, moe.balance, moe.top, always=moe.always, backend=name)
 
     def gate(self, both: Tensor, activation: nn.Module, spec: Spec | None) -> Operand:
         """act(gate) * up of [M, 2 F], quantised where the next linear wants it."""

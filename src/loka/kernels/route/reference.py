@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loka.kernels.backend import YES, Verdict
+from loka.kernels.grouped_mm.reference import permute
 from loka.kernels.route.call import RouterCall
 
 
@@ -33,3 +34,11 @@ def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = 
         chosen = F.pad(chosen, (0, 1), value=weight.shape[0])
         gates = F.pad(gates, (0, 1), value=1.0)
     return chosen, gates
+
+
+def run_sorted(
+    x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, offsets, inverse of a stable sort of the choices by expert, and the weights."""
+    chosen, gates = run(x, weight, balance, top, always=always)
+    return *permute(chosen, weight.shape[0] + int(always)), gates

@@ -1,4 +1,4 @@
-"""Our router: product, sigmoid, choice and weights in one kernel. See `triton_kernels`."""
+"""Our router: product, sigmoid, choice and weights in one kernel, and the sorted order of the visits in a second. See `triton_kernels`."""
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ def supports(call: RouterCall, device: torch.device) -> Verdict:
     """A CUDA device, or Triton's interpreter on the CPU; no float64; the scores of a token fit into a program."""
     if call.dtype not in _DTYPES:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
-    if call.experts > MOST_EXPERTS:
-        return no(f"compares up to {MOST_EXPERTS} experts, not {call.experts}")
+    if call.experts + int(call.always) > MOST_EXPERTS:
+        return no(f"compares up to {MOST_EXPERTS} experts, not {call.experts + int(call.always)}")
     if call.top > MOST_VISITS:
         return no(f"chooses up to {MOST_VISITS} experts, one after the other, not {call.top}")
     reason = _refusal(device.type, call.dtype == torch.bfloat16)
@@ -40,6 +40,21 @@ def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = 
     """Experts int64 and weights float32, [T, top] or one column more."""
     from loka.kernels.route import triton_ops
 
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    result: tuple[Tensor, Tensor] = triton_ops.route(x, weight, balance.contiguous(), top, always)
+    result: tuple[Tensor, Tensor] = triton_ops.route(_unit(x), _unit(weight), balance.contiguous(), top, always)
     return result
+
+
+def run_sorted(
+    x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, offsets, inverse, weights: two kernels."""
+    from loka.kernels.route import triton_ops
+
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = triton_ops.route_sorted(
+        _unit(x), _unit(weight), balance.contiguous(), top, always
+    )
+    return result
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""A router in one pass: the scores of a token never leave the program that made them.
+"""A router in one pass, and a second one that sorts what it chose: the scores of a token never leave the program that made them.
 
 A program owns BM tokens and all experts, padded to a power of two:
 
@@ -7,7 +7,10 @@ A program owns BM tokens and all experts, padded to a power of two:
     TOP times the largest key, lowest index first, is taken and struck out
 
 Widths of 53 experts send a library to kernels that read one element at a time, and choosing takes it five more launches; here a masked load covers the padding.
-Whatever the numbers are, an index below E is chosen: padding lies behind every expert, and of equal keys the first is taken.
+Whatever the numbers are, TOP different experts are chosen: those struck out and the padding are below every key.
+
+Sorting by expert is a counting sort whose counts the router leaves behind, per block of tokens. A token visits an expert once, so the place of a visit in its
+block is the number of earlier tokens there that chose the same: a running sum over tokens instead of visits. Stable, deterministic, without atomics.
 """
 
 import torch
@@ -17,12 +20,13 @@ from torch import Tensor
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 ONE_WAVE = 16 * 132  # tokens that small tiles spread over the multiprocessors of an H200
+MANY = 16384  # tokens from which on larger blocks keep the counts of all blocks, which every program of the sort reads, few
 
 
 @triton.jit
-def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, T, K, E, stride_x, stride_weight,
+def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, count_ptr, T, K, E, stride_x, stride_weight,
            TOP: tl.constexpr, COLUMNS: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BK: tl.constexpr,
-           IEEE: tl.constexpr):  # fmt: skip
+           IEEE: tl.constexpr, COUNT: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     expert = tl.arange(0, EP)
     logits = tl.zeros((BM, EP), tl.float32)
@@ -36,12 +40,13 @@ def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, T, K, E, stride_x, strid
     logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
     score = tl.div_rn(tl.full((BM, EP), 1.0, tl.float32), 1.0 + tl.exp(-logits))
     key = score + tl.load(balance_ptr + expert, expert < E, other=0.0)[None, :]
-    key = tl.where(key == key, key, float("inf"))
+    key = tl.where(key == key, tl.maximum(key, -3.4028234663852886e38), float("inf"))
     key = tl.where((expert < E)[None, :], key, float("-inf"))
     place = tl.arange(0, CP)
     ids = tl.zeros((BM, CP), tl.int32) + E
     gates = tl.zeros((BM, CP), tl.float32)
     total = tl.zeros((BM,), tl.float32)
+    taken = tl.zeros((BM, EP), tl.int32)
     for j in tl.static_range(TOP):
         best = tl.argmax(key, 1)
         struck = expert[None, :] == best[:, None]
@@ -50,11 +55,48 @@ def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, T, K, E, stride_x, strid
         ids = tl.where((place == j)[None, :], best[:, None], ids)
         gates = tl.where((place == j)[None, :], gate[:, None], gates)
         key = tl.where(struck, float("-inf"), key)
+        taken += struck.to(tl.int32)
     gates = tl.where((place < TOP)[None, :], tl.div_rn(gates, tl.broadcast_to(total[:, None], (BM, CP))), 1.0)
     at = token[:, None] * COLUMNS + place[None, :]
     there = (token < T)[:, None] & (place < COLUMNS)[None, :]
-    tl.store(id_ptr + at, ids.to(tl.int64), there)
+    tl.store(id_ptr + at, ids.to(id_ptr.dtype.element_ty), there)
     tl.store(gate_ptr + at, gates, there)
+    if COUNT:
+        if COLUMNS > TOP:
+            taken += (expert == E)[None, :].to(tl.int32)
+        count = tl.sum(tl.where((token < T)[:, None], taken, 0), 0)
+        tl.store(count_ptr + tl.program_id(0) * EP + expert, count)
+
+
+@triton.jit
+def _sort(id_ptr, count_ptr, order_ptr, offset_ptr, inverse_ptr, T, E, blocks,
+          COLUMNS: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr):  # fmt: skip
+    """The row of every visit of a block: rows of experts before, of earlier blocks, of earlier tokens in the block."""
+    block = tl.program_id(0)
+    expert = tl.arange(0, EP)
+    total = tl.zeros((EP,), tl.int32)
+    before = tl.zeros((EP,), tl.int32)
+    for start in range(0, blocks, BB):
+        other = start + tl.arange(0, BB)
+        counts = tl.load(count_ptr + other[:, None] * EP + expert[None, :], (other < blocks)[:, None], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
+    ends = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(offset_ptr + 1 + expert, ends, expert < E)
+        tl.store(offset_ptr, 0)
+    token = block * BM + tl.arange(0, BM)
+    taken = tl.zeros((BM, EP), tl.int32)
+    for j in tl.static_range(COLUMNS):
+        chosen = tl.load(id_ptr + token * COLUMNS + j, token < T, other=-1)
+        taken += (chosen[:, None] == expert[None, :]).to(tl.int32)
+    rows = tl.cumsum(taken, 0) - taken + (ends - total + before)[None, :]
+    for j in tl.static_range(COLUMNS):
+        chosen = tl.load(id_ptr + token * COLUMNS + j, token < T, other=-1)
+        row = tl.sum(tl.where(chosen[:, None] == expert[None, :], rows, 0), 1)
+        visit = token * COLUMNS + j
+        tl.store(inverse_ptr + visit, row.to(tl.int64), token < T)
+        tl.store(order_ptr + row, visit.to(tl.int64), token < T)
 
 
 def depth_of(padded: int, item: int) -> int:
@@ -62,18 +104,58 @@ def depth_of(padded: int, item: int) -> int:
     return 128 if padded * item <= 128 else 64 if padded * item <= 512 else 32
 
 
-def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
-    """x [T, K] and weight [E, K] with unit stride along K."""
+def block_of(tokens: int, item: int) -> int:
+    """Tokens of a program."""
+    if tokens <= ONE_WAVE or INTERPRETED:
+        return 16
+    return 64 if tokens > MANY and item == 2 else 32
+
+
+def _choose(
+    x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool, ids: Tensor, counts: Tensor | None
+) -> Tensor:
+    """Writes the ids, and the counts where given [blocks, EP]; gives the weights."""
     (tokens, k), experts, columns = x.shape, weight.shape[0], top + int(always)
-    ids = torch.empty(tokens, columns, dtype=torch.int64, device=x.device)
     gates = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
-    if tokens == 0:
-        return ids, gates
-    padded = max(16, triton.next_power_of_2(experts))
-    block = 16 if tokens <= ONE_WAVE or INTERPRETED else 32
+    padded = padding_of(experts, always)
+    block = block_of(tokens, x.element_size())
     _route[(triton.cdiv(tokens, block),)](
-        x, weight, balance, ids, gates, tokens, k, experts, x.stride(0), weight.stride(0),
+        x, weight, balance, ids, gates, counts, tokens, k, experts, x.stride(0), weight.stride(0),
         top, columns, triton.next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
-        x.dtype == torch.float32, num_warps=4, num_stages=5,
+        x.dtype == torch.float32, counts is not None, num_warps=4, num_stages=5,
     )  # fmt: skip
-    return ids, gates
+    return gates
+
+
+def padding_of(experts: int, always: bool) -> int:
+    """Columns of a tile: a power of two, at least what tensor cores multiply, with room for the shared expert."""
+    return max(16, triton.next_power_of_2(experts + int(always)))
+
+
+def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
+    """x [T, K] and weight [E, K] with unit stride along K -> ids int64, weights."""
+    columns = top + int(always)
+    ids = torch.empty(x.shape[0], columns, dtype=torch.int64, device=x.device)
+    if x.shape[0] == 0:
+        return ids, torch.empty(0, columns, dtype=torch.float32, device=x.device)
+    return ids, _choose(x, weight, balance, top, always, ids, None)
+
+
+def route_sorted(
+    x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, offsets, inverse of the visits, and weights."""
+    tokens, experts, columns = x.shape[0], weight.shape[0] + int(always), top + int(always)
+    order, inverse = (torch.empty(tokens * columns, dtype=torch.int64, device=x.device) for _ in range(2))
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
+    if tokens == 0:
+        return order, offsets.zero_(), inverse, torch.empty(0, columns, dtype=torch.float32, device=x.device)
+    block, padded = block_of(tokens, x.element_size()), padding_of(weight.shape[0], always)
+    blocks = triton.cdiv(tokens, block)
+    ids = torch.empty(tokens, columns, dtype=torch.int32, device=x.device)
+    counts = torch.empty(blocks, padded, dtype=torch.int32, device=x.device)
+    gates = _choose(x, weight, balance, top, always, ids, counts)
+    _sort[(blocks,)](
+        ids, counts, order, offsets, inverse, tokens, experts, blocks, columns, block, padded, 32, num_warps=4
+    )
+    return order, offsets, inverse, gates
