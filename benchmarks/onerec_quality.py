@@ -1,6 +1,7 @@
 """What FP8 costs a trained OneRec: recall, NDCG, likelihood and the overlap of beam sets, against bf16, on three data sets.
 
     python benchmarks/onerec_quality.py --root FOLDER --out onerec_quality.json --seconds 500
+    python benchmarks/onerec_quality.py --combine A.json B.json --out onerec_quality.json
     python benchmarks/onerec_quality.py --root FOLDER --out x.json --device cpu --only amazon-2018-scientific --shorten 100 --users 60 --beams 32    dry run
 
 FOLDER holds the compact data of benchmarks/quality_data.py; training is that of benchmarks/quality_sequences.py. Each model is trained once (early stopping on
@@ -39,13 +40,15 @@ from loka.ptq.recipe import BLOCKWISE, ROWWISE, ptq_recipe
 from loka.records import capture_environment
 from loka.training import TrainConfig
 
+MARGIN = 1.0  # percent
+Z975 = 1.959964
 DATA = ("amazon-2018-scientific", "ml-1m", "amazon-2014-beauty")
 KINDS = {"dense": {}, "moe": {"experts": Experts(routed=8, top=2, hidden=128, shared=1, dense_blocks=1)}}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--root", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default=",".join(DATA), help="data sets")
@@ -56,12 +59,20 @@ def main() -> int:
     parser.add_argument("--beams", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32, help="requests per batch of the engine")
     parser.add_argument("--shorten", type=float, default=1.0, help="divide the length of training, to test the script")
+    parser.add_argument(
+        "--combine", type=Path, nargs="+", help="run nothing: write the rows of these files, and what they say together"
+    )
     a = parser.parse_args()
+    if a.combine:
+        a.out.write_text(json.dumps(combine([json.loads(file.read_text()) for file in a.combine]), indent=1) + "\n")
+        return 0
+    if a.root is None:
+        parser.error("--root FOLDER is needed to run something")
     started = time.monotonic()
+    name = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
+    environment = capture_environment(command="python benchmarks/onerec_quality.py", device=name)
     report: dict[str, Any] = {
-        "environment": {
-            n: getattr(e, n) for e in [capture_environment()] for n in e.__struct_fields__ if n != "command"
-        },
+        "environment": {n: getattr(environment, n) for n in environment.__struct_fields__},
         "settings": {k: str(v) for k, v in vars(a).items() if k not in ("root", "out")},
         "rows": [],
         "failed": [],
@@ -84,6 +95,30 @@ def main() -> int:
     a.out.write_text(json.dumps(report, indent=1))
     print(describe(report))
     return 1 if report["failed"] else 0
+
+
+def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of several runs, and every metric over all of them: the mean of the changes weighted by their precision (users of different rows are different)."""
+    rows = [row for report in reports for row in report["rows"]]
+    pooled = {}
+    for metric in dict.fromkeys(name for row in rows for name in row["fp8 against bf16"]):
+        found = [row["fp8 against bf16"][metric] for row in rows]
+        found = [f for f in found if "percent" in f]
+        errors = [(f["high"] - f["low"]) / (2 * Z975) for f in found]
+        weights = [1 / e**2 for e in errors]
+        mean = sum(w * f["percent"] for w, f in zip(weights, found, strict=True)) / sum(weights)
+        half = Z975 / sum(weights) ** 0.5
+        verdict = "equivalent" if abs(mean) + half < MARGIN else "worse" if mean + half < 0 else "inconclusive"
+        pooled[metric] = {
+            "percent": mean,
+            "low": mean - half,
+            "high": mean + half,
+            "verdict": verdict,
+            "rows": len(found),
+        }
+    joined = {name: [x for report in reports for x in report[name]] for name in ("failed", "skipped")}
+    settings = [report["settings"] for report in reports]
+    return {"environment": reports[-1]["environment"], "settings": settings, "rows": rows, **joined, "pooled": pooled}
 
 
 def run(a: argparse.Namespace, data: str, kind: str, *, deadline: float) -> dict[str, Any]:
@@ -187,7 +222,7 @@ def compare(candidate: Tensor, baseline: Tensor, metric: str) -> dict[str, Any]:
     if float(baseline.abs().sum()) == 0:
         return {"verdict": "no baseline: the metric is 0 for every user"}
     found = compare_paired(
-        sign * candidate, sign * baseline, margin=1.0, metric=metric, lower_is_better=sign < 0, relative=True
+        sign * candidate, sign * baseline, margin=MARGIN, metric=metric, lower_is_better=sign < 0, relative=True
     )
     ends = sorted((sign * found.low, sign * found.high))
     return {

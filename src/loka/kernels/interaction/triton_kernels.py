@@ -20,10 +20,7 @@ _EPS = tl.constexpr(NORM_EPS)
 _BLOCK = tl.constexpr(NORM_BLOCK)
 _LAUNCH = {"num_warps": 4, "num_stages": 3}
 _PER_PROCESSOR = 3
-_GRADIENT_LAUNCH = {
-    64: {"num_warps": 4, "num_stages": 1},
-    128: {"num_warps": 8, "num_stages": 2},
-}  # by vectors, at most
+_GRADIENT_LAUNCH = {64: {"num_warps": 4, "num_stages": 3}, 128: {"num_warps": 8, "num_stages": 2}}  # by n, at most
 _GRADIENT_PER_PROCESSOR = 2
 
 
