@@ -4,6 +4,7 @@ A program owns BM rows of one request and one key-value head; a row is a (beam, 
 context crosses memory once per request and layer, whatever the number of beams, and stays in L2 for the few programs that share it.
 
     m, l, acc      running maximum, sum and weighted values of each row; exp2 with log2(e) folded into the scale
+    first key      starts the sums without a product of tiles: a context is a token of the user and, mostly, a power of two of items
     full blocks    loaded by TMA, no comparison with the length; the last, partial one by pointers that never touch what lies beyond
     v is k         one load feeds both products
 
@@ -62,13 +63,16 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S
     there = (beam < B)[:, None] & (column < D)[None, :]
     q_at = q_ptr + r * q_request + beam.to(tl.int64)[:, None] * q_beam + head[:, None] * q_head + column[None, :]
     q = tl.load(q_at, there, other=0.0)
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, DP), tl.float32)
     k_base = k_ptr + r * k_request + g * k_head
     v_base = v_ptr + r * v_request + g * v_head
-    full = length // BN * BN
-    for n in range(0, full, BN):
+    seen = length > 0
+    k0 = tl.load(k_base + column, (column < D) & seen, other=0.0).to(tl.float32)
+    v0 = k0 if SHARED else tl.load(v_base + column, (column < D) & seen, other=0.0).to(tl.float32)
+    m = tl.where(seen, tl.sum(q.to(tl.float32) * k0[None, :], 1) * scale, float("-inf"))
+    total = tl.zeros((BM,), tl.float32) + tl.where(seen, 1.0, 0.0)
+    acc = tl.zeros((BM, DP), tl.float32) + v0[None, :]
+    full = 1 + tl.maximum(length - 1, 0) // BN * BN
+    for n in range(1, full, BN):
         if TMA:
             at = (r * S).to(tl.int32) + n
             k = k_desc.load([at, g * D])
