@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="variants to run, e.g. fp8,bf16,compiled; default all")
     parser.add_argument("--no-tune", action="store_true", help="take backends in the registry's order")
     parser.add_argument("--no-fuse", action="store_true", help="do not compile the engine's small operations")
+    parser.add_argument("--no-fold", action="store_true", help="keep the shared expert apart from the grouped GEMM")
     arguments = parser.parse_args()
     unknown = set(filter(None, arguments.only.split(","))) - {*PLAIN, *ENGINES}
     if unknown:
@@ -197,6 +198,7 @@ class Bench:
             dtype="bf16",
             fuse=False if self.a.no_fuse or self.device.type == "cpu" else None,
             tune=False if self.a.no_tune else None,
+            fold_shared=not self.a.no_fold,
             backends=tuple(backends.items()),
         )
 
