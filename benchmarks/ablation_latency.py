@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="leave out what is not compiled by then")
     parser.add_argument("--processes", type=int, default=10, help="groups that compile at the same time")
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--start-when", type=Path, help="measure once this file exists: another job has left the GPU")
     parser.add_argument("--scale", type=int, default=1, help="divide width and batch, to test the script")
     arguments = parser.parse_args()
     unknown = set(arguments.modes.split(",")) - set(MODES)
@@ -96,7 +97,7 @@ def main() -> int:
     deadline = time.monotonic() + arguments.seconds
     groups = list_groups(report, arguments)
     for start in range(0, len(groups), arguments.processes):
-        for outcome in run_wave(groups[start : start + arguments.processes], deadline):
+        for outcome in run_wave(groups[start : start + arguments.processes], deadline, arguments.start_when):
             report = add(report, outcome)
             save(report, arguments.out)
     print(describe(report))
@@ -151,7 +152,7 @@ def key_of(row: TowerLatency | RefusedLatency) -> tuple[str, int, str, str]:
     return row.mode, row.batch, row.variant, row.precision
 
 
-def run_wave(groups: list[Group], deadline: float) -> Iterator[TowerLatency | RefusedLatency]:
+def run_wave(groups: list[Group], deadline: float, signal: Path | None) -> Iterator[TowerLatency | RefusedLatency]:
     """All compile at once; when the last is ready, or out of time, one after the other measures."""
     if time.monotonic() > deadline:
         labels = (group.label(precision) for group in groups for precision in group.precisions)
@@ -166,6 +167,8 @@ def run_wave(groups: list[Group], deadline: float) -> Iterator[TowerLatency | Re
         theirs.close()
         children.append((group, child, ours))
     told = [receive(pipe, deadline - time.monotonic()) for _, _, pipe in children]  # the slowest decides
+    while signal is not None and not signal.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
     for (group, child, pipe), first in zip(children, told, strict=True):
         outcomes = first
         if isinstance(first, list):
