@@ -6,8 +6,10 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.inference import Engine, EngineConfig
+from loka.inference.request import pad_requests
 from loka.models.onerec import Experts
 from loka.ptq import quantize
 
@@ -33,6 +35,34 @@ def test_every_kernel_in_one_search(low: bool) -> None:
         torch.testing.assert_close(found.scores, expected.scores[row], rtol=1e-4, atol=1e-4)
 
 
+class Copies(TorchDispatchMode):
+    """Counts what moves bytes and computes nothing, outside our kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += str(function) in ("aten.copy_.default", "aten.clone.default")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the child of the test below")
+@pytest.mark.parametrize("low", [False, True])
+def test_every_kernel_takes_things_where_they_lie(low: bool) -> None:
+    """A block copies nothing: two slices of the context and the first token are all a generation copies, however deep the model is."""
+    experts = Experts(routed=4, top=2, hidden=128, dense_blocks=1)
+    model = make_model("tiny-moe", d=128, heads=4, layers=3, d_ff=128, experts=experts)
+    if low:
+        quantize(model)
+    engine = Engine(model, EngineConfig(beams=6, requests=(2,), dtype="fp32"))
+    bucket = engine.buckets[0]
+    engine.run(bucket, pad_requests(make_requests(model, (16, 16)), model.config, bucket))
+    with Copies() as seen:
+        engine.run(bucket)
+    assert seen.count <= 3
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 def test_in_the_interpreter() -> None:
@@ -40,4 +70,4 @@ def test_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-k", "every_kernel"]
     child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
-    assert "2 passed" in child.stdout or "2 passed" in child.stderr or ".." in child.stdout
+    assert "...." in child.stdout

@@ -170,7 +170,7 @@ class PackedExperts:
         apart = module.shared is not None and not folded
         packed = cls(
             router=placement.place(module.router.weight),
-            balance=(module.balance.to(placement.device) * UNIT),
+            balance=(module.balance.to(placement.device) * UNIT).float(),
             top=module.top,
             routed=module.gate_up.experts,
             always=folded,
