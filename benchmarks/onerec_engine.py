@@ -14,6 +14,7 @@ Rows, each for a context length and a batch size:
     fp8 linears        attention and dense FFN linears in FP8, experts in bf16
     fp8            (d) all of it, by `loka.quantize(model, "onerec")`
     fp8 rows           the same with experts scaled per row, by the recipe "onerec_rows"
+    fp8 mixed          the same with experts' gate and up scaled per row, down in blocks, by the recipe "onerec_mixed"
 
 First the correctness: the engine in bf16 against the plain search, and FP8 against bf16, as overlap of beam sets. Then the rows, most important first, until
 --seconds is over; the file is written again after every row, and a row that fails is a row with its error. Weights are random with the statistics of trained
@@ -45,7 +46,8 @@ from loka.ptq import quantize
 from loka.records import capture_environment
 
 PLAIN = ("eager", "graph", "compiled")
-ENGINES = ("bf16", "fp8", "fp8 rows", "fp8 linears", "fused")
+LOW = {"fp8": "onerec", "fp8 rows": "onerec_rows", "fp8 mixed": "onerec_mixed"}  # variant: recipe
+ENGINES = ("bf16", *LOW, "fp8 linears", "fused")
 PEAKS = {
     "bf16 TFLOP/s": 790.0,
     "fp8 TFLOP/s": 1300.0,
@@ -106,15 +108,15 @@ class Bench:
         self.step("correctness", self.check)
         first = self.batches[0]
         for context in self.contexts:  # what the bars need
-            for name in ("fp8", "bf16", "fp8 rows", "eager"):
+            for name in ("fp8", "bf16", "fp8 mixed", "fp8 rows", "eager"):
                 self.row(name, first, context)
             if first in self.compiled_batches:
                 self.row("compiled", first, context)
         for context in self.contexts:
             for batch in self.batches[1:]:
-                for name in ("fp8", "bf16", "fp8 rows"):
+                for name in ("bf16", *LOW):
                     self.row(name, batch, context)
-            for name in filter(self.wants, ("fp8", "bf16", "fp8 rows")):
+            for name in filter(self.wants, ("bf16", *LOW)):
                 self.step(f"profile {name} {context}", lambda n=name, s=context: self.profile(n, first, s))
         for context in self.contexts:  # the waterfall
             for name in ("graph", "fused", "fp8 linears"):
@@ -174,9 +176,11 @@ class Bench:
         part = quantize(
             linears, "onerec", module_filter_fn=lambda m, n: not isinstance(m, GroupedLinear) and ".shared." not in n
         )
-        rows = share_weights(model)
-        quantize(rows, "onerec_rows")
-        self.models = {"bf16": model, "fp8": low, "fp8 rows": rows, "fp8 linears": linears}
+        self.models = {"bf16": model, "fp8": low, "fp8 linears": linears}
+        for name in filter(self.wants, LOW):
+            if name != "fp8":
+                self.models[name] = share_weights(model)
+                quantize(self.models[name], LOW[name])
         needed = estimate_memory(model, self.configure("bf16"), self.configure("bf16").buckets(config.context))
         self.report["model"] = {
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -213,7 +217,7 @@ class Bench:
         requests = make_histories(self.models["bf16"].config, batch, context, seed=7)
         plain = make_plain(self.models["bf16"], requests, self.a.beams, graph=False)()
         found = {}
-        for name in ("bf16", *filter(self.wants, ("fp8", "fp8 rows"))):
+        for name in ("bf16", *filter(self.wants, LOW)):
             results = self.engine(name).generate(requests)
             found[name] = torch.stack([r.codes for r in results])
         ns = [n for n in (10, 50, 512) if n <= found["bf16"].shape[1]]
@@ -320,7 +324,7 @@ class Bench:
                 if spent > 0 and "cudaGraphLaunch" not in event.key:
                     kinds[classify_kernel(event.key)] = kinds.get(classify_kernel(event.key), 0.0) + spent
                     kernels.append((spent, event.count // 3, event.key[:160]))
-        width = 1 if name in ("fp8", "fp8 rows") else 2
+        width = 1 if name in LOW else 2
         costs = count_costs(engine.model_config, requests=batch, context=context, beams=self.a.beams,
                             linear_bytes=1 if name.startswith("fp8") else 2, expert_bytes=width)  # fmt: skip
         self.report.setdefault("profiles", []).append(
@@ -347,14 +351,14 @@ def _plain(record: Any) -> dict[str, Any]:
 
 
 def summarise(rows: list[dict[str, Any]], contexts: list[int], batches: list[int]) -> list[dict[str, Any]]:
-    """The bars, for every context: FP8 by the default recipe against each of the others, and by the one with rows."""
+    """The bars, for every context: FP8 by the default recipe against each of the others, and by the other recipes."""
     out = []
     for context in contexts:
         ms = {(r["variant"], r["batch"]): r["ms"] for r in rows if r["context"] == context}
         found: dict[str, Any] = {"context": context, "batch": batches[0]}
-        for low in ("fp8", "fp8 rows"):
+        for low in LOW:
             found |= _judge(low, ms, batches)
-        order = ("eager", "graph", "fused", "bf16", "fp8 linears", "fp8", "fp8 rows")
+        order = ("eager", "graph", "fused", "bf16", "fp8 linears", *LOW)
         found["waterfall ms"] = {n: ms[n, batches[0]] for n in order if (n, batches[0]) in ms}
         out.append(found)
     return out

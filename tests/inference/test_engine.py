@@ -59,7 +59,7 @@ def test_equals_the_plain_search(variant: str, constrained: bool) -> None:
     assert_same(model, make_engine(model, valid), valid)
 
 
-@pytest.mark.parametrize("recipe", ["onerec", "onerec_rows", "blockwise"])
+@pytest.mark.parametrize("recipe", ["onerec", "onerec_rows", "onerec_mixed", "blockwise"])
 @pytest.mark.parametrize("fold", [False, True])
 def test_equals_the_plain_search_of_a_quantised_model(fold: bool, recipe: str) -> None:
     model = make_model("tiny-moe", layers=3)

@@ -51,6 +51,12 @@ def test_experts_per_row_on_request() -> None:
             assert str(module.activation) == str(module.weight_spec) == "e4m3:row", name
         else:
             assert type(module) is type(before[name])
+    mixed = make()
+    quantize(mixed, "onerec_mixed")
+    for part in (mixed.blocks[1].ffn, mixed.blocks[1].ffn.shared):
+        assert (str(part.gate_up.operands.a), str(part.gate_up.operands.b)) == ("e4m3:row", "e4m3:row")
+        assert (str(part.down.operands.a), str(part.down.operands.b)) == ("e4m3:1x128", "e4m3:128x128")
+    assert str(mixed.blocks[0].ffn.down.activation) == "e4m3:row"  # a dense FFN
     assert rows.blocks[1].ffn.down.weight_scale.shape == (*rows.blocks[1].ffn.down.weight.shape[:2], 1)
 
 

@@ -28,7 +28,7 @@ __all__ = ["quantize"]
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder of a recommender, family:size, or pkg.module:factory.")],
     out: Annotated[Path, typer.Option(help="Folder, or safetensors file, to write.")],
-    recipe: Annotated[str, typer.Option(help="onerec, onerec_rows, rowwise or blockwise.")] = "onerec",
+    recipe: Annotated[str, typer.Option(help="onerec, onerec_rows, onerec_mixed, rowwise or blockwise.")] = "onerec",
     weights: Annotated[Path | None, typer.Option(help="Safetensors file with the model's weights.")] = None,
     bound: Annotated[float | None, typer.Option(help="Largest relative change of the loss, e.g. 0.002.")] = None,
     widen: Annotated[

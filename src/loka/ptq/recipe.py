@@ -4,6 +4,8 @@
                 attention and dense FFN linears  weights per output channel, activations per token (dynamic)
                 heads, router, context           16 bits: cheap, or the last thing before a ranking
     onerec_rows the same with experts per channel and per token too: their GEMM is faster without a rescaling every 128 products, and coarser
+    onerec_mixed experts' gate and up per channel and per token, since their input was just normalised, and down in blocks, since its input is a product:
+                the first GEMM keeps its sums in the tensor cores, and what SwiGLU makes of them is quantised in groups of 128 before it is written
     rowwise     every linear per channel and per token, experts in blocks as in `onerec`
     blockwise   every linear and every expert 128x128 and 1x128
     none        nothing: the model as it is, in the same files
@@ -53,7 +55,8 @@ class PtqRecipe:
         return Rule(name, None, "no rule of the recipe names it")
 
 
-def _onerec(name: str, experts: Rule) -> PtqRecipe:
+def _onerec(name: str, gate_up: Operands, down: Operands) -> PtqRecipe:
+    """Experts' two projections scaled as given, the shared expert's likewise: they are one GEMM then."""
     return PtqRecipe(
         name,
         (
@@ -61,20 +64,22 @@ def _onerec(name: str, experts: Rule) -> PtqRecipe:
             Rule("*.heads.*", None, "head: the last product before the ranking"),
             Rule("*.router", None, "router: a wrong expert is no small error, and it is cheap"),
             Rule("context.*", None, "context processor: once per request"),
-            experts,
-            Rule("*.ffn.shared.*", experts.operands, "shared expert: as the routed ones"),
+            Rule("*.down", down, f"experts: {down.b.block} weights, {down.a.block} activations", experts_only=True),
+            Rule("*", gate_up, f"experts: {gate_up.b.block} weights, {gate_up.a.block} activations", experts_only=True),
+            Rule("*.ffn.shared.down", down, "shared expert: as the routed ones"),
+            Rule("*.ffn.shared.*", gate_up, "shared expert: as the routed ones"),
             Rule("*", ROWWISE, "linear: per-channel weights, per-token activations"),
         ),
     )
 
 
 _EXPERTS = Rule("*", BLOCKWISE, "experts: 128x128 weights, 1x128 activations", experts_only=True)
-_EXPERT_ROWS = Rule("*", ROWWISE, "experts: per-channel weights, per-token activations", experts_only=True)
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        _onerec("onerec", _EXPERTS),
-        _onerec("onerec_rows", _EXPERT_ROWS),
+        _onerec("onerec", BLOCKWISE, BLOCKWISE),
+        _onerec("onerec_rows", ROWWISE, ROWWISE),
+        _onerec("onerec_mixed", ROWWISE, BLOCKWISE),
         PtqRecipe("rowwise", (_EXPERTS, Rule("*", ROWWISE, "linear: per-channel weights, per-token activations"))),
         PtqRecipe("none", (Rule("*", None, "left in 16 bits"),)),
         PtqRecipe("blockwise", (_EXPERTS, Rule("*", BLOCKWISE, "linear: 128x128 weights, 1x128 activations"))),
