@@ -28,6 +28,8 @@ NAMES = {
     "wukong8k": "Wukong, width 8,192",
     "dlrm": "DLRM",
     "elfm": "ELFM",
+    "interformer": "InterFormer",
+    "hstu": "HSTU",
 }
 
 
@@ -63,12 +65,15 @@ def models_table() -> str | None:
                 " ".join(way),
                 f"{case['ms']:.2f} ms [{case['ms_low']:.2f}, {case['ms_high']:.2f}]",
                 f"{speed['speedup']:.2f}x",
-                f"{speed['memory']:.2f}x",
+                f"{speed['memory']:.2f}x" if "memory" in speed else "",
+                f"{case['fp8_share']:.0%}" if case.get("fp8_share") else "",
             ]
         )
     order = {"bf16": 0, "fp32": -2, "tf32": -1}
     rows.sort(key=lambda row: (row[0], row[1], order.get(row[3], 1 if "torchao" in row[3] else 2)))
-    return table(["model", "what", "batch", "precision", "time, 95 %", "over bf16", "peak memory"], rows)
+    return table(
+        ["model", "what", "batch", "precision", "time, 95 %", "over bf16", "peak memory", "products in FP8"], rows
+    )
 
 
 def headline_table() -> str | None:
