@@ -47,8 +47,9 @@ def test_demo_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             super().__init__(*words, load_data=lambda name: synthetic, **options)
 
     monkeypatch.setattr(loka.demo, "Demo", Small)
-    quick = partial(loka.demo.DemoConfig, batch_size=64, rows=64, samples=2)
-    monkeypatch.setattr(loka.demo, "DemoConfig", quick)
+    monkeypatch.setattr(
+        loka.demo.DemoConfig, "for_device", partial(loka.demo.DemoConfig, batch_size=64, rows=64, samples=2)
+    )
     out = tmp_path / "out"
     words = ["demo", "--out", str(out), "--size", "tiny", "--steps", "3", "--more-steps", "2"]
     result = runner.invoke(app, words, obj={})
