@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.formats import Spec, fake_quantize
-from loka.nn import MLP, FusedTower, Link, Style, TowerPrecision
+from loka.nn import MLP, BlockNorm, FusedTower, Link, Style, TowerPrecision
 from loka.nn.fused_tower import freeze
 
 MODDED = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")
@@ -186,6 +186,15 @@ def test_compiled_is_eager_with_no_graph_break() -> None:
     for mine, theirs in zip(mlp.parameters(), eager, strict=True):
         assert theirs.any()
         torch.testing.assert_close(mine.grad, theirs)
+
+
+def test_compiled_inference_behind_a_norm_is_eager_bit_for_bit() -> None:
+    """There the static quantisation is plain torch, for the compiler to join to the norm."""
+    tower = fused(make_tower(width=64, hidden=(256,), out=64), bounded_input=True).eval()
+    model = nn.Sequential(BlockNorm(64), tower)
+    x = torch.randn(16, 64)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
 def test_saved_for_backward_is_fp8() -> None:

@@ -106,8 +106,12 @@ class Layout:
 
 
 def _quantize_input(x: Tensor, scale: Tensor, layout: Layout) -> QTensor:
-    spec, given = (_STATIC, scale) if layout.bounded_input else (_TENSOR, None)
-    return quantize(x, spec, scale=given, backend=layout.precision.quantize_backend)
+    backend = layout.precision.quantize_backend
+    if not layout.bounded_input:
+        return quantize(x, _TENSOR, backend=backend)
+    if backend == "auto" and torch.compiler.is_compiling():
+        backend = "reference"  # plain torch: the compiler joins it to the norm that made x, which then never reaches memory in 16 bits
+    return quantize(x, _STATIC, scale=scale, backend=backend)
 
 
 def _quantize_input_both(x: Tensor, scale: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
