@@ -64,6 +64,23 @@ def test_a_moved_or_copied_module_brings_it_along(padding: SimpleNamespace) -> N
     assert module.to("meta").ready.device.type == "meta"
 
 
+def test_buffers_written_into_or_exchanged_are_what_runs(padding: SimpleNamespace) -> None:
+    other, x = make(1), torch.randn(5, 13)
+    expected = other(x)
+    written, assigned, swapped = make(), make(), make()
+    for name in ("weight", "weight_scale", "bias"):
+        getattr(written, name).copy_(getattr(other, name))
+        setattr(assigned, name, getattr(other, name))
+    assert torch.equal(written(x), expected)
+    assert torch.equal(assigned(x), expected)
+    before, tensors = swapped(x), dict(other.state_dict())
+    assert torch.equal(torch.func.functional_call(swapped, tensors, (x,)), expected)
+    assert torch.equal(swapped(x), before)
+    count = padding.count
+    written(x)
+    assert padding.count == count  # laid out once, after the write
+
+
 def test_compiled_it_is_one_graph(padding: SimpleNamespace) -> None:
     torch._dynamo.reset()
     module, x = make(), torch.randn(5, 13)

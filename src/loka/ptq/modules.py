@@ -8,7 +8,8 @@ and by one `weight_scale` per site. `model.to(dtype)` and `.half()` move such a 
 16 bits they would be neither quantised nor right.
 
 Beside its buffers a module holds the weight as its backend reads it (`loka.kernels.prepared`): the buffers themselves at most widths, a padded copy at 13, 27 or
-479. It is made anew whenever the buffers move or are loaded, and is no part of a state_dict.
+479. It is made anew whenever the buffers move, are loaded or written into, and is no part of a state_dict. Buffers that were exchanged (an assignment,
+torch.func.functional_call) are what runs, laid out in the call.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,17 +35,32 @@ class _Quantized(nn.Module):
     weight: Tensor
     weight_scale: Tensor
     ready: QTensor
+    _source: tuple[Tensor, Tensor]  # the buffers that `ready` was made from, and what their version counters said
+    _versions: tuple[int, int]
 
     def __init__(self, weight: QTensor, activation: Spec, backend: str) -> None:
         super().__init__()
         self.activation, self.weight_spec, self.backend = activation, weight.spec, backend
         self.register_buffer("weight", weight.data)
         self.register_buffer("weight_scale", weight.scale)
-        self.ready = self._prepare()
+        self._make_ready()
         self.eval()
 
     def _prepare(self) -> QTensor:
         raise NotImplementedError
+
+    def _make_ready(self) -> None:
+        self.ready = self._prepare()
+        self._source, self._versions = (self.weight, self.weight_scale), _versions_of(self.weight, self.weight_scale)
+
+    def _current(self) -> QTensor:
+        """`ready`, unless the buffers are not what it was made from any more."""
+        weight, scale = self._source
+        if self.weight is not weight or self.weight_scale is not scale:
+            return self._prepare()  # not kept: functional_call puts the old ones back
+        if not torch.compiler.is_compiling() and self._versions != _versions_of(weight, scale):
+            self._make_ready()
+        return self.ready
 
     @property
     def qweight(self) -> QTensor:
@@ -63,12 +79,12 @@ class _Quantized(nn.Module):
             new = self._buffers[name]
             if old is not None and new is not None and new.dtype != old.dtype:
                 self._buffers[name] = old.to(new.device)
-        self.ready = self._prepare()
+        self._make_ready()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.ready = self._prepare()
+        self._make_ready()
 
     def extra_repr(self) -> str:
         """Shape and precision."""
@@ -94,7 +110,7 @@ class QuantizedLinear(_Quantized):
             raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
         flat = input.reshape(-1, self.in_features)
         dtype = _writable(compute_dtype(input))
-        y = scaled_mm(quantize(flat, self.activation), self.ready, out_dtype=dtype, backend=self.backend)
+        y = scaled_mm(quantize(flat, self.activation), self._current(), out_dtype=dtype, backend=self.backend)
         if self.bias is not None:
             y = y + self.bias.to(dtype)
         return y.view(*input.shape[:-1], self.out_features)
@@ -115,7 +131,13 @@ class QuantizedExperts(_Quantized):
         """x [N, in] sorted by expert, ends int32 [E] -> [N, out]."""
         offsets = torch.cat([ends.new_zeros(1), ends])
         q, dtype = quantize(x, self.activation), _writable(compute_dtype(x))
-        return grouped_mm.grouped_mm(q, self.ready, offsets, out_dtype=dtype, backend=self.backend)
+        return grouped_mm.grouped_mm(q, self._current(), offsets, out_dtype=dtype, backend=self.backend)
+
+
+def _versions_of(weight: Tensor, scale: Tensor) -> tuple[int, int]:
+    if weight.is_inference() or scale.is_inference():  # such tensors have no counter
+        return (0, 0)
+    return (weight._version, scale._version)
 
 
 def _writable(dtype: torch.dtype) -> torch.dtype:
