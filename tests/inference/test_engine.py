@@ -229,6 +229,8 @@ class TestRefusals:
             ({"requests": (4, 2)}, "ascending"),
             ({"dtype": "fp8"}, "expected one of"),
             ({"graphs": True}, "CUDA graphs were asked for"),
+            ({"backends": (("router", "triton"),)}, "asks for router: 'triton'; an engine runs quantize, "),
+            ({"backends": (("route", "torch"),)}, "asks for route: 'torch'; route has auto, triton, reference"),
         ):
             with pytest.raises(ValueError, match=words):
                 make_engine(model, **options)

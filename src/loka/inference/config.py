@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from loka.kernels.registry import BACKENDS
+
+OPS = ("quantize", "norm_quantize", "scaled_mm", "grouped_mm", "beam_attention", "topk", "route")  # what an engine runs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -50,6 +53,11 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.normalize is {self.normalize!r}; expected 'codebook' or 'valid'")
         if self.dtype not in DTYPES:
             raise ValueError(f"EngineConfig.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
+        for op, name in self.backends:
+            known = ("auto", *BACKENDS[op]) if op in OPS else ()
+            if name not in known:
+                hint = f"{op} has {', '.join(known)}" if known else f"an engine runs {', '.join(OPS)}"
+                raise ValueError(f"EngineConfig.backends asks for {op}: {name!r}; {hint}")
         if self.memory is not None and self.memory < 1:
             raise ValueError(f"EngineConfig.memory is {self.memory} bytes; expected a positive number")
 

@@ -121,7 +121,7 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class PackedSwiGLU:
-    """A dense FFN; `silu` tells whether the activation is the one the fused kernel has."""
+    """A dense FFN: down(act(gate) * up), gate and up in one matrix."""
 
     gate_up: PackedLinear
     down: PackedLinear
