@@ -10,9 +10,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from loka import records
-from loka.records import RecordError
+from loka.dispatch import Policy, make_plan
+from loka.records import Interval, RecordError
 from loka.report import Pair, Results, render, render_pair, write_html
 
 from .job import HERE, make_ablation, make_comparison, make_everything, make_latency, make_results
@@ -54,6 +56,25 @@ def test_the_headline_follows_the_verdict(outcome: str, words: str) -> None:
     results = make_results()
     changed = (make_comparison("planned FP8", 0.002, outcome),)
     assert words in render(Results(results.probe, results.plans, results.runs, changed))
+
+
+def test_a_plan_that_converts_nothing_is_no_success() -> None:
+    """On a GPU where nothing is faster: the reason is the headline, and the run without FP8 is not taken for a control."""
+    results = make_results()
+    assert results.probe is not None
+    slow = Interval(value=0.6, low=0.5, high=0.7)
+    sites = [replace(s, candidates=[replace(c, speedup=slow) for c in s.candidates]) for s in results.probe.sites]
+    probe = replace(results.probe, sites=sites)
+    same = replace(
+        make_comparison("planned FP8", 0.0, "equivalent"),
+        relative_change=Interval(value=0.0, low=0.0, high=0.0),
+        low_precision_flops_share=0.0,
+    )
+    page = render(Results(probe, (make_plan(probe, Policy(min_speedup=1.05)),), results.runs, (same,)))
+    assert f"Nothing was converted: no GEMM of this model is faster in FP8 on {probe.environment.device}" in page
+    assert "0.60×" in page
+    assert "Nothing was converted: planned FP8 is the baseline itself" in page
+    assert "nudged" not in page
 
 
 def test_it_is_self_contained(page: str) -> None:

@@ -63,6 +63,14 @@ def say_verdict(results: Results, first: Comparison | None) -> str:
     if first is None:
         return _say_without_runs(results)
     share = percent(first.low_precision_flops_share, 0)
+    if results.plan is not None and not count_converted(results.plan):
+        best = _find_best(results)
+        return (
+            "Nothing was converted: no GEMM of this model is "
+            + ("faster" if best else "accurate enough")
+            + " in FP8"
+            + (f" on {best[1]}" if best else "")
+        )
     if first.outcome == "equivalent":
         return f"{share} of the GEMM work in FP8, and the {first.metric} stays within {percent(first.margin)}"
     if first.outcome == "inconclusive":
@@ -155,4 +163,15 @@ def _tile_speed(results: Results) -> str:
             f"{count_converted(there)} of {len(there.sites)}",
             f"linears; {known} have a row of their shape measured there. Here FP8 is emulated",
         )
+    best = _find_best(results)
+    if best is not None:
+        return _tile("Fastest FP8 candidate", f"{best[0]:.2f}×", f"over bf16, each GEMM alone, on {best[1]}")
     return _tile("Speed", "not measured", "FP8 kernels are emulated on this machine", small=True)
+
+
+def _find_best(results: Results) -> tuple[float, str] | None:
+    """The greatest speed-up of any candidate, and on what; None where no candidate was timed."""
+    if results.probe is None:
+        return None
+    found = [c.speedup.value for site in results.probe.sites for c in site.candidates if c.speedup is not None]
+    return (max(found), results.probe.environment.device) if found else None

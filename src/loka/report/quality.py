@@ -47,12 +47,20 @@ def _say_swapped(results: Results) -> str:
 
 def _say_noise(results: Results) -> str:
     """What a control in high precision, where there is one, says about every other difference."""
-    return "".join(
+    same = [c.candidate for c in results.ordered_comparisons if _is_baseline(c)]
+    verb = "is" if len(same) == 1 else "are"
+    nothing = f" Nothing was converted: {escape(' and '.join(same))} {verb} the baseline itself." if same else ""
+    return nothing + "".join(
         f" The {escape(c.candidate)} is high precision too, from slightly nudged weights: its "
         f"{signed(c.relative_change.value)} is the noise of training, which the intervals (over test examples) do not contain."
         for c in results.ordered_comparisons
-        if c.low_precision_flops_share == 0
+        if c.low_precision_flops_share == 0 and not _is_baseline(c)
     )
+
+
+def _is_baseline(c: Comparison) -> bool:
+    """A run in which nothing was converted and nothing changed."""
+    return c.low_precision_flops_share == 0 and c.relative_change.low == c.relative_change.high == 0
 
 
 def _table_comparisons(results: Results) -> str:
