@@ -267,7 +267,7 @@ def engine_table() -> str | None:
         return None
     rows = [
         [
-            row["variant"],
+            f"{row['variant']} (earlier run)" if "run" in row else row["variant"],
             str(row["batch"]),
             str(row["context"]),
             f"{row['ms']:.1f} [{row['ms_low']:.1f}, {row['ms_high']:.1f}]",
@@ -276,7 +276,7 @@ def engine_table() -> str | None:
         for row in found["rows"]
         if "ms" in row and "ms_low" in row
     ]
-    return table(["variant", "batch", "context", "ms, 95 %", "queries/s"], rows)
+    return "\n\n".join([table(["variant", "batch", "context", "ms, 95 %", "queries/s"], rows), *found.get("notes", [])])
 
 
 def generative_quality_table() -> str | None:
