@@ -110,7 +110,9 @@ def _quantize_input(x: Tensor, scale: Tensor, layout: Layout) -> QTensor:
     if not layout.bounded_input:
         return quantize(x, _TENSOR, backend=backend)
     if backend == "auto" and torch.compiler.is_compiling():
-        backend = "reference"  # plain torch: the compiler joins it to the norm that made x, which then never reaches memory in 16 bits
+        # Plain torch: the compiler joins it to the norm that made x, which then never reaches memory in 16 bits, nor is rounded to them: some values become the
+        # neighbouring FP8 number of what the eager tower has.
+        backend = "reference"
     return quantize(x, _STATIC, scale=scale, backend=backend)
 
 
