@@ -64,7 +64,7 @@ VECTORS = {"D": 128, "K": 24, "NL": 32, "NF": 32, "BD": 128, "BK": 32, "BL": 32,
 BACKWARD = {"x_ptr": X, "weight_ptr": X, "dq_ptr": X, "ds_ptr": X, "dx_ptr": X, "dw_ptr": S}
 MIXED = {
     **{name: VECTORS[name] for name in ("D", "K", "NL", "NF", "BK", "BL")},
-    "BT": 64, "BO": 64, "BLOCKS": 16, "PROGRAMS": 264, "PREROUND": False,
+    "BD": 128, "BO": 64, "BLOCKS": 16, "PROGRAMS": 264, "PREROUND": False,
 }  # fmt: skip
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
@@ -135,10 +135,10 @@ CONFIGURATIONS = {
         {"g_ptr": X, "next_ptr": X, "rstd_ptr": S, "ds_ptr": X}, {"D": 128, "ROWS": 64, "BR": 64, "BD": 128}, {"num_warps": 4},
     ),
     ("interaction", "_interact_gradient", "plain residual"): (
-        BACKWARD, {"N": 64, **MIXED, "BN": 64, "PROJECT": False}, {"num_warps": 8, "num_stages": 2},
+        BACKWARD, {"N": 64, **MIXED, "BN": 64, "PROJECT": False}, {"num_warps": 4, "num_stages": 3},
     ),
     ("interaction", "_interact_gradient", "projected residual"): (
-        BACKWARD, {"N": 128, **MIXED, "BN": 128, "PROJECT": True}, {"num_warps": 8, "num_stages": 1},
+        BACKWARD, {"N": 128, **MIXED, "BN": 128, "PROJECT": True}, {"num_warps": 8, "num_stages": 2},
     ),
 }  # fmt: skip
 WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient", "_interact"}
