@@ -12,6 +12,7 @@ import torch
 
 from loka.formats import Spec, quantize
 from loka.kernels import registry
+from loka.kernels.backend import no
 from loka.kernels.beam_attention import AncestorAttentionCall, BeamAttentionCall, ancestor_attention, beam_attention
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import poisoned_allocations
@@ -172,6 +173,14 @@ def test_triton_says_why_not() -> None:
 def triton_runs(device: torch.device) -> bool:
     call = BeamAttentionCall(1, 1, 1, 1, 4, 16, torch.float32)
     return bool(registry.backend("beam_attention", "triton").supports(call, device))
+
+
+def test_triton_writes_fp8_only_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = registry.backend("beam_attention", "triton")
+    monkeypatch.setattr(triton, "triton_runs_on", lambda device: no("this GPU has 8.0"))
+    for spec, refused in (("e4m3:row", True), ("e4m3:1x128", False)):  # groups are quantised by an op of their own
+        call = AncestorAttentionCall(1, 1, 2, 0, 128, torch.float16, spec=Spec.parse(spec))
+        assert ("8.0" in triton.supports(call, CUDA).reason) == refused
 
 
 @pytest.fixture

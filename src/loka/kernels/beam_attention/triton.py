@@ -9,6 +9,7 @@ from loka.formats import E4M3, ROW, QTensor, Spec
 from loka.kernels.backend import YES, Verdict, no, require_library
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 from loka.kernels.quantize import quantize
+from loka.kernels.triton_device import triton_runs_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
@@ -16,11 +17,13 @@ WIDEST_ROW = 4096  # of a quantised result: all heads of a beam
 
 
 def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.device) -> Verdict:
-    """A CUDA device, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
+    """A CUDA device, one with FP8 where FP8 is written, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
     if call.dtype not in _DTYPES:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if call.d > WIDEST:
         return no(f"heads are at most {WIDEST} wide, got {call.d}")
+    if isinstance(call, AncestorAttentionCall) and call.spec is not None and can_write(call.spec, call.heads, call.d):
+        return triton_runs_on(device)
     reason = _refusal(device.type, call.dtype == torch.bfloat16 and isinstance(call, BeamAttentionCall))
     return no(reason) if reason else YES
 
