@@ -182,3 +182,21 @@ def test_a_pipeline_too_deep_is_noticed(own_cache: None, monkeypatch: pytest.Mon
         CONFIGURATIONS, ("scaled_mm", "_gemm", "deep"), (types, constants, {"num_warps": 8, "num_stages": 8})
     )
     assert build("scaled_mm", "_gemm", "deep").metadata.shared > SHARED_MEMORY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("project", [False, True])
+@pytest.mark.parametrize(("n", "few"), [(64, 32), (64, 64), (128, 32), (128, 64)])
+def test_the_interactions_launch_fits_whatever_is_supported(n: int, few: int, project: bool, own_cache: None) -> None:
+    """Mixtures up to the most a call may have: fewer stages rather than more shared memory than there is."""
+    kernels = kernels_of("interaction")
+    sizes = {"N": n, "D": 128, "K": few, "NL": few, "NF": few, "BN": n, "BD": 128, "BK": few, "BL": few}
+    common = {**sizes, "BLOCKS": 32, "PROJECT": project, "PROGRAMS": 264, "PREROUND": False}
+    blocks = (n, 128, few, few)
+    forward, _, _ = CONFIGURATIONS["interaction", "_interact", "plain residual"]
+    for name, types, more, launch in (
+        ("_interact", forward, {"BF": few, "KEEP": True}, kernels.forward_launch(*blocks, few, project=project)),
+        ("_interact_gradient", BACKWARD, {"BO": 2 * few}, kernels.gradient_launch(*blocks, 2 * few, project=project)),
+    ):
+        compiled = compile_kernel("interaction", name, (types, {**common, **more}, launch), DIVISIBLE)
+        assert compiled.metadata.shared <= SHARED_MEMORY, (name, launch)

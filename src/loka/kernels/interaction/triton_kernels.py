@@ -18,10 +18,9 @@ from loka.kernels.tile import INTERPRETED, inverse, to_fp8
 
 _EPS = tl.constexpr(NORM_EPS)
 _BLOCK = tl.constexpr(NORM_BLOCK)
-_LAUNCH = {"num_warps": 4, "num_stages": 3}
 _PER_PROCESSOR = 3
-_GRADIENT_LAUNCH = {64: {"num_warps": 4, "num_stages": 3}, 128: {"num_warps": 8, "num_stages": 2}}  # by n, at most
 _GRADIENT_PER_PROCESSOR = 2
+_SHARED = 227 * 1024  # bytes of a Hopper multiprocessor that a program may take
 
 
 @triton.jit
@@ -228,6 +227,22 @@ def _power(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
+def _launch(stage: int, most: int, warps: int) -> dict[str, int]:
+    """`most` stages, or as many as fit: a stage holds `stage` 16-bit numbers of an example and of W, the rest is under 16 KiB."""
+    return {"num_warps": warps, "num_stages": max(1, min(most, (_SHARED - 16 * 1024) // (2 * stage)))}
+
+
+def forward_launch(bn: int, bd: int, bk: int, bl: int, bf: int, *, project: bool) -> dict[str, int]:
+    """The fastest of a sweep on an H200 that fits."""
+    return _launch(bn * (bd + bk + bl + (bl + bf if project else 0)), 3, 4)
+
+
+def gradient_launch(bn: int, bd: int, bk: int, bl: int, bo: int, *, project: bool) -> dict[str, int]:
+    """The fastest of a sweep on an H200 that fits."""
+    stage = bn * (bd + 3 * bk + bl) + bl * bd + (bo * (bd + bn) if project else 0)
+    return _launch(stage, 3, 4) if bn <= 64 else _launch(stage, 2, 8)
+
+
 def interact(
     x: Tensor, weight: Tensor, scale: Tensor, *, k: int, n_l: int, n_f: int, project: bool, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,10 +254,10 @@ def interact(
     rstd = torch.empty((rows, n_f + n_l) if keep else (0,), device=x.device, dtype=torch.float32)
     if rows:
         programs = min(rows, _PER_PROCESSOR * processors(x.device))
+        blocks = (_power(n), _power(d), _power(k), _power(n_l), _power(n_f))
         _interact[(programs,)](
-            x, weight, scale, products, following, residual, rstd, rows, n, d, k, n_l, n_f,
-            _power(n), _power(d), _power(k), _power(n_l), _power(n_f), _power(triton.cdiv(n * k, NORM_BLOCK)),
-            project, keep, programs, INTERPRETED, **_LAUNCH,
+            x, weight, scale, products, following, residual, rstd, rows, n, d, k, n_l, n_f, *blocks,
+            _power(triton.cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED, **forward_launch(*blocks, project=project),
         )  # fmt: skip
     return products, following, residual, rstd
 
@@ -276,9 +291,9 @@ def interact_gradient(
     parts = torch.empty(programs, *weight.shape, device=x.device, dtype=torch.float32)
     if not rows:
         return dx, torch.zeros_like(parts[0])
-    launch = next(launch for most, launch in _GRADIENT_LAUNCH.items() if n <= most)
+    blocks = (_power(n), _power(d), _power(k), _power(n_l), _power(n_f + n_l))
     _interact_gradient[(programs,)](
-        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, _power(n), _power(d), _power(k), _power(n_l),
-        _power(n_f + n_l), _power(triton.cdiv(n * k, NORM_BLOCK)), project, programs, INTERPRETED, **launch,
+        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, *blocks, _power(triton.cdiv(n * k, NORM_BLOCK)),
+        project, programs, INTERPRETED, **gradient_launch(*blocks, project=project),
     )  # fmt: skip
     return dx, parts.sum(0)
