@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from loka import mods, records
 from loka.convert import convert
 from loka.data.batch import Batch
+from loka.dispatch import recipe_named
 from loka.formats import Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm import MatmulCall
 from loka.metrics import AUC
 from loka.models import build_ranker
 from loka.probe import Probe
-from loka.records import Choice, Plan, SitePlan
+from loka.records import GEMMS, Choice, Plan, SitePlan
 from loka.training import Optimizers, TrainConfig, learning_rate_factor
 
 ORIGINAL = {"norm": "layer", "tower_norm": "layer", "activation": "silu", "bias": True}
@@ -188,9 +189,14 @@ def lower(model: nn.Module, bench: Bench, data: str, variant: str, precision: st
     plan, naive = find_plan(bench, data, variant)
     if precision == "naive":
         summary = convert(model, recipe="tensorwise", backend=bench.backend)
-        return {"fp8_share": naive, "converted": len(summary.converted), "kept": len(summary.kept)}
-    summary = convert(model, plan)
-    return {"fp8_share": plan.low_precision_share, "converted": len(summary.converted), "kept": len(summary.kept)}
+        used, share = [recipe_named("tensorwise").operands(gemm) for gemm in GEMMS], naive
+        pairs = {f"{o.a} @ {o.b}" for o in used if o is not None}
+    else:
+        summary = convert(model, plan)
+        share = plan.low_precision_share
+        pairs = {f"{c.a} @ {c.b}" for site in plan.sites for c in site.choices if c.quantized}
+    counts = {"converted": len(summary.converted), "kept": len(summary.kept)}
+    return {"fp8_share": share, **counts, "operands": sorted(pairs)}
 
 
 def run(bench: Bench, data: str, variant: str, precision: str, seed: int, *, deadline: float) -> dict[str, Any]:

@@ -404,7 +404,9 @@ def ablation_table() -> str | None:
     same = "; ".join(f"{data} ({', '.join(variants)})" for data, variants in found.list_equal_plans().items())
     said = [f"Not complete: {', '.join(missing)}."] if missing else []
     said += (
-        [f"The plan chose the naive recipe for every GEMM, so that planned and naive FP8 are the same runs: {same}."]
+        [
+            f"The plan chose the naive recipe for every GEMM: planned and naive FP8 are two runs of one recipe, and their difference is noise: {same}."
+        ]
         if same
         else []
     )

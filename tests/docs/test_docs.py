@@ -52,7 +52,7 @@ def test_the_ablation_follows_its_records(tmp_path: Path, monkeypatch: pytest.Mo
     found, latency = module.read_ablation(), module.read_latency()
     *lines, _, same = module.ablation_table().splitlines()
     assert len(lines) == 2 + len(found.cells) == 2 + 15
-    assert same.endswith("the same runs: complete-journey (none, no_bias, block_norm, hard_swish, all).")
+    assert same.endswith("their difference is noise: complete-journey (none, no_bias, block_norm, hard_swish, all).")
     cell = found.find("complete-journey", "all", "planned")
     change = 100 * cell.against_original.change.value
     assert f"| {cell.log_loss:.5f} | {change:+.3f} % [" in lines[-1]

@@ -197,6 +197,18 @@ def test_compiled_inference_behind_a_norm_is_eager_bit_for_bit() -> None:
         assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
+def test_a_frozen_tower_refuses_a_gradient_instead_of_losing_it() -> None:
+    tower = fused(make_tower(width=64, hidden=(256,), out=64)).eval().freeze()
+    x = torch.randn(4, 64, requires_grad=True)
+    with pytest.raises(ValueError, match=r"frozen tower has no gradient.*no_grad"):
+        tower(x)
+    with torch.no_grad():
+        assert torch.equal(tower(x), tower(x.detach()))
+    assert not tower(x.detach()).requires_grad
+    tower.thaw()
+    assert tower(x).requires_grad
+
+
 def test_saved_for_backward_is_fp8() -> None:
     """Per hidden element: z, and the transposed input of the next layer, one byte each."""
     tower = fused(make_tower(width=256, hidden=(256, 256), out=256))

@@ -42,7 +42,10 @@ def demo(
         int | None, typer.Option(help="Steps in float32 before the fork; 400 on a CPU, 60 larger ones on a GPU.")
     ] = None,
     more_steps: Annotated[int | None, typer.Option(help="Steps of each continuation; 200 or 30.")] = None,
-    size: Annotated[str | None, typer.Option(help="Size of the Wukong: small on a CPU, wide on a GPU.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Size of the Wukong: tiny, small (the default on a CPU), wide (on a GPU) or plain."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data order and resampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; on a GPU speed is measured.")] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -109,7 +109,7 @@ class FusedInteraction(nn.Module):
         x = x.to(compute_dtype(x))
         call, tower = self.describe(x), self.fmb.mlp
         with torch.autocast(x.device.type, enabled=False):
-            if not torch.is_grad_enabled() or tower.frozen:
+            if not tower.needs_gradient(x):
                 made = interact(x, self.mix.weight, call, self._scale, backend=self.backend)
                 return finish(made, tower.infer(made.products, x.dtype), call, backend=self.backend)
             layout = tower.layout(x.dtype, True)

@@ -143,7 +143,7 @@ class FusedProjection(FusedTower):
             raise ValueError(f"this projection takes [..., {self.in_features}], got {tuple(x.shape)}")
         layout, flat = self.layout(dtype, self.bounded_input), x.reshape(-1, self.in_features)
         with torch.autocast(kind, enabled=False):
-            if torch.is_grad_enabled() and not self.frozen:
+            if self.needs_gradient(x):
                 y: Tensor = _Projection.apply(  # type: ignore[no-untyped-call]
                     flat, self._scale, self.weight, self.bias, layout, self.epilogue
                 )

@@ -344,7 +344,7 @@ class FusedTower(nn.Module):
         layout, biases = self.layout(dtype, self.bounded_input), self.biases
         flat = x.reshape(-1, width)
         with torch.autocast(kind, enabled=False):
-            if torch.is_grad_enabled() and not self.frozen:
+            if self.needs_gradient(x):
                 y: Tensor = _Tower.apply(flat, self._scale, layout, *self.weights, *biases)  # type: ignore[no-untyped-call]
             else:
                 y = self._infer(_quantize_input(flat.detach(), self._scale, layout), layout, biases)
@@ -352,6 +352,14 @@ class FusedTower(nn.Module):
         for module in self._tail:
             y = module(y)
         return y
+
+    def needs_gradient(self, x: Tensor) -> bool:
+        """Whether to run the differentiable form. A frozen tower has none: asked for a gradient it raises, for it would lose it without a word."""
+        if not self.frozen:
+            return torch.is_grad_enabled()
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("a frozen tower has no gradient, and its input asks for one; hint: serve under torch.no_grad(), or thaw() the tower")  # fmt: skip
+        return False
 
     def infer(self, x: QTensor, dtype: torch.dtype) -> Tensor:
         """From an input that is already FP8 [M, K], without gradients and without the tail; for kernels that write what a tower reads."""

@@ -35,6 +35,7 @@ class AblationRun(Part, frozen=True):
     train_seconds: float | None = None
     converted: int | None = None  # linears; None in bf16
     kept: int | None = None
+    operands: list[str] | None = None  # what its FP8 GEMMs multiply, every pair of Specs once
 
 
 class MissingRun(Part, frozen=True):
@@ -72,12 +73,6 @@ class AblationCell(Part, frozen=True):
     against_bf16: PairedChange | None  # the same variant in bf16: what FP8 alone costs
     against_naive: PairedChange | None  # the same variant in naive FP8: what a plan is worth
 
-    @property
-    def equals_naive(self) -> bool:
-        """Whether every seed has exactly the loss of naive FP8: the plan chose the naive recipe everywhere."""
-        found = self.against_naive
-        return found is not None and found.change.low == found.change.high == 0
-
 
 class Ablation(Record, frozen=True, tag="ablation"):
     """The quality of the grid."""
@@ -104,9 +99,15 @@ class Ablation(Record, frozen=True, tag="ablation"):
 
     def list_equal_plans(self) -> dict[str, list[str]]:
         """By data set, the variants whose plan is the naive recipe: two names of one computation, and no evidence about plans."""
+        ran = {
+            (r.data, r.variant, r.precision): (r.operands, r.converted, round(r.fp8_share, 6))
+            for r in self.runs
+            if r.operands
+        }
         found: dict[str, list[str]] = {}
         for cell in self.cells:
-            if cell.equals_naive:
+            planned, naive = (ran.get((cell.data, cell.variant, precision)) for precision in ("planned", "naive"))
+            if cell.precision == "planned" and planned is not None and planned == naive:
                 found.setdefault(cell.data, []).append(cell.variant)
         return found
 

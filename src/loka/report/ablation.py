@@ -68,7 +68,7 @@ def _write_grid(found: Ablation, number: int) -> str:
     same = "; ".join(f"{data} ({', '.join(variants)})" for data, variants in found.list_equal_plans().items())
     text += (
         notice(
-            f"The plan chose the naive recipe for every GEMM, so that planned and naive FP8 are the same runs: {escape(same)}."
+            f"The plan chose the naive recipe for every GEMM: planned and naive FP8 are two runs of one recipe, and their difference is noise: {escape(same)}."
         )
         if same
         else ""
