@@ -2,6 +2,7 @@
 
     python benchmarks/onerec_engine.py --out onerec_512.json --contexts 512 --seconds 400
     python benchmarks/onerec_engine.py --out onerec_3000.json --contexts 3000 --seconds 400
+    python benchmarks/onerec_engine.py --record-of onerec_512.json --out engine_bench.json        for `loka report`
     python benchmarks/onerec_engine.py --out x.json --device cpu --size tiny-moe --contexts 16 --batches 2,1 --beams 20 --compiler eager    dry run
 
 Rows, each for a context length and a batch size:
@@ -44,7 +45,16 @@ from loka.models import configure
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear, MixtureOfExperts
 from loka.ptq import quantize
-from loka.records import capture_environment
+from loka.records import (
+    EngineBar,
+    EngineBench,
+    EngineProfile,
+    EngineRow,
+    Environment,
+    Interval,
+    capture_environment,
+    save,
+)
 
 PLAIN = ("eager", "graph", "compiled")
 LOW = {"fp8": "onerec", "fp8 rows": "onerec_rows", "fp8 mixed": "onerec_mixed"}  # variant: recipe
@@ -69,11 +79,15 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--backends", default="", help="op=backend,... for the engine, e.g. topk=triton")
+    parser.add_argument("--record-of", type=Path, help="run nothing: write what a report reads of that file to --out")
     parser.add_argument("--only", default="", help="variants to run, e.g. fp8,bf16,compiled; default all")
     parser.add_argument("--no-tune", action="store_true", help="take backends in the registry's order")
     parser.add_argument("--no-fuse", action="store_true", help="do not compile the engine's small operations")
     parser.add_argument("--no-fold", action="store_true", help="keep the shared expert apart from the grouped GEMM")
     arguments = parser.parse_args()
+    if arguments.record_of:
+        save(make_record(json.loads(arguments.record_of.read_text())), arguments.out)
+        return 0
     unknown = set(filter(None, arguments.only.split(","))) - {*PLAIN, *ENGINES}
     if unknown:
         parser.error(f"--only knows {', '.join((*PLAIN, *ENGINES))}, not {', '.join(sorted(unknown))}")
@@ -349,6 +363,41 @@ def _overlap(reference: torch.Tensor, candidate: torch.Tensor, ns: list[int]) ->
 
 def _plain(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def make_record(report: dict[str, Any]) -> EngineBench:
+    """The rows, profiles and bars as `loka report` reads them."""
+    settings = report["settings"]
+    rows = [
+        EngineRow(
+            variant=row["variant"],
+            batch=row["batch"],
+            context=row["context"],
+            milliseconds=Interval(value=row["ms"], low=row["ms_low"], high=row["ms_high"]),
+            queries_per_second=row["queries_per_s"],
+            run=row.get("run"),
+        )
+        for row in report["rows"]
+    ]
+    profiles = [
+        EngineProfile(variant=p["variant"], batch=p["batch"], context=p["context"], milliseconds=p["ms_by_kind"])
+        for p in report.get("profiles", [])
+    ]
+    bars = [
+        EngineBar(context=found["context"], what=what, value=bar["value"], bar=bar["bar"], met=bar["met"])
+        for found in report.get("summary", [])
+        for what, bar in found.items()
+        if isinstance(bar, dict) and "bar" in bar
+    ]
+    return EngineBench(
+        model=f"onerec {settings['size']}",
+        beams=int(settings["beams"]),
+        rows=rows,
+        profiles=profiles,
+        bars=bars,
+        notes=report.get("notes", []),
+        environment=Environment(**report["environment"]),
+    )
 
 
 def shorten(model: OneRec, context: int) -> OneRec:

@@ -211,6 +211,8 @@ def test_kernel_names() -> None:
     assert classify_kernel("_grouped_swiglu") == "experts"
     assert classify_kernel("_attend") == "attention"
     assert classify_kernel("_select") == "softmax and selection"
+    assert classify_kernel("_ZN7cutlass13device_kernel...GemmUniversalINS5_17GroupProblemShapeIN4cute") == "experts"
+    assert classify_kernel("triton_red_fused__fused_rms_norm__to_copy_add_0") == "norms, activations, quantisation"
     assert classify_kernel("something unheard of") == "other"
 
 

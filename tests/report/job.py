@@ -14,6 +14,10 @@ from loka.records import (
     Comparison,
     DistributionError,
     DriftReport,
+    EngineBar,
+    EngineBench,
+    EngineProfile,
+    EngineRow,
     Environment,
     FormatRange,
     Gemm,
@@ -369,6 +373,23 @@ def make_latency() -> AblationLatency:
     )
 
 
+def make_engine() -> EngineBench:
+    steps = (("eager", 90.0), ("compiled", 42.0), ("bf16", 22.0), ("fp8", 17.0))
+    rows = [
+        EngineRow(variant=name, batch=8, context=512, milliseconds=around(ms, 0.1), queries_per_second=8e3 / ms)
+        for name, ms in steps
+    ]
+    late = EngineRow(
+        variant="fp8", batch=16, context=512, milliseconds=around(30.0, 0.1), queries_per_second=533.0, run="<another>"
+    )
+    work = {"experts": 7.0, "linears": 4.0, "other": 6.0}
+    profile = EngineProfile(variant="fp8", batch=8, context=512, milliseconds=work)
+    bars = [EngineBar(context=512, what="latency fp8 / compiled", value=0.4, bar="<= 0.51", met=True),
+            EngineBar(context=512, what="throughput fp8 / bf16 engine", value=1.3, bar=">= 1.42", met=False)]  # fmt: skip
+    there = msgspec.structs.replace(HERE, device="Some GPU")
+    return EngineBench(model="onerec tiny", beams=512, rows=[*rows, late], profiles=[profile], bars=bars, notes=["a note"], environment=there)  # fmt: skip
+
+
 def make_everything(sites: int = 10) -> Results:
     """Every kind of record a report knows."""
     base = make_results(sites)
@@ -386,4 +407,5 @@ def make_everything(sites: int = 10) -> Results:
         tests=(make_test(),),
         ablations=(make_ablation(),),
         latencies=(make_latency(),),
+        engines=(make_engine(),),
     )

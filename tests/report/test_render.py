@@ -17,7 +17,7 @@ from loka.dispatch import Policy, make_plan
 from loka.records import Interval, RecordError
 from loka.report import Pair, Results, render, render_pair, write_html
 
-from .job import HERE, make_ablation, make_comparison, make_everything, make_latency, make_results
+from .job import HERE, make_ablation, make_comparison, make_engine, make_everything, make_latency, make_results
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,16 @@ def test_an_ablation_says_what_its_cells_say() -> None:
         "latency-0-infer-1024",
         "latency-0-infer-8192",
     }  # type: ignore[call-overload]
+
+
+def test_the_engine_is_shown_step_by_step() -> None:
+    page = render(Results(engines=(make_engine(),)))
+    assert "<h1>onerec tiny: 90 ms a batch become 17</h1>" in page
+    assert "Context 512, 8 requests" in page
+    assert page.count("steps-0-512") >= 2  # its place and its data
+    assert ">missed<" in page
+    assert "&lt;another&gt;" in page
+    assert [row.variant for row in make_engine().waterfall(512)] == ["eager", "compiled", "bf16", "fp8"]
 
 
 def test_times_of_a_cpu_are_no_headline() -> None:

@@ -81,7 +81,7 @@ _OURS = {
     "linears and heads": ("_gemm",),
 }
 _THEIRS = {
-    "experts": ("grouped", "Grouped", "group_gemm"),
+    "experts": ("grouped", "Grouped", "group_gemm", "GroupProblemShape"),
     "softmax and selection": (
         "topk",
         "TopK",
@@ -95,6 +95,7 @@ _THEIRS = {
         "SoftMax",
     ),
     "attention": ("fmha", "flash", "attention", "Attention"),
+    "norms, activations, quantisation": ("norm", "Norm", "quantize", "silu", "rsqrt", "triton_red", "triton_per"),
     "routing and moving rows": (
         "gather",
         "scatter",
@@ -106,7 +107,6 @@ _THEIRS = {
         "CatArray",
         "sigmoid",
     ),
-    "norms, activations, quantisation": ("norm", "Norm", "quantize", "silu", "rsqrt", "triton_red", "triton_per"),
     "linears and heads": (
         "gemm",
         "Gemm",

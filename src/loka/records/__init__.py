@@ -13,6 +13,7 @@ from loka.records.ablation import (
 )
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.drift import DriftReport, Feature, Move, VerdictChange
+from loka.records.engine import EngineBar, EngineBench, EngineProfile, EngineRow
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
 from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
@@ -67,6 +68,10 @@ __all__ = [
     "Comparison",
     "DistributionError",
     "DriftReport",
+    "EngineBar",
+    "EngineBench",
+    "EngineProfile",
+    "EngineRow",
     "Environment",
     "Feature",
     "FlopsOf",

@@ -14,7 +14,7 @@ def name_report(results: Results) -> str:
         return f"loka: {results.probe.model}"
     named = [
         record.model
-        for group in (results.runs, results.quantized, results.plans, results.ablations)
+        for group in (results.runs, results.quantized, results.plans, results.ablations, results.engines)
         for record in group
     ]
     return f"loka: {named[0] if named else 'report'}"
@@ -93,6 +93,10 @@ def _say_without_runs(results: Results) -> str:
         return say_grid(results.ablations[0])
     if results.latencies:
         return say_latency(results.latencies[0])
+    if results.engines:
+        first = results.engines[0]
+        steps = first.waterfall(first.contexts[0])
+        return f"{first.model}: {steps[0].milliseconds.value:.0f} ms a batch become {steps[-1].milliseconds.value:.0f}"
     if results.benches or results.rows:
         return "Kernels, measured"
     return "Distributions" if results.analyses else "Training runs"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loka.records import GEMMS, Candidate, Choice, Gemm, ProbeReport, Site, SitePlan
-from loka.report import ablation_charts, kernel_charts, quality_charts, site_charts
+from loka.report import ablation_charts, engine_charts, kernel_charts, quality_charts, site_charts
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
@@ -191,6 +191,10 @@ def draw(results: Results) -> dict[str, Any]:
     for number, analysis in enumerate(results.analyses):
         drawn[f"layers-{number}"] = kernel_charts.draw_layers(analysis)
     drawn |= _draw_ablations(results)
+    for number, engine in enumerate(results.engines):
+        for context in engine.contexts:
+            drawn[f"steps-{number}-{context}"] = engine_charts.draw_steps(engine, context)
+            drawn[f"profiles-{number}-{context}"] = engine_charts.draw_profiles(engine, context)
     return {name: spec for name, spec in drawn.items() if spec is not None}
 
 

@@ -12,6 +12,7 @@ from loka.records import (
     Analysis,
     Comparison,
     DriftReport,
+    EngineBench,
     Environment,
     ModSummary,
     PairedTest,
@@ -42,6 +43,7 @@ _ALL: tuple[type[Record], ...] = (
     Analysis,
     Ablation,
     AblationLatency,
+    EngineBench,
 )
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
@@ -65,6 +67,7 @@ class Results:
     analyses: tuple[Analysis, ...] = ()
     ablations: tuple[Ablation, ...] = ()
     latencies: tuple[AblationLatency, ...] = ()
+    engines: tuple[EngineBench, ...] = ()
 
     @classmethod
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
@@ -93,6 +96,7 @@ class Results:
             analyses=_every(found, Analysis),
             ablations=_every(found, Ablation),
             latencies=_every(found, AblationLatency),
+            engines=_every(found, EngineBench),
         )
 
     @property
@@ -135,6 +139,7 @@ class Results:
             "ablation": self.ablations,
             "latency of the ablation": self.latencies,
             "kernels": self.benches,
+            "serving": self.engines,
         }
         found: dict[str, Environment] = {}
         seen = set()
