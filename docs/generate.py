@@ -21,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json -->"
 METRICS = {"auc": "AUC", "hr10": "HR@10"}
 QUALITY = "<!-- quality: written by docs/generate.py from benchmarks/results/h200/quality.json -->"
+ENGINE = "<!-- engine: written by docs/generate.py from benchmarks/results/h200/onerec_engine.json and onerec_quality.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
 NAMES = {
@@ -277,6 +278,28 @@ def engine_table() -> str | None:
         if "ms" in row and "ms_low" in row
     ]
     return "\n\n".join([table(["variant", "batch", "context", "ms, 95 %", "queries/s"], rows), *found.get("notes", [])])
+
+
+def engine_headline() -> str | None:
+    """For README: milliseconds of a batch from the plain model to FP8, and what FP8 did to trained models."""
+    found, trained = read("h200/onerec_engine.json"), read("h200/onerec_quality.json")
+    if found is None:
+        return None
+    steps = {"eager": "eager", "compiled": "compiled", "bf16": "engine, bf16", "fp8": "engine, FP8"}
+    contexts = list(dict.fromkeys(row["context"] for row in found["rows"]))
+    rows = []
+    for context in contexts:
+        ms = {r["variant"]: r["ms"] for r in found["rows"] if (r["context"], r["batch"]) == (context, 8)}
+        ratio = f"**{ms['compiled'] / ms['fp8']:.2f}x**, {ms['bf16'] / ms['fp8']:.2f}x"
+        rows.append([f"{context:,}", *(f"{ms[name]:.1f} ms" for name in steps), ratio])
+    made = table(["context, 8 requests, beam 512", *steps.values(), "FP8 over compiled, over the bf16 engine"], rows)
+    if trained is None:
+        return made
+    change = trained["pooled"]["recall@10"]
+    return (
+        f"{made}\n\nIn {len(trained['rows'])} trained models FP8 changes recall@10 by {change['percent']:+.2f} % "
+        f"[{change['low']:+.2f}, {change['high']:+.2f}]: {change['verdict']} at a margin of 1 %."
+    )
 
 
 def generative_quality_table() -> str | None:
@@ -589,6 +612,7 @@ def write_blocks(text: str, measured: str) -> str:
         (BEGIN, headline_table()),
         (DEMO, demo_table()),
         (QUALITY, quality_headline()),
+        (ENGINE, engine_headline()),
         (ABLATION, summary and summary.replace("MEASURED", measured)),
     )
     for begin, made in blocks:
