@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from loka import mods
-from loka.nn import MLP, BlockNorm, FusedTower, HardSwish, Style
+from loka.nn import MLP, BlockNorm, FusedProjection, FusedTower, HardSwish, Style
 
 from .zoo import build_family, run, snapshot
 
@@ -123,3 +123,48 @@ def test_unknown_precisions_are_refused():
         mods.Fuse(precision="int4")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected 'tensor' or 'block'"):
         mods.Fuse(gradient="row")  # type: ignore[arg-type]
+
+
+class Gated(nn.Module):
+    """A gated unit behind a norm, a bottleneck beside it, and a prediction layer: linears in no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.gate = BlockNorm(64), nn.Linear(64, 96), nn.SiLU(), nn.Linear(64, 96)
+        self.down, self.narrow, self.back, self.last = (
+            nn.Linear(*size) for size in ((96, 64), (64, 8), (8, 64), (64, 1))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        return self.last(x + self.down(self.act(self.up(h)) * self.gate(h)) + self.back(self.narrow(x)))
+
+
+def test_wide_linears_outside_of_chains_take_their_activation_along():
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(16, 64)
+    before, state = model(x).detach(), snapshot(model)
+    applied = mods.apply(model, mods.Fuse(precision="fp8", linears=64), example=x)
+    assert applied.sites == {"fuse": ["up", "act", "gate", "down"]}
+    assert isinstance(model.up, FusedProjection)
+    assert model.up.links[0].activation == "silu"
+    assert isinstance(model.act, nn.Identity)
+    assert (model.up.bounded_input, model.down.bounded_input) == (True, False)
+    assert {left.site: left.why for left in applied.summary.left} == {
+        "narrow": "64 x 8: narrower than 64",
+        "back": "8 x 64: narrower than 64",
+    }
+    after = model(x)
+    assert float((after - before).norm() / before.norm()) < 0.1
+    after.sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    assert snapshot(model).keys() == state.keys()
+    mods.revert(model)
+    assert torch.equal(model(x), before)
+
+
+def test_linears_are_a_matter_of_fp8():
+    with pytest.raises(ValueError, match="precision='fp8'"):
+        mods.Fuse(linears=256)
+    with pytest.raises(ValueError, match="expected a width"):
+        mods.Fuse(precision="fp8", linears=-1)

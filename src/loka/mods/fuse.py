@@ -10,6 +10,9 @@ A chain is found by tracing a module's forward, child by child (torch.fx): an ML
 a BlockNorm of 256 behind every linear but the last (apply block_norm first), activations the kernels know, and no dropout in between. A prediction layer at
 the end of a chain runs as it is.
 
+With `linears=N` the linears that are in no chain and have at least N inputs and outputs become `loka.nn.FusedProjection`, together with the activation that
+alone reads them: an attention's projections, HSTU's uvqk. Narrow ones lose: at K = 128 a bf16 GEMM already waits for memory.
+
 `fuse` comes last: a mod that swaps the children of a fused chain would not reach what it runs. Linears inside an FP8 chain are marked as protected, so
 that Probe and convert do not count them twice.
 """
@@ -30,6 +33,7 @@ from loka.nn import (
     BlockNorm,
     FeatureMix,
     FusedInteraction,
+    FusedProjection,
     FusedTower,
     HardSwish,
     Link,
@@ -191,16 +195,24 @@ def _kernel_norm(norm: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Fuse:
-    """precision: "high" runs the parts as they are; "fp8" runs `loka.nn.FusedTower`, with gradients scaled per "tensor" or per "block" of 128."""
+    """precision: "high" runs the parts as they are; "fp8" runs `loka.nn.FusedTower`, with gradients scaled per "tensor" or per "block" of 128.
+
+    linears: with "fp8", the narrowest linear outside of a chain that is fused too; 0 leaves them all.
+    """
 
     precision: Literal["high", "fp8"] = "high"
     gradient: Literal["tensor", "block"] = "tensor"
+    linears: int = 0
     name: ClassVar[str] = "fuse"
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:
         if self.precision not in ("high", "fp8"):
             raise ValueError(f"fuse(precision={self.precision!r}): expected 'high' or 'fp8'")
+        if self.linears < 0 or (self.linears and self.precision == "high"):
+            raise ValueError(
+                f"fuse(linears={self.linears}, precision={self.precision!r}): expected a width, and precision='fp8'"
+            )
         TowerPrecision(gradient=self.gradient)  # refuses what it does not know
 
     def rewrite(self, editor: Editor) -> None:
@@ -226,7 +238,35 @@ class Fuse:
             elif isinstance(chain, Chain):
                 self._fuse(editor, chain, module)
         if self.precision == "fp8":
+            if self.linears:
+                self._fuse_linears(editor)
             self._fuse_interactions(editor)
+
+    def _fuse_linears(self, editor: Editor) -> None:
+        """Linears that are in no chain, each with the activation behind it."""
+        for name, linear in list(editor.modules()):
+            if type(linear) is not nn.Linear or _is_kept(editor, name, linear):
+                continue
+            if min(linear.in_features, linear.out_features) < self.linears:
+                editor.leave(name, f"{linear.in_features} x {linear.out_features}: narrower than {self.linears}")
+            elif len(editor.calls(name)) > 1 or editor.is_tied(linear):
+                editor.leave(name, "it is used more than once, or shares its weight")
+            elif not name:
+                editor.leave(
+                    name, "the model is itself a linear and cannot be swapped in place; wrap it in nn.Sequential"
+                )
+            else:
+                self._fuse_linear(editor, name, linear)
+
+    def _fuse_linear(self, editor: Editor, name: str, linear: nn.Linear) -> None:
+        behind = _find_activation(editor, name)
+        kind = "none" if behind is None else ACTIVATIONS[type(editor.model.get_submodule(behind))]
+        bounded, precision = _is_bounded(editor, name), TowerPrecision(gradient=self.gradient)
+        projection = FusedProjection.of(linear, activation=kind, bounded_input=bounded, precision=precision)
+        scale = "static" if bounded else "dynamic"
+        editor.swap(name, projection, f"one FP8 linear, {scale} scale for its input, activation {kind}", "rounding")
+        if behind is not None:
+            editor.swap(behind, nn.Identity(), f"runs inside {name}", "exact")
 
     def _fuse_interactions(self, editor: Editor) -> None:
         """Wukong's layers, whose interactions cost more than an FP8 tower: one node around the tower."""
@@ -269,6 +309,19 @@ class Fuse:
             editor.mark(f"{chain.site}.{link.linear}", MARK, "fused")
         bounded = "static" if chain.bounded_input else "dynamic"
         editor.swap(chain.site, tower, f"one FP8 tower, {bounded} scale for its input: {parts}", "rounding")
+
+
+def _find_activation(editor: Editor, linear: str) -> str | None:
+    """The activation that alone reads what a linear makes, and reads nothing else."""
+    flow = editor.flow
+    calls = flow.calls_of(linear) if isinstance(flow, Flow) else []
+    if len(calls) != 1 or not isinstance(flow, Flow) or calls[0].outputs[0] in flow.results:
+        return None
+    readers = flow.readers(calls[0].outputs[0])
+    site = readers[0].site if len(readers) == 1 else None
+    if site is None or len(flow.calls_of(site)) != 1 or type(editor.model.get_submodule(site)) not in ACTIVATIONS:
+        return None
+    return site
 
 
 def _first(module: nn.Module, names: list[str]) -> nn.Module | None:
