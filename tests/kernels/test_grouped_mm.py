@@ -15,7 +15,7 @@ from loka.formats import QTensor, Spec, quantize
 from loka.kernels import UnsupportedError, registry
 from loka.kernels.grouped_mm import (
     GroupedCall,
-    RouteCall,
+    MoveCall,
     SwigluCall,
     combine,
     deepgemm,
@@ -125,7 +125,7 @@ def test_every_refusal_says_why() -> None:
     assert "row x row or" in said("triton", GroupedCall(4, 128, 64, 2, ROW, SQUARE, **fp8))
     assert "whole 128-wide blocks" in said("triton", GroupedCall(4, 128, 64, 2, GROUP, SQUARE, **fp8, swiglu=True))
     assert "quantises to e4m3 under 1x128" in said("triton", GroupedCall(4, 16, 256, 2, swiglu=True, out=ROW))
-    assert "up to 256 experts" in said("triton", RouteCall(4, 2, 300))
+    assert "up to 256 experts" in said("triton", MoveCall(4, 2, 300))
     assert "rounding to nearest" in said("triton", SwigluCall(4, 16, Spec.parse("e4m3:row:stochastic")))
 
 
@@ -219,7 +219,7 @@ def test_compiled_reference_is_one_graph() -> None:
 
 
 def triton_runs(device: torch.device) -> bool:
-    return bool(registry.backend("grouped_mm", "triton").supports(RouteCall(1, 1, 1), device))
+    return bool(registry.backend("grouped_mm", "triton").supports(MoveCall(1, 1, 1), device))
 
 
 @pytest.fixture

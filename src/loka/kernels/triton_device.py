@@ -16,6 +16,24 @@ def triton_runs_on(device: torch.device) -> Verdict:
     return no(reason) if reason else YES
 
 
+def triton_multiplies_on(device: torch.device, *, bf16: bool) -> Verdict:
+    """The same for kernels that know no FP8: any GPU. `bf16`: whether they multiply bf16 numbers, which the interpreter cannot."""
+    reason = _plain_refusal(device.type, bf16)
+    return no(reason) if reason else YES
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _plain_refusal(kind: str, bf16: bool) -> str:
+    available = require_library("triton", "dev")
+    if not available or kind == "cuda":
+        return available.reason
+    import triton
+
+    if kind == "cpu" and triton.knobs.runtime.interpret:
+        return "Triton's interpreter multiplies bf16 by its bit patterns; test in fp16 or fp32" if bf16 else ""
+    return f"Triton needs a CUDA device, not {kind} (on the CPU only its interpreter runs: TRITON_INTERPRET=1)"
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _triton_refusal(kind: str, index: int) -> str:
     """Why not, or "": a string, so that torch.compile takes it as a constant and does not trace an import."""

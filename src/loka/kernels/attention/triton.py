@@ -5,6 +5,7 @@ from torch import Tensor
 
 from loka.kernels.attention.call import AttentionCall
 from loka.kernels.backend import YES, Verdict, no, require_library
+from loka.kernels.strides import unit_rows
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
@@ -48,7 +49,7 @@ def run(
 
     if divisor is not None and divisor <= 0:
         raise ValueError(f"divisor must be positive, got {divisor}; None divides by the length of each row")
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = map(unit_rows, (q, k, v))
     asked = times if query_times is None else query_times
     out: Tensor = triton_ops.silu_attention(
         q,

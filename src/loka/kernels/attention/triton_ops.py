@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.attention import triton_kernels as kernels
+from loka.kernels.strides import unit_rows
 
 
 @torch.library.custom_op("loka::silu_attention", mutates_args=())
@@ -66,7 +67,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, offsets, times, asked, position_bias, time_bias = ctx.saved_tensors
-    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    grad = unit_rows(grad)
     dq, dk, dv, dposition, dtime = silu_attention_backward(
         grad, q, k, v, offsets, times, asked, position_bias, time_bias, *ctx.options
     )

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, ROW, QTensor, Spec
-from loka.kernels.backend import YES, Verdict, no, require_library
+from loka.kernels.backend import Verdict, no
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 from loka.kernels.quantize import quantize
-from loka.kernels.triton_device import triton_runs_on
+from loka.kernels.strides import unit_rows
+from loka.kernels.triton_device import triton_multiplies_on, triton_runs_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
@@ -24,8 +25,7 @@ def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.devi
         return no(f"heads are at most {WIDEST} wide, got {call.d}")
     if isinstance(call, AncestorAttentionCall) and call.spec is not None and can_write(call.spec, call.heads, call.d):
         return triton_runs_on(device)
-    reason = _refusal(device.type, call.dtype == torch.bfloat16 and isinstance(call, BeamAttentionCall))
-    return no(reason) if reason else YES
+    return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16 and isinstance(call, BeamAttentionCall))
 
 
 def can_write(spec: Spec, heads: int, d: int) -> bool:
@@ -34,27 +34,12 @@ def can_write(spec: Spec, heads: int, d: int) -> bool:
     return plain and spec.format == E4M3 and spec.block == ROW and heads * d <= WIDEST_ROW
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refusal(kind: str, multiplies_bf16: bool) -> str:
-    """Why not, or "": a string, so that torch.compile takes it as a constant and does not trace an import."""
-    available = require_library("triton", "dev")
-    if not available or kind == "cuda":
-        return available.reason
-    import triton
-
-    if kind == "cpu" and triton.knobs.runtime.interpret:
-        return (
-            "Triton's interpreter multiplies bf16 by its bit patterns; test in fp16 or fp32" if multiplies_bf16 else ""
-        )
-    return f"Triton needs a CUDA device, not {kind} (on the CPU only its interpreter runs: TRITON_INTERPRET=1)"
-
-
 def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Tensor:
     """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
     from loka.kernels.beam_attention import triton_ops
 
-    values = None if v is k else _unit(v)
-    out: Tensor = triton_ops.beam_attention(_unit(q), _unit(k), values, lengths.contiguous(), scale)
+    values = None if v is k else unit_rows(v)
+    out: Tensor = triton_ops.beam_attention(unit_rows(q), unit_rows(k), values, lengths.contiguous(), scale)
     return out
 
 
@@ -87,7 +72,3 @@ def ancestors(
     if spec is None:
         return cast(Tensor, out)
     return QTensor(out, made, spec) if low else quantize(out.view(-1, q.shape[2] * q.shape[3]), spec)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

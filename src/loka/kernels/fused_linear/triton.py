@@ -16,6 +16,7 @@ from loka.kernels.fused_linear.call import (
 )
 from loka.kernels.scaled_mm import triton as scaled_mm_triton
 from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 _GROUP = Block(1, 128)
@@ -134,7 +135,7 @@ def gradient(
 
     given = _given(scale, spec)
     g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
-        dy if dy.stride(-1) == 1 else dy.contiguous(), z.data if isinstance(z, QTensor) else z, rstd, given,
+        unit_rows(dy), z.data if isinstance(z, QTensor) else z, rstd, given,
         norm_block > 0, ACTIVATIONS.index(activation), bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
         spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"),
     )  # fmt: skip

@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor, bfloat16, dtype, int32, int64
 
 from loka.formats import QTensor, Spec
-from loka.kernels.grouped_mm.call import GroupedCall, Permutation, RouteCall, SwigluCall, describe
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, Permutation, SwigluCall, describe
 from loka.kernels.registry import first, pick
 from loka.kernels.registry import prepare as prepare_on
 
 __all__ = [
     "GroupedCall",
+    "MoveCall",
     "Permutation",
-    "RouteCall",
     "SwigluCall",
     "combine",
     "gather",
@@ -95,7 +95,7 @@ def permute(ids: Tensor, experts: int, *, backend: str = "auto") -> Permutation:
     """Sort the choices ids [T, top], integers in [0, experts), by expert; visits of the same expert keep the order of their tokens."""
     if ids.dim() != 2 or ids.dtype not in (int32, int64):
         raise ValueError(f"permute takes int32 or int64 ids [tokens, top], got {ids.dtype} {tuple(ids.shape)}")
-    call = RouteCall(ids.shape[0], ids.shape[1], experts)
+    call = MoveCall(ids.shape[0], ids.shape[1], experts)
     chosen: Any = pick("grouped_mm", backend, call, ids.device).backend
     order, offsets, inverse = chosen.permute(ids, experts)
     return Permutation(order, offsets, inverse, ids.shape[1])
@@ -107,7 +107,7 @@ def gather(x: QTensor | Tensor, permutation: Permutation, *, backend: str = "aut
     if tokens * top != permutation.order.shape[0]:
         raise ValueError(f"the permutation is of {permutation.order.shape[0]} visits, x has {tokens} tokens x {top}")
     dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
-    call = RouteCall(tokens, top, permutation.offsets.shape[0] - 1, dtype)
+    call = MoveCall(tokens, top, permutation.offsets.shape[0] - 1, dtype)
     chosen: Any = pick("grouped_mm", backend, call, x.device).backend
     out: QTensor | Tensor = chosen.gather(x, permutation)
     return out
@@ -124,7 +124,7 @@ def combine(
         )
     if add is not None and (add.shape != (tokens, y.shape[1]) or add.dtype != y.dtype):
         raise ValueError(f"add must be {y.dtype} {(tokens, y.shape[1])}, got {add.dtype} {tuple(add.shape)}")
-    call = RouteCall(tokens, top, permutation.offsets.shape[0] - 1, y.dtype)
+    call = MoveCall(tokens, top, permutation.offsets.shape[0] - 1, y.dtype)
     chosen: Any = pick("grouped_mm", backend, call, y.device).backend
     out: Tensor = chosen.combine(y, permutation, weights, add)
     return out

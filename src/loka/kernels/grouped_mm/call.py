@@ -61,7 +61,7 @@ class SwigluCall:
 
 
 @dataclass(frozen=True)
-class RouteCall:
+class MoveCall:
     """Sorting, gathering or combining the rows of `tokens` tokens that visit `top` of `experts` experts."""
 
     tokens: int

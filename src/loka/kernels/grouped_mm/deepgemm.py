@@ -14,14 +14,14 @@ from torch import Tensor
 
 from loka.formats import E4M3, Block, QTensor
 from loka.kernels.backend import Verdict, no
-from loka.kernels.grouped_mm.call import GroupedCall, RouteCall, SwigluCall
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
 from loka.kernels.scaled_mm.layout import float_scales, fp8_gpu, library
 
 ALIGNMENT = 128
 _BLOCKS = (Block(1, 128), Block(128, 128))
 
 
-def supports(call: GroupedCall | SwigluCall | RouteCall, device: torch.device) -> Verdict:
+def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
     """E4M3 under 1x128 x 128x128 scales to bf16, widths that its tiles divide."""
     if not isinstance(call, GroupedCall) or call.swiglu:
         return no("has the grouped GEMM only: reference and triton do the steps around it")

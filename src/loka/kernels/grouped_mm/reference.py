@@ -17,10 +17,10 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec, quantize
 from loka.kernels.backend import YES, Verdict
-from loka.kernels.grouped_mm.call import GroupedCall, Permutation, RouteCall, SwigluCall
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, Permutation, SwigluCall
 
 
-def supports(call: GroupedCall | SwigluCall | RouteCall, device: torch.device) -> Verdict:
+def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
     """Everything: this is emulation."""
     return YES
 

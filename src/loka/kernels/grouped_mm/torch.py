@@ -14,11 +14,11 @@ from torch import Tensor
 
 from loka.formats import E4M3, ROW, QTensor
 from loka.kernels.backend import Verdict, no
-from loka.kernels.grouped_mm.call import GroupedCall, RouteCall, SwigluCall
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
 from loka.kernels.scaled_mm.layout import float_scales, fp8_gpu
 
 
-def supports(call: GroupedCall | SwigluCall | RouteCall, device: torch.device) -> Verdict:
+def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
     """bf16, or E4M3 with row scales, to bf16."""
     if not isinstance(call, GroupedCall):
         return no("has the grouped GEMM only: reference and triton do the steps around it")

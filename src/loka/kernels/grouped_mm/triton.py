@@ -11,8 +11,9 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import YES, Verdict, no
-from loka.kernels.grouped_mm.call import GroupedCall, Permutation, RouteCall, SwigluCall
+from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, Permutation, SwigluCall
 from loka.kernels.prepared import Laid, laid_out, with_layout
+from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 _GROUP, _SQUARE = Block(1, 128), Block(128, 128)
@@ -21,11 +22,11 @@ _WIDEST_ROW = 16384
 _MOST_EXPERTS = 256
 
 
-def supports(call: GroupedCall | SwigluCall | RouteCall, device: torch.device) -> Verdict:
+def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
     """E4M3 (E5M2 for x) with one of two scale pairs, or 16 and 32 bits; quantised results per 1x128, and per row where a kernel sees whole rows."""
     if isinstance(call, SwigluCall):
         answer = _can_swiglu(call)
-    elif isinstance(call, RouteCall):
+    elif isinstance(call, MoveCall):
         answer = (
             YES if call.experts <= _MOST_EXPERTS else no(f"sorts up to {_MOST_EXPERTS} experts, not {call.experts}")
         )
@@ -160,7 +161,7 @@ def swiglu(h: Tensor, spec: Spec | None) -> QTensor | Tensor:
     """silu(gate) * up of h [M, 2 F]."""
     from loka.kernels.grouped_mm import triton_ops
 
-    h = h if h.stride(1) == 1 else h.contiguous()
+    h = unit_rows(h)
     whole = spec is not None and spec.block == ROW
     out, scale = triton_ops.swiglu(h, spec is not None, whole, spec is not None and spec.scale != "f32")
     return out if spec is None else QTensor(out, scale, spec)
@@ -179,26 +180,22 @@ def gather(x: QTensor | Tensor, permutation: Permutation) -> QTensor | Tensor:
     from loka.kernels.grouped_mm import triton_ops
 
     if not isinstance(x, QTensor):
-        rows: Tensor = triton_ops.gather(_unit(x), None, permutation.order, permutation.top)[0]
+        rows: Tensor = triton_ops.gather(unit_rows(x), None, permutation.order, permutation.top)[0]
         return rows
     if x.spec.block == TENSOR:
-        data, _ = triton_ops.gather(_unit(x.data), None, permutation.order, permutation.top)
+        data, _ = triton_ops.gather(unit_rows(x.data), None, permutation.order, permutation.top)
         return QTensor(data, x.scale, x.spec)
     if x.spec.block.rows != 1:
         raise ValueError(f"rows of {x.spec} share scales with their neighbours: quantise per row, 1x128 or per tensor")
-    data, scale = triton_ops.gather(_unit(x.data), x.scale, permutation.order, permutation.top)
+    data, scale = triton_ops.gather(unit_rows(x.data), x.scale, permutation.order, permutation.top)
     return QTensor(data, scale, x.spec)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def combine(y: Tensor, permutation: Permutation, weights: Tensor, add: Tensor | None) -> Tensor:
     """The weighted sum of each token's rows."""
     from loka.kernels.grouped_mm import triton_ops
 
-    weights = weights if weights.stride(1) == 1 else weights.contiguous()
-    add = None if add is None else _unit(add)
-    out: Tensor = triton_ops.combine(_unit(y), permutation.inverse, weights, add)
+    weights = unit_rows(weights)
+    add = None if add is None else unit_rows(add)
+    out: Tensor = triton_ops.combine(unit_rows(y), permutation.inverse, weights, add)
     return out

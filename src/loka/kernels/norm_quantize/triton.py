@@ -6,6 +6,7 @@ from torch import Tensor
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
 from loka.kernels.norm_quantize.call import ACTIVATIONS, EPS, NORMS, NormCall, NormResult
+from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 WIDEST = 16384
@@ -64,7 +65,7 @@ def run(
     from loka.kernels.norm_quantize import triton_ops
 
     q, made, h, y, mean, rstd = triton_ops.norm_quantize(
-        _unit(x), None if residual is None else _unit(residual), _dense(weight), _dense(bias), scale, NORMS.index(norm), ACTIVATIONS.index(activation),
+        unit_rows(x), None if residual is None else unit_rows(residual), _dense(weight), _dense(bias), scale, NORMS.index(norm), ACTIVATIONS.index(activation),
         EPS[norm] if eps is None else eps, spec.format.dtype, _SOURCES[spec.block], spec.scale in ("pow2", "e8m0"), out_dtype,
     )  # fmt: skip
     return NormResult(
@@ -78,10 +79,6 @@ def run(
 
 def _dense(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def gradient(
@@ -104,6 +101,6 @@ def gradient(
     from loka.kernels.norm_quantize import triton_ops
 
     dx, dw, db = triton_ops.norm_gradient(
-        _unit(dy), h.contiguous(), _dense(weight), _dense(bias), mean, rstd, None if dh is None else _unit(dh), NORMS.index(norm), ACTIVATIONS.index(activation)
+        unit_rows(dy), h.contiguous(), _dense(weight), _dense(bias), mean, rstd, None if dh is None else unit_rows(dh), NORMS.index(norm), ACTIVATIONS.index(activation)
     )  # fmt: skip
     return dx, None if weight is None else dw, None if bias is None else db

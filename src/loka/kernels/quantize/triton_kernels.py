@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.strides import unit_rows
 from loka.kernels.tile import (
     INTERPRETED,
     finite_magnitude,
@@ -419,7 +420,7 @@ def quantize_both(
 def transpose(x: Tensor) -> Tensor:
     """[M, K] of one byte an element to [K, M]; unit stride along K."""
     m, k = x.shape
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = unit_rows(x)
     turned = aligned(k, m, x.dtype, x.device)
     if m and k:
         words = turned.stride(0) // 4

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from loka.kernels.backend import YES, Verdict, no, require_library
+from loka.kernels.backend import Verdict, no
 from loka.kernels.route.call import RouterCall
+from loka.kernels.strides import unit_rows
+from loka.kernels.triton_device import triton_multiplies_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_EXPERTS = 256
@@ -19,28 +21,14 @@ def supports(call: RouterCall, device: torch.device) -> Verdict:
         return no(f"compares up to {MOST_EXPERTS} experts, not {call.experts + int(call.always)}")
     if call.top > MOST_VISITS:
         return no(f"chooses up to {MOST_VISITS} experts, one after the other, not {call.top}")
-    reason = _refusal(device.type, call.dtype == torch.bfloat16)
-    return no(reason) if reason else YES
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refusal(kind: str, bf16: bool) -> str:
-    """Why not, or "": a string, so that torch.compile takes it as a constant and does not trace an import."""
-    available = require_library("triton", "dev")
-    if not available or kind == "cuda":
-        return available.reason
-    import triton
-
-    if kind == "cpu" and triton.knobs.runtime.interpret:
-        return "Triton's interpreter multiplies bf16 by its bit patterns; test in fp16 or fp32" if bf16 else ""
-    return f"Triton needs a CUDA device, not {kind} (on the CPU only its interpreter runs: TRITON_INTERPRET=1)"
+    return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
 
 
 def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = False) -> tuple[Tensor, Tensor]:
     """Experts int64 and weights float32, [T, top] or one column more."""
     from loka.kernels.route import triton_ops
 
-    result: tuple[Tensor, Tensor] = triton_ops.route(_unit(x), _unit(weight), balance.contiguous(), top, always)
+    result: tuple[Tensor, Tensor] = triton_ops.route(unit_rows(x), unit_rows(weight), balance.contiguous(), top, always)
     return result
 
 
@@ -51,10 +39,6 @@ def run_sorted(
     from loka.kernels.route import triton_ops
 
     result: tuple[Tensor, Tensor, Tensor, Tensor] = triton_ops.route_sorted(
-        _unit(x), _unit(weight), balance.contiguous(), top, always
+        unit_rows(x), unit_rows(weight), balance.contiguous(), top, always
     )
     return result
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()

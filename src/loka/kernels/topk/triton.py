@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.backend import Verdict, no
+from loka.kernels.strides import unit_rows
 from loka.kernels.topk.call import BeamTopkCall, TopkCall
 from loka.kernels.triton_device import triton_runs_on
 
@@ -25,7 +26,7 @@ def run(scores: Tensor, k: int, *, sorted: bool = True, ties: str = "lowest") ->
     """scores [R, n] -> values and int64 indices [R, k]."""
     from loka.kernels.topk import triton_ops
 
-    scores = scores if scores.stride(1) == 1 else scores.contiguous()
+    scores = unit_rows(scores)
     values, indices = triton_ops.topk(scores, k, sorted)
     return values, indices
 
