@@ -380,7 +380,7 @@ def make_record(report: dict[str, Any]) -> EngineBench:
         for row in report["rows"]
     ]
     profiles = [
-        EngineProfile(variant=p["variant"], batch=p["batch"], context=p["context"], milliseconds=p["ms_by_kind"])
+        EngineProfile(variant=p["variant"], batch=p["batch"], context=p["context"], by_kind=p["ms_by_kind"])
         for p in report.get("profiles", [])
     ]
     bars = [

@@ -383,7 +383,7 @@ def make_engine() -> EngineBench:
         variant="fp8", batch=16, context=512, milliseconds=around(30.0, 0.1), queries_per_second=533.0, run="<another>"
     )
     work = {"experts": 7.0, "linears": 4.0, "other": 6.0}
-    profile = EngineProfile(variant="fp8", batch=8, context=512, milliseconds=work)
+    profile = EngineProfile(variant="fp8", batch=8, context=512, by_kind=work)
     bars = [EngineBar(context=512, what="latency fp8 / compiled", value=0.4, bar="<= 0.51", met=True),
             EngineBar(context=512, what="throughput fp8 / bf16 engine", value=1.3, bar=">= 1.42", met=False)]  # fmt: skip
     there = msgspec.structs.replace(HERE, device="Some GPU")

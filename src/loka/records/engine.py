@@ -26,7 +26,7 @@ class EngineProfile(Part, frozen=True):
     variant: str
     batch: int
     context: int
-    milliseconds: dict[str, float]
+    by_kind: dict[str, float]  # milliseconds
 
 
 class EngineBar(Part, frozen=True):

@@ -46,9 +46,9 @@ def draw_steps(bench: EngineBench, context: int) -> Spec | None:
 def draw_profiles(bench: EngineBench, context: int) -> Spec | None:
     """Where the time goes, one stacked bar a variant."""
     found = [profile for profile in bench.profiles if profile.context == context]
-    kinds = list(dict.fromkeys(kind for profile in found for kind in profile.milliseconds))
+    kinds = list(dict.fromkeys(kind for profile in found for kind in profile.by_kind))
     rows = [
-        {"variant": p.variant, "kind": kind, "ms": p.milliseconds.get(kind, 0.0), "order": place}
+        {"variant": p.variant, "kind": kind, "ms": p.by_kind.get(kind, 0.0), "order": place}
         for p in found
         for place, kind in enumerate(kinds)
     ]
