@@ -14,7 +14,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PRIVATE = re.compile(r"/root\b|/work\b|/home/|/tmp/")
 
 
-def generator() -> ModuleType:
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """docs/generate.py, as `python docs/generate.py` finds it: with its folder on the path."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
@@ -24,51 +27,53 @@ def generator() -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["docs/measured.md", "docs/reference/cli.md", "docs/mods.md", "README.md"])
-def test_generated_pages_are_in_step(name: str) -> None:
-    made = generator().pages()[ROOT / name]
+def test_generated_pages_are_in_step(generate: ModuleType, name: str) -> None:
+    made = generate.pages()[ROOT / name]
     assert (ROOT / name).read_text(encoding="utf-8") == made, f"{name} is stale: run python docs/generate.py"
 
 
-def test_the_headline_follows_the_records() -> None:
-    module = generator()
-    made = module.headline_table()
-    found = module.read("h200/fp8_models.json")
+def test_the_headline_follows_the_records(generate: ModuleType) -> None:
+    made = generate.models.headline_table()
+    found = generate.models.read("h200/fp8_models.json")
     assert made is not None
     assert f"**{found['speedup']['wukong-infer-loka']['speedup']:.2f}x**" in made
     assert len(made.splitlines()) == 2 + sum(name.endswith("-loka") for name in found["speedup"])
 
 
-def test_without_an_ablation_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = generator()
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
-    assert (module.ablation_table(), module.latency_table(), module.ablation_summary()) == (None, None, None)
+def test_without_an_ablation_nothing_is_said(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tables.results.RESULTS", tmp_path)
+    made = generate.ablation
+    assert (made.ablation_table(), made.latency_table(), made.ablation_summary()) == (None, None, None)
 
 
-def test_the_ablation_follows_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ablation_follows_its_records(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a small real run of both scripts, on a CPU."""
-    module = generator()
-    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr("tables.results.RESULTS", tmp_path)
     shutil.copytree(ROOT / "tests" / "report" / "examples", tmp_path / "h200")
-    found, latency = module.read_ablation(), module.read_latency()
-    *lines, _, same = module.ablation_table().splitlines()
+    found, latency = generate.ablation.read_ablation(), generate.ablation.read_latency()
+    *lines, _, same = generate.ablation.ablation_table().splitlines()
     assert len(lines) == 2 + len(found.cells) == 2 + 15
     assert same.endswith("their difference is noise: complete-journey (none, no_bias, block_norm, hard_swish, all).")
     cell = found.find("complete-journey", "all", "planned")
     change = 100 * cell.against_original.change.value
     assert f"| {cell.log_loss:.5f} | {change:+.3f} % [" in lines[-1]
     assert f"**{cell.against_original.outcome}**" in lines[-1]
-    times = module.latency_table()
+    times = generate.ablation.latency_table()
     row = latency.find("infer", 64, "all", "fused")
     assert f"{row.microseconds.value:.1f} us, {row.speedup.value:.2f}x [" in times
     assert times.count("refused |") == 6
     assert "BlockNorm" in times.splitlines()[-1]
-    page = module.write_blocks(f"above\n{module.ABLATION}\n{module.END}\nbelow", "measured.md")
+    page = generate.write_blocks(f"above\n{generate.ABLATION}\n{generate.END}\nbelow", "measured.md")
     assert page.startswith("above\n")
     assert page.endswith("\nbelow")
     assert "([all cells](measured.md))" in page
     assert f"- complete-journey: all mods, planned FP8 {change:+.3f} %" in page
     assert f"{row.speedup.value:.2f}x [{row.speedup.low:.2f}, {row.speedup.high:.2f}] at batch 64" in page
-    assert module.write_blocks(page, "measured.md") == page
+    assert generate.write_blocks(page, "measured.md") == page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

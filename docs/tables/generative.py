@@ -1,0 +1,70 @@
+"""The generative engine: milliseconds of a batch, and what FP8 changes in the answers of trained models."""
+
+from typing import Any
+
+from tables.results import read, table
+
+
+def engine_table() -> str | None:
+    """The generative engine: latency of a batch, and the bars it was measured against."""
+    found = read("h200/onerec_engine.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            f"{row['variant']} (earlier run)" if "run" in row else row["variant"],
+            str(row["batch"]),
+            str(row["context"]),
+            f"{row['ms']:.1f} [{row['ms_low']:.1f}, {row['ms_high']:.1f}]",
+            f"{row['queries_per_s']:.0f}",
+        ]
+        for row in found["rows"]
+        if "ms" in row and "ms_low" in row
+    ]
+    return "\n\n".join([table(["variant", "batch", "context", "ms, 95 %", "queries/s"], rows), *found.get("notes", [])])
+
+
+def engine_headline() -> str | None:
+    """For README: milliseconds of a batch from the plain model to FP8, and what FP8 did to trained models."""
+    found, trained = read("h200/onerec_engine.json"), read("h200/onerec_quality.json")
+    if found is None:
+        return None
+    steps = {"eager": "eager", "compiled": "compiled", "bf16": "engine, bf16", "fp8": "engine, FP8"}
+    contexts = list(dict.fromkeys(row["context"] for row in found["rows"]))
+    rows = []
+    for context in contexts:
+        ms = {r["variant"]: r["ms"] for r in found["rows"] if (r["context"], r["batch"]) == (context, 8)}
+        ratio = f"**{ms['compiled'] / ms['fp8']:.2f}x**, {ms['bf16'] / ms['fp8']:.2f}x"
+        rows.append([f"{context:,}", *(f"{ms[name]:.1f} ms" for name in steps), ratio])
+    made = table(["context, 8 requests, beam 512", *steps.values(), "FP8 over compiled, over the bf16 engine"], rows)
+    if trained is None:
+        return made
+    change = trained["pooled"]["recall@10"]
+    return (
+        f"{made}\n\nIn {len(trained['rows'])} trained models FP8 changes recall@10 by {change['percent']:+.2f} % "
+        f"[{change['low']:+.2f}, {change['high']:+.2f}]: {change['verdict']} at a margin of 1 %."
+    )
+
+
+def generative_quality_table() -> str | None:
+    """What FP8 changes in the answers of trained OneRec models."""
+    found = read("h200/onerec_quality.json")
+    if found is None:
+        return None
+
+    def spell(change: dict[str, Any]) -> str:
+        return f"{change['percent']:+.2f} % [{change['low']:+.2f}, {change['high']:+.2f}], {change['verdict']}"
+
+    metrics = ("recall@10", "ndcg@10", "log-likelihood")
+    rows = [
+        [
+            f"{row['data']}, {row['model']}",
+            str(row["fp8 against bf16"]["recall@10"]["users"]),
+            *(spell(row["fp8 against bf16"][metric]) for metric in metrics),
+            *(f"{row['overlap with bf16'][arm]['@50']:.1%}" for arm in ("fp8", "fp16")),
+        ]
+        for row in found["rows"]
+    ]
+    rows.append(["all of them", "", *(spell(found["pooled"][metric]) for metric in metrics), "", ""])
+    head = ["data, model", "users", *metrics, "beams shared with bf16, n = 50: FP8", "fp16"]
+    return table(head, rows)

@@ -1,0 +1,127 @@
+"""Kernels and single layers: what one call costs beside bf16, how well kernels are chosen, what a probe adds to a step."""
+
+from typing import Any
+
+from tables.results import read, table
+
+
+def fused_table() -> str | None:
+    """One fused layer against compiled bf16."""
+    found, training = read("h200/fused_linear.json"), read("h200/fused_linear_training.json")
+    if found is None:
+        return None
+    backward = {}
+    for row in (training or {"rows": []})["rows"]:
+        if row["backend"] == "triton" and row["speedup"]:
+            backward[tuple(row["shape"][d] for d in "mkn")] = row["speedup"]["value"]
+    calls: dict[tuple[int, ...], dict[str, Any]] = {}
+    for row in found["rows"]:
+        if row["microseconds"]:
+            calls.setdefault(tuple(row["shape"][d] for d in "mkn"), {})[row["backend"]] = row
+    rows = []
+    for shape, ways in calls.items():
+        if {"bf16", "triton"} <= ways.keys():
+            bare = [way["microseconds"]["value"] for name, way in ways.items() if name.startswith("gemm ")]
+            s = ways["triton"]["speedup"]
+            rows.append(
+                [
+                    ", ".join(f"{d:,}" for d in shape),
+                    f"{ways['bf16']['microseconds']['value']:.1f} us",
+                    f"{min(bare):.1f} us" if bare else "",
+                    f"{ways['triton']['microseconds']['value']:.1f} us",
+                    f"{s['value']:.2f}x [{s['low']:.2f}, {s['high']:.2f}]",
+                    f"{backward[shape]:.2f}x" if shape in backward else "",
+                ]
+            )
+    return table(["M, K, N", "bf16", "best bare FP8 GEMM", "fused layer", "over bf16", "forward + backward"], rows)
+
+
+def bench_table(name: str) -> str | None:
+    """Every call of a kernel benchmark: the best backend beside bf16 and the roofline; refusals are counted."""
+    found = read(name)
+    if found is None:
+        return None
+    calls: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        calls.setdefault(row["call"], []).append(row)
+    rows = []
+    for call, ways in calls.items():
+        timed = [w for w in ways if w["microseconds"] and w["backend"] != "bf16"]
+        if not timed:
+            continue
+        best = min(timed, key=lambda w: w["microseconds"]["value"])
+        base = next((w for w in ways if w["backend"] == "bf16" and w["microseconds"]), None)
+        roof, time, speed = best["roofline_microseconds"], best["microseconds"]["value"], best["speedup"]
+        rows.append(
+            [
+                f"`{call}`",
+                best["backend"],
+                f"{base['microseconds']['value']:.1f}" if base else "",
+                f"{time:.1f}",
+                f"{roof:.1f}" if roof else "",
+                f"{speed['value']:.2f}x [{speed['low']:.2f}, {speed['high']:.2f}]" if speed else "",
+                str(sum(w["refusal"] is not None for w in ways)),
+            ]
+        )
+    return table(["call", "best backend", "bf16, us", "best, us", "roofline, us", "over bf16", "refused"], rows)
+
+
+def size_table() -> str | None:
+    """One linear's GEMM, its own quantisation included: from which size FP8 pays."""
+    found = read("h200/dispatch/rows.json")
+    if found is None:
+        return None
+    best: dict[tuple[str, int, int, int], dict[str, Any]] = {}
+    for row in (row for group in found["groups"] for row in group["rows"] if row["op"] == "linear" and row["speedup"]):
+        key = (row["variant"].split()[0], row["m"], row["k"], row["n"])
+        if key not in best or row["speedup"]["value"] > best[key]["speedup"]["value"]:
+            best[key] = row
+    rows = []
+    for (gemm, m, k, n), row in sorted(best.items(), key=lambda item: item[0][1] * item[0][2] * item[0][3]):
+        s, how = row["speedup"], row["variant"].split(" ", 1)[1]
+        rows.append(
+            [
+                gemm,
+                f"{m:,}, {k:,}, {n:,}",
+                f"{2 * m * k * n / 1e9:.1f}",
+                f"{s['value']:.2f}x [{s['low']:.2f}, {s['high']:.2f}]",
+                f"`{how}` on {row['backend']}",
+            ]
+        )
+    return table(["GEMM", "M, K, N", "GFLOP", "best over bf16", "which"], rows)
+
+
+def dispatch_table() -> str | None:
+    """How near a choice from the database comes to the fastest kernel there is."""
+    found = read("h200/dispatch/dispatch.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            name,
+            str(s["gemms"]),
+            f"{100 * s['of_oracle']:.2f} %",
+            f"{100 * s['worst_of_oracle']:.1f} %",
+            str(s["low_precision"]),
+            f"{s['mean_speedup']:.2f}x",
+        ]
+        for name, s in found["summary"].items()
+    ]
+    return table(["policy, GEMMs", "GEMMs", "of the fastest, mean", "worst", "in FP8", "speed-up, mean"], rows)
+
+
+def probe_table() -> str | None:
+    """What a probe costs a training step."""
+    found = read("h200/probe_overhead.json")
+    if found is None:
+        return None
+    rounds, memory = found["measure_rounds"], found["measure_memory"]
+    low, high = rounds["overhead_percent_95"]
+    rows = [
+        ["step without a probe", f"{rounds['bare_step_ms']:.2f} ms"],
+        ["step with a probe, amortised", f"{rounds['probed_step_ms']:.2f} ms"],
+        ["overhead, median of paired rounds", f"{rounds['overhead_percent']:.2f} % [{low:.2f}, {high:.2f}]"],
+        ["memory of the widest site", f"{memory['widest_site_mib']:.0f} MiB"],
+        ["memory of all sites", f"{memory['planned_total_mib']:.0f} MiB"],
+    ]
+    return table(["compiled bf16 Wukong, 21 linears, batch 8,192", ""], rows)

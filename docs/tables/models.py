@@ -1,0 +1,150 @@
+"""Whole models: their speed, their quality against simple baselines, and what the demo found."""
+
+import math
+from typing import Any
+
+from tables.results import read, table
+
+METRICS = {"auc": "AUC", "hr10": "HR@10"}
+NAMES = {
+    "wukong": "Wukong",
+    "wukong8k": "Wukong, width 8,192",
+    "dlrm": "DLRM",
+    "elfm": "ELFM",
+    "interformer": "InterFormer",
+    "hstu": "HSTU",
+}
+RUNS = {
+    "planned": "trained on in planned FP8",
+    "naive": "trained on in naive FP8 (tensorwise everywhere)",
+    "swap-planned": "final float32 weights, planned FP8 swapped in",
+    "swap-naive": "final float32 weights, naive FP8 swapped in",
+    "control": "control: float32 again, weights nudged by a bf16 rounding",
+}
+
+
+def models_table() -> str | None:
+    """Whole models: bf16, torchao and loka, step time with its interval."""
+    found = read("h200/fp8_models.json")
+    if found is None:
+        return None
+    rows = []
+    for name, case in found["cases"].items():
+        model, kind, *way = name.split("-")
+        speed = found["speedup"].get(name)
+        if speed is None or "ms" not in case:
+            continue
+        rows.append(
+            [
+                NAMES.get(model, model),
+                {"train": "training step", "infer": "inference"}.get(kind, kind),
+                f"{case['batch']:,}",
+                " ".join(way),
+                f"{case['ms']:.2f} ms [{case['ms_low']:.2f}, {case['ms_high']:.2f}]",
+                f"{speed['speedup']:.2f}x",
+                f"{speed['memory']:.2f}x" if "memory" in speed else "",
+                f"{case['fp8_share']:.0%}" if case.get("fp8_share") else "",
+            ]
+        )
+    order = {"bf16": 0, "fp32": -2, "tf32": -1}
+    rows.sort(key=lambda row: (row[0], row[1], order.get(row[3], 1 if "torchao" in row[3] else 2)))
+    return table(
+        ["model", "what", "batch", "precision", "time, 95 %", "over bf16", "peak memory", "products in FP8"], rows
+    )
+
+
+def headline_table() -> str | None:
+    """One line per model: what loka gains over compiled bf16."""
+    found = read("h200/fp8_models.json")
+    if found is None:
+        return None
+    rows = []
+    for name, speed in found["speedup"].items():
+        if not name.endswith("-loka"):
+            continue
+        model, kind, _ = name.split("-")
+        base, case = found["cases"][f"{model}-{kind}-bf16"], found["cases"][name]
+        rival = found["speedup"].get(f"{model}-{kind}-torchao-tensorwise")
+        rows.append(
+            [
+                NAMES.get(model, model),
+                {"train": "training step", "infer": "inference"}[kind],
+                f"{base['ms']:.2f} ms",
+                f"{case['ms']:.2f} ms",
+                f"**{speed['speedup']:.2f}x**",
+                f"{rival['speedup']:.2f}x" if rival else "not measured",
+            ]
+        )
+    rows.sort(key=lambda row: (row[1], -float(row[4].strip("*x"))))
+    return table(["model", "what", "compiled bf16", "loka FP8", "speed-up", "torchao tensorwise"], rows)
+
+
+def demo_table() -> str | None:
+    """The demo's comparisons, as `loka demo --json` wrote them."""
+    found = read("cpu/demo.json")
+    if found is None:
+        return None
+    rows = []
+    for name, text in RUNS.items():
+        c = found["comparisons"][name]
+        change = c["relative_change"]
+        value, low, high = (f"{100 * change[key]:+.3f}" for key in ("value", "low", "high"))
+        share = f"{100 * c['low_precision_flops_share']:.1f} %"
+        rows.append([text, share, f"{value} % [{low}, {high}]", f"**{c['outcome']}**"])
+    first = found["comparisons"]["planned"]
+    head = [
+        "run",
+        "in FP8 (GEMM FLOPs)",
+        f"change of {first['metric']}, 95 %",
+        f"verdict at a margin of {100 * first['margin']:.1f} %",
+    ]
+    said = (
+        f"{first['pairs']:,} test examples, {first['clusters']:,} households resampled; {found['converted']} of {found['linears']} linears converted; "
+        f"threads: {found['environment']['threads']}, {found['environment']['date'][:10]}, commit {found['environment']['commit']}."
+    )
+    return f"{table(head, rows)}\n\n{said}"
+
+
+def quality_table() -> str | None:
+    """Models against strong simple baselines, mean over seeds with its interval."""
+    found = read("h200/quality.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            row["data"],
+            row["model"],
+            row["metric"],
+            spell_mean(row),
+            str(row["seeds"]),
+            "; ".join(f"{name} {value:.4f}" for name, value in row["bar"].items()),
+        ]
+        for row in found["summary"]
+        if row.get("mean") is not None
+    ]
+    return table(["data", "model", "metric", "mean, 95 % over seeds", "seeds", "baselines"], rows)
+
+
+def spell_mean(row: dict[str, Any]) -> str:
+    """A mean with its interval; one seed has none."""
+    half = row.get("half_width")
+    return (
+        f"{row['mean']:.4f} ± {half:.4f}"
+        if half is not None and math.isfinite(half)
+        else f"{row['mean']:.4f}, one seed"
+    )
+
+
+def quality_headline() -> str | None:
+    """For README: one row per model, one column per data set, the strongest baseline first."""
+    found = read("h200/quality.json")
+    if found is None:
+        return None
+    rows = [row for row in found["summary"] if row.get("mean") is not None]
+    tasks = sorted({(row["metric"], row["data"]) for row in rows})
+    cells = {(row["metric"], row["data"], row["model"]): spell_mean(row) for row in rows}
+    bars = {(row["metric"], row["data"]): max(row["bar"].items(), key=lambda pair: pair[1]) for row in rows}
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    head = ["", *(f"{data}, {METRICS[metric]}" for metric, data in tasks)]
+    baseline = ["best simple baseline", *(f"{bars[task][1]:.4f} ({bars[task][0]})" for task in tasks)]
+    return table(head, [baseline, *([name, *(cells.get((*task, name), "") for task in tasks)] for name in names)])
