@@ -76,6 +76,11 @@ CONFIGURATIONS = {
         {"BM": 128, "BK": 128, "SCALE": 3, "TSCALE": 3, **BOTH_ROUNDED},
         {"num_warps": 8},
     ),
+    ("quantize", "_both", "the transpose alone, one scale"): (
+        {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S},
+        {"BM": 128, "BK": 128, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
+        {"num_warps": 4},
+    ),
     ("quantize", "_amax", "all maxima"): (
         {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
         {"BM": 128, "BK": 256, "ROWS": 16, "ROW": True, "COLUMN": True, "TENSOR": True},

@@ -12,7 +12,7 @@ from loka.formats import FORMATS, QTensor, Spec, decode, expand_scale, scale_sha
 from loka.formats import quantize as quantize_by_law
 from loka.kernels import BACKENDS, registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.quantize import QuantizeCall, quantize, quantize_both, transpose
+from loka.kernels.quantize import QuantizeCall, quantize, quantize_both, quantize_transposed, transpose
 
 SPECS = [
     *[f"{f}:{b}" for f in ("e4m3", "e5m2") for b in ("tensor", "row", "1x128", "128x128")],
@@ -86,6 +86,7 @@ def test_the_transpose_is_quantised_from_the_original(name: str, other: str, dev
             assert_same(q, quantize_by_law(x, call.spec))
             assert_same(t, quantize_by_law(x.T.contiguous(), call.transpose))
             assert t.data.stride(1) == 1  # K-major, as the GEMM wants it; rows may be padded
+            assert_same(quantize_transposed(x, call.transpose, backend=name), t)
 
 
 @every_backend

@@ -176,6 +176,10 @@ def test_importing_the_registry_imports_no_backend_and_no_library() -> None:
 
 def test_calls_print_what_they_are() -> None:
     assert str(QuantizeCall(4, 32, Spec.parse("e4m3:row"), torch.float32)) == "4x32 float32 -> e4m3:row"
+    alone = QuantizeCall(4, 32, None, torch.bfloat16, Spec.parse("e5m2:tensor"))
+    assert str(alone) == "4x32 bfloat16 -> T e5m2:tensor"
+    with pytest.raises(ValueError, match="asked for nothing"):
+        QuantizeCall(4, 32, None)
     both = QuantizeCall(4, 32, Spec.parse("e4m3:row"), torch.bfloat16, Spec.parse("e5m2:tensor"))
     assert str(both) == "4x32 bfloat16 -> e4m3:row + T e5m2:tensor"
     call = MatmulCall(4, 32, 8, Spec.parse("e4m3:row"), Spec.parse("e4m3:tensor"), torch.float16, fast_accum=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.padding import in_place_of_the_reference
-from loka.formats import Spec
+from loka.formats import Spec, relative_l2
 from loka.kernels import registry
 from loka.measure import site
 from loka.measure.site import GemmCandidate, SiteJob, gemm_shape, time_case, time_gemms, time_jobs
@@ -87,13 +87,13 @@ def test_what_is_timed_is_the_gemm_of_a_linear(gemm: str) -> None:
 
 def test_a_cached_weight_is_not_quantised_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     quantised: list[tuple[int, ...]] = []
-    real = site.quantize
+    real = site._quantize
 
     def count(x: torch.Tensor, spec: Spec) -> Any:
         quantised.append(tuple(x.shape))
         return real(x, spec)
 
-    monkeypatch.setattr(site, "quantize", count)
+    monkeypatch.setattr(site, "_quantize", count)
     for gemm, weights, expected in (
         ("fprop", "dynamic", [(24, 40), (13, 40)]),
         ("fprop", "cached", [(24, 40)]),
@@ -228,3 +228,21 @@ def test_on_a_gpu_ours_are_timed(gemm: str) -> None:
             assert timing.speedup is not None
             assert timing.errors["normal"]["relative_l2"] < 0.05
     assert time.monotonic() - begin < 120
+
+
+def test_a_transpose_is_never_copied_before_it_is_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear quantises x^T from x; a timing that transposed first would be of something else."""
+    read: list[tuple[int, ...]] = []
+    real = site.quantize_transposed
+
+    def note(x: torch.Tensor, spec: Spec) -> Any:
+        assert x.is_contiguous()
+        read.append(tuple(x.shape))
+        return real(x, spec)
+
+    monkeypatch.setattr(site, "quantize_transposed", note)
+    job = SiteJob("wgrad", 24, 40, 13, ())
+    pair = site._draw(job, 0, "normal", torch.device("cpu"))
+    out = site._thunk(job, GemmCandidate(ROW, ROW, "reference"), pair)()
+    assert read == [(24, 13), (24, 40)]
+    assert relative_l2(out, pair[0].double() @ pair[1].double().T) < 0.06

@@ -120,7 +120,7 @@ def test_batches_of_any_size_compile_twice() -> None:
 def test_autocast_around_a_backward_that_asks_for_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton quantiser does; dynamo then traces the backward twice, and a context that the first trace opened would stay open."""
     torch._dynamo.reset()
-    for name in ("quantize", "quantize_both"):
+    for name in ("quantize", "quantize_both", "quantize_transposed"):
         real = getattr(linear_function, name)
 
         def asking(x: Tensor, *rest: object, real=real, **named: object):

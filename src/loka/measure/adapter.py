@@ -172,7 +172,7 @@ def parse_variant(text: str, shape: Shape) -> MatmulCall:
 
 
 class Quantize:
-    """Quantisation of x [M, K]; N is ignored. A variant is a Spec, or `spec+transposed spec` for the pair the backward pass needs."""
+    """Quantisation of x [M, K]; N is ignored. A variant is a Spec, `spec+transposed spec` for the pair the backward pass needs, or `+transposed spec` alone."""
 
     op = "quantize"
     VARIANTS = ("e4m3:tensor:static", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e4m3:1x128+e4m3:1x128")
@@ -184,12 +184,13 @@ class Quantize:
 
     def _call(self, m: int, k: int, variant: str) -> QuantizeCall:
         spec, _, transpose = variant.partition("+")
-        return QuantizeCall(m, k, Spec.parse(spec), transpose=Spec.parse(transpose) if transpose else None)
+        parsed, parsed_t = (Spec.parse(text) if text else None for text in (spec, transpose))
+        return QuantizeCall(m, k, parsed, transpose=parsed_t)
 
     def encode(self, call: QuantizeCall) -> dict[str, Any]:
         """As JSON."""
         also = f"+{call.transpose}" if call.transpose else ""
-        return {**self.shape(call), "variant": f"{call.spec}{also}"}
+        return {**self.shape(call), "variant": f"{call.spec or ''}{also}"}
 
     def decode(self, fields: dict[str, Any]) -> QuantizeCall:
         """From JSON."""
@@ -210,7 +211,7 @@ class Quantize:
 
     def _options(self, call: QuantizeCall, x: Tensor) -> dict[str, Any]:
         options: dict[str, Any] = {"transpose": call.transpose} if call.transpose else {}
-        if call.spec.mode != "dynamic":
+        if call.spec and call.spec.mode != "dynamic":
             options["scale"] = inputs.quantized(x, call.spec).scale
         if call.transpose and call.transpose.mode != "dynamic":
             options["transpose_scale"] = inputs.quantized(x.T, call.transpose).scale
@@ -243,7 +244,7 @@ class Quantize:
 
     def bytes_moved(self, call: QuantizeCall) -> int:
         """16 bits in, 8 bits out, 8 more for a transpose. A dynamic scale per tensor, or per row of both, needs a second read: not counted."""
-        return call.m * call.k * (call.in_dtype.itemsize + 1 + (call.transpose is not None))
+        return call.m * call.k * (call.in_dtype.itemsize + (call.spec is not None) + (call.transpose is not None))
 
     def flops(self, call: QuantizeCall) -> int:
         """None on the matrix units."""

@@ -2,7 +2,7 @@
 
 `bench` times kernels alone; a model pays for more. This is what a low-precision `loka.nn.Linear` does for one of its GEMMs when that GEMM stands alone:
 
-    fprop   y  = x  W^T    a = x     b = W          quantise a and b along the contracted axis (a transposed view is copied first),
+    fprop   y  = x  W^T    a = x     b = W          quantise a and b along the contracted axis (a transpose from the tensor as it lies in memory),
     dgrad   dx = dy W      a = dy    b = W^T        then scaled_mm on the candidate's backend, bf16 out
     wgrad   dW = dy^T x    a = dy^T  b = x^T
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec, mere, relative_l2
 from loka.kernels import registry
-from loka.kernels.quantize import quantize
+from loka.kernels.quantize import quantize, quantize_transposed
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
@@ -235,17 +235,22 @@ def _draw(job: SiteJob, seed: int, distribution: str, device: torch.device) -> t
     return dy.T, matrix(job.m, job.k, 1, distribution).T
 
 
+def _quantize(x: Tensor, spec: Spec) -> QTensor:
+    """An operand as `_draw` gives it: a transposed view is read as it lies in memory."""
+    return quantize(x, spec) if x.is_contiguous() else quantize_transposed(x.T, spec)
+
+
 def _thunk(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) -> Thunk:
     """Quantise and multiply, as Linear does; a cached weight is quantised and prepared here, outside the clock."""
     a, b = pair
     backend = registry.backend("scaled_mm", candidate.backend)
     kept = None
     if job.weights == "cached" and job.gemm != "wgrad":
-        kept = registry.prepare_for(backend, quantize(b.contiguous(), candidate.b), candidate.a)
+        kept = registry.prepare_for(backend, _quantize(b, candidate.b), candidate.a)
 
     def run() -> Tensor:
-        qa = quantize(a.contiguous(), candidate.a)
-        qb = kept if kept is not None else quantize(b.contiguous(), candidate.b)
+        qa = _quantize(a, candidate.a)
+        qb = kept if kept is not None else _quantize(b, candidate.b)
         result: Tensor = backend.run(qa, qb, out_dtype=torch.bfloat16, fast_accum=candidate.fast_accum)
         return result
 
@@ -284,7 +289,7 @@ def _check(job: SiteJob, candidate: GemmCandidate, call: MatmulCall, pair: tuple
     """The quantiser against the law bit for bit, then the product against the law of those operands, twice."""
     quantized: list[QTensor] = []
     for x, spec in zip(pair, (candidate.a, candidate.b), strict=True):
-        q = quantize(x.contiguous(), spec)
+        q = _quantize(x, spec)
         expected, _ = registry.backend("quantize", "reference").run(x.contiguous(), spec)
         same = conformance.check_quantized(q, expected)
         if not same:

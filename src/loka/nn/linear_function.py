@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from loka.formats import QTensor, Spec
 from loka.kernels import prepared, registry
 from loka.kernels.prepared import Layout
-from loka.kernels.quantize import quantize, quantize_both
+from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import MatmulCall, scaled_mm
 from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.nn.binding import BoundGemm, LinearBinding
@@ -70,11 +70,7 @@ def _pair(
         return quantize_both(x, spec, transpose, scale=scale, transpose_scale=scale_t, backend=quantizer)
     if transpose is None:
         return (None if spec is None else quantize(x, spec, scale=scale, backend=quantizer)), None
-    if x.is_cuda and transpose.mode != "dynamic":  # one read and one spare FP8 copy, instead of a transposed 16-bit one
-        return None, quantize_both(
-            x, transpose, transpose, scale=scale_t, transpose_scale=scale_t, backend=quantizer
-        )[1]  # fmt: skip
-    return None, quantize(x.T.contiguous(), transpose, scale=scale_t, backend=quantizer)
+    return None, quantize_transposed(x, transpose, scale=scale_t, backend=quantizer)
 
 
 def _gemm(a: QTensor, b: QTensor, bound: BoundGemm, dtype: torch.dtype) -> Tensor:

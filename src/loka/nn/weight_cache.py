@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.formats import QTensor, Spec
 from loka.kernels.prepared import assemble, layout_of, parts_of
-from loka.kernels.quantize import quantize, quantize_both
+from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import prepare
 
 __all__ = ["POLICIES", "Form", "StaleWeightError", "WeightCache", "WeightPolicy", "quantize_weight"]
@@ -112,7 +112,7 @@ def quantize_weight(
     if spec is not None and transpose is not None:
         return quantize_both(weight, spec, transpose, backend=quantizer)
     if transpose is not None:
-        return None, quantize(weight.T.contiguous(), transpose, backend=quantizer)
+        return None, quantize_transposed(weight, transpose, backend=quantizer)
     return (None if spec is None else quantize(weight, spec, backend=quantizer)), None
 
 

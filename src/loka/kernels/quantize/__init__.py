@@ -1,4 +1,4 @@
-"""quantize: a tensor, and where asked its transpose, to low precision with scales."""
+"""quantize: a tensor, its transpose, or both from one read, to low precision with scales."""
 
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ from loka.formats import TENSOR, QTensor, Spec
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.registry import pick
 
-__all__ = ["QuantizeCall", "quantize", "quantize_both", "transpose"]
+__all__ = ["QuantizeCall", "quantize", "quantize_both", "quantize_transposed", "transpose"]
 
 
 def quantize(
@@ -43,6 +43,20 @@ def quantize_both(
         x, spec, scale=scale, transpose=transpose, transpose_scale=transpose_scale, generator=generator
     )
     return cast(tuple[QTensor, QTensor], result)
+
+
+def quantize_transposed(
+    x: Tensor,
+    spec: Spec,
+    *,
+    scale: Tensor | None = None,
+    backend: str = "auto",
+    generator: torch.Generator | None = None,
+) -> QTensor:
+    """Quantise the transpose [K, M], contiguous, of x [M, K], without a transposed copy in x's own precision."""
+    chosen = pick("quantize", backend, QuantizeCall.of(x, None, spec), x.device)
+    _, q_t = chosen.backend.run(x, None, transpose=spec, transpose_scale=scale, generator=generator)
+    return cast(QTensor, q_t)
 
 
 def transpose(q: QTensor, *, backend: str = "auto") -> QTensor:

@@ -16,15 +16,15 @@ def supports(call: QuantizeCall, device: torch.device) -> Verdict:
 
 def run(
     x: Tensor,
-    spec: Spec,
+    spec: Spec | None,
     *,
     scale: Tensor | None = None,
     transpose: Spec | None = None,
     transpose_scale: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> tuple[QTensor, QTensor | None]:
-    """Quantise x and, where asked, its transpose."""
-    q = quantize_by_law(x, spec, scale=scale, generator=generator)
+) -> tuple[QTensor | None, QTensor | None]:
+    """Quantise x, its transpose, or both."""
+    q = None if spec is None else quantize_by_law(x, spec, scale=scale, generator=generator)
     if transpose is None:
         return q, None
     return q, quantize_by_law(x.T.contiguous(), transpose, scale=transpose_scale, generator=generator)

@@ -32,15 +32,16 @@ def supports(call: QuantizeCall, device: torch.device) -> Verdict:
 
 def run(
     x: Tensor,
-    spec: Spec,
+    spec: Spec | None,
     *,
     scale: Tensor | None = None,
     transpose: Spec | None = None,
     transpose_scale: Tensor | None = None,
     generator: torch.Generator | None = None,
-) -> tuple[QTensor, QTensor | None]:
-    """Quantise x [M, K] and, where asked, its transpose [K, M]."""
-    _check_scale(spec, scale, x.shape)
+) -> tuple[QTensor | None, QTensor | None]:
+    """Quantise x [M, K], its transpose [K, M], or both."""
+    if spec is not None:
+        _check_scale(spec, scale, x.shape)
     if transpose is not None:
         _check_scale(transpose, transpose_scale, (x.shape[1], x.shape[0]))
     x = x.detach()
@@ -50,9 +51,9 @@ def run(
     from loka.kernels.quantize import triton_ops
 
     q, q_scale, qt, qt_scale = triton_ops.quantize(
-        x, str(spec), scale, "" if transpose is None else str(transpose), transpose_scale, seed
+        x, "" if spec is None else str(spec), scale, "" if transpose is None else str(transpose), transpose_scale, seed
     )
-    result = QTensor(q, q_scale if scale is None else scale.float(), spec)
+    result = None if spec is None else QTensor(q, q_scale if scale is None else scale.float(), spec)
     if transpose is None:
         return result, None
     return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
@@ -71,9 +72,9 @@ def _check_scale(spec: Spec, scale: Tensor | None, shape: tuple[int, ...]) -> No
         raise ValueError(f"{spec} of shape {tuple(shape)} needs scales of {expected}, got {tuple(scale.shape)}")
 
 
-def _seed(spec: Spec, transpose: Spec | None, generator: torch.Generator | None, device: torch.device) -> int:
+def _seed(spec: Spec | None, transpose: Spec | None, generator: torch.Generator | None, device: torch.device) -> int:
     """A fresh seed for stochastic rounding; nothing is drawn when nothing is stochastic."""
-    if "stochastic" not in (spec.rounding, transpose.rounding if transpose else ""):
+    if all(s is None or s.rounding != "stochastic" for s in (spec, transpose)):
         return 0
     where = generator.device if generator is not None else "cpu"
     return int(torch.randint(2**31, (), generator=generator, device=where))

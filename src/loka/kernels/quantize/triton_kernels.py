@@ -4,7 +4,7 @@ Four kernels cover every granularity:
 
 * `_rows`   one scale per row. A row (up to 16384 wide) stays in registers between its amax and its cast: one read, one write.
 * `_tiles`  a 128-wide tile in registers; scales are computed in it (1x128, 128x128) or given (tensor, row).
-* `_both`   the same from one read for the tensor and its transpose. Transposing bytes is slow (33 % of copy bandwidth on an H200), so four consecutive rows
+* `_both`   the same from one read for the tensor and its transpose, or for the transpose alone. Transposing bytes is slow (33 % of copy bandwidth on an H200), so four consecutive rows
             are loaded as four tiles of one layout, their bytes packed into 32-bit words inside a thread, and words are transposed.
 * `_amax`   row, column and tensor maxima in one read, for the scales no tile can know alone: dynamic `tensor`, and `row` of the transpose.
 
@@ -36,8 +36,10 @@ _BOTH_LAUNCH = {"num_warps": 4}  # of 4, 8, 8 with half the registers, 16: the f
 _AMAX_TILE, _AMAX_LAUNCH = (128, 256, 16), {"num_warps": 4}  # rows, columns, rows at a time
 WIDEST_ROW = 16384  # elements one program keeps in registers
 
-# Where a tile's scales come from.
+# Where a tile's scales come from; NOTHING: the tile is not written.
+NOTHING = 0
 SCALAR, VECTOR, GROUPED, SQUARE = 1, 2, 3, 4
+_NOTHING = tl.constexpr(0)
 _SCALAR = tl.constexpr(1)
 _VECTOR = tl.constexpr(2)
 _GROUPED = tl.constexpr(3)
@@ -228,14 +230,15 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
         tl.store(s_ptr + tile_m * s_stride + tile_k * s_stride_k, scale_of(square, E5M2, POW2))
     if TSCALE == _SQUARE:
         tl.store(st_ptr + tile_k * st_stride + tile_m * st_stride_k, scale_of(square, T_E5M2, T_POW2))
-    i0 = _row_inverse(r0, s_ptr, row0, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-    i1 = _row_inverse(r1, s_ptr, row1, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-    i2 = _row_inverse(r2, s_ptr, row2, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-    i3 = _row_inverse(r3, s_ptr, row3, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-    _store_rows(q_ptr, x0, i0, row0, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
-    _store_rows(q_ptr, x1, i1, row1, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
-    _store_rows(q_ptr, x2, i2, row2, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
-    _store_rows(q_ptr, x3, i3, row3, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+    if SCALE != _NOTHING:
+        i0 = _row_inverse(r0, s_ptr, row0, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+        i1 = _row_inverse(r1, s_ptr, row1, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+        i2 = _row_inverse(r2, s_ptr, row2, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+        i3 = _row_inverse(r3, s_ptr, row3, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+        _store_rows(q_ptr, x0, i0, row0, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+        _store_rows(q_ptr, x1, i1, row1, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+        _store_rows(q_ptr, x2, i2, row2, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
+        _store_rows(q_ptr, x3, i3, row3, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST)
     inv = _column_inverse(per_column, st_ptr, column, K, tile_m, st_stride, st_stride_k, square, TSCALE, T_E5M2, T_POW2)
     if FAST:
         packed = pack_rows(x0 * inv, x1 * inv, x2 * inv, x3 * inv)
@@ -403,8 +406,29 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q [M, K] and the transpose qt [K, M] from one read of x."""
     m, k = x.shape
-    q, qt = aligned(m, k, _fp8(e5m2), x.device), aligned(k, m, _fp8(t_e5m2), x.device)
+    q = aligned(m, k, _fp8(e5m2), x.device)
     scale = block_scales(m, k, source, x.device) if scale is None else scale
+    qt, t_scale = _turn_quantized(
+        x, q, scale, source, (e5m2, pow2, stochastic), t_scale, t_source, (t_e5m2, t_pow2, t_stochastic), seed
+    )
+    return q, scale, qt, t_scale
+
+
+def quantize_transposed(
+    x: Tensor, *, source: int, scale: Tensor | None, e5m2: bool, pow2: bool, stochastic: bool, seed: int
+) -> tuple[Tensor, Tensor]:
+    """The transpose qt [K, M] alone."""
+    none = x.new_empty(0, 0, dtype=_fp8(False)), x.new_empty(0, dtype=torch.float32), NOTHING, (False, False, False)
+    return _turn_quantized(x, *none, scale, source, (e5m2, pow2, stochastic), seed)
+
+
+def _turn_quantized(
+    x: Tensor, q: Tensor, scale: Tensor, source: int, options: tuple[bool, bool, bool],
+    t_scale: Tensor | None, t_source: int, t_options: tuple[bool, bool, bool], seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch `_both`, which writes q where its source is not NOTHING; options are (e5m2, pow2, stochastic)."""
+    m, k = x.shape
+    qt = aligned(k, m, _fp8(t_options[0]), x.device)
     t_scale = block_scales(k, m, t_source, x.device) if t_scale is None else t_scale
     if m and k:
         words = qt.stride(0) // 4
@@ -412,9 +436,9 @@ def quantize_both(
         _both[(triton.cdiv(m, GROUP) * triton.cdiv(k, GROUP),)](
             x, q, scale, torch.as_strided(qt, (k, words * 4), (words * 4, 1)).view(torch.int32), t_scale,
             m, k, x.stride(0), q.stride(0), words, *strides, seed, GROUP, GROUP, source, t_source,
-            e5m2, pow2, stochastic, t_e5m2, t_pow2, t_stochastic, INTERPRETED, **_BOTH_LAUNCH,
+            *options, *t_options, INTERPRETED, **_BOTH_LAUNCH,
         )  # fmt: skip
-    return q, scale, qt, t_scale
+    return qt, t_scale
 
 
 def transpose(x: Tensor) -> Tensor:

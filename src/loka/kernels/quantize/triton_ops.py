@@ -19,22 +19,30 @@ def _source(spec: Spec) -> int:
 def quantize(
     x: Tensor, spec: str, scale: Tensor | None, transpose: str, transpose_scale: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, scale, qt, t_scale. What was not asked for, and scales that were given, come back empty (an op's outputs may not alias its inputs)."""
-    want = Spec.parse(spec)
-    want_t = Spec.parse(transpose) if transpose else None
-    if want_t is None and want.block == ROW and want.mode == "dynamic":
-        return *kernels.quantize_rows(x, seed=seed, **_options(want)), *_nothing(x)
-    scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
+    """q, scale, qt, t_scale. What was not asked for (an empty spec), and scales that were given, come back empty: an op's outputs may not alias its inputs."""
+    want, want_t = (Spec.parse(text) if text else None for text in (spec, transpose))
     if want_t is None:
-        q, made = kernels.quantize_tiles(x, source=_source(want), scale=scale, seed=seed, **_options(want))
-        return q, _made(made, x.shape, want), *_nothing(x)
+        return *_quantize_alone(x, Spec.parse(spec), scale, seed), *_nothing(x)
+    scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
+    turned = (x.shape[1], x.shape[0])
+    if want is None:
+        qt, t_made = kernels.quantize_transposed(x, source=_source(want_t), scale=transpose_scale, seed=seed, **_options(want_t))  # fmt: skip
+        return *_nothing(x), qt, _made(t_made, turned, want_t)
     options = {f"t_{key}": value for key, value in _options(want_t).items()}
     q, made, qt, t_made = kernels.quantize_both(
         x, source=_source(want), scale=scale, t_source=_source(want_t), t_scale=transpose_scale, seed=seed,
         **_options(want), **options,
     )  # fmt: skip
     t_made = t_made.clone() if t_made is made else t_made  # an op's outputs may not alias one another
-    return q, _made(made, x.shape, want), qt, _made(t_made, (x.shape[1], x.shape[0]), want_t)
+    return q, _made(made, x.shape, want), qt, _made(t_made, turned, want_t)
+
+
+def _quantize_alone(x: Tensor, spec: Spec, scale: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:
+    if spec.block == ROW and spec.mode == "dynamic":
+        return kernels.quantize_rows(x, seed=seed, **_options(spec))
+    scale, _ = _global_scales(x, spec, scale, None, None)
+    q, made = kernels.quantize_tiles(x, source=_source(spec), scale=scale, seed=seed, **_options(spec))
+    return q, _made(made, x.shape, spec)
 
 
 def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
@@ -45,11 +53,9 @@ def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
 
 @quantize.register_fake
 def _(x, spec, scale, transpose, transpose_scale, seed):  # type: ignore[no-untyped-def]
-    want = Spec.parse(spec)
-    results = _fake(x, x.shape, want)
-    if not transpose:
-        return *results, *_nothing(x)
-    return *results, *_fake(x, (x.shape[1], x.shape[0]), Spec.parse(transpose))
+    plain = _fake(x, x.shape, Spec.parse(spec)) if spec else _nothing(x)
+    turned = _fake(x, (x.shape[1], x.shape[0]), Spec.parse(transpose)) if transpose else _nothing(x)
+    return *plain, *turned
 
 
 def _fake(x: Tensor, shape: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
@@ -74,7 +80,7 @@ def _options(spec: Spec) -> dict[str, bool]:
 
 
 def _global_scales(
-    x: Tensor, spec: Spec, scale: Tensor | None, spec_t: Spec | None, scale_t: Tensor | None
+    x: Tensor, spec: Spec | None, scale: Tensor | None, spec_t: Spec | None, scale_t: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Scales that no tile can know alone, from one more read of x; given ones as contiguous float32."""
 
@@ -95,7 +101,7 @@ def _global_scales(
         scale = made.pop(0) if row else total
     if column or needed(spec_t, TENSOR):
         scale_t = made.pop() if column else total
-        if not column and needed(spec, TENSOR) and _options(spec) != _options(spec_t):
+        if not column and spec is not None and needed(spec, TENSOR) and _options(spec) != _options(spec_t):
             scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_pair(spec_t)])[0]
     return scale, scale_t
 
