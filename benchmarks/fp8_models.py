@@ -32,8 +32,8 @@ from typing import Any
 import models
 
 PRECISIONS = ("fp32", "tf32", "bf16", "torchao-tensorwise", "torchao-rowwise", "loka")
-MODELS = ("wukong", "wukong8k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
-BRIEF = ("dcn", "dhen")  # these in bf16 and ours, the others in every precision
+MODELS = ("wukong", "wukong8k", "wukong8k4k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
+BRIEF = ("wukong8k4k", "dcn", "dhen")  # these in bf16 and ours, the others in every precision
 EXTRA = {"hstu": ("loka-split", "loka-convert"), "interformer": ("loka-convert",), "elfm": ("loka-convert",)}
 CASES = tuple(
     f"{model}-{mode}-{precision}"

@@ -32,7 +32,7 @@ def build(script: ModuleType, case: str) -> dict:
     return facts
 
 
-MODELS = ("wukong", "wukong8k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
+MODELS = ("wukong", "wukong8k", "wukong8k4k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
 OURS = [f"{model}-loka" for model in MODELS] + ["hstu-loka-split", "hstu-loka-convert", "elfm-loka-convert"]
 
 
