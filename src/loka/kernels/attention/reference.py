@@ -72,7 +72,7 @@ def locate(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def time_bucket(dt: Tensor, buckets: int) -> Tensor:
     """Two buckets per octave of |dt|, from the bits of its float32 value: 2 floor(log2 |dt|) + the first bit of the mantissa."""
-    bits = dt.abs().clamp(min=1).to(torch.float32).view(torch.int32)
+    bits = dt.to(torch.float32).abs().clamp(min=1).view(torch.int32)
     return ((bits >> 22) - (127 << 1)).clamp(max=buckets - 1)
 
 

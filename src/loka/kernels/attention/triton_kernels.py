@@ -1,56 +1,74 @@
 """SiLU attention on tiles: forward, and a backward that recomputes the scores instead of storing them.
 
-A program owns BLOCK positions of one row and one head. Forward and dq own queries and walk over the keys at or before them; dk and dv own keys and
-walk over the queries at or after them, and that walk also sums the gradients of the biases. Scores never reach memory, so the cost is linear in the
-total number of positions times the row length, and padding costs nothing: a program beyond the end of its row returns at once.
+A program owns a block of positions of one row and one head. Forward and dq own queries and walk over the keys at or before them; dk and dv own keys and
+walk over the queries at or after them, on transposed tiles, so that what the tensor cores wrote is what they read next. Scores never reach memory, so
+the cost is linear in the total number of positions times the row length, and padding costs nothing: a program beyond the end of its row returns at once.
 
-Bias gradients are atomic sums in float32 (a tile adds to neighbouring addresses), spread over COPIES buffers that are added up afterwards: the
-order of the additions is not fixed, so these two gradients, and only these, may differ in the last bits from run to run on a GPU.
+Masks. Operands are zero beyond the row. A query beyond it is never stored and has a zero gradient; a key beyond it lies after every query of the
+row. So the one mask a tile needs is the causal one.
+
+Bias gradients are summed in the dq walk, inside the tile, before memory is touched: one atomic addition per score cost more than all products together.
+
+    position    i - j is constant on a diagonal: row r of the tile is rotated by r, and a diagonal becomes a column
+    time        times grow within a row, so a tile holds a short range of buckets: one masked sum for each of them (a long range is slow, not wrong)
+
+Every program adds to numbers of its own (`partial`), which are summed afterwards: all gradients are the same bits from run to run.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-BLOCK = 16 if INTERPRETED else 64
-COPIES = 2 if INTERPRETED else 16
 
 
 @triton.jit
-def _bucket(dt, ENTRIES: tl.constexpr):
-    """Two buckets per octave of |dt|, from the bits of its float32 value: the same bits in every backend."""
-    magnitude = tl.maximum(tl.abs(dt), 1).to(tl.float32)
-    bits = magnitude.to(tl.int32, bitcast=True)
-    return tl.minimum((bits >> 22) - 254, ENTRIES - 1)
+def _look_up(table, index):
+    """table [N] at index [A, B]: read from shared memory in the layout of the index. tl.load would bring a layout of its own, and a conversion."""
+    flat = tl.reshape(index, (index.shape[0] * index.shape[1],))
+    return tl.reshape(tl.gather(table, flat, 0), index.shape)
 
 
 @triton.jit
-def _scores(q, k, i, j, n, h, asked_ptr, times_ptr, start, position_ptr, time_ptr, stride_p, stride_t, alpha,
-            POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, IEEE: tl.constexpr):  # fmt: skip
-    """s = alpha q k^T + biases for the tile of queries i and keys j; also where it counts, and the entries of the biases it read."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee" if IEEE else "tf32") * alpha
-    distance = i[:, None] - j[None, :]
-    seen = (distance >= 0) & (i < n)[:, None] & (j < n)[None, :]
-    place = tl.minimum(tl.maximum(distance, 0), POSITIONS - 1) if POSITIONS > 0 else distance
+def _find_buckets(own, other, BUCKETS: tl.constexpr):
+    """The time bucket of every pair of a tile, own [A] and other [B] being the times of its rows and its columns.
+
+    Two per octave of |dt|, from the bits of its float32 value without the sign: the same bits in every backend.
+    """
+    column = tl.broadcast_to(tl.arange(0, other.shape[0])[None, :], (own.shape[0], other.shape[0]))
+    if BUCKETS == 0:
+        return column
+    bits = (own[:, None] - _look_up(other, column)).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum(((bits >> 22) & 511) - 254, 0), BUCKETS - 1)
+
+
+@triton.jit
+def _add_biases(s, distance, far, bucket, position_ptr, at_position, time_ptr, at_time,
+                POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Scores plus biases. far: the distance of the tile's first query from its first key."""
     if POSITIONS > 0:
-        s += tl.load(position_ptr + h * stride_p + place, seen, other=0.0).to(tl.float32)
-    bucket = distance
+        WINDOW: tl.constexpr = 2 * max(QUERIES, KEYS)
+        place = far - KEYS + tl.arange(0, WINDOW)
+        window = tl.load(position_ptr + at_position + tl.minimum(tl.maximum(place, 0), POSITIONS - 1)).to(tl.float32)
+        s += _look_up(window, distance - far + KEYS)
     if BUCKETS > 0:
-        asked = tl.load(asked_ptr + start + i, i < n, other=0)
-        times = tl.load(times_ptr + start + j, j < n, other=0)
-        bucket = _bucket(asked[:, None] - times[None, :], BUCKETS)
-        s += tl.load(time_ptr + h * stride_t + bucket, seen, other=0.0).to(tl.float32)
-    return s, seen, place, bucket
+        entry = tl.arange(0, ENTRIES)
+        table = tl.load(time_ptr + at_time + tl.minimum(entry, BUCKETS - 1)).to(tl.float32)
+        s += _look_up(table, bucket)
+    return s
 
 
 @triton.jit
 def _load(ptr, start, at, n, h, stride_row, stride_head, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """The [BLOCK, WIDTH] tile of one head at positions `at` of a row, zero beyond the row."""
+    """The [block, WIDTH] tile of one head at positions `at` of a row, zero beyond the row."""
     column = tl.arange(0, PADDED)
-    inside = (at < n)[:, None] & (column < WIDTH)[None, :]
+    inside = (at < n)[:, None]
+    if WIDTH < PADDED:
+        inside = inside & (column < WIDTH)[None, :]
     return tl.load(ptr + (start + at)[:, None] * stride_row + h * stride_head + column[None, :], inside, other=0.0)
+
+
+@triton.jit
+def _load_times(ptr, start, at, n, BUCKETS: tl.constexpr):
+    """The times at positions `at` of a row; beyond the row the last one, which keeps the range of buckets short."""
+    return tl.load(ptr + start + tl.minimum(at, n - 1)) if BUCKETS > 0 else at
 
 
 @triton.jit
@@ -63,154 +81,146 @@ def _store(ptr, value, start, at, n, h, heads, WIDTH: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
+def _dot(a, b, IEEE: tl.constexpr):
+    return tl.dot(a, b, input_precision="ieee" if IEEE else "tf32")
+
+
+@triton.jit
 def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
              heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor,
              D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-             POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+             POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
+             QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = tl.program_id(0) * BLOCK
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest walks start first
     if first >= n:
         return
-    i = first + tl.arange(0, BLOCK)
+    i = first + tl.arange(0, QUERIES)
     q = _load(q_ptr, start, i, n, h, q_row, q_head, D, DP)
-    total = tl.zeros((BLOCK, VP), tl.float32)
-    for low in range(0, first + BLOCK, BLOCK):
-        j = low + tl.arange(0, BLOCK)
+    asked = _load_times(asked_ptr, start, i, n, BUCKETS)
+    total = tl.zeros((QUERIES, VP), tl.float32)
+    for low in range(0, tl.minimum(first + QUERIES, n), KEYS):
+        j = low + tl.arange(0, KEYS)
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
         v = _load(v_ptr, start, j, n, h, v_row, v_head, V, VP)
-        s, seen, _, _ = _scores(q, k, i, j, n, h, asked_ptr, times_ptr, start, position_ptr, time_ptr, stride_p,
-                                stride_t, alpha, POSITIONS, BUCKETS, IEEE)  # fmt: skip
-        weight = tl.where(seen, s * tl.sigmoid(s), 0.0)
-        total += tl.dot(weight.to(v.dtype), v, input_precision="ieee" if IEEE else "tf32")
+        distance = i[:, None] - j[None, :]
+        bucket = _find_buckets(asked, _load_times(times_ptr, start, j, n, BUCKETS), BUCKETS)
+        s = _dot(q, tl.trans(k), IEEE) * alpha
+        s = _add_biases(s, distance, first - low, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
+                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+        weight = tl.where(distance >= 0, s * tl.sigmoid(s), 0.0)
+        total += _dot(weight.to(v.dtype), v, IEEE)
     by = tl.where(divisor > 0, divisor, n.to(tl.float32))
     _store(out_ptr, total / by, start, i, n, h, heads, V, VP)
 
 
 @triton.jit
-def _slope(s, seen):
-    """d silu(s) / ds where the pair counts."""
-    sigmoid = tl.sigmoid(s)
-    return tl.where(seen, sigmoid * (1.0 + s * (1.0 - sigmoid)), 0.0)
+def _add_diagonals(sum_ptr, ds, far, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Add the diagonals of ds to sum_ptr[distance]; far: the first query's distance from the first key.
+
+    Column c of the rotated tile holds in row r the element of column (r - c) mod KEYS, whose distance is far + c plus a multiple of KEYS.
+    """
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
+    rotated = tl.gather(ds, (r - c) & (KEYS - 1), 1)
+    turn = (r - c + KEYS) // KEYS
+    for u in tl.static_range((QUERIES + KEYS - 1) // KEYS + 1):
+        distance = far + (u - 1) * KEYS + tl.arange(0, KEYS)
+        tl.atomic_add(sum_ptr + distance, tl.sum(tl.where(turn == u, rotated, 0.0), 0), distance >= 0, sem="relaxed")
 
 
 @triton.jit
-def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
+def _add_buckets(sum_ptr, ds, bucket, seen, BUCKETS: tl.constexpr):
+    """Add the sum of ds over every bucket to sum_ptr[bucket], four buckets in one reduction: its latency counts, not its additions."""
+    lowest, highest = tl.min(tl.where(seen, bucket, BUCKETS)), tl.max(tl.where(seen, bucket, 0))
+    for b in range(lowest // 4 * 4, highest + 1, 4):
+        even = tl.join(_sum_of(ds, bucket == b), _sum_of(ds, bucket == b + 2))
+        odd = tl.join(_sum_of(ds, bucket == b + 1), _sum_of(ds, bucket == b + 3))
+        four = tl.sum(tl.reshape(tl.join(even, odd), (ds.shape[0], 4)), 0)
+        entry = b + tl.arange(0, 4)
+        tl.atomic_add(sum_ptr + entry, four, entry < BUCKETS, sem="relaxed")
+
+
+@triton.jit
+def _sum_of(ds, mask):
+    return tl.sum(tl.where(mask, ds, 0.0), 1)
+
+
+@triton.jit
+def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, partial_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
                 heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
+                distances,
                 D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-                POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, IEEE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
+                QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """partial: [blocks of queries, H, distances + BUCKETS], zero; a row's blocks follow those of the rows before it."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = tl.program_id(0) * BLOCK
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    first = block * QUERIES
     if first >= n:
         return
-    i = first + tl.arange(0, BLOCK)
+    i = first + tl.arange(0, QUERIES)
     q = _load(q_ptr, start, i, n, h, q_row, q_head, D, DP)
     grad = _load(grad_ptr, start, i, n, h, g_row, g_head, V, VP)
-    dq = tl.zeros((BLOCK, DP), tl.float32)
-    for low in range(0, first + BLOCK, BLOCK):
-        j = low + tl.arange(0, BLOCK)
+    asked = _load_times(asked_ptr, start, i, n, BUCKETS)
+    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
+    sum_ptr = partial_ptr + ((start // QUERIES + b + block) * heads + h) * (distances + BUCKETS)
+    dq = tl.zeros((QUERIES, DP), tl.float32)
+    for low in range(0, tl.minimum(first + QUERIES, n), KEYS):
+        j = low + tl.arange(0, KEYS)
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
         v = _load(v_ptr, start, j, n, h, v_row, v_head, V, VP)
-        s, seen, _, _ = _scores(q, k, i, j, n, h, asked_ptr, times_ptr, start, position_ptr, time_ptr, stride_p,
-                                stride_t, alpha, POSITIONS, BUCKETS, IEEE)  # fmt: skip
-        ds = tl.dot(grad, tl.trans(v), input_precision="ieee" if IEEE else "tf32") * _slope(s, seen)
-        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee" if IEEE else "tf32")
-    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
+        distance = i[:, None] - j[None, :]
+        bucket = _find_buckets(asked, _load_times(times_ptr, start, j, n, BUCKETS), BUCKETS)
+        s = _dot(q, tl.trans(k), IEEE) * alpha
+        s = _add_biases(s, distance, first - low, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
+                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+        sigmoid = tl.sigmoid(s)
+        slope = tl.where(distance >= 0, sigmoid * (1.0 + s * (1.0 - sigmoid)), 0.0)
+        ds = _dot(grad, tl.trans(v), IEEE) * slope
+        dq += _dot(ds.to(k.dtype), k, IEEE)
+        if POSITIONS > 0:
+            _add_diagonals(sum_ptr, ds / by, first - low, QUERIES, KEYS)
+        if BUCKETS > 0:
+            _add_buckets(sum_ptr + distances, ds / by, bucket, distance >= 0, BUCKETS)
     _store(dq_ptr, dq * (alpha / by), start, i, n, h, heads, D, DP)
 
 
 @triton.jit
-def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, dposition_ptr, dtime_ptr,
-                 offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
+def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
                  heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
                  D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, COPIES: tl.constexpr,
-                 IEEE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
+                 QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = tl.program_id(0) * BLOCK
+    first = tl.program_id(0) * KEYS
     if first >= n:
         return
-    j = first + tl.arange(0, BLOCK)
+    j = first + tl.arange(0, KEYS)
     k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
     v = _load(v_ptr, start, j, n, h, v_row, v_head, V, VP)
-    dk = tl.zeros((BLOCK, DP), tl.float32)
-    dv = tl.zeros((BLOCK, VP), tl.float32)
-    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
-    shelf = (b + tl.program_id(0)) % COPIES * heads + h
-    for low in range(first, n, BLOCK):
-        i = low + tl.arange(0, BLOCK)
+    times = _load_times(times_ptr, start, j, n, BUCKETS)
+    dk = tl.zeros((KEYS, DP), tl.float32)
+    dv = tl.zeros((KEYS, VP), tl.float32)
+    for low in range(first // QUERIES * QUERIES, n, QUERIES):
+        i = low + tl.arange(0, QUERIES)
         q = _load(q_ptr, start, i, n, h, q_row, q_head, D, DP)
         grad = _load(grad_ptr, start, i, n, h, g_row, g_head, V, VP)
-        s, seen, place, bucket = _scores(q, k, i, j, n, h, asked_ptr, times_ptr, start, position_ptr, time_ptr,
-                                         stride_p, stride_t, alpha, POSITIONS, BUCKETS, IEEE)  # fmt: skip
-        weight = tl.where(seen, s * tl.sigmoid(s), 0.0)
-        dv += tl.dot(tl.trans(weight).to(grad.dtype), grad, input_precision="ieee" if IEEE else "tf32")
-        ds = tl.dot(grad, tl.trans(v), input_precision="ieee" if IEEE else "tf32") * _slope(s, seen)
-        dk += tl.dot(tl.trans(ds).to(q.dtype), q, input_precision="ieee" if IEEE else "tf32")
-        if POSITIONS > 0:
-            tl.atomic_add(dposition_ptr + shelf * POSITIONS + place, ds / by, seen, sem="relaxed")
-        if BUCKETS > 0:
-            tl.atomic_add(dtime_ptr + shelf * BUCKETS + bucket, ds / by, seen, sem="relaxed")
+        distance = i[None, :] - j[:, None]
+        bucket = _find_buckets(times, _load_times(asked_ptr, start, i, n, BUCKETS), BUCKETS)
+        s = _dot(k, tl.trans(q), IEEE) * alpha
+        s = _add_biases(s, distance, low - first, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
+                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+        sigmoid = tl.where(distance >= 0, tl.sigmoid(s), 0.0)
+        weight = s * sigmoid
+        dv += _dot(weight.to(grad.dtype), grad, IEEE)
+        ds = _dot(v, tl.trans(grad), IEEE) * (sigmoid + weight * (1.0 - sigmoid))
+        dk += _dot(ds.to(q.dtype), q, IEEE)
+    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
     _store(dk_ptr, dk * (alpha / by), start, j, n, h, heads, D, DP)
     _store(dv_ptr, dv / by, start, j, n, h, heads, V, VP)
-
-
-def _pad(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
-def _common(q, k, v, position_bias, time_bias):
-    """Options that all three kernels share. An absent bias has no entries, and its pointer is never read."""
-    return {
-        "D": q.shape[2], "DP": _pad(q.shape[2]), "V": v.shape[2], "VP": _pad(v.shape[2]),
-        "POSITIONS": 0 if position_bias is None else position_bias.shape[1],
-        "BUCKETS": 0 if time_bias is None else time_bias.shape[1],
-        "IEEE": q.dtype == torch.float32, "BLOCK": BLOCK,
-    }  # fmt: skip
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, times: Tensor | None, asked: Tensor | None,
-    position_bias: Tensor | None, time_bias: Tensor | None, max_length: int, divisor: float, alpha: float,
-) -> Tensor:  # fmt: skip
-    """Run the forward kernel; a divisor of 0 means the length of each row."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    rows, heads = offsets.shape[0] - 1, q.shape[1]
-    if rows == 0 or q.shape[0] == 0:
-        return out
-    _forward[triton.cdiv(max_length, BLOCK), rows * heads](
-        q, k, v, out, offsets, asked, times, position_bias, time_bias,
-        heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        0 if position_bias is None else position_bias.stride(0), 0 if time_bias is None else time_bias.stride(0),
-        alpha, divisor, **_common(q, k, v, position_bias, time_bias), num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, times: Tensor | None, asked: Tensor | None,
-    position_bias: Tensor | None, time_bias: Tensor | None, max_length: int, divisor: float, alpha: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v and the two biases (empty where a bias is absent)."""
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    rows, heads = offsets.shape[0] - 1, q.shape[1]
-    options = _common(q, k, v, position_bias, time_bias)
-    dposition = q.new_zeros(COPIES, heads, options["POSITIONS"], dtype=torch.float32)
-    dtime = q.new_zeros(COPIES, heads, options["BUCKETS"], dtype=torch.float32)
-    if rows and q.shape[0]:
-        strides = (
-            heads, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            grad.stride(0), grad.stride(1),
-            0 if position_bias is None else position_bias.stride(0), 0 if time_bias is None else time_bias.stride(0),
-        )  # fmt: skip
-        grid = (triton.cdiv(max_length, BLOCK), rows * heads)
-        where = (offsets, asked, times, position_bias, time_bias)
-        _backward_q[grid](q, k, v, grad, dq, *where, *strides, alpha, divisor, **options, num_warps=4)
-        _backward_kv[grid](q, k, v, grad, dk, dv, dposition, dtime, *where, *strides, alpha, divisor,
-                           **options, COPIES=COPIES, num_warps=4)  # fmt: skip
-    return dq, dk, dv, dposition.sum(0), dtime.sum(0)

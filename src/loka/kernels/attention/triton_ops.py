@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.kernels.attention import triton_kernels as kernels
+from loka.kernels.attention import triton_launch as launch
 from loka.kernels.strides import unit_rows
 
 
@@ -24,7 +24,7 @@ def silu_attention(
     alpha: float,
 ) -> Tensor:
     """out [total, H, d_v]; divisor 0 means the length of each row."""
-    return kernels.forward(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
+    return launch.forward(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
 
 
 @silu_attention.register_fake
@@ -48,7 +48,7 @@ def silu_attention_backward(
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradients of the biases in float32 (without entries where a bias is absent)."""
-    return kernels.backward(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
+    return launch.backward(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
 
 
 @silu_attention_backward.register_fake
