@@ -43,6 +43,8 @@ HEADS = {"HG": 1, "D": 128, "DP": 128, "TMA": True, "IEEE": False}
 ANCESTORS = {
     "q_ptr": X, "k_ptr": X, "v_ptr": X, "keys_ptr": X, "values_ptr": X, "ancestor_ptr": J, "scale_ptr": S, "scale": "fp32",
 }  # fmt: skip
+# Where experts or width are multiples of 16, launches say so: as constants here.
+PLACE = {"counts_ptr": J, "order_ptr": L, "offsets_ptr": J, "inverse_ptr": L}
 ROUTE = {"balance_ptr": S, "gate_ptr": S, "count_ptr": J}
 PLAIN = {"FP8": False, "POW2": False, "PREROUND": False}
 FUSED = {"FP8": True, "POW2": False, "PREROUND": False}
@@ -115,15 +117,15 @@ CONFIGURATIONS = {
         {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 32, "EP": 256, "BK": 32, "IEEE": True, "COUNT": False},
         {"num_warps": 4, "num_stages": 5},
     ),
-    ("route", "_sort", "53 experts"): (
-        {"id_ptr": J, "count_ptr": J, "order_ptr": L, "offset_ptr": J, "inverse_ptr": L},
-        {"COLUMNS": 4, "BM": 32, "EP": 64, "BB": 32},
+    ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
+    ("grouped_mm", "_place", "visits of 53 experts"): (
+        {**PLACE, "ids_ptr": L},
+        {"COLUMNS": 1, "BM": 256, "EP": 64, "BB": 32},
         {"num_warps": 4},
     ),
-    ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
-    ("grouped_mm", "_place", "53 experts"): (
-        {"ids_ptr": L, "counts_ptr": J, "order_ptr": L, "offsets_ptr": J, "inverse_ptr": L},
-        {"EP": 64, "BB": 32},
+    ("grouped_mm", "_place", "tokens of a router of 53 experts"): (
+        {**PLACE, "ids_ptr": J},
+        {"COLUMNS": 4, "BM": 32, "EP": 64, "BB": 32, "width": 64},
         {"num_warps": 4},
     ),
     ("grouped_mm", "_gather", "1x128"): (

@@ -15,7 +15,9 @@ a multiprocessor: one promotes while another multiplies.
 SwiGLU. A tile takes the same columns of gate and of up, two accumulators of one x tile; silu(gate) * up then never leaves the registers, and with 128 columns a
 tile row is exactly one 1x128 scaling group.
 
-Sorting is a stable counting sort in two passes over blocks of visits; it is deterministic, has no atomics and no limit on how uneven the load is.
+Sorting is a stable counting sort in two passes over blocks: how often each expert is visited, then where each visit goes. A token visits an expert once, so the
+place of a visit in its block is the number of earlier tokens there that chose the same: a running sum over tokens instead of visits. It is deterministic, has no
+atomics and no limit on how uneven the load is. A router that counted while it chose needs the second pass only.
 """
 
 from functools import lru_cache
@@ -175,31 +177,36 @@ def _count(ids_ptr, counts_ptr, V, E, EP: tl.constexpr):
 
 
 @triton.jit
-def _place(ids_ptr, counts_ptr, order_ptr, offsets_ptr, inverse_ptr, V, E, blocks, EP: tl.constexpr, BB: tl.constexpr):
-    """The row of each visit of a block: rows of experts before, of earlier blocks, of earlier visits in the block."""
+def _place(ids_ptr, counts_ptr, order_ptr, offsets_ptr, inverse_ptr, T, E, blocks, width,
+           COLUMNS: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr):  # fmt: skip
+    """The row of every visit of a block: rows of experts before, of earlier blocks, of earlier tokens in the block."""
     block = tl.program_id(0)
     expert = tl.arange(0, EP)
     total = tl.zeros((EP,), tl.int32)
     before = tl.zeros((EP,), tl.int32)
     for start in range(0, blocks, BB):
         other = start + tl.arange(0, BB)
-        known = (other < blocks)[:, None] & (expert < E)[None, :]
-        counts = tl.load(counts_ptr + other[:, None] * E + expert[None, :], known, other=0)
+        known = (other < blocks)[:, None] & (expert < width)[None, :]
+        counts = tl.load(counts_ptr + other[:, None] * width + expert[None, :], known, other=0)
         total += tl.sum(counts, 0)
         before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(offsets_ptr + 1 + expert, ends, expert < E)
         tl.store(offsets_ptr, 0)
-    base = ends - total + before
-    visit = block * _VISITS + tl.arange(0, _VISITS)
-    chosen = tl.load(ids_ptr + visit, visit < V, other=-1).to(tl.int32)
-    mine = (chosen[:, None] == expert[None, :]).to(tl.int32)
-    rank = tl.cumsum(mine, 0) - mine
-    row = tl.sum(mine * (rank + base[None, :]), 1)
-    valid = (visit < V) & (chosen >= 0) & (chosen < E)
-    tl.store(inverse_ptr + visit, row.to(tl.int64), valid)
-    tl.store(order_ptr + row, visit.to(tl.int64), valid)
+    token = block * BM + tl.arange(0, BM)
+    taken = tl.zeros((BM, EP), tl.int32)
+    for j in tl.static_range(COLUMNS):
+        chosen = tl.load(ids_ptr + token * COLUMNS + j, token < T, other=-1).to(tl.int32)
+        taken += (chosen[:, None] == expert[None, :]).to(tl.int32)
+    rows = tl.cumsum(taken, 0) - taken + (ends - total + before)[None, :]
+    for j in tl.static_range(COLUMNS):
+        visit = token * COLUMNS + j
+        chosen = tl.load(ids_ptr + visit, token < T, other=-1).to(tl.int32)
+        row = tl.sum(tl.where(chosen[:, None] == expert[None, :], rows, 0), 1)
+        valid = (chosen >= 0) & (chosen < E)
+        tl.store(inverse_ptr + visit, row.to(tl.int64), valid)
+        tl.store(order_ptr + row, visit.to(tl.int64), valid)
 
 
 @triton.jit
@@ -378,19 +385,35 @@ def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Te
 
 
 def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """order, offsets, inverse of contiguous ids [T, top]."""
-    visits, device = ids.numel(), ids.device
-    order = torch.empty(visits, dtype=torch.int64, device=device)
-    inverse_ = torch.empty(visits, dtype=torch.int64, device=device)
-    offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    if visits == 0:
+    """order, offsets, inverse of contiguous ids [T, top]. Sorted visit by visit: nothing says that the experts of a token differ."""
+    visits, padded = ids.numel(), triton.next_power_of_2(experts)
+    counts = torch.empty(triton.cdiv(visits, VISITS), experts, dtype=torch.int32, device=ids.device)
+    if visits:
+        _count[(len(counts),)](ids, counts, visits, experts, padded, num_warps=_warps(VISITS * padded))
+    return place(ids.view(visits, 1), counts, experts, VISITS)
+
+
+def place(ids: Tensor, counts: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The second pass: order, offsets, inverse of contiguous ids [T, columns], where a token visits no expert twice.
+
+    `counts` [blocks, experts or more] says how often each block of that many tokens visits each expert.
+    """
+    (tokens, columns), (blocks, width) = ids.shape, counts.shape
+    order, inverse_ = (torch.empty(tokens * columns, dtype=torch.int64, device=ids.device) for _ in range(2))
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
+    if tokens == 0:
         return order, offsets.zero_(), inverse_
-    blocks, width = triton.cdiv(visits, VISITS), triton.next_power_of_2(experts)
-    counts = torch.empty(blocks, experts, dtype=torch.int32, device=device)
-    warps = 4 if width <= 64 else 8
-    _count[(blocks,)](ids, counts, visits, experts, width, num_warps=warps)
-    _place[(blocks,)](ids, counts, order, offsets, inverse_, visits, experts, blocks, width, 32, num_warps=warps)
+    padded = triton.next_power_of_2(width)
+    _place[(blocks,)](
+        ids, counts, order, offsets, inverse_, tokens, experts, blocks, width, columns, block, padded, 32,
+        num_warps=_warps(block * padded),
+    )  # fmt: skip
     return order, offsets, inverse_
+
+
+def _warps(numbers: int) -> int:
+    """Of a program of the sort that holds so many in registers."""
+    return 4 if numbers <= 16384 else 8
 
 
 def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Tensor, Tensor]:

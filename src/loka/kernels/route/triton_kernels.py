@@ -1,4 +1,4 @@
-"""A router in one pass, and a second one that sorts what it chose: the scores of a token never leave the program that made them.
+"""A router in one pass, which also counts for the sort of what it chose: the scores of a token never leave the program that made them.
 
 A program owns BM tokens and all experts, padded to a power of two:
 
@@ -9,14 +9,15 @@ A program owns BM tokens and all experts, padded to a power of two:
 Widths of 53 experts send a library to kernels that read one element at a time, and choosing takes it five more launches; here a masked load covers the padding.
 Whatever the numbers are, TOP different experts are chosen: those struck out and the padding are below every key.
 
-Sorting by expert is a counting sort whose counts the router leaves behind, per block of tokens. A token visits an expert once, so the place of a visit in its
-block is the number of earlier tokens there that chose the same: a running sum over tokens instead of visits. Stable, deterministic, without atomics.
+Sorting by expert is a counting sort (`grouped_mm.triton_kernels.place`) whose counts, per block of tokens, the router leaves behind.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from loka.kernels.grouped_mm.triton_kernels import place
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 ONE_WAVE = 16 * 132  # tokens that small tiles spread over the multiprocessors of an H200
@@ -68,37 +69,6 @@ def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, count_ptr, T, K, E, stri
         tl.store(count_ptr + tl.program_id(0) * EP + expert, count)
 
 
-@triton.jit
-def _sort(id_ptr, count_ptr, order_ptr, offset_ptr, inverse_ptr, T, E, blocks,
-          COLUMNS: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr):  # fmt: skip
-    """The row of every visit of a block: rows of experts before, of earlier blocks, of earlier tokens in the block."""
-    block = tl.program_id(0)
-    expert = tl.arange(0, EP)
-    total = tl.zeros((EP,), tl.int32)
-    before = tl.zeros((EP,), tl.int32)
-    for start in range(0, blocks, BB):
-        other = start + tl.arange(0, BB)
-        counts = tl.load(count_ptr + other[:, None] * EP + expert[None, :], (other < blocks)[:, None], other=0)
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
-    ends = tl.cumsum(total, 0)
-    if block == 0:
-        tl.store(offset_ptr + 1 + expert, ends, expert < E)
-        tl.store(offset_ptr, 0)
-    token = block * BM + tl.arange(0, BM)
-    taken = tl.zeros((BM, EP), tl.int32)
-    for j in tl.static_range(COLUMNS):
-        chosen = tl.load(id_ptr + token * COLUMNS + j, token < T, other=-1)
-        taken += (chosen[:, None] == expert[None, :]).to(tl.int32)
-    rows = tl.cumsum(taken, 0) - taken + (ends - total + before)[None, :]
-    for j in tl.static_range(COLUMNS):
-        chosen = tl.load(id_ptr + token * COLUMNS + j, token < T, other=-1)
-        row = tl.sum(tl.where(chosen[:, None] == expert[None, :], rows, 0), 1)
-        visit = token * COLUMNS + j
-        tl.store(inverse_ptr + visit, row.to(tl.int64), token < T)
-        tl.store(order_ptr + row, visit.to(tl.int64), token < T)
-
-
 def depth_of(padded: int, item: int) -> int:
     """Columns a step reads: what keeps four steps of x and of `padded` experts in shared memory."""
     return 128 if padded * item <= 128 else 64 if padded * item <= 512 else 32
@@ -119,11 +89,12 @@ def _choose(
     gates = torch.empty(tokens, columns, dtype=torch.float32, device=x.device)
     padded = padding_of(experts, always)
     block = block_of(tokens, x.element_size())
-    _route[(triton.cdiv(tokens, block),)](
-        x, weight, balance, ids, gates, counts, tokens, k, experts, x.stride(0), weight.stride(0),
-        top, columns, triton.next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
-        x.dtype == torch.float32, counts is not None, num_warps=4, num_stages=5,
-    )  # fmt: skip
+    if tokens:
+        _route[(triton.cdiv(tokens, block),)](
+            x, weight, balance, ids, gates, counts, tokens, k, experts, x.stride(0), weight.stride(0),
+            top, columns, triton.next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
+            x.dtype == torch.float32, counts is not None, num_warps=4, num_stages=5,
+        )  # fmt: skip
     return gates
 
 
@@ -134,10 +105,7 @@ def padding_of(experts: int, always: bool) -> int:
 
 def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
     """x [T, K] and weight [E, K] with unit stride along K -> ids int64, weights."""
-    columns = top + int(always)
-    ids = torch.empty(x.shape[0], columns, dtype=torch.int64, device=x.device)
-    if x.shape[0] == 0:
-        return ids, torch.empty(0, columns, dtype=torch.float32, device=x.device)
+    ids = torch.empty(x.shape[0], top + int(always), dtype=torch.int64, device=x.device)
     return ids, _choose(x, weight, balance, top, always, ids, None)
 
 
@@ -145,17 +113,9 @@ def route_sorted(
     x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """order, offsets, inverse of the visits, and weights."""
-    tokens, experts, columns = x.shape[0], weight.shape[0] + int(always), top + int(always)
-    order, inverse = (torch.empty(tokens * columns, dtype=torch.int64, device=x.device) for _ in range(2))
-    offsets = torch.empty(experts + 1, dtype=torch.int32, device=x.device)
-    if tokens == 0:
-        return order, offsets.zero_(), inverse, torch.empty(0, columns, dtype=torch.float32, device=x.device)
+    tokens, experts = x.shape[0], weight.shape[0] + int(always)
     block, padded = block_of(tokens, x.element_size()), padding_of(weight.shape[0], always)
-    blocks = triton.cdiv(tokens, block)
-    ids = torch.empty(tokens, columns, dtype=torch.int32, device=x.device)
-    counts = torch.empty(blocks, padded, dtype=torch.int32, device=x.device)
+    ids = torch.empty(tokens, top + int(always), dtype=torch.int32, device=x.device)
+    counts = torch.empty(triton.cdiv(tokens, block), padded, dtype=torch.int32, device=x.device)
     gates = _choose(x, weight, balance, top, always, ids, counts)
-    _sort[(blocks,)](
-        ids, counts, order, offsets, inverse, tokens, experts, blocks, columns, block, padded, 32, num_warps=4
-    )
-    return order, offsets, inverse, gates
+    return *place(ids, counts, experts, block), gates
