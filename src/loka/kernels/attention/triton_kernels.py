@@ -18,6 +18,10 @@ Every program adds to numbers of its own (`partial`), which are summed afterward
 import triton
 import triton.language as tl
 
+from loka.kernels.tile import INTERPRETED
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
 
 @triton.jit
 def _look_up(table, index):
@@ -27,16 +31,30 @@ def _look_up(table, index):
 
 
 @triton.jit
-def _find_buckets(own, other, BUCKETS: tl.constexpr):
-    """The time bucket of every pair of a tile, own [A] and other [B] being the times of its rows and its columns.
+def _bucket(dt, BUCKETS: tl.constexpr):
+    """Two per octave of |dt|, from the bits of its float32 value without the sign: the same bits in every backend."""
+    bits = dt.to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum(((bits >> 22) & 511) - 254, 0), BUCKETS - 1)
 
-    Two per octave of |dt|, from the bits of its float32 value without the sign: the same bits in every backend.
-    """
+
+@triton.jit
+def _find_buckets(own, other, BUCKETS: tl.constexpr):
+    """The bucket of every pair of a tile, own [A] and other [B] being the times of its rows and its columns."""
+    row = tl.broadcast_to(tl.arange(0, own.shape[0])[:, None], (own.shape[0], other.shape[0]))
     column = tl.broadcast_to(tl.arange(0, other.shape[0])[None, :], (own.shape[0], other.shape[0]))
     if BUCKETS == 0:
-        return column
-    bits = (own[:, None] - _look_up(other, column)).to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum(((bits >> 22) & 511) - 254, 0), BUCKETS - 1)
+        return row - column
+    return _bucket(_look_up(own, row) - _look_up(other, column), BUCKETS)
+
+
+@triton.jit
+def _bound_buckets(own, other, BUCKETS: tl.constexpr):
+    """The lowest and the highest bucket that the pairs of a tile can have."""
+    a0, a1, t0, t1 = tl.min(own, 0), tl.max(own, 0), tl.min(other, 0), tl.max(other, 0)
+    near = tl.maximum(tl.maximum(a0 - t1, t0 - a1), 0)
+    far = tl.maximum(a1 - t0, t1 - a0)
+    safe = (tl.maximum(a1, t1) < 2**62) & (tl.minimum(a0, t0) > -(2**62))  # no difference overflows
+    return tl.where(safe, _bucket(near, BUCKETS), 0), tl.where(safe, _bucket(far, BUCKETS), BUCKETS - 1)
 
 
 @triton.jit
@@ -86,6 +104,16 @@ def _dot(a, b, IEEE: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid(s):
+    """1 / (1 + exp(-s)) to 1e-6 in four instructions; tl.sigmoid takes fourteen, to keep denormal numbers that end in 0 or 1 here."""
+    if _INTERPRETED:
+        return tl.sigmoid(s)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+        "=f,f", [s], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
 def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
              heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor,
              D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
@@ -110,15 +138,25 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, po
         s = _dot(q, tl.trans(k), IEEE) * alpha
         s = _add_biases(s, distance, first - low, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
                         POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
-        weight = tl.where(distance >= 0, s * tl.sigmoid(s), 0.0)
+        weight = tl.where(distance >= 0, s * _sigmoid(s), 0.0)
         total += _dot(weight.to(v.dtype), v, IEEE)
-    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
-    _store(out_ptr, total / by, start, i, n, h, heads, V, VP)
+    scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
+    _store(out_ptr, total * scale, start, i, n, h, heads, V, VP)
 
 
 @triton.jit
-def _add_diagonals(sum_ptr, ds, far, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Add the diagonals of ds to sum_ptr[distance]; far: the first query's distance from the first key.
+def _pick(value, key, wanted):
+    """value where key is wanted, else 0. In assembly, because LLVM packs these comparisons into bits and unpacks them again."""
+    if _INTERPRETED:
+        return tl.where(key == wanted, value, 0.0)
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p; }",
+        "=f,f,r,r", [value, key, wanted], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def _add_diagonals(sum_ptr, ds, scale, far, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Add the diagonals of ds, scaled, to sum_ptr[distance]; far: the first query's distance from the first key.
 
     Column c of the rotated tile holds in row r the element of column (r - c) mod KEYS, whose distance is far + c plus a multiple of KEYS.
     """
@@ -127,24 +165,21 @@ def _add_diagonals(sum_ptr, ds, far, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     turn = (r - c + KEYS) // KEYS
     for u in tl.static_range((QUERIES + KEYS - 1) // KEYS + 1):
         distance = far + (u - 1) * KEYS + tl.arange(0, KEYS)
-        tl.atomic_add(sum_ptr + distance, tl.sum(tl.where(turn == u, rotated, 0.0), 0), distance >= 0, sem="relaxed")
+        sums = tl.sum(_pick(rotated, turn, u), 0)
+        tl.atomic_add(sum_ptr + distance, sums * scale, distance >= 0, sem="relaxed")
 
 
 @triton.jit
-def _add_buckets(sum_ptr, ds, bucket, seen, BUCKETS: tl.constexpr):
-    """Add the sum of ds over every bucket to sum_ptr[bucket], four buckets in one reduction: its latency counts, not its additions."""
-    lowest, highest = tl.min(tl.where(seen, bucket, BUCKETS)), tl.max(tl.where(seen, bucket, 0))
-    for b in range(lowest // 4 * 4, highest + 1, 4):
-        even = tl.join(_sum_of(ds, bucket == b), _sum_of(ds, bucket == b + 2))
-        odd = tl.join(_sum_of(ds, bucket == b + 1), _sum_of(ds, bucket == b + 3))
+def _add_buckets(sum_ptr, ds, scale, bucket, lowest, highest, BUCKETS: tl.constexpr):
+    """Add the sum of ds over every bucket, scaled, to sum_ptr[bucket], four buckets in one reduction: its latency counts, not its additions."""
+    lowest = lowest // 4 * 4  # so that a bucket's additions all come from one thread, in order
+    at = sum_ptr + lowest + tl.arange(0, 4)
+    for b in range(lowest, highest + 1, 4):
+        even = tl.join(tl.sum(_pick(ds, bucket, b), 1), tl.sum(_pick(ds, bucket, b + 2), 1))
+        odd = tl.join(tl.sum(_pick(ds, bucket, b + 1), 1), tl.sum(_pick(ds, bucket, b + 3), 1))
         four = tl.sum(tl.reshape(tl.join(even, odd), (ds.shape[0], 4)), 0)
-        entry = b + tl.arange(0, 4)
-        tl.atomic_add(sum_ptr + entry, four, entry < BUCKETS, sem="relaxed")
-
-
-@triton.jit
-def _sum_of(ds, mask):
-    return tl.sum(tl.where(mask, ds, 0.0), 1)
+        tl.atomic_add(at, four * scale, b + tl.arange(0, 4) < BUCKETS, sem="relaxed")
+        at += 4  # not sum_ptr + b, which would make b, and every comparison with it, 64 bits wide
 
 
 @triton.jit
@@ -166,7 +201,7 @@ def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, partial_ptr, offsets_ptr,
     q = _load(q_ptr, start, i, n, h, q_row, q_head, D, DP)
     grad = _load(grad_ptr, start, i, n, h, g_row, g_head, V, VP)
     asked = _load_times(asked_ptr, start, i, n, BUCKETS)
-    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
+    scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
     sum_ptr = partial_ptr + ((start // QUERIES + b + block) * heads + h) * (distances + BUCKETS)
     dq = tl.zeros((QUERIES, DP), tl.float32)
     for low in range(0, tl.minimum(first + QUERIES, n), KEYS):
@@ -174,19 +209,21 @@ def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, partial_ptr, offsets_ptr,
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
         v = _load(v_ptr, start, j, n, h, v_row, v_head, V, VP)
         distance = i[:, None] - j[None, :]
-        bucket = _find_buckets(asked, _load_times(times_ptr, start, j, n, BUCKETS), BUCKETS)
+        times = _load_times(times_ptr, start, j, n, BUCKETS)
+        bucket = _find_buckets(asked, times, BUCKETS)
         s = _dot(q, tl.trans(k), IEEE) * alpha
         s = _add_biases(s, distance, first - low, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
                         POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
-        sigmoid = tl.sigmoid(s)
+        sigmoid = _sigmoid(s)
         slope = tl.where(distance >= 0, sigmoid * (1.0 + s * (1.0 - sigmoid)), 0.0)
         ds = _dot(grad, tl.trans(v), IEEE) * slope
         dq += _dot(ds.to(k.dtype), k, IEEE)
         if POSITIONS > 0:
-            _add_diagonals(sum_ptr, ds / by, first - low, QUERIES, KEYS)
+            _add_diagonals(sum_ptr, ds, scale, first - low, QUERIES, KEYS)
         if BUCKETS > 0:
-            _add_buckets(sum_ptr + distances, ds / by, bucket, distance >= 0, BUCKETS)
-    _store(dq_ptr, dq * (alpha / by), start, i, n, h, heads, D, DP)
+            lowest, highest = _bound_buckets(asked, times, BUCKETS)
+            _add_buckets(sum_ptr + distances, ds, scale, bucket, lowest, highest, BUCKETS)
+    _store(dq_ptr, dq * (alpha * scale), start, i, n, h, heads, D, DP)
 
 
 @triton.jit
@@ -216,11 +253,11 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, offsets_ptr, ask
         s = _dot(k, tl.trans(q), IEEE) * alpha
         s = _add_biases(s, distance, low - first, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
                         POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
-        sigmoid = tl.where(distance >= 0, tl.sigmoid(s), 0.0)
+        sigmoid = tl.where(distance >= 0, _sigmoid(s), 0.0)
         weight = s * sigmoid
         dv += _dot(weight.to(grad.dtype), grad, IEEE)
         ds = _dot(v, tl.trans(grad), IEEE) * (sigmoid + weight * (1.0 - sigmoid))
         dk += _dot(ds.to(q.dtype), q, IEEE)
-    by = tl.where(divisor > 0, divisor, n.to(tl.float32))
-    _store(dk_ptr, dk * (alpha / by), start, j, n, h, heads, D, DP)
-    _store(dv_ptr, dv / by, start, j, n, h, heads, V, VP)
+    scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
+    _store(dk_ptr, dk * (alpha * scale), start, j, n, h, heads, D, DP)
+    _store(dv_ptr, dv * scale, start, j, n, h, heads, V, VP)

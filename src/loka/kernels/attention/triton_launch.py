@@ -8,8 +8,7 @@ import triton
 from torch import Tensor
 
 from loka.kernels.attention.triton_kernels import _backward_kv, _backward_q, _forward
-
-INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+from loka.kernels.tile import INTERPRETED
 
 
 @dataclass(frozen=True)
