@@ -117,11 +117,16 @@ CONFIGURATIONS = {
         {"TOP": 8, "COLUMNS": 8, "CP": 8, "BM": 32, "EP": 256, "BK": 32, "IEEE": True, "COUNT": False},
         {"num_warps": 4, "num_stages": 5},
     ),
-    ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"EP": 64}, {"num_warps": 4}),
+    ("grouped_mm", "_count", "53 experts"): ({"ids_ptr": L, "counts_ptr": J}, {"BM": 256, "EP": 64}, {"num_warps": 4}),
     ("grouped_mm", "_place", "visits of 53 experts"): (
         {**PLACE, "ids_ptr": L},
         {"COLUMNS": 1, "BM": 256, "EP": 64, "BB": 32},
         {"num_warps": 4},
+    ),
+    ("grouped_mm", "_place", "visits of 256 experts"): (
+        {**PLACE, "ids_ptr": L},
+        {"COLUMNS": 1, "BM": kernels_of("grouped_mm").block_of(256), "EP": 256, "BB": 32, "E": 256, "width": 256},
+        {"num_warps": 8},
     ),
     ("grouped_mm", "_place", "tokens of a router of 53 experts"): (
         {**PLACE, "ids_ptr": J},

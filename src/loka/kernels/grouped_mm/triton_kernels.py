@@ -34,10 +34,9 @@ from loka.kernels.tile import finite_magnitude, inverse, scale_of, sigmoid, to_f
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 NONE, ROWS, BLOCKS = 0, 2, 3  # where scales come from: nowhere, per row of both, 1x128 and 128x128
-VISITS = 64 if INTERPRETED else 256  # a block of the counting sort
+VISITS = 64 if INTERPRETED else 256  # a block of the counting sort, where experts are few
 _ROWS = tl.constexpr(2)
 _BLOCKS = tl.constexpr(3)
-_VISITS = tl.constexpr(VISITS)
 
 
 @triton.jit
@@ -167,9 +166,9 @@ def _swiglu(h_ptr, q_ptr, s_ptr, M, F, stride_h, stride_q, s_stride, s_stride_k,
 
 
 @triton.jit
-def _count(ids_ptr, counts_ptr, V, E, EP: tl.constexpr):
+def _count(ids_ptr, counts_ptr, V, E, BM: tl.constexpr, EP: tl.constexpr):
     """How many visits of a block each expert gets."""
-    visit = tl.program_id(0) * _VISITS + tl.arange(0, _VISITS)
+    visit = tl.program_id(0) * BM + tl.arange(0, BM)
     chosen = tl.load(ids_ptr + visit, visit < V, other=-1).to(tl.int32)
     expert = tl.arange(0, EP)
     counts = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
@@ -387,10 +386,16 @@ def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Te
 def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """order, offsets, inverse of contiguous ids [T, top]. Sorted visit by visit: nothing says that the experts of a token differ."""
     visits, padded = ids.numel(), triton.next_power_of_2(experts)
-    counts = torch.empty(triton.cdiv(visits, VISITS), experts, dtype=torch.int32, device=ids.device)
+    block = block_of(padded)
+    counts = torch.empty(triton.cdiv(visits, block), experts, dtype=torch.int32, device=ids.device)
     if visits:
-        _count[(len(counts),)](ids, counts, visits, experts, padded, num_warps=_warps(VISITS * padded))
-    return place(ids.view(visits, 1), counts, experts, VISITS)
+        _count[(len(counts),)](ids, counts, visits, experts, block, padded, num_warps=_warps(block * padded))
+    return place(ids.view(visits, 1), counts, experts, block)
+
+
+def block_of(padded: int) -> int:
+    """Visits of a program: the compiler may take block x padded words of shared memory at once, and 256 x 256 are more than a multiprocessor has."""
+    return min(VISITS, 32768 // padded)
 
 
 def place(ids: Tensor, counts: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
