@@ -15,6 +15,7 @@ import torch
 from loka.kernels.attention import describe, reference, silu_attention, triton
 
 ROWS = [5, 0, 1, 33]
+CLAMPED, EXACTLY, BEYOND = 3, 33, 70  # entries of a position bias, for rows of 33
 
 
 def make(lengths, *, heads=2, d_qk=8, d_v=12, positions=20, buckets=16, dtype=torch.float64, device="cpu"):
@@ -174,10 +175,7 @@ def test_on_triton_without_biases(triton_device, absent):
         operands["position_bias"] = None
     if absent in ("time_bias", "both"):
         operands |= {"time_bias": None, "times": None, "query_times": None}
-    out = silu_attention(**operands, max_length=20, run=triton.run)
-    expected = silu_attention(**operands, max_length=20)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-4, atol=1e-4)
+    assert_same_gradients(operands, max_length=20)
 
 
 def test_on_triton_shared_bias_and_strided_operands(triton_device):
@@ -193,6 +191,55 @@ def test_on_triton_shared_bias_and_strided_operands(triton_device):
         out = silu_attention(q, k, v, **extra, max_length=17, run=run)
         results.append((out, *torch.autograd.grad(out.square().sum(), (wide, shared))))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [1, CLAMPED, EXACTLY, BEYOND])
+def test_on_triton_position_bias_of_every_size(triton_device, positions):
+    """The kernel sums by distance; distances beyond the bias are folded into its last entry afterwards."""
+    operands = make([33, 7], positions=positions, dtype=torch.float32, device=triton_device)
+    assert_same_gradients(operands, max_length=40)
+
+
+@pytest.mark.parametrize("scale", [1, 2**40])
+def test_on_triton_times_in_any_order(triton_device, scale):
+    """Unsorted times make a tile's range of buckets long; the sums over it must still be whole, with 126 buckets too."""
+    operands = make([18, 1, 5], buckets=126, dtype=torch.float32, device=triton_device)
+    g = torch.Generator().manual_seed(3)
+    for name in ("times", "query_times"):
+        operands[name] = torch.randint(-50, 50, (24,), generator=g).to(triton_device) * scale
+    assert_same_gradients(operands, max_length=18)
+
+
+def test_on_triton_times_whose_differences_overflow(triton_device):
+    """The reference wraps around, and so does the kernel; a range of buckets from differences that wrapped would miss some."""
+    operands = make([8], buckets=126, dtype=torch.float32, device=triton_device)
+    extreme = torch.tensor([-(2**63), 2**63 - 1, 0, 5], device=triton_device).repeat(2)
+    assert_same_gradients(operands | {"times": extreme, "query_times": extreme.flip(0)}, max_length=8)
+
+
+def assert_same_gradients(operands, *, max_length, **options):
+    out, expected = (
+        silu_attention(**operands, max_length=max_length, **options, run=run) for run in (triton.run, reference.run)
+    )
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile", [(16, 32), (64, 16)])
+def test_on_triton_tiles_of_every_shape(triton_device, tile, monkeypatch):
+    """Blocks of queries and of keys need not be equal: diagonals then reach over several multiples of a block."""
+    from loka.kernels.attention import triton_launch
+
+    monkeypatch.setattr(triton_launch, "choose", lambda *_: triton_launch.Tile(*tile))
+    assert_same_gradients(make([0, 65, 16], heads=1, dtype=torch.float32, device=triton_device), max_length=70)
+
+
+@pytest.mark.gpu
+def test_on_triton_the_same_bits_from_run_to_run(triton_device):
+    """Every program adds to numbers of its own: no gradient depends on which program came first."""
+    operands = make([40, 333, 64, 5] * 40, heads=4, d_qk=64, d_v=64, dtype=torch.bfloat16, device=triton_device)
+    runs = [gradients(silu_attention(**operands, max_length=333, run=triton.run), operands) for _ in range(3)]
+    assert all(torch.equal(run[name], runs[0][name]) for run in runs for name in run)
 
 
 def test_on_triton_no_positions_at_all(triton_device):
@@ -221,3 +268,33 @@ def test_on_triton_compiles_to_one_graph(triton_device):
     expected = silu_attention(**operands, max_length=20, run=triton.run)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-5, atol=1e-5)
+
+
+TYPES = {"offsets_ptr": "*i64", "asked_ptr": "*i64", "times_ptr": "*i64", "position_ptr": "*fp32", "time_ptr": "*fp32"}
+TYPES |= {"partial_ptr": "*fp32", "alpha": "fp32", "divisor": "fp32"}
+STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "distances"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv"])
+@pytest.mark.parametrize(("dtype", "width"), [("*bf16", 128), ("*bf16", 256), ("*fp32", 256)])
+def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
+    """Every tile of the launch table, at its widest, fits into shared memory and multiplies 16-bit operands on tensor cores."""
+    pytest.importorskip("triton", exc_type=ImportError)
+    from kernels.hopper import SHARED_MEMORY, compile_kernel, needs_ptxas
+    from loka.kernels.attention import triton_launch as launch
+
+    if any(mark.args[0] for mark in needs_ptxas):
+        pytest.skip("Triton cannot compile for sm_90 here")
+    q = torch.empty(1, 1, width, dtype=torch.float32 if dtype == "*fp32" else torch.bfloat16)
+    for tile in dict.fromkeys(launch.choose(kernel, q, q, length) for length in (launch.LONG, launch.LONG + 1)):
+        constants = launch.Problem(q, q, q, q, q, q, torch.empty(1, 320), torch.empty(1, 64), 320, 0.0, 1.0).options(
+            tile
+        )
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
+        pointers = {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv")} | TYPES
+        names = set(getattr(launch, f"_{kernel}").arg_names)
+        types = {name: kind for name, kind in pointers.items() if name in names}
+        compiled = compile_kernel("attention", f"_{kernel}", (types, constants, options), STRIDES)
+        assert compiled.metadata.shared <= SHARED_MEMORY
+        assert ("wgmma" in compiled.asm["ptx"]) == (dtype == "*bf16")
