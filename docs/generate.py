@@ -19,6 +19,7 @@ DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.
 QUALITY = "<!-- quality: written by docs/generate.py from benchmarks/results/h200/quality.json -->"
 ENGINE = "<!-- engine: written by docs/generate.py from benchmarks/results/h200/onerec_engine.json and onerec_quality.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
+LOSS = "<!-- loss: written by docs/generate.py from benchmarks/results/h200/ablation.json -->"
 BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/h200 -->", "<!-- end of numbers -->"
 
 SECTIONS = (
@@ -77,6 +78,7 @@ def write_blocks(text: str, measured: str) -> str:
     summary = ablation.ablation_summary()
     blocks = (
         (BEGIN, models.headline_table()),
+        (LOSS, ablation.loss_table()),
         (DEMO, models.demo_table()),
         (QUALITY, models.quality_headline()),
         (ENGINE, generative.engine_headline()),

@@ -101,6 +101,26 @@ def ablation_summary() -> str | None:
     return "\n".join(["## What the mods are worth\n", *lines]) if lines else None
 
 
+def loss_table() -> str | None:
+    """What FP8 alone costs: the unmodified model, FP8 against bf16 over paired seeds."""
+    found = read_ablation()
+    if found is None:
+        return None
+    rows = []
+    for data in found.data:
+        for precision in ("planned", "naive"):
+            cell = found.find(data, "none", precision)
+            if cell is None or cell.against_bf16 is None:
+                continue
+            change = cell.against_bf16
+            rows.append(
+                [data, precision, f"{100 * cell.fp8_share:.1f} %", spell_change(change), f"{100 * change.minimum_detectable:.3f} %",
+                 f"**{change.outcome}**", str(change.seeds)]
+            )  # fmt: skip
+    head = ["data", "FP8", "in FP8 (GEMM FLOPs)", "change of log loss, 95 %", "smallest detectable", f"verdict at {100 * found.margin:.1f} %", "paired seeds"]  # fmt: skip
+    return table(head, rows) if rows else None
+
+
 def say_quality(found: Ablation) -> list[str]:
     """What was measured how, then a line per data set; nothing where no data set has any."""
     lines = [line for data in found.data if (line := say_data(found, data))]

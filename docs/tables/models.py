@@ -9,10 +9,19 @@ METRICS = {"auc": "AUC", "hr10": "HR@10"}
 NAMES = {
     "wukong": "Wukong",
     "wukong8k": "Wukong, width 8,192",
+    "wukong8k4k": "Wukong, width 8,192, 4,096 rows",
     "dlrm": "DLRM",
     "elfm": "ELFM",
     "interformer": "InterFormer",
     "hstu": "HSTU",
+}
+WAYS = {
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "torchao-tensorwise": "torchao tensorwise",
+    "torchao-rowwise": "torchao rowwise",
+    "loka": "loka",
 }
 RUNS = {
     "planned": "trained on in planned FP8",
@@ -54,29 +63,37 @@ def models_table() -> str | None:
 
 
 def headline_table() -> str | None:
-    """One line per model: what loka gains over compiled bf16."""
+    """One line per model and step, a column per precision, what lost or failed included."""
     found = read("h200/fp8_models.json")
     if found is None:
         return None
+    steps = {"train": "training step", "infer": "inference"}
     rows = []
-    for name, speed in found["speedup"].items():
-        if not name.endswith("-loka"):
-            continue
-        model, kind, _ = name.split("-")
-        base, case = found["cases"][f"{model}-{kind}-bf16"], found["cases"][name]
-        rival = found["speedup"].get(f"{model}-{kind}-torchao-tensorwise")
-        rows.append(
-            [
-                NAMES.get(model, model),
-                {"train": "training step", "infer": "inference"}[kind],
-                f"{base['ms']:.2f} ms",
-                f"{case['ms']:.2f} ms",
-                f"**{speed['speedup']:.2f}x**",
-                f"{rival['speedup']:.2f}x" if rival else "not measured",
-            ]
-        )
-    rows.sort(key=lambda row: (row[1], -float(row[4].strip("*x"))))
-    return table(["model", "what", "compiled bf16", "loka FP8", "speed-up", "torchao tensorwise"], rows)
+    for kind in steps:
+        for model, name in NAMES.items():
+            cases = {way: found["cases"].get(f"{model}-{kind}-{way}") for way in WAYS}
+            ours, base = cases["loka"], cases["bf16"]
+            if not ours or not base or "ms" not in ours or "ms" not in base:
+                continue
+            memory = found["speedup"][f"{model}-{kind}-loka"].get("memory")
+            rows.append(
+                [
+                    name,
+                    steps[kind],
+                    *(spell_case(case) for case in cases.values()),
+                    f"**{base['ms'] / ours['ms']:.2f}x**",
+                    f"{memory:.2f}x" if memory else "",
+                    f"{ours['fp8_share']:.0%}" if "fp8_share" in ours else "",
+                ]
+            )
+    return table(["model", "step, ms", *WAYS.values(), "over bf16", "memory", "products in FP8"], rows)
+
+
+def spell_case(case: dict[str, Any] | None) -> str:
+    """Milliseconds, or that there are none."""
+    if case is None:
+        return ""
+    return f"{case['ms']:.2f}" if "ms" in case else "failed"
 
 
 def demo_table() -> str | None:

@@ -37,7 +37,23 @@ def test_the_headline_follows_the_records(generate: ModuleType) -> None:
     found = generate.models.read("h200/fp8_models.json")
     assert made is not None
     assert f"**{found['speedup']['wukong-infer-loka']['speedup']:.2f}x**" in made
-    assert len(made.splitlines()) == 2 + sum(name.endswith("-loka") for name in found["speedup"])
+    shown = [
+        name for name in found["speedup"] if name.endswith("-loka") and name.split("-")[0] in generate.models.NAMES
+    ]
+    assert len(made.splitlines()) == 2 + len(shown)
+    for case in (case for name, case in found["cases"].items() if name.startswith("wukong-train")):
+        assert f"| {case['ms']:.2f} " in made  # the losers too
+    assert generate.models.spell_case({"error": "out of memory"}) == "failed"
+
+
+def test_the_loss_follows_the_records(generate: ModuleType) -> None:
+    made, found = generate.ablation.loss_table(), generate.ablation.read_ablation()
+    assert made is not None
+    for data in found.data:
+        change = found.find(data, "none", "planned").against_bf16
+        (row,) = (line for line in made.splitlines() if line.startswith(f"| {data} | planned"))
+        assert f"{100 * change.change.value:+.3f} %" in row
+        assert f"**{change.outcome}** | {change.seeds} |" in row
 
 
 def test_without_an_ablation_nothing_is_said(
