@@ -145,41 +145,61 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, po
 
 
 @triton.jit
-def _pick(value, key, wanted):
-    """value where key is wanted, else 0. In assembly, because LLVM packs these comparisons into bits and unpacks them again."""
+def _whole(x):
+    """2^23 + x as a float32, exactly, for whole numbers 0 <= x < 2^23."""
+    return (x | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exceeds(x, threshold):
+    """1.0 where x > threshold, else 0.0, for whole numbers: one instruction, where a comparison and a choice are two slow ones."""
     if _INTERPRETED:
-        return tl.where(key == wanted, value, 0.0)
+        return tl.where(x > threshold, 1.0, 0.0)
     return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.s32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p; }",
-        "=f,f,r,r", [value, key, wanted], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+        "sub.sat.f32 $0, $1, $2;", "=f,f,f", [x, threshold], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def _add_diagonals(sum_ptr, ds, scale, far, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Add the diagonals of ds, scaled, to sum_ptr[distance]; far: the first query's distance from the first key.
 
-    Column c of the rotated tile holds in row r the element of column (r - c) mod KEYS, whose distance is far + c plus a multiple of KEYS.
+    Column c of the rotated tile holds in row r the element of column (r - c) mod KEYS, whose distance is far + c + (turn - 1) KEYS. The sum over a
+    turn is what lies above the turn before it, less what lies above itself.
     """
     r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     rotated = tl.gather(ds, (r - c) & (KEYS - 1), 1)
-    turn = (r - c + KEYS) // KEYS
-    for u in tl.static_range((QUERIES + KEYS - 1) // KEYS + 1):
-        distance = far + (u - 1) * KEYS + tl.arange(0, KEYS)
-        sums = tl.sum(_pick(rotated, turn, u), 0)
-        tl.atomic_add(sum_ptr + distance, sums * scale, distance >= 0, sem="relaxed")
+    turn = _whole((r - c + KEYS) // KEYS)
+    place = far - KEYS + tl.arange(0, KEYS)
+    above = tl.sum(rotated, 0)
+    for u in tl.static_range((QUERIES + KEYS - 1) // KEYS):
+        rest = tl.sum(rotated * _exceeds(turn, 8388608.0 + u), 0)
+        tl.atomic_add(sum_ptr + place, (above - rest) * scale, place >= 0, sem="relaxed")
+        place += KEYS
+        above = rest
+    tl.atomic_add(sum_ptr + place, above * scale, place >= 0, sem="relaxed")
 
 
 @triton.jit
 def _add_buckets(sum_ptr, ds, scale, bucket, lowest, highest, BUCKETS: tl.constexpr):
-    """Add the sum of ds over every bucket, scaled, to sum_ptr[bucket], four buckets in one reduction: its latency counts, not its additions."""
+    """Add the sum of ds over every bucket, scaled, to sum_ptr[bucket].
+
+    The sum over a bucket is what lies above the bucket before it, less what lies above itself. Four of them share one reduction across the
+    tile: its latency counts, not its additions.
+    """
+    whole = _whole(bucket)
     lowest = lowest // 4 * 4  # so that a bucket's additions all come from one thread, in order
     at = sum_ptr + lowest + tl.arange(0, 4)
+    above = tl.sum(ds, 1)
     for b in range(lowest, highest + 1, 4):
-        even = tl.join(tl.sum(_pick(ds, bucket, b), 1), tl.sum(_pick(ds, bucket, b + 2), 1))
-        odd = tl.join(tl.sum(_pick(ds, bucket, b + 1), 1), tl.sum(_pick(ds, bucket, b + 3), 1))
+        edge = 8388608.0 + b
+        t0, t1 = tl.sum(ds * _exceeds(whole, edge), 1), tl.sum(ds * _exceeds(whole, edge + 1.0), 1)
+        t2, t3 = tl.sum(ds * _exceeds(whole, edge + 2.0), 1), tl.sum(ds * _exceeds(whole, edge + 3.0), 1)
+        even, odd = tl.join(above - t0, t1 - t2), tl.join(t0 - t1, t2 - t3)
         four = tl.sum(tl.reshape(tl.join(even, odd), (ds.shape[0], 4)), 0)
         tl.atomic_add(at, four * scale, b + tl.arange(0, 4) < BUCKETS, sem="relaxed")
-        at += 4  # not sum_ptr + b, which would make b, and every comparison with it, 64 bits wide
+        at += 4  # not sum_ptr + b, which would make b, and what is computed from it, 64 bits wide
+        above = t3
 
 
 @triton.jit
@@ -218,11 +238,11 @@ def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, partial_ptr, offsets_ptr,
         slope = tl.where(distance >= 0, sigmoid * (1.0 + s * (1.0 - sigmoid)), 0.0)
         ds = _dot(grad, tl.trans(v), IEEE) * slope
         dq += _dot(ds.to(k.dtype), k, IEEE)
-        if POSITIONS > 0:
-            _add_diagonals(sum_ptr, ds, scale, first - low, QUERIES, KEYS)
         if BUCKETS > 0:
             lowest, highest = _bound_buckets(asked, times, BUCKETS)
             _add_buckets(sum_ptr + distances, ds, scale, bucket, lowest, highest, BUCKETS)
+        if POSITIONS > 0:
+            _add_diagonals(sum_ptr, ds, scale, first - low, QUERIES, KEYS)
     _store(dq_ptr, dq * (alpha * scale), start, i, n, h, heads, D, DP)
 
 
