@@ -142,3 +142,17 @@ def test_options_of_a_target_need_one(db: Path, probe: Path) -> None:
             run("plan", probe, *option)
     with pytest.raises(ValueError, match="expected one of dynamic, cached"):
         run("plan", probe, "--target", "NVIDIA H200", "--weights", "frozen")
+
+
+def test_prune_reads_every_spelling_of_a_day(db: Path) -> None:
+    """`20260101` sorts after every row of 2026 as text."""
+    for spelling in ("20260101", "2026-W01"):
+        code, text = run("db", "prune", "--db", db, "--before", spelling, "--json")
+        assert (code, json.loads(text)) == (0, {"deleted": 0, "left": 2})
+    with pytest.raises(ValueError, match="expected a day"):
+        run("db", "prune", "--db", db, "--before", "soon")
+
+
+def test_a_negative_limit_is_refused(db: Path) -> None:
+    with pytest.raises(ValueError, match="--limit -1"):
+        run("db", "show", "--db", db, "--limit", -1)

@@ -1,7 +1,11 @@
 """The database keeps the newest row of a key, is safe under several processes, and never hands out a row of another machine."""
 
 import multiprocessing
+import os
+import shutil
 import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +13,7 @@ import pytest
 
 from loka.dispatch.database import Database, Key, bucket_of, default_path
 from loka.records import from_json, to_json
-from loka.records.performance import PerformanceRows
+from loka.records.performance import Origin, PerformanceRow, PerformanceRows
 
 from .measured import H200, interval, origin, row
 
@@ -159,6 +163,43 @@ def test_prune_by_date_and_by_machine() -> None:
         database.prune()
 
 
+@pytest.mark.parametrize("spelling", ["2026-01-03", "20260103", "2026-W01-6", "2026W016"])
+def test_a_day_means_the_same_in_every_spelling(spelling: str) -> None:
+    database = memory()
+    database.add(origin(date="2026-01-02T10:00:00+00:00"), [row()])
+    database.add(origin(date="2026-01-03T00:00:00+00:00"), [row(k=2048)])
+    database.add(origin(date="2026-12-31"), [row(k=4096)])
+    assert database.prune(before=spelling) == 1
+    assert {r.k for _, r in database.entries()} == {2048, 4096}
+
+
+@pytest.mark.parametrize("nonsense", ["", "2026", "yesterday", "2026-13-01", "2026-01-01T00:00"])
+def test_what_is_no_day_deletes_nothing(nonsense: str) -> None:
+    database = memory()
+    database.add(origin(), [row()])
+    with pytest.raises(ValueError, match="expected a day such as"):
+        database.prune(before=nonsense)
+    assert len(database) == 1
+
+
+def test_a_row_measured_again_while_prune_looks_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.sqlite"
+    with Database.open(path) as database:
+        database.add(origin(), [row(), row(k=2048)])
+        look = database._select
+
+        def look_then_somebody_writes(**filters: object) -> list[tuple[Origin, PerformanceRow]]:
+            found = look(**filters)
+            with Database.open(path) as other:
+                other.add(origin(date="2030-01-01"), [row()])
+            return found
+
+        monkeypatch.setattr(database, "_select", look_then_somebody_writes)
+        assert database.prune(before="2029-01-01") == 1
+        monkeypatch.undo()
+        assert [(o.date, r.k) for o, r in database.entries()] == [("2030-01-01", row().k)]
+
+
 def write_rows(path: Path, number: int, count: int) -> None:
     for index in range(count):
         with Database.open(path) as database:  # a fresh connection each time: creation and locking are raced for too
@@ -177,7 +218,7 @@ def test_several_processes_write_at_once(tmp_path: Path) -> None:
     with Database.open(path, create=False) as database:
         assert len(database) == writers * count + 1
         assert next(o.date for o, r in database.entries(k=999_999)) == "2026-01-04"  # the newest, whoever wrote last
-        (mode,) = database._connection.execute("PRAGMA journal_mode").fetchone()
+        (mode,) = database._store.connection.execute("PRAGMA journal_mode").fetchone()
         assert mode == "wal"
 
 
@@ -222,3 +263,95 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 def test_a_row_needs_a_time_or_a_reason() -> None:
     with pytest.raises(ValueError, match="a time, or a refusal"):
         row(microseconds=None)
+
+
+def damage(path: Path) -> None:
+    """Write over the pages of the table, and leave the header as it is."""
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xa5" * (len(data) - 4096)
+    path.write_bytes(bytes(data))
+
+
+def test_a_damaged_database_is_named_whatever_is_asked_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    with Database.open(path) as database:
+        database.add(origin(), [row(k=k) for k in range(1, 200)])
+    damage(path)
+    for ask in (len, Database.machines, Database.export, lambda d: d.find(KEY, H200), lambda d: d.prune(before="2027-01-01")):  # fmt: skip
+        with Database.open(path) as database, pytest.raises(ValueError, match=r"rows\.sqlite is .*damaged"):
+            ask(database)
+
+
+def test_a_row_that_cannot_be_decoded_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "rows.sqlite"
+    with Database.open(path) as database:
+        database.add(origin(), [row()])
+        database._store.connection.execute("UPDATE rows SET row = '{'")
+        with pytest.raises(ValueError, match=r"rows\.sqlite is damaged: a row cannot be read"):
+            list(database.entries())
+
+
+def test_places_where_no_database_can_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder"):
+        Database.open(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="cannot be made"):
+        Database.open(tmp_path / "file" / "rows.sqlite")
+
+
+def as_somebody_else(ask: Callable[[], None]) -> None:
+    """Run in a child that is not root: root may write everything."""
+
+    def run() -> None:
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        ask()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(timeout=60)
+    assert process.exitcode == 0
+
+
+@pytest.fixture
+def locked() -> Iterator[Path]:
+    """A database in a folder that cannot be written; not tmp_path, whose parents only its owner may enter."""
+    folder = Path(tempfile.mkdtemp())
+    with Database.open(folder / "rows.sqlite") as database:
+        database.add(origin(), [row()])
+    (folder / "rows.sqlite").chmod(0o444)
+    folder.chmod(0o555)
+    yield folder
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def test_what_may_not_be_written_can_be_read(locked: Path) -> None:
+    def ask() -> None:
+        with Database.open(locked / "rows.sqlite", create=False) as database:
+            assert database.find(KEY, H200).row == row()
+            assert len(database) == 1
+            with pytest.raises(ValueError, match="is read-only"):
+                database.add(origin(), [row()])
+            with pytest.raises(ValueError, match="is read-only"):
+                database.prune(before="2027-01-01")
+        with pytest.raises(ValueError, match=r"cannot be made.*read-only"):
+            Database.open(locked / "new.sqlite")
+        with pytest.raises(ValueError, match=r"cannot be made.*denied"):
+            Database.open(locked / "new" / "rows.sqlite")
+
+    as_somebody_else(ask)
+
+
+def test_rows_that_wait_in_a_log_are_not_passed_over(locked: Path) -> None:
+    locked.chmod(0o755)
+    (locked / "rows.sqlite-wal").write_bytes(b"x" * 100)
+    (locked / "rows.sqlite-wal").chmod(0o444)
+    locked.chmod(0o555)
+
+    def ask() -> None:
+        with pytest.raises(ValueError, match="not written back"):
+            Database.open(locked / "rows.sqlite", create=False)
+
+    as_somebody_else(ask)

@@ -50,6 +50,8 @@ def show(
     from loka.dispatch import Database
     from loka.dispatch.speed import shipped_database
 
+    if limit < 0:
+        raise ValueError(f"--limit {limit}: expected a number of rows, or 0 for all")
     if shipped and db is not None:
         raise ValueError("--shipped shows the rows that come with loka, --db those of a file: choose one")
     database = shipped_database() if shipped else Database.open(db, create=False)
@@ -151,19 +153,16 @@ def export(
 @app.command()
 def prune(
     db: DbOption = None,
-    before: Annotated[str | None, typer.Option(help="Delete rows measured before this date (ISO).")] = None,
+    before: Annotated[str | None, typer.Option(help="Delete rows measured before this day, e.g. 2026-01-31.")] = None,
     others: Annotated[bool, typer.Option("--others", help="Delete rows this machine cannot use.")] = False,
     json_: JsonOption = False,
 ) -> None:
     """Delete old rows, or rows of other machines and versions."""
     import json
-    from datetime import date
 
     from loka.dispatch import Database
     from loka.dispatch.rows import machine_here
 
-    if before is not None:
-        date.fromisoformat(before)
     with Database.open(db, create=False) as database:
         deleted = database.prune(before=before, except_machines=[machine_here()] if others else [])
         left = len(database)

@@ -12,29 +12,26 @@ A row counts only for the machine it was measured on: the same GPU, driver, torc
 names them. A plan for a machine that is elsewhere uses that machine's own description (`machines`), never a mixture.
 
 Several processes may read and write at once: write-ahead log, one short transaction per `add`, a wait of 30 s for the lock. Not for a network file
-system, where SQLite's locks do not hold.
+system, where SQLite's locks do not hold. A file that may not be written can be read; what goes wrong in SQLite is said as a ValueError that names the file.
 """
 
 import os
-import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from loka.dispatch.store import Store
 from loka.records.performance import Origin, PerformanceRow, PerformanceRows, RowGroup
 
 __all__ = ["Database", "Found", "Key", "Machine", "bucket_of", "default_path"]
 
 SCHEMA = 1
-LOCK_SECONDS = 30.0
 _KEY = ("op", "variant", "m", "k", "n", "backend", "version", "device", "driver", "torch")
-_CREATE = f"""
-CREATE TABLE IF NOT EXISTS rows (
+_COLUMNS = f"""(
     op TEXT NOT NULL, variant TEXT NOT NULL, m INTEGER NOT NULL, k INTEGER NOT NULL, n INTEGER NOT NULL,
     backend TEXT NOT NULL, version TEXT NOT NULL, device TEXT NOT NULL, driver TEXT NOT NULL, torch TEXT NOT NULL,
     date TEXT NOT NULL, origin BLOB NOT NULL, row BLOB NOT NULL, PRIMARY KEY ({", ".join(_KEY)})
@@ -103,65 +100,17 @@ class Database:
     """Rows on disk, or in memory (`path=":memory:"`)."""
 
     def __init__(self, path: str | Path, *, create: bool = True) -> None:
-        self.path = str(path)
-        if self.path != ":memory:":
-            if not create and not Path(path).exists():
-                raise ValueError(f"there is no performance database at {path}; hint: loka db merge FILE makes one")
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._connection = sqlite3.connect(self.path, timeout=LOCK_SECONDS, isolation_level=None)
-        try:
-            self._prepare()
-        except sqlite3.DatabaseError as error:
-            self._connection.close()
-            raise ValueError(f"{self.path} is not a performance database: {error}") from error
+        self._store = Store(path, table="rows", columns=_COLUMNS, schema=SCHEMA, create=create)
+        self.path = self._store.path
 
     @classmethod
     def open(cls, path: str | Path | None = None, *, create: bool = True) -> "Database":
         """The database at a path, or at the default one."""
         return cls(default_path() if path is None else path, create=create)
 
-    def _prepare(self) -> None:
-        self._connection.execute(f"PRAGMA busy_timeout = {int(1000 * LOCK_SECONDS)}")
-        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA):
-            raise ValueError(f"{self.path} has schema {version}, this loka reads {SCHEMA}; hint: loka db export, merge")
-        if version == SCHEMA:
-            return
-        tables = [name for (name,) in self._connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        if tables and "rows" not in tables:
-            raise ValueError(f"{self.path} is somebody else's database: it holds {', '.join(tables)}")
-        self._switch_to_wal()
-        self._connection.execute("PRAGMA synchronous = NORMAL")
-        with self._transaction():
-            self._connection.execute(_CREATE)
-            self._connection.execute(f"PRAGMA user_version = {SCHEMA}")
-
-    def _switch_to_wal(self) -> None:
-        """Needs the file alone for a moment, and SQLite does not always wait for that: two processes may create it at once."""
-        end = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error) or time.monotonic() > end:
-                    raise
-                time.sleep(0.01)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Take the write lock at once: a reader that turned writer half-way could fail instead of waiting."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
-
     def close(self) -> None:
         """Give the file back."""
-        self._connection.close()
+        self._store.close()
 
     def __enter__(self) -> "Database":
         return self
@@ -170,8 +119,7 @@ class Database:
         self.close()
 
     def __len__(self) -> int:
-        (count,) = self._connection.execute("SELECT COUNT(*) FROM rows").fetchone()
-        return int(count)
+        return int(self._store.fetch("SELECT COUNT(*) FROM rows")[0][0])
 
     def add(self, origin: Origin, rows: Iterable[PerformanceRow]) -> int:
         """Write rows of one origin; a row of the same key stays when it is newer. Returns how many were written."""
@@ -182,10 +130,7 @@ class Database:
             f"INSERT INTO rows ({', '.join(names)}) VALUES ({', '.join('?' * len(names))}) "
             f"ON CONFLICT ({', '.join(_KEY)}) DO UPDATE SET {keep} WHERE excluded.date >= rows.date"
         )
-        with self._transaction():
-            before = self._connection.total_changes
-            self._connection.executemany(statement, values)
-            return self._connection.total_changes - before
+        return self._store.write(statement, values)
 
     def merge(self, record: PerformanceRows) -> int:
         """Write the rows of an export."""
@@ -217,7 +162,11 @@ class Database:
     def _select(self, **filters: Any) -> list[tuple[Origin, PerformanceRow]]:
         where = " AND ".join(f"{name} = ?" for name in filters) or "1"
         query = f"SELECT origin, row FROM rows WHERE {where} ORDER BY date DESC, {', '.join(_KEY)}"
-        return [_decode(*found) for found in self._connection.execute(query, tuple(filters.values()))]
+        found = self._store.fetch(query, tuple(filters.values()))
+        try:
+            return [_decode(*pair) for pair in found]
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{self.path} is damaged: a row cannot be read: {error}") from error
 
     def machines(self) -> list[Machine]:
         """Every machine rows were measured on, the one with the newest row first. A backend's version is its newest there."""
@@ -226,7 +175,7 @@ class Database:
             "GROUP BY device, driver, torch, backend, version ORDER BY newest DESC"
         )
         found: dict[tuple[str, str, str], dict[str, str]] = {}
-        for device, driver, torch, backend, version, _ in self._connection.execute(query):
+        for device, driver, torch, backend, version, _ in self._store.fetch(query):
             found.setdefault((device, driver, torch), {}).setdefault(backend, version)
         return [Machine(device, driver or None, torch, versions) for (device, driver, torch), versions in found.items()]
 
@@ -238,20 +187,29 @@ class Database:
         return PerformanceRows(groups=[RowGroup(origin=origin, rows=rows) for origin, rows in groups.items()])
 
     def prune(self, *, before: str | None = None, except_machines: Sequence[Machine] = ()) -> int:
-        """Delete rows older than an ISO date, and rows no listed machine can use. Returns how many."""
+        """Delete rows measured before a day (ISO, in any of its spellings), and rows no listed machine can use. Returns how many.
+
+        A row that somebody measures again while this looks is another row, with another date, and stays.
+        """
         if before is None and not except_machines:
             raise ValueError("prune needs to know what to delete: a date, or the machines whose rows to keep")
+        day = None if before is None else _day(before)
         doomed = []
         for origin, row in self._select():
-            old = before is not None and origin.date < before
+            old = day is not None and origin.date < day
             usable = any(not _mismatch(origin, row, m, m.versions.get(row.backend)) for m in except_machines)
             if old or (except_machines and not usable):
-                doomed.append(_columns(origin, row)[: len(_KEY)])
-        with self._transaction():
-            self._connection.executemany(
-                f"DELETE FROM rows WHERE {' AND '.join(f'{name} = ?' for name in _KEY)}", doomed
-            )
-        return len(doomed)
+                doomed.append(_columns(origin, row)[: len(_KEY) + 1])
+        where = " AND ".join(f"{name} = ?" for name in (*_KEY, "date"))
+        return self._store.write(f"DELETE FROM rows WHERE {where}", doomed)
+
+
+def _day(text: str) -> str:
+    """A day the way rows spell theirs: dates are compared as text, and 20260101 sorts after 2026-12-31."""
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise ValueError(f"before={text!r}: expected a day such as 2026-01-31 ({error})") from error
 
 
 def _columns(origin: Origin, row: PerformanceRow) -> tuple[Any, ...]:
