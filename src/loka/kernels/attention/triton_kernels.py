@@ -10,7 +10,7 @@ row. So the one mask a tile needs is the causal one.
 Bias gradients are summed in the dq walk, inside the tile, before memory is touched: one atomic addition per score cost more than all products together.
 
     position    i - j is constant on a diagonal: row r of the tile is rotated by r, and a diagonal becomes a column
-    time        times grow within a row, so a tile holds a short range of buckets: one masked sum for each of them (a long range is slow, not wrong)
+    time        times grow within a row, so a tile holds a short range of buckets: one sum for each of them (a long range is slow, not wrong)
 
 Every program adds to numbers of its own (`partial`), which are summed afterwards: all gradients are the same bits from run to run.
 """

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
 from loka.kernels.attention.triton_kernels import _backward_kv, _backward_q, _forward
 from loka.kernels.tile import INTERPRETED
@@ -23,10 +24,11 @@ class Tile:
 
 
 Tiles = dict[str, Tile]  # by kernel
-# 16-bit operands: heads up to 128 wide in rows up to LONG and beyond; wider heads
+# 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 34 on an H200 (benchmarks/attention_h200.py); wider heads
 LONG = 1024
-SHORT: Tiles = {"forward": Tile(64, 64), "backward_q": Tile(64, 64), "backward_kv": Tile(64, 64)}
-LONGER: Tiles = {"forward": Tile(128, 64, 8), "backward_q": Tile(64, 64), "backward_kv": Tile(64, 128, 8)}
+_NARROW = Tile(64, 32, registers=168)
+SHORT: Tiles = {"forward": _NARROW, "backward_q": _NARROW, "backward_kv": Tile(32, 64, stages=3)}
+LONGER: Tiles = {"forward": Tile(64, 64), "backward_q": _NARROW, "backward_kv": Tile(64, 128, 8, stages=3)}
 WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_q": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8)}
 # 32-bit operands are multiplied without tensor cores: heads up to 128 wide, wider ones
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
@@ -121,7 +123,7 @@ def run_backward_q(problem: Problem, grad: Tensor, tile: Tile) -> tuple[Tensor, 
             q, k, v, grad, dq, partial, *problem.inputs(), *problem.numbers(grad), distances, **problem.options(tile)
         )
     sums = partial.sum(0)
-    return dq, _fold(sums[:, :distances], problem.positions), sums[:, distances:].contiguous()
+    return dq, _fold(sums[:, :distances], problem.positions, problem.max_length), _copy(sums[:, distances:])
 
 
 def run_backward_kv(problem: Problem, grad: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
@@ -154,11 +156,15 @@ def _pad(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def _fold(sums: Tensor, entries: int) -> Tensor:
+def _copy(view: Tensor) -> Tensor:
+    return view.clone(memory_format=torch.contiguous_format)  # what an op returns may not share memory
+
+
+def _fold(sums: Tensor, entries: int, max_length: int) -> Tensor:
     """Sums by distance [H, distances] -> [H, entries]: every distance from the last entry on belongs to it."""
-    kept = sums.new_zeros(sums.shape[0], entries)
-    if entries:
-        near = min(entries - 1, sums.shape[1])
-        kept[:, :near] = sums[:, :near]
-        kept[:, -1] += sums[:, near:].sum(1)
+    if entries > sums.shape[1]:
+        return pad(sums, (0, entries - sums.shape[1]))
+    kept = _copy(sums[:, :entries])
+    if 0 < entries < max_length:
+        kept[:, -1] += sums[:, entries:].sum(1)
     return kept
