@@ -126,9 +126,72 @@ def test_a_joint_measurement_has_the_last_word() -> None:
     assert any("measured together: +0.025%" in note for note in made.notes)
 
 
-def test_a_bound_that_cannot_be_met_raises() -> None:
-    with pytest.raises(ValueError, match="no set of sites stays within"):
-        plan(measured("a", 0.0004), verify=lambda _: Interval(value=0.1, low=0.1, high=0.1))
+def harmless(name: str, high: float, **more: Any) -> Any:
+    """A site that seems to do no harm alone: its upper end is not above zero."""
+    return msgspec.structs.replace(measured(name, 0.0, **more), metric_change=Interval(value=high - 2e-5, low=high - 4e-5, high=high))  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [3, 9])
+def test_sites_without_harm_alone_are_given_up_when_they_harm_together(count: int) -> None:
+    seen: list[int] = []
+
+    def verify(made: Plan) -> Interval:
+        seen.append(len(converted(made)))
+        worst = 0.002 if seen[-1] > 1 else 0.0005
+        return Interval(value=worst / 2, low=0.0, high=worst)
+
+    made = plan(*(harmless(str(i), -1e-6 * (i + 1)) for i in range(count)), verify=verify)
+    assert converted(made) == [str(count - 1)]  # the furthest from harm
+    assert seen[-1] == 1
+    assert "measured together, this one among them" in made.sites[0].choices[0].reason
+
+
+def test_costly_sites_go_before_those_without_harm() -> None:
+    seen: list[list[str]] = []
+
+    def verify(made: Plan) -> Interval:
+        seen.append(converted(made))
+        worst = 0.002 if len(seen[-1]) > 1 else 0.0005
+        return Interval(value=worst / 2, low=0.0, high=worst)
+
+    made = plan(measured("a", 1e-5), harmless("b", -1e-6), harmless("c", -2e-6), verify=verify)
+    assert seen == [["a", "b", "c"], ["b", "c"], ["c"]]
+    assert converted(made) == ["c"]
+    assert made.expected_metric_change == 0.0
+
+
+@pytest.mark.parametrize("effects", [[4e-4], [-1e-6], [1e-5 * i for i in range(30)], [-1e-6] * 40])
+def test_a_bound_that_cannot_be_met_converts_nothing(effects: list[float]) -> None:
+    sites = [measured(str(i), e) if e > 0 else harmless(str(i), e) for i, e in enumerate(effects)]
+    rounds: list[int] = []
+
+    def verify(made: Plan) -> Interval:
+        rounds.append(len(converted(made)))
+        return Interval(value=0.1, low=0.1, high=0.1)
+
+    made = plan(*sites, verify=verify)
+    assert converted(made) == []
+    assert made.expected_metric_change == 0.0
+    assert 0 not in rounds  # the empty set needs no measurement
+    assert len(rounds) <= budget_module.MAX_ROUNDS
+    assert rounds == sorted(set(rounds), reverse=True)  # smaller every time
+    assert "nothing is converted: no set that was measured together stays within 0.100%" in made.notes
+
+
+def test_what_was_told_is_measured_too() -> None:
+    sites = [measured("a", 0.0004), *(harmless(f"b{i}", -1e-6) for i in range(40))]
+
+    def verify(made: Plan) -> Interval:
+        worst = 0.0001 if converted(made) == ["a"] else 0.1
+        return Interval(value=worst, low=worst, high=worst)
+
+    told = {"a": "tensorwise"}
+    assert converted(plan(*sites, verify=verify, overrides=told)) == ["a"]
+    with pytest.raises(ValueError, match=r"overrides convert do not stay within 0\.100%"):
+        plan(*sites, verify=lambda _: Interval(value=0.1, low=0.1, high=0.1), overrides=told)
+
+
+def test_what_cannot_be_asked_of_a_budget_raises() -> None:
     with pytest.raises(ValueError, match="set max_metric_change"):
         make_plan(report(measured("a", 0.0)), Policy(), verify=lambda _: interval(0.0))
     with pytest.raises(ValueError, match="expected 0 or more"):
