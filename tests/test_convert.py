@@ -10,7 +10,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import loka
-from loka.convert import LinearOptions, convert, revert
+from loka.convert import LinearOptions, convert, revert, scale_state
 from loka.nn import GroupedLinear
 from loka.nn.linear import Linear
 from loka.probe import Probe
@@ -340,3 +340,42 @@ def test_linears_of_a_fused_tower_and_protected_ones_are_left_alone() -> None:
     assert "inside the fused tower 0" in summary.kept["0.0"]
     assert "protected" in summary.kept["2"]
     assert type(tower[0]) is nn.Linear
+
+
+def test_an_interrupted_calibration_leaves_the_scales_of_the_last_whole_one() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    x = 20 * torch.randn(64, 32)
+    exact = model(x)
+    convert(model, recipe="tensorwise", options=LinearOptions(scales="static"))
+    with loka.convert.calibrating(model):
+        model(x)
+    calibrated, state = model(x), scale_state(model)
+    assert float((calibrated - exact).detach().norm() / exact.detach().norm()) < 0.1
+
+    def half_of_it(error: BaseException) -> None:
+        model(x * 1e-3)
+        raise error
+
+    for error in (RuntimeError("data loader died"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), loka.convert.calibrating(model):
+            half_of_it(error)
+        assert torch.equal(model(x), calibrated)
+    with pytest.raises(ValueError, match="saw no finite value"), loka.convert.calibrating(model):
+        model[0](torch.zeros(4, 32))
+    assert torch.equal(model(x), calibrated)
+    assert all(torch.equal(scale_state(model)[name], tensor) for name, tensor in state.items() if "static" in name)
+
+
+def test_an_interrupted_first_calibration_is_none() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert(model, recipe="tensorwise", options=LinearOptions(scales="static"))
+
+    def half_of_it() -> None:
+        model(torch.randn(4, 32))
+        raise RuntimeError("data loader died")
+
+    with pytest.raises(RuntimeError), loka.convert.calibrating(model):
+        half_of_it()
+    with pytest.raises(ValueError, match="not calibrated"):
+        model(torch.randn(4, 32))

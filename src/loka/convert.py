@@ -252,7 +252,10 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
-    """Batches run in this block set the static scales: the largest magnitude each site sees becomes its bound."""
+    """Batches run in this block set the static scales: the largest magnitude each site sees becomes its bound.
+
+    A block that ends in an exception changes nothing: earlier scales stay as they were.
+    """
     states = {
         name: linear.state.x
         for name, linear in linears_of(_unwrap(model))
@@ -262,20 +265,26 @@ def calibrating(model: nn.Module) -> Iterator[None]:
         raise ValueError(
             "no converted linear has static scales; hint: convert(..., options=LinearOptions(scales='static'))"
         )
+    before = {name: (state.static.clone(), state.calibrated) for name, state in states.items()}
     for state in states.values():
         state.static.zero_()
         state.calibrating = True
     try:
         yield
+        for state in states.values():
+            state.calibrated = bool(state.static > 0)
+        if unseen := [name for name, state in states.items() if not state.calibrated]:
+            raise ValueError(
+                f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
+            )
+    except BaseException:  # half a calibration is none: the bounds of the last whole one stay, Ctrl-C included
+        for name, state in states.items():
+            static, state.calibrated = before[name]
+            state.static.copy_(static)
+        raise
     finally:
         for state in states.values():
             state.calibrating = False
-    for state in states.values():
-        state.calibrated = bool(state.static > 0)
-    if unseen := [name for name, state in states.items() if not state.calibrated]:
-        raise ValueError(
-            f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
-        )
 
 
 class _CallableModule(ModuleType):
