@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from loka.dispatch import Operands, check, recipe_named
 from loka.nn.binding import BoundGemm, LinearBinding, LinearOptions
+from loka.nn.fast_path import close_fast_paths, open_fast_paths
 from loka.nn.flops import low_precision_share
 from loka.nn.fused_tower import FusedTower
 from loka.nn.grouped import GroupedLinear
@@ -105,6 +106,7 @@ def convert(
     if example is not None:
         share, of = low_precision_share(inner, example, bindings), "model"
     _adopt(inner, bindings)
+    close_fast_paths(inner)
     return Summary({name: str(binding) for name, binding in bindings.items()}, kept, share, of)
 
 
@@ -223,9 +225,11 @@ def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
 
 def revert(model: nn.Module) -> int:
     """Make every converted linear what it was; returns how many were converted."""
-    linears = [linear for _, linear in linears_of(_unwrap(model))]
+    inner = _unwrap(model)
+    linears = [linear for _, linear in linears_of(inner)]
     for linear in linears:
         linear.release()
+    open_fast_paths(inner)
     return len(linears)
 
 
