@@ -129,6 +129,31 @@ def test_auto_takes_the_first_that_can_and_tells_who_refused(fakes) -> None:
     assert pick("fake", "fourth", a_call("quantize"), CPU).refusals == {}
 
 
+def test_auto_asks_once_per_call_and_device(fakes) -> None:
+    made = fakes(first=no("no first"), second=YES)
+    asked: list[object] = []
+    for fake in made.values():
+        fake.supports = lambda call, device, real=fake.supports: (asked.append(call), real(call, device))[1]
+    one, other = a_call("quantize"), a_call("quantize", "e5m2:row")
+    selections = [pick("fake", "auto", one, CPU) for _ in range(3)]
+    assert asked == [one, one]  # both backends, in the first call only
+    assert selections[0] is selections[2]
+    assert selections[2].refusals == {"first": "no first"}
+    pick("fake", "auto", other, CPU)
+    pick("fake", "auto", one, torch.device("meta"))
+    assert asked == [one, one, other, other, one, one]
+    again = fakes(first=YES, second=YES)
+    assert pick("fake", "auto", one, torch.device("xpu")).backend is again["first"]
+
+
+def test_answers_of_ragged_batches_do_not_pile_up(fakes, monkeypatch) -> None:
+    fakes(only=YES)
+    monkeypatch.setattr(registry, "_MANY_ANSWERS", 8)
+    for rows in range(50):
+        pick("fake", "auto", QuantizeCall(rows, 32, Spec.parse("e4m3:row")), CPU)
+        assert len(registry._ANSWERS) <= 8
+
+
 def test_auto_without_any_raises_every_reason(fakes) -> None:
     fakes(first=no("no first"), second=no("no second"))
     with pytest.raises(

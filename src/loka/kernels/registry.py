@@ -42,6 +42,10 @@ class Selection:
     refusals: dict[str, str]
 
 
+_ANSWERS: dict[tuple[str, Any, torch.device, tuple[str, ...] | None], Selection] = {}
+_MANY_ANSWERS = 4096
+
+
 def backend(op: str, name: str) -> Backend:
     """The module of one backend."""
     if op not in BACKENDS:
@@ -91,7 +95,27 @@ def pick(op: str, name: str, call: Any, device: torch.device) -> Selection:
 
 
 def first(op: str, call: Any, device: torch.device) -> Selection:
-    """The first backend that can run a call, without a word about it."""
+    """The first backend that can run a call, without a word about it.
+
+    Asking all backends in every call cost the host up to 70 us where many refuse, so an answer is kept: what a backend supports depends on the call, the device and what is
+    installed, and none of these changes under a running process.
+    """
+    if torch.compiler.is_compiling():  # asked once, while tracing
+        return _ask_in_order(op, call, device)
+    key = (op, call, device, BACKENDS.get(op))
+    try:
+        known = _ANSWERS.get(key)
+    except TypeError:  # a symbolic shape has no hash
+        return _ask_in_order(op, call, device)
+    if known is None or known.backend is not _LOADED.get(f"{op}.{known.name}"):
+        known = _ask_in_order(op, call, device)
+        if len(_ANSWERS) >= _MANY_ANSWERS:  # ragged batches: every number of rows is another call
+            _ANSWERS.clear()
+        _ANSWERS[key] = known
+    return known
+
+
+def _ask_in_order(op: str, call: Any, device: torch.device) -> Selection:
     refusals: dict[str, str] = {}
     for candidate in BACKENDS[op]:
         verdict = backend(op, candidate).supports(call, device)
@@ -103,7 +127,7 @@ def first(op: str, call: Any, device: torch.device) -> Selection:
 
 
 def _warn_of_emulation(op: str, call: Any, refusals: dict[str, str]) -> None:
-    """On a GPU nobody expects emulation: say it, once per call site (torch.compile cannot trace a warning; there it stays unsaid)."""
+    """On a GPU nobody expects emulation: say it, once per call site. torch.compile cannot trace a warning: for linears `loka.convert` has said it before."""
     if torch.compiler.is_compiling():
         return
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
