@@ -118,9 +118,9 @@ def test_a_plan_for_a_target(db: Path, probe: Path, tmp_path: Path) -> None:
     assert run("diff", out, out, "--json") == (0, "[]\n")
     code, text = run("export", out, "torchao")
     assert code == 0
-    assert "'rowwise': ['a']" in text
-    run("export", out, "modelopt", "--out", tmp_path / "cfg.json")
-    assert json.loads((tmp_path / "cfg.json").read_text()) == []
+    assert "# left in high precision: a: N 8: not a multiple of 16" in text
+    run("export", out, "modelopt", "--out", tmp_path / "config.py")
+    assert "{'quantizer_name': '*', 'enable': False}" in (tmp_path / "config.py").read_text()
 
 
 def test_a_plan_uses_the_users_own_database_too(

@@ -1,11 +1,11 @@
 """Exports say what a plan says, no more: exact names, and what another tool cannot express is left out by name."""
 
 import fnmatch
-import json
 import re
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from loka.dispatch import Policy, make_plan
@@ -19,6 +19,7 @@ from loka.dispatch.export import (
     to_transformer_engine,
 )
 from loka.dispatch.recipe import RECIPES
+from loka.formats import Spec, dequantize, quantize
 from loka.records import GEMMS, Choice, Plan, SitePlan
 
 from .evidence import candidate, report, site
@@ -39,14 +40,15 @@ def plan() -> Plan:
     base = make_plan(report(site("x", candidate())), Policy(min_speedup=None))
     import msgspec
 
-    sites = [SitePlan(site=name, m=8, k=16, n=16, flops_share=0.1, choices=[_choice(g, r) for g, r in gemms.items()]) for name, gemms in SITES.items()]  # fmt: skip
+    sites = [SitePlan(site=name, m=8, k=128, n=128, flops_share=0.1, choices=[_choice(g, r) for g, r in gemms.items()]) for name, gemms in SITES.items()]  # fmt: skip
     return msgspec.structs.replace(base, sites=sites)
 
 
 def _choice(gemm: str, recipe: str | None) -> Choice:
     operands = RECIPES[recipe].operands(gemm) if recipe else None  # type: ignore[arg-type]
     a, b = (str(operands.a), str(operands.b)) if operands else (None, None)
-    return Choice(gemm=gemm, backend="torch" if a else "high", a=a, b=b, reason="test")  # type: ignore[arg-type]
+    fast = operands.fast_accum if operands else False
+    return Choice(gemm=gemm, backend="torch" if a else "high", a=a, b=b, reason="test", fast_accum=fast)  # type: ignore[arg-type]
 
 
 def model() -> nn.Module:
@@ -54,8 +56,8 @@ def model() -> nn.Module:
     made = nn.Module()
     for name in (*SITES, "unknown"):
         if "." not in name:
-            made.add_module(name, nn.Linear(16, 16, bias=False))
-    made.get_submodule("rows").add_module("2", nn.Linear(16, 16))
+            made.add_module(name, nn.Linear(128, 128, bias=False))
+    made.get_submodule("rows").add_module("2", nn.Linear(128, 128))
     return made
 
 
@@ -73,6 +75,34 @@ def test_torchao_has_one_filter_per_recipe() -> None:
         found.module_filter_fn("blockwise")
 
 
+def shaped(name: str, k: int, n: int) -> Plan:
+    import msgspec
+
+    made = plan()
+    sites = [msgspec.structs.replace(s, k=k, n=n) if s.site == name else s for s in made.sites]
+    return msgspec.structs.replace(made, sites=sites)
+
+
+@pytest.mark.parametrize(("k", "n", "why"), [(128, 7, "N 7: not a multiple of 16"), (479, 13, "K 479 and N 13: not")])
+def test_torchao_is_given_no_shape_it_would_have_to_pad(k: int, n: int, why: str) -> None:
+    found = to_torchao(shaped("tensor", k, n))
+    assert found.recipes["tensorwise"] == ["first"]
+    assert found.left_out["tensor"].startswith(why)
+    assert f"# left in high precision: tensor: {why}" in str(found)
+    assert f"# left in high precision: tensor: {why}" in to_transformer_engine(shaped("tensor", k, n))
+
+
+def test_torchao_accumulates_as_the_plan_says_or_not_at_all() -> None:
+    import msgspec
+
+    made = plan()
+    sites = [
+        msgspec.structs.replace(s, choices=[msgspec.structs.replace(c, fast_accum=False) for c in s.choices])
+        for s in made.sites
+    ]
+    assert to_torchao(msgspec.structs.replace(made, sites=sites)).recipes == {}
+
+
 def test_the_text_for_torchao_runs_and_means_the_same() -> None:
     scope: dict[str, Any] = {}
     exec(str(to_torchao(plan())), scope)
@@ -84,19 +114,38 @@ def test_the_text_for_torchao_runs_and_means_the_same() -> None:
     )
 
 
-def test_torchao_itself_swaps_what_the_plan_says() -> None:
+def test_torchao_itself_swaps_what_the_plan_says_with_its_specs() -> None:
     float8 = pytest.importorskip("torchao.float8")
     found = to_torchao(plan())
+    scope: dict[str, Any] = {}
+    exec(str(found), scope)
     names = {name for names in found.recipes.values() for name in names if name != "rows.2"}
     subject = nn.Sequential()
     for name in (*SITES, "unknown"):
         if "." not in name:
-            subject.add_module(name, nn.Linear(16, 16, bias=False))
+            subject.add_module(name, nn.Linear(128, 128, bias=False))
     for recipe in found.recipes:
-        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        config = scope["config_for"](recipe)
         float8.convert_to_float8_training(subject, config=config, module_filter_fn=found.module_filter_fn(recipe))
+        for gemm, (a, b), gemm_config in (
+            ("fprop", (config.cast_config_input, config.cast_config_weight), config.gemm_config_output),
+            ("dgrad", (config.cast_config_grad_output, config.cast_config_weight_for_grad_input), config.gemm_config_grad_input),
+            ("wgrad", (config.cast_config_grad_output_for_grad_weight, config.cast_config_input_for_grad_weight), config.gemm_config_grad_weight),
+        ):  # fmt: skip
+            operands = RECIPES[recipe].operands(gemm)  # type: ignore[arg-type]
+            if operands is None:
+                assert {a.scaling_type.value, b.scaling_type.value} == {"disabled"}
+                continue
+            assert [str(operands.a), str(operands.b)] == [_spell_cast(a), _spell_cast(b)]
+            assert gemm_config.use_fast_accum == operands.fast_accum
+        assert not config.round_scales_to_power_of_2
     swapped = {name for name, m in subject.named_modules() if type(m).__name__ == "Float8Linear"}
     assert swapped == names
+
+
+def _spell_cast(cast: Any) -> str:
+    block = {"tensorwise": "tensor", "axiswise": "row"}[cast.scaling_granularity.value]
+    return {"torch.float8_e4m3fn": "e4m3", "torch.float8_e5m2": "e5m2"}[str(cast.target_dtype)] + f":{block}"
 
 
 def sections(text: str) -> dict[str, dict[str, Any]]:
@@ -148,12 +197,69 @@ def test_llm_compressors_yaml_is_yaml() -> None:
     assert set(found) == {"scheme", "ignore"}
 
 
-def test_modelopt_switches_the_quantizers_of_kept_linears_off() -> None:
-    entries = json.loads(to_modelopt(plan(), model()))
-    off = [e["quantizer_name"] for e in entries if e["enable"] is False]
-    for name, expected in (("kept", True), ("unknown", True), ("rows", False), ("xkept", False)):
-        for part in ("weight_quantizer", "input_quantizer"):
-            assert any(fnmatch.fnmatchcase(f"{name}.{part}", pattern) for pattern in off) == expected
+def test_llm_compressor_is_given_no_block_that_does_not_fit() -> None:
+    text = to_llm_compressor(shaped("blocks", 256, 13))
+    assert "# left in high precision: blocks: K 256, N 13: FP8_BLOCK wants multiples of 128" in text
+    assert "FP8_BLOCK: [" not in text
+    assert "'re:^blocks$'" in text  # ignored
+
+
+def modelopt_config(made: Plan) -> list[dict[str, Any]]:
+    scope: dict[str, Any] = {}
+    exec(to_modelopt(made), scope)
+    assert scope["CONFIG"]["algorithm"] == "max"
+    entries: list[dict[str, Any]] = scope["CONFIG"]["quant_cfg"]
+    return entries
+
+
+def applied(entries: list[dict[str, Any]], quantizer: str) -> dict[str, Any] | None:
+    """What a quantizer ends up as; None: off. Entries in order, the last that matches decides."""
+    state = None
+    for entry in entries:
+        if fnmatch.fnmatch(quantizer, entry["quantizer_name"]):
+            state = entry["cfg"] if entry.get("enable", True) else None
+    return state
+
+
+def test_modelopt_gets_the_plans_scales_and_everything_else_is_off() -> None:
+    entries = modelopt_config(plan())
+    per_row = {"num_bits": (4, 3), "type": "dynamic", "block_sizes": {-1: None}}
+    for name in ("rows", "rows.2", "mixed", "onlyforward"):
+        assert applied(entries, f"{name}.input_quantizer") == per_row
+        assert applied(entries, f"{name}.weight_quantizer") == {"num_bits": (4, 3), "axis": 0}
+    for name in ("tensor", "first"):
+        assert applied(entries, f"{name}.input_quantizer") == {"num_bits": (4, 3), "type": "dynamic", "axis": None}
+        assert applied(entries, f"{name}.weight_quantizer") == {"num_bits": (4, 3), "axis": None}
+    for name in ("kept", "blocks", "unknown", "xrows", "rows.20", "head.rows"):  # not in FP8, or not in the plan
+        for part in ("weight_quantizer", "input_quantizer", "output_quantizer"):
+            assert applied(entries, f"{name}.{part}") is None
+    assert "# left in high precision: blocks: e4m3:1x128 @ e4m3:128x128 cannot be said to ModelOpt" in to_modelopt(
+        plan()
+    )
+
+
+def test_modelopt_itself_accepts_the_config() -> None:
+    mtq = pytest.importorskip("modelopt.torch.quantization")
+    scope: dict[str, Any] = {}
+    exec(to_modelopt(plan()), scope)
+    quantized = mtq.quantize(model(), scope["CONFIG"], lambda m: m.tensor(m.rows(torch.ones(4, 128))))
+    on = {n for n, m in quantized.named_modules() if n.endswith("_quantizer") and m.is_enabled}
+    assert on == {f"{n}.{p}_quantizer" for n in ("rows", "rows.2", "mixed", "onlyforward", "tensor", "first") for p in ("input", "weight")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "spec"), [("rows", "e4m3:row"), ("tensor", "e4m3:tensor")])
+def test_modelopt_computes_what_the_plan_says(name: str, spec: str) -> None:
+    mtq = pytest.importorskip("modelopt.torch.quantization")
+    torch.manual_seed(0)
+    x, subject = torch.randn(32, 128) * torch.randn(32, 1).exp(), model()
+    weight = subject.get_submodule(name).weight.detach().clone()
+    scope: dict[str, Any] = {}
+    exec(to_modelopt(plan()), scope)
+    quantized = mtq.quantize(subject, scope["CONFIG"], lambda m: m.get_submodule(name)(x)).get_submodule(name)
+    rounded = [
+        dequantize(quantize(t, Spec.parse(spec))) for t in (3 * x[:5], weight)
+    ]  # other values than it calibrated with
+    torch.testing.assert_close(quantized(3 * x[:5]).detach(), rounded[0] @ rounded[1].T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("to", FORMATS)

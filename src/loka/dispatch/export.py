@@ -1,24 +1,22 @@
 """A plan in other people's words, for those who train or serve with other tools. Nothing of theirs is imported.
 
-    torchao              which linears `convert_to_float8_training` may swap, one filter per recipe: (module, fqn) -> bool, or as Python text
+    torchao              which linears `convert_to_float8_training` swaps and with which configuration (`export_torchao`)
     transformer-engine   a debug YAML (nvdlfw_inspect): which layers, or which of their GEMMs, stay out of FP8 inside fp8_autocast
     llm-compressor       a recipe: preset scheme -> names, and the ignore list
-    modelopt             `quant_cfg` entries that switch the quantizers of all other linears off
+    modelopt             a quantisation config for `mtq.quantize`: everything off, then the quantizers of the plan's sites, each with its scales
 
-Each of these says less than a plan: torchao has one recipe a conversion and no backend, TransformerEngine takes its scaling from its own recipe, the
-last two know the forward pass only. What cannot be said is not approximated: such a site stays in high precision there, and the export says which and why.
-Names are matched as a whole; a name that only contains a site's is another layer.
+Each of these says less than a plan: torchao has one configuration a conversion and no backend, the last two know the forward pass only. What cannot be said
+is not approximated: such a site stays in high precision there, and the export says which and why. TransformerEngine is the exception: it has no place for
+scales at all, they are those of its own recipe, and the text says so. Names are matched as a whole; a name that only contains a site's is another layer.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from loka.dispatch.recipe import RECIPES
+from loka.dispatch.export_torchao import TorchaoExport, misaligned, to_torchao
 from loka.records import GEMMS, Choice, Plan, SitePlan
 
 __all__ = [
@@ -32,91 +30,39 @@ __all__ = [
     "to_transformer_engine",
 ]
 
-TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-SCHEMES = {  # forward Specs -> llm-compressor's preset
-    ("e4m3:row", "e4m3:row"): "FP8_DYNAMIC",
-    ("e4m3:1x128", "e4m3:128x128"): "FP8_BLOCK",
+ROWS = ("e4m3:row", "e4m3:row")
+TENSORS = ("e4m3:tensor", "e4m3:tensor")
+BLOCKS = ("e4m3:1x128", "e4m3:128x128")
+SCHEMES = {ROWS: "FP8_DYNAMIC", BLOCKS: "FP8_BLOCK"}  # forward Specs -> llm-compressor's preset
+# forward Specs -> ModelOpt's attributes of a linear's input and weight quantizers; a weight's scale may as well be calibrated, it is the same
+QUANTIZERS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ROWS: {
+        "input_quantizer": {"num_bits": (4, 3), "type": "dynamic", "block_sizes": {-1: None}},
+        "weight_quantizer": {"num_bits": (4, 3), "axis": 0},
+    },
+    TENSORS: {
+        "input_quantizer": {"num_bits": (4, 3), "type": "dynamic", "axis": None},
+        "weight_quantizer": {"num_bits": (4, 3), "axis": None},
+    },
 }
-ModuleFilter = Callable[[nn.Module, str], bool]
-
-
-@dataclass(frozen=True)
-class TorchaoExport:
-    """Sites by torchao's recipe, and the sites that no recipe of it expresses."""
-
-    recipes: dict[str, list[str]]
-    left_out: dict[str, str]
-
-    def module_filter_fn(self, recipe: str) -> ModuleFilter:
-        """For `convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=...)`."""
-        if recipe not in self.recipes:
-            raise ValueError(
-                f"the plan has no site for torchao's {recipe!r}; it has {', '.join(self.recipes) or 'none'}"
-            )
-        names = frozenset(self.recipes[recipe])
-        return lambda module, fqn: fqn in names
-
-    def __str__(self) -> str:
-        lines = [
-            "# Made by loka from a plan. One call per recipe:",
-            "#     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe),",
-        ]
-        lines += [
-            "#                                module_filter_fn=filter_for(recipe))",
-            "# torchao casts output gradients to E5M2 under tensorwise; the plan's errors are for E4M3.",
-        ]
-        lines += [f"# left in high precision: {name}: {why}" for name, why in self.left_out.items()]
-        lines += [
-            "SITES = {",
-            *(f"    {recipe!r}: {sorted(names)!r}," for recipe, names in self.recipes.items()),
-            "}",
-            "",
-            "",
-        ]
-        lines += [
-            "def filter_for(recipe):",
-            "    names = frozenset(SITES[recipe])",
-            "    return lambda module, fqn: fqn in names",
-        ]
-        return "\n".join(lines) + "\n"  # fmt: skip
-
-
-def to_torchao(plan: Plan) -> TorchaoExport:
-    """Sites whose every GEMM is what one of torchao's recipes runs."""
-    recipes: dict[str, list[str]] = {}
-    left_out: dict[str, str] = {}
-    for site in _converted(plan):
-        found = next((name for name in TORCHAO_RECIPES if _runs(site, name)), None)
-        if found is not None:
-            recipes.setdefault(found, []).append(site.site)
-        else:
-            spelled = ", ".join(f"{c.gemm} {f'{c.a} @ {c.b}' if c.quantized else 'high'}" for c in site.choices)
-            left_out[site.site] = f"no recipe of torchao runs {spelled}"
-    return TorchaoExport({name: recipes[name] for name in TORCHAO_RECIPES if name in recipes}, left_out)
-
-
-def _runs(site: SitePlan, recipe: str) -> bool:
-    for choice in site.choices:
-        operands = RECIPES[recipe].operands(choice.gemm)
-        if (choice.a, choice.b) != ((str(operands.a), str(operands.b)) if operands else (None, None)):
-            return False
-    return True
-
-
-def _converted(plan: Plan) -> list[SitePlan]:
-    return [site for site in plan.sites if any(c.quantized for c in site.choices)]
 
 
 def to_transformer_engine(plan: Plan) -> str:
     """Debug YAML: every GEMM that is not in FP8 in the plan is switched off, and so is every layer the plan does not name."""
     by_gemms: dict[tuple[str, ...], list[str]] = {}
+    left_out: dict[str, str] = {}
     for site in plan.sites:
         off: tuple[str, ...] = tuple(g for g in GEMMS if not any(c.gemm == g and c.quantized for c in site.choices))
+        why = misaligned(site)
+        if off != GEMMS and why is not None:
+            left_out[site.site] = f"{why}, which TransformerEngine wants"
+            continue
         by_gemms.setdefault(off, []).append(site.site)
     whole = [*by_gemms.pop(GEMMS, [])]
     everywhere = [name for names in by_gemms.values() for name in names]
     lines = ["# Made by loka from a plan, for nvdlfw_inspect: GEMMs that stay in high precision inside fp8_autocast.", "# Scaling is TransformerEngine's own recipe: the plan's Specs cannot be said here."]  # fmt: skip
     lines += [f"# in high precision by the plan: {name}" for name in whole]
+    lines += [f"# left in high precision: {name}: {why}" for name, why in left_out.items()]
     pattern = rf"^(?!(?:{_alternatives(everywhere)})$).*$" if everywhere else ".*"
     lines += _section("loka_high_precision", pattern, "DisableFP8Layer", None)
     for off, names in by_gemms.items():
@@ -165,6 +111,8 @@ def to_llm_compressor(plan: Plan, model: nn.Module | None = None) -> str:
             scheme = SCHEMES.get((str(choice.a), str(choice.b)))
             if scheme is None:
                 left_out[site.site] = f"no preset for {choice.a} @ {choice.b} with dynamic scales"
+            elif scheme == "FP8_BLOCK" and (site.k % 128 or site.n % 128):
+                left_out[site.site] = f"K {site.k}, N {site.n}: FP8_BLOCK wants multiples of 128"
             else:
                 targets.setdefault(scheme, []).append(site.site)
     lines = [
@@ -187,12 +135,39 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(_quote(f"re:^{re.escape(name)}$") for name in names)
 
 
-def to_modelopt(plan: Plan, model: nn.Module | None = None) -> str:
-    """`quant_cfg` entries as JSON, to be appended to those of FP8_DEFAULT_CFG: later entries win."""
-    entries: list[dict[str, Any]] = [
-        {"quantizer_name": f"{_literal(name)}.*quantizer", "enable": False} for name in ignored(plan, model)
+def to_modelopt(plan: Plan) -> str:
+    """A config as Python text (its keys are numbers too, which JSON has not): every quantizer off, then those of the plan's sites. Later entries win."""
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    left_out = {}
+    for site in plan.sites:
+        choice = _forward(site)
+        if choice is None:
+            continue
+        attributes = QUANTIZERS.get((str(choice.a), str(choice.b)))
+        if attributes is None:
+            why = (
+                "it takes blocks of activations of one fixed shape only"
+                if (choice.a, choice.b) == BLOCKS
+                else "it has no such scales"
+            )
+            left_out[site.site] = f"{choice.a} @ {choice.b} cannot be said to ModelOpt: {why}"
+            continue
+        entries += [{"quantizer_name": f"{_literal(site.site)}.{part}", "cfg": cfg} for part, cfg in attributes.items()]
+    lines = [
+        "# Made by loka from a plan: mtq.quantize(model, CONFIG, forward_loop). Scales of inputs are computed when they are seen, as in the plan;",
+        "# FP8_DEFAULT_CFG would calibrate them.",
     ]
-    return json.dumps(entries, indent=1) + "\n"
+    lines += [f"# in high precision by the plan: {name}" for name in ignored(plan)]
+    lines += [f"# left in high precision: {name}: {why}" for name, why in left_out.items()]
+    lines += [
+        "CONFIG = {",
+        '    "quant_cfg": [',
+        *(f"        {entry!r}," for entry in entries),
+        "    ],",
+        '    "algorithm": "max",',
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _literal(name: str) -> str:

@@ -1,0 +1,112 @@
+"""A plan in torchao's words: which linears `convert_to_float8_training` swaps, and the `Float8LinearConfig` that means what the plan means.
+
+torchao's named recipes are not ours bit by bit (seen in 0.17 to 0.19): `tensorwise` casts output gradients to E5M2, both rowwise ones round scales down to
+powers of two, and all of them accumulate fast in the forward GEMM only. Its configuration can say what ours are, so the text carries one, `config_for`,
+beside the filter; `Float8LinearConfig.from_recipe_name` would be another recipe of the same granularity.
+
+`torch._scaled_mm` wants K and N in multiples of 16, and torchao does not pad unless asked: other sites are left in high precision, by name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from loka.dispatch.recipe import RECIPES
+from loka.records import Plan, SitePlan
+
+__all__ = ["ALIGNMENT", "ModuleFilter", "TorchaoExport", "misaligned", "to_torchao"]
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+ALIGNMENT = 16
+ModuleFilter = Callable[[nn.Module, str], bool]
+
+_CONFIG = '''
+
+def config_for(recipe):
+    """As the plan was judged: E4M3 gradients, scales as they are (no powers of two), fast accumulation in every FP8 GEMM."""
+    import torch
+    from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
+
+    fast = Float8GemmConfig(use_fast_accum=True)
+    granularity = ScalingGranularity.TENSORWISE if recipe == "tensorwise" else ScalingGranularity.AXISWISE
+    cast = CastConfig(scaling_granularity=granularity, target_dtype=torch.float8_e4m3fn)
+    more = {}
+    if recipe == "rowwise_with_gw_hp":
+        high = CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=torch.float8_e4m3fn)
+        more["cast_config_weight_for_grad_input"] = CastConfig(target_dtype=torch.float8_e4m3fn)
+        more["cast_config_input_for_grad_weight"] = high
+        more["cast_config_grad_output_for_grad_weight"] = high
+    return Float8LinearConfig(
+        cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast,
+        gemm_config_output=fast, gemm_config_grad_input=fast, gemm_config_grad_weight=fast, **more,
+    )
+'''
+
+
+@dataclass(frozen=True)
+class TorchaoExport:
+    """Sites by recipe, and the sites that torchao cannot run as planned. `str` is Python text with the filter and the configuration."""
+
+    recipes: dict[str, list[str]]
+    left_out: dict[str, str]
+
+    def module_filter_fn(self, recipe: str) -> ModuleFilter:
+        """For `convert_to_float8_training(model, config=config_for(recipe), module_filter_fn=...)`; `config_for` is in the text."""
+        if recipe not in self.recipes:
+            raise ValueError(
+                f"the plan has no site for torchao's {recipe!r}; it has {', '.join(self.recipes) or 'none'}"
+            )
+        names = frozenset(self.recipes[recipe])
+        return lambda module, fqn: fqn in names
+
+    def __str__(self) -> str:
+        lines = [
+            "# Made by loka from a plan. One call per recipe in SITES:",
+            "#     convert_to_float8_training(model, config=config_for(recipe), module_filter_fn=filter_for(recipe))",
+            "# torchao's own recipes of these names are not the same: from_recipe_name gives E5M2 gradients (tensorwise) or scales",
+            "# that are powers of two (rowwise), and fast accumulation in the forward GEMM only.",
+        ]
+        lines += [f"# left in high precision: {name}: {why}" for name, why in self.left_out.items()]
+        listed = (f"    {recipe!r}: {sorted(names)!r}," for recipe, names in self.recipes.items())
+        lines += ["SITES = {", *listed, "}", "", ""]
+        lines += [
+            "def filter_for(recipe):",
+            "    names = frozenset(SITES[recipe])",
+            "    return lambda module, fqn: fqn in names",
+        ]
+        return "\n".join(lines) + "\n" + _CONFIG
+
+
+def misaligned(site: SitePlan) -> str | None:
+    """Why FP8 tensor cores do not take a site's shape as it is, or None."""
+    wrong = [f"{name} {size}" for name, size in (("K", site.k), ("N", site.n)) if size % ALIGNMENT]
+    return f"{' and '.join(wrong)}: not a multiple of {ALIGNMENT}" if wrong else None
+
+
+def to_torchao(plan: Plan) -> TorchaoExport:
+    """Sites whose every GEMM is what torchao runs under one of the recipes' configurations."""
+    recipes: dict[str, list[str]] = {}
+    left_out: dict[str, str] = {}
+    for site in plan.sites:
+        if not any(c.quantized for c in site.choices):
+            continue
+        found = next((name for name in TORCHAO_RECIPES if _runs(site, name)), None)
+        why = misaligned(site)
+        if found is None:
+            spelled = ", ".join(f"{c.gemm} {f'{c.a} @ {c.b}' if c.quantized else 'high'}" for c in site.choices)
+            left_out[site.site] = f"no recipe of torchao runs {spelled}"
+        elif why is not None:
+            left_out[site.site] = f"{why}, which torchao wants (it does not pad by default)"
+        else:
+            recipes.setdefault(found, []).append(site.site)
+    return TorchaoExport({name: recipes[name] for name in TORCHAO_RECIPES if name in recipes}, left_out)
+
+
+def _runs(site: SitePlan, recipe: str) -> bool:
+    for choice in site.choices:
+        operands = RECIPES[recipe].operands(choice.gemm)
+        wanted = (str(operands.a), str(operands.b), operands.fast_accum) if operands else (None, None, False)
+        if (choice.a, choice.b, choice.fast_accum) != wanted:
+            return False
+    return True
