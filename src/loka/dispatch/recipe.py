@@ -4,7 +4,14 @@
     dgrad   dx = dy W        a = dy [M, N]     b = W^T [K, N]
     wgrad   dW = dy^T x      a = dy^T [N, M]   b = x^T [K, M]
 
-The names are torchao's where torchao has one, and mean the same. A GEMM whose pair is None stays in high precision.
+A GEMM whose pair is None stays in high precision. The names are torchao's where torchao has one, and so are the granularities of the scales. The rest is
+not the same, as of torchao 0.17 to 0.19:
+
+    gradients      torchao casts them to E5M2 under tensorwise, E4M3 under both rowwise recipes; here E4M3 (LinearOptions(gradients=...) changes that)
+    scales         torchao rounds those of both rowwise recipes down to powers of two; here they are amax / 448
+    accumulation   torchao's is fast in the forward GEMM only; here in every FP8 GEMM of these three
+
+So errors and times of a recipe here are not those of torchao's under the same name. `export_torchao` writes the configuration of torchao that is ours.
 """
 
 from dataclasses import dataclass
