@@ -1,13 +1,12 @@
 """The engine on this library's Triton kernels: here in Triton's interpreter, in a child process, because the switch is read at import."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.interpreter import run_interpreted
 from loka.inference import Engine, EngineConfig
 from loka.inference.request import pad_requests
 from loka.models.onerec import Experts
@@ -65,8 +64,4 @@ def test_every_kernel_takes_things_where_they_lie(low: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-k", "every_kernel"]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
-    assert "......" in child.stdout
+    run_interpreted(__file__, "every_kernel")

@@ -5,13 +5,11 @@ process that has it.
 """
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from kernels.interpreter import run_interpreted
 from loka.kernels.attention import describe, reference, silu_attention, triton
 
 ROWS = [5, 0, 1, 33]
@@ -129,11 +127,7 @@ def triton_device(device):
 def test_triton_in_the_interpreter(device):
     if runs_here(device):
         pytest.skip("Triton runs in this process")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout
-    assert "....." in child.stdout
-    assert "neither on a GPU" not in child.stdout
+    run_interpreted(__file__, "on_triton")
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

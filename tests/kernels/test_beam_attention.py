@@ -3,13 +3,10 @@
 Where there is no GPU the Triton tests need the interpreter, chosen before triton is imported: one test runs this file again in a child process that has it.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from kernels.interpreter import run_interpreted
 from loka.formats import Spec, quantize
 from loka.kernels import registry
 from loka.kernels.backend import no
@@ -194,11 +191,7 @@ def triton_device(device):
 def test_triton_in_the_interpreter(device) -> None:
     if triton_runs(device):
         pytest.skip("Triton runs in this process")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
-    child = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert child.returncode == 0, child.stdout
-    assert "....." in child.stdout
-    assert "neither on a GPU" not in child.stdout
+    run_interpreted(__file__, "on_triton")
 
 
 def assert_near(ours: torch.Tensor, law: torch.Tensor, tolerance: float) -> None:

@@ -3,14 +3,11 @@
 The interpreter must be chosen before triton is imported: one test runs this file again in a child process that has it.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from kernels.interpreter import run_interpreted
 from loka.convert import LinearOptions, convert, refresh
 from loka.dispatch import RECIPES
 from loka.kernels.triton_device import triton_runs_on
@@ -109,9 +106,4 @@ def test_a_captured_training_step_sees_new_weights() -> None:
 def test_triton_in_the_interpreter(device: torch.device) -> None:
     if triton_runs_on(device):
         pytest.skip("Triton runs in this process")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "on_triton"]
-    child = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert child.returncode == 0, child.stdout[-4000:]
-    assert "7 passed" in child.stdout, child.stdout[-400:]
+    run_interpreted(__file__, "on_triton")
