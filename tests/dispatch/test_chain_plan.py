@@ -130,5 +130,23 @@ def test_a_plan_carries_its_chains(tmp_path: Path) -> None:
     plan = make_plan(report(site("0.linear", candidate()), site("last", candidate())), Policy(min_speedup=None))
     both = with_chains(plan, [chain])
     assert from_json(to_json(both), Plan).chains == [chain]
-    with pytest.raises(ValueError, match="is a site of the plan"):
+    with pytest.raises(ValueError, match="do not run its ops one after another"):
         with_chains(plan, [ChainPlan(ops=["x"], steps=[], microseconds=1.0, baseline_microseconds=None)])
+
+
+@pytest.mark.parametrize("missing", ["0.linear", "1.linear", "last"])
+def test_every_linear_of_a_chain_is_a_site_of_the_plan(missing: str) -> None:
+    variant = "fprop e4m3:row @ e4m3:row fast, weights cached"
+    quick = row(variant=variant, m=M, k=W, n=W, microseconds=interval(1.0), baseline=interval(9.5))
+    for rows in (ROWS, (*ROWS, quick)):  # steps of every kind that has a linear: fused, with its quantisation, bf16
+        chain = plan_chain(tower(2), M, database(*rows), H200)
+        sites = [site(name, candidate()) for name in ("0.linear", "1.linear", "last") if name != missing]
+        with pytest.raises(ValueError, match=f"{missing} is no site of the plan"):
+            with_chains(make_plan(report(*sites), Policy(min_speedup=None)), [chain])
+
+
+def test_a_linear_is_in_one_chain() -> None:
+    chain = plan_chain(tower(1), M, database(*ROWS), H200)
+    plan = make_plan(report(site("0.linear", candidate()), site("last", candidate())), Policy(min_speedup=None))
+    with pytest.raises(ValueError, match=r"one chain only: 0\.linear, last"):
+        with_chains(with_chains(plan, [chain]), [chain])

@@ -29,7 +29,7 @@ def plan() -> Plan:
     ]  # fmt: skip
     evidence = report(*sites)
     made = make_plan(evidence, Policy(min_speedup=None, overrides={"*.3.*": "high"}))
-    step = ChainStep(ops=["layers.0.linear"], kernel="k", reads="bf16", writes="bf16", microseconds=1.5)
+    step = ChainStep(ops=["layers.0.linear"], kernel="bf16 linear", reads="bf16", writes="bf16", microseconds=1.5)
     chain = ChainPlan(ops=["layers.0.linear"], steps=[step], microseconds=1.5, baseline_microseconds=None)
     return with_chains(spend(evidence, made, 0.001), [chain])
 

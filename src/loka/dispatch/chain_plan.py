@@ -27,6 +27,8 @@ from loka.records.performance import PerformanceRow
 __all__ = ["Refuse", "measured_edges", "plan_chain", "refuse_by_report", "with_chains"]
 
 Refuse = Callable[[ChainOp, str, str], str | None]
+_PLAIN, _WITH_QUANTIZE = "bf16 linear", "quantise + "
+_MULTIPLIES = (_PLAIN, _WITH_QUANTIZE, "scaled_mm ", "fused_linear ")  # how the labels of steps that run a linear begin
 
 
 def plan_chain(
@@ -64,12 +66,29 @@ def plan_chain(
 
 
 def with_chains(plan: Plan, chains: Sequence[ChainPlan]) -> Plan:
-    """The plan with its chains, each of whose linears must be a site of it."""
+    """The plan with its chains: steps must cover their ops in order, and every linear must be a site of the plan, in one chain only."""
     known = {site.site for site in plan.sites}
+    seen = [name for chain in plan.chains for name in _linears(chain)]
     for chain in chains:
-        if not known & set(chain.ops):
-            raise ValueError(f"no op of the chain {' -> '.join(chain.ops)} is a site of the plan for {plan.model}")
+        spelled = " -> ".join(chain.ops)
+        if not chain.ops or [name for step in chain.steps for name in step.ops] != chain.ops:
+            raise ValueError(f"the steps of the chain {spelled or '(no ops)'} do not run its ops one after another")
+        linears = _linears(chain)
+        unknown = [name for name in linears if name not in known]
+        if unknown or not linears:
+            raise ValueError(
+                f"the chain {spelled}: {', '.join(unknown) or 'no op of it'} is no site of the plan for {plan.model}"
+            )
+        seen += linears
+    twice = sorted({name for name in seen if seen.count(name) > 1})
+    if twice:
+        raise ValueError(f"linears may be in one chain only: {', '.join(twice)}")
     return msgspec.structs.replace(plan, chains=[*plan.chains, *chains])
+
+
+def _linears(chain: ChainPlan) -> list[str]:
+    """Names of a chain's linears: a kernel that multiplies begins with one."""
+    return [step.ops[0] for step in chain.steps if step.ops and step.kernel.startswith(_MULTIPLIES)]
 
 
 def refuse_by_report(report: ProbeReport, policy: Policy) -> Refuse:
@@ -228,7 +247,7 @@ class _Lookup:
         fast = a.block != Block(1, 128)
         variant = linear_variant("fprop", str(a), str(b), fast_accum=fast, weights="cached")
         yield from self._fastest(
-            LINEAR, variant, linear.k, linear.n, place, place + 1, BF16, BF16, f"quantise + {a} @ {b}"
+            LINEAR, variant, linear.k, linear.n, place, place + 1, BF16, BF16, f"{_WITH_QUANTIZE}{a} @ {b}"
         )
 
     def plain_linear(self, linear: ChainOp, place: int) -> Iterator[Edge]:
@@ -236,7 +255,7 @@ class _Lookup:
         found = self._rows(LINEAR, linear.k, linear.n)
         times = [r.baseline.value for r in found if r.baseline is not None and r.variant.startswith("fprop ")]
         if times:
-            yield Edge(place, place + 1, BF16, BF16, "bf16 linear", min(times))
+            yield Edge(place, place + 1, BF16, BF16, _PLAIN, min(times))
 
     def baseline(self, op: str, k: int, n: int, start: int, stop: int, prefix: str, label: str) -> Iterator[Edge]:
         """The bf16 form of an op: the baseline of any of its calls of this shape."""
