@@ -55,7 +55,10 @@ class Feed:
         if self.offsets is None:
             return Feed([x[:rows].detach() for x in self.vectors], [x[:rows] for x in self.rest])
         rows = min(max(1, rows // 16), self.offsets.shape[0] - 1)
-        end = int(self.offsets[rows])
+        ends = self.offsets[: rows + 1].tolist()
+        # torchao's weight gradient takes multiples of 16 positions: the whole batch is one, and so is this part of it where any is
+        rows = next((row for row in range(rows, 0, -1) if ends[row] % 16 == 0), rows)
+        end = ends[rows]
         return Feed([x[:end].detach() for x in self.vectors], [x[:end] for x in self.rest], self.offsets[: rows + 1])
 
     def to(self, dtype: torch.dtype) -> "Feed":
