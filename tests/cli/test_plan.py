@@ -68,3 +68,11 @@ def test_requests_that_cannot_be_honoured(probe: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         run("explain", tmp_path / "none.json", "0")
     assert parse_overrides(["a=b=high"]) == {"a=b": "high"}
+
+
+def test_a_speed_up_for_accuracy_only_is_a_contradiction(probe: Path) -> None:
+    with pytest.raises(ValueError, match="--accuracy-only ignores speed, --min-speedup 2 asks for it"):
+        run("plan", probe, "--accuracy-only", "--min-speedup", 2)
+    default = json.loads(run("plan", probe, "--json")[1])
+    assert default["min_speedup"] == 1.05
+    assert json.loads(run("plan", probe, "--min-speedup", 2, "--json")[1])["min_speedup"] == 2
