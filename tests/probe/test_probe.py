@@ -256,3 +256,38 @@ def test_a_compiled_model_is_compiled_once() -> None:
     assert probe._watches["0"].calls == 3
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def test_a_plan_can_choose_from_what_the_device_has(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without backends: emulation on a CPU, kernels on a GPU, as the command line does."""
+    from loka.cli.probe import choose_backends as choose_on_the_command_line
+    from loka.probe import probe as home
+
+    for device in ("cpu", "cuda", "cuda:1"):
+        assert home.choose_backends(device) == tuple(choose_on_the_command_line(device))
+    probe = Probe(small, every=1)
+    train(small, batches(2), probe)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(home, "choose_backends", lambda device: (asked.append(device), ("torch",))[1])
+    found = probe.evaluate(["rowwise"], samples=2)
+    assert asked == [next(small.parameters()).device]
+    assert {c.backend for site in found.record.sites for c in site.candidates} == {"torch"}
+    found = probe.evaluate(["rowwise"], samples=2, backends=("reference",))
+    assert {c.backend for site in found.record.sites for c in site.candidates} == {"reference"}
+
+
+@pytest.mark.gpu
+def test_the_five_lines_of_the_readme_run_kernels_on_a_gpu() -> None:
+    import loka
+
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64)).cuda()
+    probe = Probe(model, every=1)
+    model(torch.randn(256, 512, device="cuda")).square().mean().backward()
+    probe.step()
+    plan = probe.evaluate(samples=4).plan(min_speedup=None)
+    chosen = {c.backend for site in plan.sites for c in site.choices if c.quantized}
+    assert chosen
+    assert chosen <= {"torch", "triton"}
+    probe.detach()
+    loka.convert(model, plan)
+    model(torch.randn(256, 512, device="cuda")).sum().backward()

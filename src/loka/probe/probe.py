@@ -48,7 +48,7 @@ class Probe(Observer):
         recipes: Sequence[str] = DEFAULT_RECIPES,
         *,
         samples: int = 100,
-        backends: Sequence[str | Engine] = ("reference",),
+        backends: Sequence[str | Engine] | None = None,
         max_error: float = MAX_ERROR,
         max_gradient_error: float = MAX_GRADIENT_ERROR,
         model_name: str | None = None,
@@ -59,12 +59,13 @@ class Probe(Observer):
     ) -> Report:
         """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each.
 
+        `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
         `settings` are further fields of `loka.probe.survey.Settings`: sources, judged_on, min_speedup, weights, repeats, seconds, gate.
         """
         self.absorb()
         asked = Settings(
             recipes=recipes,
-            backends=backends,
+            backends=choose_backends(next(self.model.parameters()).device) if backends is None else backends,
             samples=samples,
             max_error=max_error,
             max_gradient_error=max_gradient_error,
@@ -120,6 +121,11 @@ class Probe(Observer):
         """Continue from a saved state; refuses one of another set of sites."""
         super().load_state_dict(state)
         self._flops = int(state["counts"][2]) or None
+
+
+def choose_backends(device: torch.device | str) -> tuple[str, ...]:
+    """Emulation on a CPU, our own kernels on a GPU. Other people's run in this process only when named: a crash would take it along."""
+    return ("torch", "triton") if torch.device(device).type == "cuda" else ("reference",)
 
 
 def _describe_formats(sites: Sequence[Site]) -> list[FormatRange]:
