@@ -146,11 +146,20 @@ def test_training_mode_is_kept(model: Tower) -> None:
     [
         ({}, "exactly one"),
         ({"recipe": "fastest"}, "no recipe 'fastest'"),
+        ({"plan": "rowwise"}, "expected a loka.records.Plan, got str 'rowwise'; hint: recipe='rowwise'"),
+        ({"plan": "plan.json"}, r"hint: loka.records.load\(path, loka.records.Plan\)"),
+        ({"plan": {"a": 1}}, "expected a loka.records.Plan, got dict"),
+        ({"recipe": "rowwise", "options": {"scales": "delayed"}}, "options: expected LinearOptions, got dict"),
     ],
 )
-def test_requests_that_make_no_sense(model: Tower, arguments: dict[str, str], message: str) -> None:
+def test_requests_that_make_no_sense(model: Tower, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         convert(model, **arguments)  # type: ignore[arg-type]
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected an nn\.Module, got str"):
+        convert("model", recipe="rowwise")  # type: ignore[arg-type]
 
 
 def test_a_bare_linear_is_converted_in_place() -> None:
@@ -168,8 +177,8 @@ def test_a_converted_model_and_contradicting_requests_are_refused(model: Tower) 
     with pytest.raises(ValueError, match="already converted"):
         convert(model, plan)
     revert(model)
-    with pytest.raises(ValueError, match="neither beside it"):
-        convert(model, plan, backend="reference")
+    with pytest.raises(ValueError, match="give no module_filter_fn beside it"):
+        convert(model, plan, module_filter_fn=lambda *_: True)
     with pytest.raises(ValueError, match="neither beside it"):
         convert(model, plan, options=LinearOptions(scales="delayed"))
 

@@ -14,6 +14,7 @@ Scales that are remembered between steps are no part of a state_dict: `scale_sta
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,15 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.dispatch import Operands, check, recipe_named
+from loka.dispatch import RECIPES, recipe_named
+from loka.nn.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.nn.binding import BoundGemm, LinearBinding, LinearOptions
 from loka.nn.fast_path import close_fast_paths, open_fast_paths
 from loka.nn.flops import low_precision_share
-from loka.nn.fused_tower import FusedTower
 from loka.nn.grouped import GroupedLinear
 from loka.nn.linear import Linear, linears_of, refresh, refuse
+from loka.nn.planned import Bound, bind_by_plan, candidates, spoken_for
 from loka.nn.scaling import Scaling
-from loka.records import GEMMS, Choice, Gemm, Plan
+from loka.records import GEMMS, Plan
 
 __all__ = [
     "LinearOptions",
@@ -59,6 +61,7 @@ class Summary:
         float | None
     )  # of the GEMM FLOPs of a step; None where neither a plan nor an example gave the shapes
     flops_of: str | None  # what that is a share of: the model's GEMMs, or the probed sites'
+    notes: tuple[str, ...] = ()  # what `auto` came to and who refused; what of the plan was not applied
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.kept)
@@ -67,7 +70,8 @@ class Summary:
             of = "the model's" if self.flops_of == "model" else "the probed"
             share = f"; {self.low_precision_share:.1%} of {of} GEMM FLOPs in low precision"
         kept = "".join(f"\n  kept {name}: {why}" for name, why in self.kept.items())
-        return f"{len(self.converted)} of {total} linears converted, {len(self.kept)} kept{share}{kept}"
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
+        return f"{len(self.converted)} of {total} linears converted, {len(self.kept)} kept{share}{kept}{notes}"
 
 
 def convert(
@@ -76,38 +80,76 @@ def convert(
     *,
     recipe: str | None = None,
     module_filter_fn: ModuleFilter | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
     options: LinearOptions | None = None,
     example: Any = None,
 ) -> Summary:
     """Convert in place: by a plan, or by one recipe at every linear that `module_filter_fn(module, name)` lets through.
 
-    `options` say how the linears run beside their GEMMs (scales, saved activations, weight cache). `example` is an input of the model; with it the summary tells the
+    `backend` runs the GEMMs of a recipe, `auto` where none is named. Beside a plan it replaces the plan's backends; without it they run as named, and a plan that names `reference`,
+    which is emulation, is refused on a GPU (`loka.nn.planned`). `options` say how the linears run beside their GEMMs (scales, saved activations, weight cache). `example` is an input of the model; with it the summary tells the
     share of the model's GEMM FLOPs that now runs in low precision.
     """
-    if (plan is None) == (recipe is None):
-        raise ValueError("convert takes a plan or a recipe, exactly one of them")
+    _check_request(model, plan, recipe, options)
     inner = _unwrap(model)
     already = [name for name, _ in linears_of(inner)]
     if already:
         raise ValueError(f"already converted: {', '.join(already[:5])}; call loka.revert(model) first")
     chosen = options or LinearOptions()
     if plan is not None:
-        if module_filter_fn is not None or backend != "auto":
-            raise ValueError("a plan already says which modules and which backends; give neither beside it")
+        if module_filter_fn is not None:
+            raise ValueError("a plan already says which modules: give no module_filter_fn beside it")
         if chosen.scales != "dynamic" or chosen.gradients is not None:
             raise ValueError("a plan already says how gradients and scales are kept; give neither beside it")
-        bindings, kept = _bind_by_plan(inner, plan, chosen)
-        share, of = plan.low_precision_share, plan.flops_of
+        bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
     else:
         assert recipe is not None
-        bindings, kept = _bind_by_recipe(inner, recipe, module_filter_fn, backend, chosen)
-        share, of = None, None
+        bound, of = _bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen), None
+    share = bound.share
     if example is not None:
-        share, of = low_precision_share(inner, example, bindings), "model"
-    _adopt(inner, bindings)
+        share, of = low_precision_share(inner, example, bound.bindings), "model"
+    _settle(inner, bound)
+    _adopt(inner, bound.bindings)
     close_fast_paths(inner)
-    return Summary({name: str(binding) for name, binding in bindings.items()}, kept, share, of)
+    converted = {name: str(binding) for name, binding in bound.bindings.items()}
+    return Summary(converted, bound.kept, share, of, tuple(bound.notes))
+
+
+def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if (plan is None) == (recipe is None):
+        raise ValueError("convert takes a plan or a recipe, exactly one of them")
+    if plan is not None and not isinstance(plan, Plan):
+        hint = (
+            f"recipe={plan!r}"
+            if isinstance(plan, str) and plan in RECIPES
+            else "loka.records.load(path, loka.records.Plan), or report.plan()"
+        )
+        raise ValueError(f"plan: expected a loka.records.Plan, got {type(plan).__name__} {str(plan)[:60]!r}; hint: {hint}")  # fmt: skip
+    if options is not None and not isinstance(options, LinearOptions):
+        raise ValueError(f"options: expected LinearOptions, got {type(options).__name__}; hint: loka.LinearOptions(scales='delayed')")  # fmt: skip
+
+
+def _settle(model: nn.Module, bound: Bound) -> None:
+    """Write down what `auto` comes to on the model's device, and who refused; emulation on a GPU is said aloud, asked for or not."""
+    picked: dict[Pick, list[str]] = {}
+    asked: list[str] = []
+    for name, binding in bound.bindings.items():
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        bound.bindings[name], picks = settle(binding, weight, bound.rows.get(name, ROWS))
+        for pick in dict.fromkeys(picks):
+            picked.setdefault(pick, []).append(name)
+        if any(gemm is not None and is_emulation(gemm.backend, weight.device) for gemm in (binding.fprop, binding.dgrad, binding.wgrad)):  # fmt: skip
+            asked.append(name)
+    for pick, names in picked.items():
+        refused = f"; refused: {spell_refusals(dict(pick.refusals))}" if pick.refusals else ""
+        bound.notes.append(f"auto is {pick} in {len(names)} linears{refused}")
+        if pick.emulated:
+            warnings.warn(f"{', '.join(names)}: emulated on {pick.device}, no kernel can{refused}", stacklevel=3)
+    if asked:
+        warnings.warn(f"{', '.join(asked)}: emulated on the GPU, as backend='reference' asks: right, and slow", stacklevel=3)  # fmt: skip
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -126,72 +168,21 @@ def _unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def _bind_by_plan(
-    model: nn.Module, plan: Plan, options: LinearOptions
-) -> tuple[dict[str, LinearBinding], dict[str, str]]:
-    problems = check(plan, model)
-    bindings: dict[str, LinearBinding] = {}
-    kept: dict[str, str] = {}
-    planned = {site.site: site for site in plan.sites}
-    spoken_for = _spoken_for(model)
-    for name, module in _candidates(model):
-        site = planned.get(name)
-        if site is None:
-            kept[name] = "not in the plan"
-        elif any(choice.quantized for choice in site.choices):
-            if reason := spoken_for.get(name) or refuse(module):
-                problems.append(f"{name}: {reason}")
-                continue
-            try:
-                bindings[name] = options.apply(_binding({c.gemm: _bind(c) for c in site.choices}))
-            except ValueError as error:
-                problems.append(f"{name}: {error}")
-        else:
-            kept[name] = "; ".join(f"{c.gemm}: {c.reason}" for c in site.choices) or "no GEMM was seen"
-    if problems:
-        raise ValueError(f"the plan for {plan.model} does not fit this model:\n  " + "\n  ".join(problems))
-    return bindings, kept
-
-
-def _binding(bound: Mapping[Gemm, BoundGemm | None]) -> LinearBinding:
-    return LinearBinding(bound.get("fprop"), bound.get("dgrad"), bound.get("wgrad"))
-
-
-def _bind(choice: Choice) -> BoundGemm | None:
-    if choice.a is None or choice.b is None:
-        return None
-    return BoundGemm(choice.backend, Operands.parse(choice.a, choice.b, fast_accum=choice.fast_accum))
-
-
 def _bind_by_recipe(
     model: nn.Module, name: str, keep: ModuleFilter | None, backend: str, options: LinearOptions
-) -> tuple[dict[str, LinearBinding], dict[str, str]]:
+) -> Bound:
     recipe = recipe_named(name)
-    bound = {g: BoundGemm(backend, o) if (o := recipe.operands(g)) is not None else None for g in GEMMS}
-    binding = options.apply(_binding(bound))
-    bindings: dict[str, LinearBinding] = {}
-    kept: dict[str, str] = {}
-    spoken_for = _spoken_for(model)
-    for site, module in _candidates(model):
+    gemms = {g: BoundGemm(backend, o) if (o := recipe.operands(g)) is not None else None for g in GEMMS}
+    binding = options.apply(LinearBinding(gemms.get("fprop"), gemms.get("dgrad"), gemms.get("wgrad")))
+    bound, taken = Bound(), spoken_for(model)
+    for site, module in candidates(model):
         if keep is not None and not keep(module, site):
-            kept[site] = "module_filter_fn"
-        elif reason := spoken_for.get(site) or _refuse_type(module) or refuse(module):
-            kept[site] = reason
+            bound.kept[site] = "module_filter_fn"
+        elif reason := taken.get(site) or _refuse_type(module) or refuse(module):
+            bound.kept[site] = reason
         else:
-            bindings[site] = binding
-    return bindings, kept
-
-
-def _spoken_for(model: nn.Module) -> dict[str, str]:
-    """Linears that something else has decided about: run by a fused tower, or marked by mods.protect_intermediates."""
-    reasons = {n: "protected by a mod" for n, m in model.named_modules() if getattr(m, "loka_protected", False)}
-    for tower_name, tower in model.named_modules():
-        if isinstance(tower, FusedTower):
-            prefix = f"{tower_name}." if tower_name else ""
-            reasons |= {
-                f"{prefix}{link.linear}": f"runs in FP8 inside the fused tower {tower_name}" for link in tower.links
-            }
-    return reasons
+            bound.bindings[site] = binding
+    return bound
 
 
 def _refuse_type(module: nn.Module) -> str | None:
@@ -200,13 +191,6 @@ def _refuse_type(module: nn.Module) -> str | None:
     if module.weight.dtype == torch.float64:
         return "float64 weights: no low-precision GEMM writes float64"
     return None
-
-
-def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinear]]:
-    """Every module a reader would expect to be converted, each once, under its first name."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | GroupedLinear):
-            yield name, module
 
 
 def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:

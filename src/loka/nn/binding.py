@@ -25,10 +25,11 @@ Save = Literal["auto", "fp8", "high"]
 
 @dataclass(frozen=True)
 class BoundGemm:
-    """A GEMM in low precision: on which backend, with which operands."""
+    """A GEMM in low precision: on which backend, with which operands. `picked`: what `auto` came to where it was bound (`loka.nn.auto`)."""
 
     backend: str
     operands: Operands
+    picked: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.backend != "auto":
@@ -42,7 +43,8 @@ class BoundGemm:
         return Form(self.operands.b, self.operands.a, self.backend)
 
     def __str__(self) -> str:
-        return f"{self.operands.a}@{self.operands.b}/{self.backend}"
+        backend = self.backend if self.picked is None else f"{self.backend} ({self.picked})"
+        return f"{self.operands.a}@{self.operands.b}/{backend}"
 
 
 @dataclass(frozen=True)
