@@ -207,22 +207,24 @@ class Linear(nn.Linear):
         if changed and weights is not None:
             if mode and self.binding.dgrad is not None and weights.data_t is None:
                 self._allocate()
-            elif not weights.manual:
-                weights.invalidate()
+            if self.state.weights is not None and not weights.manual:
+                self.state.weights.renew()
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
+        if self.state.weights is not None:
+            self.state.weights.invalidate()  # torch swaps no tensor that somebody holds a weak reference to
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.state.to(self.weight.device)
         self._allocate()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.weights is not None:
+            self.state.weights.invalidate()
         super()._load_from_state_dict(*args, **kwargs)
         if self.state.weights is None or self.state.weights.manual:
             self.refresh()
-        else:
-            self.state.weights.invalidate()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "state" in self.__dict__:

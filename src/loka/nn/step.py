@@ -1,9 +1,11 @@
 """Between two steps: what converted linears do when their weights have just changed.
 
-The first conversion registers one hook that runs after any torch optimizer's step. It looks only at Linears whose weights that optimizer owns, and
+The first conversion registers one hook that runs after any torch optimizer's step. It
 
-    forgets their quantised weights (the version counter knows already, unless the optimizer writes through `.data`), or makes them anew where they are `manual`
-    files the largest magnitudes of the step, for delayed scales
+    forgets the quantised weights of Linears that this optimizer owns, and of all others in training mode: master weights belong to no optimizer and are copied back
+    after the step, through `.data`, where no version counter shows it; a weight that did not change is quantised once more than needed. `manual` ones are made
+    anew where the optimizer owns them
+    files the largest magnitudes of the step, for delayed scales, of Linears it owns and of frozen ones in training mode
 
 Code that updates weights without a torch optimizer calls `loka.refresh(model)`, which does the same.
 """
@@ -49,11 +51,17 @@ def file_magnitudes(linears: Iterable["Linear"]) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    linears = [linear for linear in _FOLLOWED if id(linear._parameters.get("weight")) in owned]
-    for linear in linears:
-        weights = linear.state.weights
+    ended = []
+    for linear in list(_FOLLOWED):
+        weight, weights = linear._parameters.get("weight"), linear.state.weights
+        mine = id(weight) in owned
         if weights is not None and weights.manual:
-            weights.rewrite(linear.weight)
-        elif weights is not None:
-            weights.invalidate()
-    file_magnitudes(linears)
+            if mine:
+                weights.rewrite(linear.weight)
+        elif weights is not None and mine:
+            weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
+        elif weights is not None and linear.training:
+            weights.renew()
+        if mine or (linear.training and weight is not None and not weight.requires_grad):
+            ended.append(linear)
+    file_magnitudes(ended)

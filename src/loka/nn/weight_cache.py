@@ -6,19 +6,25 @@
 Each is kept as the backend of its GEMM reads it (`loka.kernels.prepared`): what a library wants padded or reordered is so once per step, not once per call.
 
 A cached weight must never be stale. What it was made from is written into `stamp`, one integer that is kept, copied and restored together with the data; the
-integer names an entry that holds the weight object, its storage and its version counter, and the cache is used only while all three are the same. Every in-place
-operation moves the counter (an optimizer step, load_state_dict, `weight.mul_`); replacing the parameter or its storage changes the others.
+integer names an entry that holds the weight object, its storage, where and how it lies in it, and its version counter, and the cache is used only while all are the
+same. Every in-place operation moves the counter (an optimizer step, load_state_dict, `weight.mul_`); replacing the parameter or its memory changes the others.
 
 Under torch.compile the question is asked by `loka::refresh_weight`, an opaque op that looks at the live weight every time it runs: no guard, no recompilation, no
 graph break. The stamp is an operand the op mutates, so copies that the compiler makes of the buffers carry their own.
 
-Three things the version counter cannot show, and what is done about them:
+What the version counter cannot show, and what is done about it:
 
     CUDA graphs       a replay asks nothing. While a graph is captured in training mode the weight is always quantised, inside the graph; in eval mode
                       the cache is used as it is, and `loka.refresh` rewrites it in place for the graph to see
     FSDP2             the all-gathered parameter keeps its counter on purpose. It arrives by assignment, and a Linear whose weight is assigned drops its cache
-    weight.data       edits through `.data` are hidden from autograd, and from here. Optimizers that use it are covered (every step marks its weights),
-                      so is a change of train / eval mode; after any other such edit call `loka.refresh(model)`
+    hidden writes     to `weight.data` or a NumPy view of it; to a flat tensor that parameters are views of; by a collective (`dist.broadcast(weight)`,
+                      `dist.all_reduce`, also of `weight.detach()`: they move no counter); to shared memory by another process. After any optimizer's step, and after a
+                      change of train / eval mode, the weight of every Linear that trains is taken for changed: an optimizer that writes through `.data`, and master
+                      weights copied back after the step, need nothing else. After any other such write call `loka.refresh(model)`
+
+Backward reads what forward used. Whatever makes the cache anew without the weight itself being changed in place (an evaluation or a step of another optimizer between
+forward and backward, functional_call) therefore fills new buffers and leaves the old ones to the backward that still wants them; a change in place overwrites them,
+and autograd then refuses that backward, as it does for nn.Linear. Only buffers that a CUDA graph was captured with keep their addresses for good.
 
 In doubt the weight is quantised again.
 """
@@ -26,7 +32,7 @@ In doubt the weight is quantised again.
 import weakref
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -43,6 +49,7 @@ __all__ = ["POLICIES", "Form", "StaleWeightError", "WeightCache", "WeightPolicy"
 WeightPolicy = Literal["step", "fresh", "manual"]
 POLICIES: tuple[str, ...] = get_args(WeightPolicy)
 Buffers = list[Tensor | None]  # data, scales, scales as laid out: of the weight, then of its transpose
+_BUFFERS = ("data", "scale", "laid", "data_t", "scale_t", "laid_t")
 
 
 class StaleWeightError(RuntimeError):
@@ -55,10 +62,19 @@ class _Made:
 
     weight: weakref.ReferenceType[Tensor]
     storage: StorageWeakRef  # keeps the storage's address from being given to another one
+    place: tuple[Any, ...]
     version: int
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether it was made from this tensor in this memory, whatever it holds now."""
+        if self.weight() is not weight or weight.is_inference():
+            return False
+        same_storage: bool = self.storage.cdata == weight.untyped_storage()._cdata
+        return same_storage and self.place == _place_of(weight)
 
 
 _MADE: dict[int, _Made] = {}
+_CAPTURED: set[int] = set()  # ids of weights whose buffers a CUDA graph reads
 _SERIAL = count(1)
 
 
@@ -86,21 +102,31 @@ def _storage_of(weight: Tensor) -> StorageWeakRef:
     return StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
 
 
+def _place_of(weight: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in its storage, and how."""
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+
+
 def _is_current(weight: Tensor, stamp: Tensor) -> bool:
     made = _MADE.get(int(stamp))
-    if made is None or made.weight() is not weight or weight.is_inference():
-        return False
-    same_storage: bool = made.storage.cdata == weight.untyped_storage()._cdata
-    return same_storage and made.version == weight._version
+    return made is not None and made.is_of(weight) and made.version == weight._version
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _forget(stamp: Tensor) -> None:
+    _MADE.pop(int(stamp), None)
+    stamp.zero_()
 
 
 def _set_stamp(weight: Tensor, stamp: Tensor) -> None:
-    _MADE.pop(int(stamp), None)
+    _forget(stamp)
     if weight.is_inference():  # such tensors have no version counter: never current
-        stamp.zero_()
         return
     serial = next(_SERIAL)
-    _MADE[serial] = _Made(weakref.ref(weight), _storage_of(weight), weight._version)
+    _MADE[serial] = _Made(weakref.ref(weight), _storage_of(weight), _place_of(weight), weight._version)
     stamp.fill_(serial)
 
 
@@ -120,7 +146,9 @@ def _refresh(
     weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, manual: bool, training: bool
 ) -> None:  # fmt: skip
     """Bring the buffers up to date, or leave them where they are."""
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = _is_capturing(weight)
+    if capturing:
+        _CAPTURED.add(id(weight))
     if _is_current(weight, stamp) and (manual or not (capturing and training)):
         return
     if manual and not capturing:
@@ -178,10 +206,11 @@ def _(weight, data, scale, laid, data_t, scale_t, laid_t, stamp, form, form_t, q
 
 
 class WeightCache:
-    """The forms of one weight in buffers of fixed addresses; None for a form nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
+    """The forms of one weight in buffers; None for a form nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
 
     def __init__(self, weight: Tensor, form: Form | None, form_t: Form | None, *, quantizer: str, manual: bool) -> None:
         self.form, self.form_t, self.quantizer, self.manual = form, form_t, quantizer, manual
+        self.weight_id = id(weight)
         self.spelled = ("" if form is None else str(form), "" if form_t is None else str(form_t))
         with torch.inference_mode(False), torch.no_grad():
             self.stamp = torch.zeros((), dtype=torch.int64)
@@ -190,6 +219,7 @@ class WeightCache:
             self.data_t, self.scale_t, self.laid_t = _tensors(q_t)
             self.layouts = (layout_of(q), layout_of(q_t))
             _set_stamp(weight, self.stamp)
+        weakref.finalize(self, _forget, self.stamp).atexit = False
 
     def get(self, weight: Tensor, *, training: bool) -> tuple[QTensor | None, QTensor | None]:
         """The forms of `weight` as it is now."""
@@ -199,6 +229,9 @@ class WeightCache:
                 self.quantizer, self.manual, training,
             )  # fmt: skip
         else:
+            made = _MADE.get(int(self.stamp))
+            if made is not None and not made.is_of(weight):  # another tensor: the last one's backward may be to come
+                self.renew()
             _refresh(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, self.manual, training)
         n, k = weight.shape
         q = q_t = None
@@ -209,17 +242,28 @@ class WeightCache:
         return q, q_t
 
     def rewrite(self, weight: Tensor) -> None:
-        """Quantise now, in place, whatever the stamp says."""
+        """Quantise now, whatever the stamp says; where a CUDA graph looks, in place."""
+        self.renew()
         with torch.inference_mode(False):
             _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer)
 
     def invalidate(self) -> None:
-        """Forget what this was made from."""
-        _MADE.pop(int(self.stamp), None)
-        self.stamp.zero_()
+        """Forget what this was made from; the next forward fills the same buffers."""
+        _forget(self.stamp)
+
+    def renew(self) -> None:
+        """Forget what this was made from; the next forward fills new buffers, and the old ones stay what they are for a backward that has kept them."""
+        self.invalidate()
+        if self.weight_id in _CAPTURED:
+            return
+        with torch.inference_mode(False):
+            for name in _BUFFERS:
+                buffer: Tensor | None = getattr(self, name)
+                if buffer is not None:
+                    setattr(self, name, torch.empty_like(buffer))
 
     def _buffers(self) -> Buffers:
-        return [self.data, self.scale, self.laid, self.data_t, self.scale_t, self.laid_t]
+        return [getattr(self, name) for name in _BUFFERS]
 
     @property
     def nbytes(self) -> int:
