@@ -144,7 +144,9 @@ class Linear(nn.Linear):
         """y [M, N] without the bias."""
         weight, state = self.weight, self.state
         if type(weight) not in (nn.Parameter, Tensor):
-            raise ValueError(f"the weight is a {type(weight).__name__}, expected a plain tensor; a sharded linear cannot run in low precision")  # fmt: skip
+            raise ValueError(
+                f"the weight is a {type(weight).__name__}, expected a plain tensor; {_explain_weight(weight)}"
+            )
         needs = (torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
         health = state.health if state.watching else None
         with torch.no_grad():
@@ -233,6 +235,20 @@ class Linear(nn.Linear):
             )
         super().__setattr__(name, value)
 
+    def _replicate_for_data_parallel(self) -> "Linear":
+        raise ValueError(
+            f"{self.state.name or 'Linear'} is converted: the replicas of nn.DataParallel would share its quantised weight and its scales; "
+            "hint: DistributedDataParallel, or loka.revert(model) first"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle names classes, and the class made for a subclass has none that can be imported: name the subclass."""
+        made = super().__reduce_ex__(protocol)
+        kind = self.state.original
+        if kind is nn.Linear or made[1][:1] != (_class_for(kind),):
+            return made
+        return (_new, (kind,), *made[2:])
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._allocate()
@@ -247,6 +263,19 @@ def _class_for(kind: type[nn.Linear]) -> type[Linear]:
     if kind not in _CLASSES:
         _CLASSES[kind] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__doc__": Linear.__doc__})
     return _CLASSES[kind]
+
+
+def _new(kind: type[nn.Linear]) -> Linear:
+    """A Linear of a subclass without anything in it yet, for pickles and copies."""
+    ours = _class_for(kind)
+    return ours.__new__(ours)
+
+
+def _explain_weight(weight: Tensor) -> str:
+    """Why a tensor of a special kind cannot be this weight."""
+    if type(weight).__name__ == "FakeTensor":
+        return "torch.export cannot trace a converted linear, whose quantised weight is no part of its state_dict; hint: torch.compile, or loka.revert(model) first"  # fmt: skip
+    return "a sharded linear cannot run in low precision"
 
 
 def refuse(module: nn.Module) -> str | None:
@@ -265,6 +294,8 @@ def refuse(module: nn.Module) -> str | None:
         return "its weight is not a parameter (weight_norm, spectral_norm?)"
     if isinstance(module.weight, nn.UninitializedParameter):
         return "its weight is not initialised yet (lazy module)"
+    if not module.weight.is_floating_point():
+        return f"its weight is {module.weight.dtype}, expected a floating-point type"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return "nn.MultiheadAttention reads its weight without calling it"
     return None
