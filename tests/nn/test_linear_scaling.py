@@ -111,6 +111,20 @@ class TestDelayed:
         assert model[2].state.dy.largest == 0
         assert model[2].state.dy.pending > 0
 
+    def test_the_step_of_a_frozen_linear_is_filed_too(self) -> None:
+        model, x = make(), torch.randn(8, 32, requires_grad=True)
+        model[0].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD([model[2].weight], 0.01)
+        model(x).square().sum().backward()
+        optimizer.step()
+        state = model[0].state
+        assert state.x.largest == x.detach().abs().max()
+        assert state.dy.largest > 0
+        assert state.x.pending == 0
+        model[0].eval()  # sees nothing any more, so there is nothing to file
+        optimizer.step()
+        assert state.x.position == 1
+
     def test_micro_batches_share_one_scale(self) -> None:
         model = make()
         x = torch.randn(8, 32)

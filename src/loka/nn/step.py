@@ -10,6 +10,7 @@ The first conversion registers one hook that runs after any torch optimizer's st
 Code that updates weights without a torch optimizer calls `loka.refresh(model)`, which does the same.
 """
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,16 +21,19 @@ from loka.nn.scaling import finish_step
 
 if TYPE_CHECKING:
     from loka.nn.linear import Linear
+    from loka.nn.linear_state import LinearState
 
 __all__ = ["file_magnitudes", "follow", "unfollow"]
 
 _FOLLOWED: "weakref.WeakSet[Linear]" = weakref.WeakSet()
 _HOOKS: list[Any] = []
+_LOCK = threading.Lock()  # a model may be converted while another one trains
 
 
 def follow(linear: "Linear") -> None:
     """Have optimizers tell a Linear that its weight changed."""
-    _FOLLOWED.add(linear)
+    with _LOCK:
+        _FOLLOWED.add(linear)
     if not _HOOKS:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -38,23 +42,33 @@ def follow(linear: "Linear") -> None:
 
 def unfollow(linear: "Linear") -> None:
     """It is no Linear any more."""
-    _FOLLOWED.discard(linear)
+    with _LOCK:
+        _FOLLOWED.discard(linear)
 
 
 def file_magnitudes(linears: Iterable["Linear"]) -> None:
     """End the step of all delayed scales of these Linears."""
-    states = [state for linear in linears for state in linear.state.amax_states.values()]
-    if states:
-        finish_step(states)
+    _file(linear.state for linear in linears)
+
+
+def _file(states: "Iterable[LinearState]") -> None:
+    magnitudes = [amax for state in states for amax in state.amax_states.values()]
+    if magnitudes:
+        finish_step(magnitudes)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    with _LOCK:
+        followed = list(_FOLLOWED)
     ended = []
-    for linear in list(_FOLLOWED):
-        weight, weights = linear._parameters.get("weight"), linear.state.weights
-        mine = id(weight) in owned
+    for linear in followed:
+        state: LinearState | None = vars(linear).get("state")
+        if state is None:
+            continue  # reverted meanwhile
+        weight, weights = linear._parameters.get("weight"), state.weights
+        mine = weight is not None and id(weight) in owned
         if weights is not None and weights.manual:
             if mine:
                 weights.rewrite(linear.weight)
@@ -63,5 +77,5 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         elif weights is not None and linear.training:
             weights.renew()
         if mine or (linear.training and weight is not None and not weight.requires_grad):
-            ended.append(linear)
-    file_magnitudes(ended)
+            ended.append(state)
+    _file(ended)
