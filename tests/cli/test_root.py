@@ -6,6 +6,7 @@ import time
 
 import pytest
 import typer
+from safetensors import SafetensorError
 
 import loka
 from loka import cli
@@ -71,7 +72,13 @@ def test_debug_shows_where_it_came_from(tmp_path: object) -> None:
     [
         (ValueError("seen this, expected that"), 2, "error: seen this"),
         (RuntimeError("odd"), 2, "internal error: RuntimeError: odd"),
-        (KeyboardInterrupt(), 130, "run the same command again"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            PermissionError(13, "Permission denied", "/somewhere/plan.json"),
+            2,
+            "error: /somewhere/plan.json: Permission denied\n",
+        ),
+        (SafetensorError("header too small"), 2, "error: a file cannot be read: header too small"),
     ],
 )
 def test_what_a_verb_raises_becomes_an_exit_code(
@@ -92,3 +99,22 @@ def test_what_a_verb_raises_becomes_an_exit_code(
         cli.main(["fail"])
     assert end.value.code == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verb", "again"), [("demo", True), ("data", True), ("train", False), ("probe", False)])
+def test_after_ctrl_c_only_what_is_true_is_promised(
+    verb: str, again: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`loka probe` and `loka train` need --resume, and say so themselves."""
+    app = typer.Typer()
+    app.callback()(cli.start)
+
+    @app.command(verb)
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit) as end:
+        cli.main([verb])
+    assert end.value.code == 130
+    assert ("run the same command again" in capsys.readouterr().err) == again

@@ -1,7 +1,7 @@
 """cli: one verb per file, thin; heavy imports happen inside the command, so that `loka --help` is quick.
 
 stdout is data, stderr is talk. Exit 0: fine. 1: a finding. 2: a request that cannot be honoured, or an internal error. An error is one
-message that says what was seen and what to do; `loka --debug VERB` shows where it came from. Ctrl-C leaves a state to continue from.
+message that says what was seen and what to do; `loka --debug VERB` shows where it came from. After Ctrl-C a verb that kept something says how to go on.
 """
 
 import re
@@ -48,6 +48,7 @@ _PANELS = {
 }
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
+_CONTINUED = ("demo", "data")  # verbs that go on where they were when they are called again as they were
 
 app = typer.Typer(
     name="loka",
@@ -75,6 +76,7 @@ def start(
 ) -> None:
     """Options before the verb."""
     context.obj["debug"] = debug
+    context.obj["verb"] = context.invoked_subcommand
 
 
 def examples_of(verb: str) -> list[tuple[str, str]]:
@@ -121,7 +123,7 @@ _COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the exit code."""
-    state: dict[str, Any] = {"debug": False}
+    state: dict[str, Any] = {"debug": False, "verb": None}
     try:
         code = app(arguments, standalone_mode=False, obj=state)
     except _COMMAND_ERROR as error:
@@ -129,16 +131,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except typer.Abort:
         code = INTERRUPTED
-    except ValueError as error:
+    except Exception as error:
         if state["debug"]:
             raise
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except Exception as error:  # not the user's fault: say so, and how to report it
-        if state["debug"]:
-            raise
-        typer.echo(f"internal error: {type(error).__name__}: {error}\nhint: loka --debug shows where", err=True)
+        typer.echo(_explain(error), err=True)
         sys.exit(2)
     if code == INTERRUPTED:  # typer turns KeyboardInterrupt into this
-        typer.echo("interrupted; run the same command again to continue", err=True)
+        again = "; run the same command again to continue" if state["verb"] in _CONTINUED else ""
+        typer.echo(f"interrupted{again}", err=True)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> str:
+    """What went wrong: the request (ValueError), a file, or, when it is neither, something to report."""
+    if isinstance(error, ValueError):
+        return f"error: {error}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"error: {error.filename}: {error.strerror or error}"
+    if isinstance(error, FileNotFoundError) or type(error).__name__ == "SafetensorError":  # safetensors names no file
+        return f"error: a file cannot be read: {error}\nhint: loka --debug shows which"
+    return f"internal error: {type(error).__name__}: {error}\nhint: loka --debug shows where"

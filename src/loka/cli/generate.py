@@ -49,6 +49,9 @@ def generate(
         raise ValueError("--train needs --out, the folder to keep the model in")
     if top > beams:
         raise ValueError(f"--top {top} needs at least as many --beams, got {beams}")
+    from loka.cli.subject import find_device
+
+    find_device(device)
     opened, bundle = open_or_train(from_, train, out, data, seed, data_root, source)
     found = recommend(bundle, opened, users, items, top, beams, exclude_seen, precision, device)
     if json_:

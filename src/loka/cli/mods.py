@@ -75,11 +75,15 @@ def apply_mods(
 
 
 def _apply(subject: Any, names: str) -> Any:
+    import sys
+    from contextlib import redirect_stdout
+
     from loka import mods
 
     batch = next(iter(subject.batches("train")))
     example = mods.capture_example(subject.model, lambda: subject.loss(batch))
-    return mods.apply(subject.model, names, example=example, model_name=subject.name)
+    with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and print
+        return mods.apply(subject.model, names, example=example, model_name=subject.name)
 
 
 @app.command("suggest")

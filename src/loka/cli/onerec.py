@@ -52,6 +52,7 @@ def measure(
     """Rows for the plain search, the engine in bf16 and in FP8."""
     import torch
 
+    from loka.cli.subject import find_device
     from loka.data.batch import Jagged
     from loka.inference import Engine, EngineConfig
     from loka.inference.synthetic import make_histories, make_trained_like, share_weights
@@ -60,7 +61,7 @@ def measure(
     from loka.models.beam import search
     from loka.ptq import quantize
 
-    place = torch.device(device)
+    place = find_device(device)
     options = {} if context is None else {"context": context}
     config = configure("onerec", size, **options)
     plain = make_trained_like(config, device=place)

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -100,7 +102,7 @@ def probe(
     from loka.cli.train import parse_options
     from loka.probe import Probe
 
-    check_request(steps, sensitivity, out, resume)
+    check_request(steps, sensitivity, out, html, resume)
     if threads is not None:
         torch.set_num_threads(threads)
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -116,19 +118,20 @@ def probe(
     watcher = Probe(subject.model, every=every, rows=rows, seed=seed, kinds=kinds)  # type: ignore[arg-type]
     state = None if out is None else out.with_name(out.name + STATE)
     learn(subject, watcher, job, steps, state, resume=resume)
-    report = watcher.evaluate(
-        recipe or ("tensorwise", "rowwise", "blockwise"),
-        samples=samples,
-        backends=backend or choose_backends(place),
-        max_error=max_error,
-        max_gradient_error=max_gradient_error,
-        min_speedup=min_speedup,
-        model_name=model,
-        data_name=subject.data,
-        progress=Meter("evaluate"),
-    )
-    if sensitivity:
-        report = add_metric(report, subject, sensitivity, metric or subject.metrics[0], seed)
+    with keeping(state):
+        report = watcher.evaluate(
+            recipe or ("tensorwise", "rowwise", "blockwise"),
+            samples=samples,
+            backends=backend or choose_backends(place),
+            max_error=max_error,
+            max_gradient_error=max_gradient_error,
+            min_speedup=min_speedup,
+            model_name=model,
+            data_name=subject.data,
+            progress=Meter("evaluate"),
+        )
+        if sensitivity:
+            report = add_metric(report, subject, sensitivity, metric or subject.metrics[0], seed)
     if out is not None:
         report.to_json(out)
     if html is not None:
@@ -140,12 +143,35 @@ def probe(
         raise typer.Exit(1)
 
 
-def check_request(steps: int, sensitivity: int, out: Path | None, resume: bool) -> None:
+def check_request(steps: int, sensitivity: int, out: Path | None, html: Path | None, resume: bool) -> None:
     """Refuse what contradicts itself, before anything is loaded."""
     if steps < 1 or sensitivity < 0:
         raise ValueError(f"--steps {steps} --sensitivity {sensitivity}: expected at least 1, and not negative")
     if resume and out is None:
         raise ValueError("--resume continues from the state beside the report: give --out")
+    for option, path in (("--out", out), ("--html", html)):
+        if path is not None:
+            check_writable(option, path)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a place that a file cannot be written to, before the work and not after it."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder, expected a file")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {path}: {folder} cannot be written")
+
+
+@contextmanager
+def keeping(state: Path | None) -> Iterator[None]:
+    """Ctrl-C after training: say what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if state is not None:
+            typer.echo("what was learned is kept; the same command with --resume evaluates it", err=True)
+        raise
 
 
 def choose_backends(device: str) -> Sequence[str]:
@@ -198,7 +224,10 @@ def learn(subject: Subject, watcher: Probe, job: Job, steps: int, state: Path | 
         if state is not None:
             save_state(state, subject_model, optimizers, watcher, job)
             if sys.exc_info()[0] is not None:
-                typer.echo(f"what was learned in {watcher.steps} steps is kept; --resume continues", err=True)
+                typer.echo(
+                    f"what was learned in {watcher.steps} steps is kept; the same command with --resume continues",
+                    err=True,
+                )
 
 
 def step(subject: Subject, optimizers: Optimizers, batch: Any, watcher: Probe) -> None:

@@ -136,9 +136,8 @@ def quantize_network(
 ) -> tuple[nn.Module, Summary]:
     """A built-in or a user's model; measured by the loss of its data."""
     import torch
-    from safetensors.torch import load_file
 
-    from loka.cli.subject import find_object, load_subject
+    from loka.cli.subject import build_own, load_subject
     from loka.ptq import quantize as quantize_model
     from loka.ptq import save
 
@@ -154,9 +153,9 @@ def quantize_network(
         from loka.models import build, names
 
         torch.manual_seed(seed)
-        network = build(family, size) if family in names() else find_object(model)()
+        network = build(family, size) if family in names() else build_own(model, {}, seed=seed)
     if weights is not None:
-        network.load_state_dict(load_file(weights))
+        load_weights(network, weights)
     extra: dict[str, Any] = {}
     if measured:
         assert subject is not None  # measured loads it
@@ -164,6 +163,17 @@ def quantize_network(
     summary = quantize_model(network.eval(), **options, **extra)
     save(network, summary, out)
     return network, summary
+
+
+def load_weights(network: nn.Module, file: Path) -> None:
+    """A safetensors file into a model; what does not fit, or cannot be read, is an error that names it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        network.load_state_dict(load_file(file))
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"--weights {file}: {error}") from error
 
 
 def subject_score(subject: Any, examples: int) -> Any:

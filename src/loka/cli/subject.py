@@ -13,14 +13,15 @@ seed; `factory` may take schema, when the data is built in, and seed. Inputs tha
 A sequence model (hstu) reads the sequences of a data set, trains on every position's next item, and is scored on the held-out items.
 
 Every verb that needs a model opens it here, so that they all understand the same words. Modules are found from the working folder
-first, as `python -m` would.
+first, as `python -m` would. stdout is data: what a user's own code prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import Parameter, signature
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Subject", "find_object", "load_subject"]
+__all__ = ["Subject", "find_device", "find_object", "load_subject"]
 
 DEFAULT_DATA = "complete-journey"
 SPLITS = ("train", "valid", "test")
@@ -109,13 +110,15 @@ class Subject:
 
     def loss(self, batch: Any) -> Tensor:
         """Run the model and the loss: a scalar to call backward on."""
-        return self.job.lose(self.model, batch)
+        with redirect_stdout(sys.stderr):
+            return self.job.lose(self.model, batch)
 
     def values(self, batch: Any, metric: str | None = None) -> Tensor:
         """A metric for every example of a batch, [B] (or [1] where a user's loss is a mean already)."""
         if metric is not None and metric not in self.job.metrics:
             raise ValueError(f"{self.name} has no metric {metric!r}; it has {', '.join(self.metrics)}")
-        found = self.job.metrics[metric or self.metrics[0]](self.model, batch)
+        with redirect_stdout(sys.stderr):
+            found = self.job.metrics[metric or self.metrics[0]](self.model, batch)
         return found.reshape(-1)
 
     def group(self, batch: Any) -> Tensor | None:
@@ -141,7 +144,7 @@ def load_subject(
     if batch_size < 1 or seed < 0:
         raise ValueError(f"batch_size={batch_size}, seed={seed}: expected at least 1, and not negative")
     family, size = _split_name(model)
-    place = torch.device(device)
+    place = find_device(device)
     options = dict(model_options or {})
     opening: dict[str, Any] = {"root": root, "source": source, **dict(data_options or {})}
     if progress is not None:
@@ -153,7 +156,7 @@ def load_subject(
         if family is not None:
             raise ValueError(f"{model} needs the schema of a built-in data set; --data {data} names your own batches")
         job: Job = OwnJob(data, find_object(data), _find_loss(loss), batch_size, seed)
-        network = _build_own(model, options, seed=seed)
+        network = build_own(model, options, seed=seed)
     elif family in SEQUENCE_FAMILIES:
         if loss is not None:
             raise ValueError(f"--loss does not apply to {family}: it predicts the next item")
@@ -163,6 +166,20 @@ def load_subject(
             model, family, size, data or DEFAULT_DATA, batch_size, seed, opening, options, loss
         )
     return Subject(model, network.to(place), job, place)
+
+
+def find_device(name: str) -> torch.device:
+    """A device that is there."""
+    try:
+        found = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}; expected cpu, cuda or cuda:1") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() or "no"
+        raise ValueError(
+            f"--device {name}: torch sees {seen} CUDA GPU on this machine; `loka doctor` says what it sees"
+        )
+    return found
 
 
 def _split_name(model: str) -> tuple[str | None, str]:
@@ -189,7 +206,8 @@ def find_object(path: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = import_module(module_name)
+        with redirect_stdout(sys.stderr):
+            module = import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"{path}: cannot import {error.name!r} (the working folder is searched too)") from error
     found: Any = module
@@ -211,7 +229,8 @@ def call_with(function: Callable[..., Any], path: str, **offers: Any) -> Any:
     missing = [p.name for p in parameters if p.name in named and p.default is Parameter.empty and p.name not in offers]
     if missing:
         raise ValueError(f"{path}: needs {', '.join(missing)}; loka can give {', '.join(offers) or 'nothing'}")
-    return function(**{name: value for name, value in offers.items() if name in named})
+    with redirect_stdout(sys.stderr):
+        return function(**{name: value for name, value in offers.items() if name in named})
 
 
 def _find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
@@ -225,7 +244,8 @@ def _find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
     return found  # type: ignore[no-any-return]
 
 
-def _build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:
+def build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:
+    """A user's model from its factory."""
     if options:
         raise ValueError(f"{model} is your own: model options {sorted(options)} belong in the factory")
     network = call_with(find_object(model), model, **offers)
@@ -252,10 +272,11 @@ def _open_ranking(
         raise ValueError(f"{family} reads semantic ids, which no data set carries by itself; give pkg.module:factory")
     opened = load(data, **opening)
     if family is None:
-        network = _build_own(model, options, seed=seed, schema=opened.schema)
+        network = build_own(model, options, seed=seed, schema=opened.schema)
     else:
         network = build_ranker(opened.schema, family, size, **options)
-    return RankingJob(data, opened, _find_loss(loss), batch_size, seed), network
+    own = model if family is None else None
+    return RankingJob(data, opened, _find_loss(loss), batch_size, seed, own), network
 
 
 def _open_sequences(
@@ -291,9 +312,18 @@ class RankingJob:
 
     held_out = True
 
-    def __init__(self, data: str, opened: Any, loss: Callable[[Any, Any], Tensor], batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        data: str,
+        opened: Any,
+        loss: Callable[[Any, Any], Tensor],
+        batch_size: int,
+        seed: int,
+        own: str | None = None,
+    ) -> None:
         self.data, self.opened, self._loss = data, opened, loss
         self._batch_size, self._seed = batch_size, seed
+        self._own = own  # name of a user's model, which may not take a Batch
         self.metrics: Mapping[str, Values] = {"log loss": self._losses}
 
     def open(self, split: str, epoch: int) -> Iterator[Any]:
@@ -303,7 +333,16 @@ class RankingJob:
         yield from part.batches(self._batch_size, shuffle=training, seed=self._seed, drop_last=training, epoch=epoch)
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        return per_example(self._loss(model(batch), batch.labels), batch.size)
+        try:
+            output = model(batch)
+        except (TypeError, AttributeError) as error:
+            if self._own is None:
+                raise
+            raise ValueError(
+                f"{self._own} was called with a Batch of {self.data} and cannot take it ({error}); "
+                "hint: --data pkg.module:batches gives your model what it takes"
+            ) from error
+        return per_example(self._loss(output, batch.labels), batch.size)
 
     def lose(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean over the examples."""
@@ -374,6 +413,18 @@ class SequenceJob:
         return None
 
 
+def _quietly(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; what is printed while one is made goes to stderr."""
+    making = iter(batches)
+    while True:
+        with redirect_stdout(sys.stderr):
+            try:
+                batch = next(making)
+            except StopIteration:
+                return
+        yield batch
+
+
 class OwnJob:
     """A user's own batches: (inputs, targets)."""
 
@@ -393,7 +444,7 @@ class OwnJob:
     def open(self, split: str, epoch: int) -> Iterator[Any]:
         """One pass; the seed moves with the epoch, for a callable that takes one."""
         offers = {"split": split, "batch_size": self._batch_size, "seed": self._seed + epoch}
-        for batch in call_with(self._function, self.data, **offers):
+        for batch in _quietly(call_with(self._function, self.data, **offers)):
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise ValueError(f"{self.data}: expected (inputs, targets), got {type(batch).__name__}")
             yield batch

@@ -142,6 +142,9 @@ def train(
         result = trainer.fit(resume=resume, fallback=fallback)
         run = finish(trainer, result, recipe, test, curve, out)
         summary = changed.finish(run.metrics, run.steps, out, resumed=resume) if changed else None
+    except KeyboardInterrupt:
+        tell_kept(out)
+        raise
     except NonFiniteLossError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
@@ -268,6 +271,15 @@ def finish(
             text = json.dumps(asdict(value), indent=1, default=str) + "\n"
             records.write_atomically(out / f"{name}.json", text.encode())
     return run
+
+
+def tell_kept(out: Path | None) -> None:
+    """After Ctrl-C: which checkpoint there is to go on from."""
+    kept = sorted(path.name for path in (out / "checkpoints").glob("step-*")) if out is not None else []
+    if kept:
+        typer.echo(f"{out} keeps {kept[-1]}; the same command with --resume continues after it", err=True)
+    else:
+        typer.echo("nothing is kept: no checkpoint was written (--out, --checkpoint-every)", err=True)
 
 
 def tell(result: TrainResult, run: Run, summary: ModSummary | None, *, as_json: bool) -> None:

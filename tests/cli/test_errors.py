@@ -1,0 +1,177 @@
+"""What a person can get wrong on the command line is answered with one message that says what to do, and stdout stays data."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from loka import cli
+from loka.cli.subject import find_device
+from loka.training import Trainer
+
+runner = CliRunner()
+HERE = __name__
+QUICK = ("--steps", "2", "--batch-size", "16", "--every", "1", "--samples", "2", "--sensitivity", "16")
+OWN = ("probe", "--model", f"{HERE}:factory", "--data", f"{HERE}:batches", *QUICK, "--recipe", "rowwise")
+
+
+def factory() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def batches(split: str, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(2):
+        yield torch.ones(batch_size, 6), torch.ones(batch_size, 1)
+
+
+class Loud(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        print("the model speaks")
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+def loud_factory() -> nn.Module:
+    print("the factory speaks")
+    return Loud()
+
+
+def loud_batches(split: str, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for batch in batches(split, batch_size, seed):
+        print("the batches speak")
+        yield batch
+
+
+def loud_loss(output: Tensor, targets: Tensor) -> Tensor:
+    print("the loss speaks")
+    return (output - targets).square()
+
+
+def fail(*words: object) -> str:
+    """The message of a request that cannot be honoured, as `main` prints it."""
+    result = runner.invoke(cli.app, [str(word) for word in words], obj={})
+    assert result.exit_code != 0, result.output
+    if isinstance(result.exception, SystemExit):
+        return result.stderr
+    assert isinstance(result.exception, Exception)
+    text = cli._explain(result.exception)
+    assert not text.startswith("internal error"), text
+    return text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("probe", "--model", f"{HERE}:factory", *QUICK),
+        ("analyze", f"{HERE}:factory"),
+        ("mods", "apply", "--model", f"{HERE}:factory", "--mods", "no_bias"),
+        ("quantize", f"{HERE}:factory", "--recipe", "rowwise", "--bound", "0.1", "--out", "q.safetensors"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_model_of_ones_own_without_its_data(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = fail(*words)
+    assert f"{HERE}:factory was called with a Batch of complete-journey and cannot take it" in text
+    assert "hint: --data pkg.module:batches" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    assert "--device cuda: torch sees no CUDA GPU" in fail(*OWN, "--device", "cuda")
+    assert "--device cuda: torch sees no CUDA GPU" in fail("bench", "onerec", "--device", "cuda")
+    assert "--device cuda: torch sees no CUDA GPU" in fail("generate", "--train", 1, "--out", "x", "--device", "cuda")
+
+
+def test_a_device_that_is_none() -> None:
+    with pytest.raises(ValueError, match="--device abacus"):
+        find_device("abacus")
+    assert find_device("cpu") == torch.device("cpu")
+
+
+def test_weights_that_cannot_be_loaded(tmp_path: Path) -> None:
+    words = ("quantize", f"{HERE}:factory", "--recipe", "rowwise", "--out", tmp_path / "q.safetensors", "--weights")
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"no tensors here")
+    assert f"error: --weights {bad}: " in fail(*words, bad)
+    assert f"error: --weights {tmp_path}/none.safetensors: " in fail(*words, tmp_path / "none.safetensors")
+    other = tmp_path / "other.safetensors"
+    save_file({"0.weight": torch.ones(3, 3)}, other)
+    assert "size mismatch for 0.weight" in fail(*words, other)
+    assert not (tmp_path / "q.safetensors").exists()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert f"--out {tmp_path}: is a folder" in fail(*OWN, "--out", tmp_path)
+    assert f"{tmp_path}/file cannot be written" in fail(*OWN, "--out", tmp_path / "file" / "probe.json")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert f"--html {tmp_path}/a/b.html: {tmp_path} cannot be written" in fail(
+        *OWN, "--html", tmp_path / "a" / "b.html"
+    )
+
+
+def test_a_place_that_cannot_be_written_is_no_internal_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    words = ("mods", "apply", "--model", f"{HERE}:factory", "--data", f"{HERE}:batches", "--mods", "no_bias", "--out")
+    assert fail(*words, tmp_path / "file" / "mods.json").startswith(f"error: {tmp_path}/file")
+
+
+@pytest.mark.parametrize(
+    ("words", "speakers"),
+    [
+        (("probe", "--recipe", "rowwise", *QUICK, "--loss", f"{HERE}:loud_loss"), ("factory", "model", "batches", "loss")),
+        (("mods", "apply", "--mods", "no_bias"), ("factory", "model", "batches")),
+    ],
+    ids=["probe", "mods"],
+)  # fmt: skip
+def test_what_ones_own_code_prints_is_not_data(words: tuple[str, ...], speakers: tuple[str, ...]) -> None:
+    own = ("--model", f"{HERE}:loud_factory", "--data", f"{HERE}:loud_batches", "--json")
+    result = runner.invoke(cli.app, [*words, *own], obj={})
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert isinstance(json.loads(result.stdout), dict)
+    for speaker in speakers:
+        assert f"the {speaker} speak" in result.stderr
+
+
+def test_ctrl_c_while_probe_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loka.probe.Probe.evaluate", interrupt)
+    result = runner.invoke(cli.app, [*OWN, "--out", str(tmp_path / "probe.json")], obj={})
+    assert "what was learned is kept; the same command with --resume evaluates it" in result.stderr
+    assert (tmp_path / "probe.json.state.safetensors").exists()
+    assert "is kept" not in runner.invoke(cli.app, [*OWN], obj={}).stderr
+
+
+def test_ctrl_c_while_training_names_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train", "--model", "dlrm", "--data", "synthetic", "--data-option", "rows=600", "--batch-size", "32", "--steps", "4"]  # fmt: skip
+    words += ["--evaluate-every", "0"]
+    kept = ["--checkpoint-every", "1", "--out", str(tmp_path / "run")]
+    real = Trainer.fit
+
+    def interrupted(self: Trainer, **options: Any) -> None:
+        real(self, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "fit", interrupted)
+    result = runner.invoke(cli.app, [*words, *kept], obj={})
+    assert f"{tmp_path / 'run'} keeps step-00000004; the same command with --resume continues after it" in result.stderr
+    monkeypatch.setattr(Trainer, "fit", lambda self, **_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    assert "nothing is kept" in runner.invoke(cli.app, words, obj={}).stderr
