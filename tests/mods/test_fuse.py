@@ -168,3 +168,44 @@ def test_linears_are_a_matter_of_fp8():
         mods.Fuse(linears=256)
     with pytest.raises(ValueError, match="expected a width"):
         mods.Fuse(precision="fp8", linears=-1)
+
+
+class Pair(nn.Module):
+    """Two towers with a norm between them, as `shared` has it read by a residual too."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.norm, self.first = BlockNorm(64), MLP(64, (256,), 256, style=MODDED)
+        self.between, self.second = BlockNorm(256), MLP(256, (256,), 512, style=MODDED)
+        self.last, self.shared = nn.Linear(512, 1), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(self.norm(x))
+        z = self.second(self.between(y))
+        return self.last(z + y.repeat(1, 2) if self.shared else z)
+
+
+def test_a_norm_that_alone_reads_a_tower_runs_inside_it():
+    torch.manual_seed(0)
+    model, x = Pair(shared=False), torch.randn(32, 64)
+    exact, twin = run(model, (x,)), copy.deepcopy(model)
+    mods.apply(model, mods.Fuse(precision="fp8"), example=x)
+    assert isinstance(model.between, nn.Identity)
+    assert (model.first.links[-1].norm_block, model.first.links[-1].activation) == (256, "none")
+    assert model.second.bounded_input, "what reads the norm is still bounded, though the norm runs elsewhere"
+    torch.testing.assert_close(run(model, (x,)), exact, rtol=0.2, atol=0.1)
+    model.train()(x).sum().backward()
+    twin.train()(x).sum().backward()
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() < 0.3 * b.grad.norm(), name
+    mods.revert(model)
+    assert isinstance(model.between, BlockNorm)
+    assert torch.equal(run(model, (x,)), exact)
+
+
+def test_a_norm_whose_input_others_read_stays_where_it_is():
+    model, x = Pair(shared=True), torch.randn(32, 64)
+    mods.apply(model, mods.Fuse(precision="fp8"), example=x)
+    assert isinstance(model.between, BlockNorm)
+    assert model.first.links[-1].norm_block == 0
+    assert model.second.bounded_input

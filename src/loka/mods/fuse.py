@@ -8,7 +8,7 @@ quantisation pass is left between them. The children stay where they were, so th
 
 A chain is found by tracing a module's forward, child by child (torch.fx): an MLP, an nn.Sequential, or anything whose forward is one straight line. FP8 needs
 a BlockNorm of 256 behind every linear but the last (apply block_norm first), activations the kernels know, and no dropout in between. A prediction layer at
-the end of a chain runs as it is.
+the end of a chain runs as it is. A BlockNorm outside of the chain that alone reads its last linear moves into that linear's kernel.
 
 With `linears=N` the linears that are in no chain and have at least N inputs and outputs become `loka.nn.FusedProjection`, together with the activation that
 alone reads them: an attention's projections, HSTU's uvqk. Narrow ones lose: at K = 128 a bf16 GEMM already waits for memory.
@@ -87,6 +87,10 @@ class ChainForward(nn.Module):
     _chain_parts: tuple[nn.Module, ...]
 
 
+class Absorbed(nn.Identity):
+    """Stands where a BlockNorm stood that now runs inside the tower before it: what it hands on is still bounded."""
+
+
 def unroll(module: nn.Module) -> list[str] | str:
     """Names of the atoms a module runs one after another, or why it is no straight line."""
     graph = trace(module)
@@ -162,6 +166,8 @@ def _comes_from_norm(editor: Editor, flow: Flow, call: Call | None) -> bool:
             return False
         if call.site is not None:
             module = editor.model.get_submodule(call.site)
+            if isinstance(module, Absorbed):
+                return True
             if isinstance(module, BlockNorm):
                 return module.block <= BLOCK
             if not isinstance(module, (*ACTIVATIONS, nn.Identity, nn.Flatten)):
@@ -170,8 +176,8 @@ def _comes_from_norm(editor: Editor, flow: Flow, call: Call | None) -> bool:
     return False
 
 
-def make_fused(chain: Chain, module: nn.Module, precision: TowerPrecision) -> FusedTower:
-    """The FP8 tower of a chain; raises where the kernels cannot do what the chain does."""
+def make_fused(chain: Chain, module: nn.Module, precision: TowerPrecision, *, normalized: bool = False) -> FusedTower:
+    """The FP8 tower of a chain; raises where the kernels cannot do what the chain does. `normalized`: with a BlockNorm behind its last linear."""
     links = []
     for link in chain.links:
         norm = None if link.norm is None else module.get_submodule(link.norm)
@@ -186,6 +192,8 @@ def make_fused(chain: Chain, module: nn.Module, precision: TowerPrecision) -> Fu
                 )
             activation = ACTIVATIONS[kind]
         links.append(Link(link.linear, BLOCK if norm is not None else 0, activation))
+    if normalized:
+        links[-1] = Link(links[-1].linear, BLOCK, "none")
     return FusedTower.replacing(module, links, tail=chain.tail, bounded_input=chain.bounded_input, precision=precision)
 
 
@@ -301,27 +309,44 @@ class Fuse:
             editor.reclass(chain.site, new, f"one chain: {parts}", "exact", _chain_parts=atoms)
             return
         try:
-            tower = make_fused(chain, module, TowerPrecision(gradient=self.gradient))
+            behind = _find_norm(editor, chain)
+            tower = make_fused(chain, module, TowerPrecision(gradient=self.gradient), normalized=behind is not None)
         except ValueError as error:
             editor.leave(chain.site, str(error))
             return
         for link in chain.links:
             editor.mark(f"{chain.site}.{link.linear}", MARK, "fused")
         bounded = "static" if chain.bounded_input else "dynamic"
+        parts += "" if behind is None else f" -> {behind}"
         editor.swap(chain.site, tower, f"one FP8 tower, {bounded} scale for its input: {parts}", "rounding")
+        if behind is not None:
+            editor.swap(behind, Absorbed(), f"runs inside {chain.site}", "exact")
 
 
 def _find_activation(editor: Editor, linear: str) -> str | None:
     """The activation that alone reads what a linear makes, and reads nothing else."""
+    site = _find_reader(editor, linear)
+    return site if site is not None and type(editor.model.get_submodule(site)) in ACTIVATIONS else None
+
+
+def _find_norm(editor: Editor, chain: Chain) -> str | None:
+    """The BlockNorm that alone reads what a chain makes, where its last linear has nothing of its own behind it."""
+    last = chain.links[-1]
+    if chain.tail or last.norm is not None or last.activation is not None:
+        return None
+    site = _find_reader(editor, f"{chain.site}.{last.linear}")
+    return site if site is not None and _kernel_norm(editor.model.get_submodule(site)) else None
+
+
+def _find_reader(editor: Editor, linear: str) -> str | None:
+    """The module that alone reads what a linear makes, and reads nothing else."""
     flow = editor.flow
     calls = flow.calls_of(linear) if isinstance(flow, Flow) else []
     if len(calls) != 1 or not isinstance(flow, Flow) or calls[0].outputs[0] in flow.results:
         return None
     readers = flow.readers(calls[0].outputs[0])
     site = readers[0].site if len(readers) == 1 else None
-    if site is None or len(flow.calls_of(site)) != 1 or type(editor.model.get_submodule(site)) not in ACTIVATIONS:
-        return None
-    return site
+    return site if site is not None and len(flow.calls_of(site)) == 1 else None
 
 
 def _first(module: nn.Module, names: list[str]) -> nn.Module | None:
