@@ -278,7 +278,7 @@ def test_a_damaged_database_is_named_whatever_is_asked_of_it(tmp_path: Path) -> 
         database.add(origin(), [row(k=k) for k in range(1, 200)])
     damage(path)
     for ask in (len, Database.machines, Database.export, lambda d: d.find(KEY, H200), lambda d: d.prune(before="2027-01-01")):  # fmt: skip
-        with Database.open(path) as database, pytest.raises(ValueError, match=r"rows\.sqlite is .*damaged"):
+        with Database.open(path) as database, pytest.raises(ValueError, match=r"rows\.sqlite is damaged"):
             ask(database)
 
 

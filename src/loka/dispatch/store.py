@@ -94,9 +94,9 @@ class Store:
         except sqlite3.OperationalError as error:  # a lock, a full disk, rights
             raise ValueError(f"{self.path}: SQLite cannot do that: {error}") from error
         except sqlite3.DatabaseError as error:
-            raise ValueError(
-                f"{self.path} is not a performance database, or is damaged: {error}; hint: delete it, and merge or tune again"
-            ) from error
+            if "not a database" in str(error):  # perhaps a file of another kind: nothing here may suggest to delete it
+                raise ValueError(f"{self.path} is not a performance database: {error}") from error
+            raise ValueError(f"{self.path} is damaged: {error}; hint: loka db merge into a new file") from error
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
