@@ -18,6 +18,27 @@ from torch import nn
 def build(seed):
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 
+class Loud(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 1)
+    def forward(self, x):
+        print("the model speaks")
+        return self.linear(x)
+
+def loud():
+    print("the factory speaks")
+    return Loud()
+
+def broken():
+    model = build(0)
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    return model
+
+def none():
+    return iter(())
+
 def batches(split, batch_size, seed):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(4):
@@ -33,8 +54,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def run(*words: object) -> tuple[int, str]:
-    own = ["convert", "own_convert_model:build", "--data", "own_convert_model:batches", "--batch-size", "32"]
+def run(*words: object, model: str = "build", data: str = "batches") -> tuple[int, str]:
+    own = ["convert", f"own_convert_model:{model}", "--data", f"own_convert_model:{data}", "--batch-size", "32"]
     result = runner.invoke(app, [*own, *map(str, words)], obj={})
     if isinstance(result.exception, ValueError):
         raise result.exception
@@ -108,8 +129,55 @@ def test_a_plan(tmp_path: Path) -> None:
         (["--recipe", "tensorwise", "--save", "fp4"], "auto, fp8 or high"),
         (["--recipe", "tensorwise", "--steps", "0"], "at least 1"),
         (["--recipe", "tensorwise", "--weights", "nowhere.safetensors"], "nowhere"),
+        (["--recipe", "tensorwise", "--weights", "own_convert_model.py"], "--weights own_convert_model.py: "),
+        (["--recipe", "rowwise", "--keep", "typo*"], r"--keep matches no linear: typo\*; linears are 0, 2"),
+        (["--recipe", "rowwise", "--keep", "0", "--keep", "head"], "--keep matches no linear: head"),
+        (["--recipe", "rowwise", "--steps", "3"], "dynamic ones need no batch"),
+        (["--recipe", "rowwise", "--out", "own_convert_model.py"], "--out .*own_convert_model.py cannot be written"),
+        (["--recipe", "rowwise", "--backend", "cutlass"], "no backend 'cutlass'"),
     ],
 )
 def test_requests_that_cannot_be_honoured(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(*words)
+
+
+def test_batches_that_are_none_are_named() -> None:
+    with pytest.raises(ValueError, match="own_convert_model:none: no batch"):
+        run("--recipe", "rowwise", data="none")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="--device cuda: torch sees no CUDA GPU"):
+        run("--recipe", "rowwise", "--device", "cuda")
+
+
+def test_a_model_without_its_data() -> None:
+    result = runner.invoke(app, ["convert", "own_convert_model:build", "--recipe", "rowwise"], obj={})
+    assert isinstance(result.exception, ValueError)
+    assert "hint: --data pkg.module:batches" in str(result.exception)
+
+
+def test_json_is_json_whatever_the_model_prints_or_loses(tmp_path: Path) -> None:
+    _, text = run("--recipe", "rowwise", "--json", model="loud")
+    assert list(json.loads(text)["converted"]) == ["linear"]
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    _, text = run("--recipe", "rowwise", "--json", "--out", tmp_path / "out", model="broken")
+    for document in (text, (tmp_path / "out" / "conversion.json").read_text()):
+        found = json.loads(document, parse_constant=refuse)
+        assert found["loss_before"] is None
+        assert found["loss_after"] is None
+
+
+def test_the_kernel_and_who_refused_are_told() -> None:
+    _, text = run("--recipe", "rowwise", "--json")
+    found = json.loads(text)
+    assert "auto (reference on cpu)" in found["converted"]["0"]
+    assert "refused: torch" in found["notes"][0]
+    _, text = run("--recipe", "rowwise", "--backend", "reference")
+    assert "/reference" in text
+    assert "note:" not in text

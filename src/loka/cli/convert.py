@@ -8,12 +8,16 @@
 dynamic); conversion.json, what was converted, what was kept and why. The loss of one batch before and after is shown beside the summary: a look, not a verdict.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 __all__ = ["convert"]
+
+STEPS = 4
+REPORT = "conversion.json"
 
 
 def convert(
@@ -24,11 +28,13 @@ def convert(
     loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets).")] = None,
     weights: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a .safetensors state_dict.")] = None,
     keep: Annotated[list[str] | None, typer.Option(help="Wildcard over names to leave alone (with --recipe).")] = None,
-    backend: Annotated[str, typer.Option(help="Backend of the GEMMs (with --recipe).")] = "auto",
+    backend: Annotated[
+        str | None, typer.Option(help="Backend of the GEMMs: auto with --recipe, what the plan names with --plan.")
+    ] = None,
     scales: Annotated[str, typer.Option(help="dynamic, delayed or static (with --recipe).")] = "dynamic",
     gradients: Annotated[str | None, typer.Option(help="Format of gradients: e4m3 or e5m2 (with --recipe).")] = None,
     save: Annotated[str, typer.Option(help="What backward keeps of activations: auto, fp8 or high.")] = "auto",
-    steps: Annotated[int, typer.Option(help="Batches that set delayed or static scales.")] = 4,
+    steps: Annotated[int | None, typer.Option(help=f"Batches that set delayed or static scales ({STEPS}).")] = None,
     batch_size: Annotated[int, typer.Option(help="Examples in a batch.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -41,22 +47,19 @@ def convert(
     from loka.convert import LinearOptions
     from loka.convert import convert as convert_model
 
-    if steps < 1:
-        raise ValueError(f"--steps {steps}: expected at least 1")
-    if keep and plan is not None:
-        raise ValueError("--keep belongs to --recipe: a plan already says which modules")
+    _check_request(plan, keep, scales, steps, out)
     options = LinearOptions(scales=scales, gradients=gradients, save=save)  # type: ignore[arg-type]
     subject = load_subject(model, data, batch_size=batch_size, seed=seed, loss=loss, device=device)
     if weights is not None:
         _load(subject.model, weights)
-    batch = next(iter(subject.batches("train")))
+    batch = next(subject.stream("train"))
     subject.model.train()
     before, names = _lose(subject, batch), list(subject.model.state_dict())
     summary = convert_model(
         subject.model,
         None if plan is None else records.load(plan, records.Plan),
         recipe=recipe,
-        module_filter_fn=None if not keep else _leaving(keep),
+        module_filter_fn=None if not keep else _leaving(subject.model, keep),
         backend=backend,
         options=options,
         example=lambda: subject.loss(batch),
@@ -64,11 +67,12 @@ def convert(
     if list(subject.model.state_dict()) != names:
         raise RuntimeError("the conversion changed the names of the state_dict")
     if scales != "dynamic":
-        _remember(subject, scales, steps)
+        _remember(subject, scales, steps or STEPS)
     found = {
         "model": model,
         "converted": summary.converted,
         "kept": summary.kept,
+        "notes": list(summary.notes),
         "low_precision_share": summary.low_precision_share,
         "loss_before": before,
         "loss_after": _lose(subject, batch),
@@ -78,23 +82,46 @@ def convert(
     _show(summary, found, json_)
 
 
-def _leaving(patterns: list[str]) -> Any:
+def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps: int | None, out: Path | None) -> None:
+    """Refuse what contradicts itself or cannot be written, before anything is loaded."""
+    from loka.cli.probe import check_writable
+
+    if steps is not None and steps < 1:
+        raise ValueError(f"--steps {steps}: expected at least 1")
+    if steps is not None and scales == "dynamic":
+        raise ValueError(
+            "--steps sets delayed or static scales; dynamic ones need no batch: give --scales, or no --steps"
+        )
+    if keep and plan is not None:
+        raise ValueError("--keep belongs to --recipe: a plan already says which modules")
+    if out is not None:
+        check_writable("--out", out / REPORT)
+
+
+def _leaving(model: Any, patterns: list[str]) -> Any:
+    """A filter that leaves every linear alone whose name matches; a pattern that matches none is a mistake."""
     from fnmatch import fnmatchcase
 
+    from loka.nn.planned import candidates
+
+    names = [name for name, _ in candidates(model)]
+    if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise ValueError(f"--keep matches no linear: {', '.join(idle)}; linears are {', '.join(names[:20])}{', ...' * (len(names) > 20)}")  # fmt: skip
     return lambda _, name: not any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _load(model: Any, path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from loka.training.snapshot import load_weights
 
-    if path.is_dir():
-        load_weights(model, path)
-        return
     try:
-        model.load_state_dict(load_file(path))
-    except (RuntimeError, OSError) as error:
+        if path.is_dir():
+            load_weights(model, path)
+        else:
+            model.load_state_dict(load_file(path))
+    except (RuntimeError, OSError, SafetensorError) as error:
         raise ValueError(f"--weights {path}: {error}") from error
 
 
@@ -104,6 +131,11 @@ def _lose(subject: Any, batch: Any) -> float:
 
     with torch.no_grad():
         return float(subject.loss(batch))
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN and no infinity: null."""
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in found.items()}
 
 
 def _remember(subject: Any, scales: str, steps: int) -> None:
@@ -133,14 +165,14 @@ def _write(model: Any, out: Path, found: dict[str, Any]) -> None:
     save_file(tensors, out / "model.safetensors")
     if state := scale_state(model):
         save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, out / "scales.safetensors")
-    (out / "conversion.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (out / REPORT).write_text(json.dumps(_finite(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _show(summary: Any, found: dict[str, Any], as_json: bool) -> None:
     import json
 
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(_finite(found), allow_nan=False))
         return
     for name, what in summary.converted.items():
         typer.echo(f"{name}  {what}")
