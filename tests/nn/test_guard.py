@@ -1,15 +1,18 @@
 """The guard: what it sees, what it switches, and what it leaves alone."""
 
+import json
 import logging
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
 
-from loka.convert import LinearOptions, convert, refresh
+from loka.convert import LinearOptions, Scaling, convert, load_scale_state, refresh, revert, scale_state
+from loka.formats import Spec, dequantize, quantize
 from loka.nn.guard import Guard, GuardConfig
 from loka.nn.health import sampled_error
 from loka.nn.linear import Linear, LinearBinding
@@ -35,8 +38,10 @@ def look(model: nn.Module, guard: Guard, x: Tensor | None = None) -> list[str]:
     return [f"{event.site} {event.action}" for event in guard.check()]
 
 
-def blow_up(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    return output * math.inf
+def spoil(linear: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale gone wrong: finite operands, and an output that is not."""
+    monkeypatch.setattr(sys.modules["loka.formats.quantize"], "_given_scale", lambda scale, x, spec: scale)
+    linear.state.x.largest.fill_(math.inf)  # type: ignore[union-attr]
 
 
 class TestLooking:
@@ -54,6 +59,53 @@ class TestLooking:
         assert sampled_error(a, b, exact, torch.zeros(())) < 1e-6
         noisy = exact * (1 + 0.05 * torch.randn_like(exact))
         assert 0.03 < float(sampled_error(a, b, noisy, torch.tensor(3.0))) < 0.07
+
+    @pytest.mark.parametrize("across", ["rows", "columns"])
+    def test_what_vanishes_beside_something_huge_is_seen(self, across: str) -> None:
+        """Relative to the norm of everything the error is nothing."""
+        a, b = torch.randn(64, 32), torch.randn(32, 128)
+        exact = a @ b
+        if across == "rows":
+            a[0] *= 1e6
+            out = exact * 0
+            out[0] = a[0] @ b
+        else:
+            b[:, ::16] *= 1e6
+            out = exact * 0
+            out[:, ::16] = (a @ b)[:, ::16]
+        assert sampled_error(a, b, a @ b, torch.zeros(())) < 1e-6
+        assert sampled_error(a, b, out, torch.zeros(())) > 0.7
+
+    def test_one_huge_row_that_is_wrong_is_seen(self) -> None:
+        a, b = torch.randn(64, 32), torch.randn(32, 128)
+        a[0] *= 1e6
+        out = a @ b
+        out[0] /= 2  # one row of sixteen: little in the mean of the rows
+        assert 0.49 < float(sampled_error(a, b, out, torch.zeros(()))) < 0.51
+
+    @pytest.mark.parametrize("shape", [(1, 64, 1), (512, 64, 1), (1, 64, 512), (512, 256, 256)])
+    def test_outputs_that_cancel_are_no_error(self, shape: tuple[int, int, int]) -> None:
+        """A sound E4M3 GEMM stays far below the default threshold, whatever its width: a single output near zero has a large relative error."""
+        m, k, n = shape
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(size, generator=generator) for size in ((m, k), (k, n)))
+        spec = Spec.parse("e4m3:tensor")
+        out = dequantize(quantize(a, spec)) @ dequantize(quantize(b, spec))
+        found = [float(sampled_error(a, b, out, torch.tensor(float(turn)))) for turn in range(20)]
+        assert sum(found) / 20 < 0.06
+
+    def test_the_sample_moves_on_from_check_to_check(self) -> None:
+        """Every fourth channel is large, the others vanish under one scale per tensor: the first look sees only the large ones."""
+        torch.manual_seed(0)
+        weight, x = torch.randn(256, 64) * 1e-8, torch.randn(128, 64)
+        weight[::4] = torch.randn(64, 64)
+        model = nn.Sequential(nn.Linear(64, 256, bias=False))
+        with torch.no_grad():
+            model[0].weight.copy_(weight)
+        convert(model, recipe="tensorwise", backend="reference")
+        guard = Guard(model, GuardConfig(every=1))
+        assert look(model, guard, x) == []
+        assert look(model, guard, x) == ["0 switched"]
 
     def test_looking_changes_nothing(self) -> None:
         model, x = make(), torch.randn(64, 32)
@@ -126,15 +178,27 @@ class TestSwitching:
         assert found[-1] == "4 switched"
         assert all("backward error" in event.reason for event in guard.events)
 
-    def test_where_a_nan_begins_is_switched_and_where_it_arrives_is_reported(self) -> None:
-        model = make()
+    def test_where_a_nan_begins_is_switched_and_where_it_arrives_is_reported(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = make("tensorwise", scales="delayed")
         guard = Guard(model, GuardConfig(every=1))
-        with torch.no_grad():
-            model[2].weight[3, 3] = math.inf
+        spoil(model[2], monkeypatch)
         found = look(model, guard)
         assert "2 switched" in found
         assert "4 reported" in found
         assert model[4].binding.quantized
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_bad_weight_is_reported_and_costs_no_switch(self, value: float) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=1))
+        with torch.no_grad():
+            model[2].weight[3, 3] = value
+        look(model, guard)
+        assert {event.action for event in guard.events} == {"reported"}
+        assert "the weight is not finite in 1 of 1 looks" in next(e.reason for e in guard.events if e.site == "2")
+        assert guard.switches == 0
 
     def test_bad_data_switches_nothing(self) -> None:
         model = make()
@@ -143,14 +207,13 @@ class TestSwitching:
         x[0, 0] = math.nan
         assert {line.split()[1] for line in look(model, guard, x)} == {"reported"}
 
-    def test_switches_are_capped(self) -> None:
+    def test_switches_are_capped(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make("tensorwise", scales="delayed")
         guard = Guard(model, GuardConfig(every=1, max_switches=1))
         step(model)
         refresh(model)
         assert look(model, guard, 40 * torch.randn(64, 32)) == ["0 switched"]
-        with torch.no_grad():
-            model[2].weight[0, 0] = math.inf
+        spoil(model[2], monkeypatch)
         assert "2 capped" in look(model, guard)
         assert model[2].binding.quantized
 
@@ -169,6 +232,67 @@ class TestSwitching:
         guard.stop()
         assert model[0].state.health is None
         step(model)
+        guard.begin_step()
+        step(model)
+        assert float(model[0].state.health[0]) == 1  # whoever begins a step looks again
+
+    def test_sites_that_were_reverted_are_named(self) -> None:
+        model = make()
+        guard = Guard(model, GuardConfig(every=1))
+        revert(model)
+        for call in (guard.begin_step, guard.check, guard.state_dict):
+            with pytest.raises(ValueError, match="not converted any more: 0, 2, 4"):
+                call()
+        guard.stop()
+
+
+class TestRestart:
+    @pytest.mark.parametrize("scales", ["dynamic", "delayed"])
+    def test_bindings_and_scales_survive(self, scales: str) -> None:
+        """One site is switched, one rebound; a model that was converted as the first one was runs as it ran."""
+
+        def rebind(site: str) -> LinearBinding:
+            return replace(make("rowwise")[2].binding, save="high", scaling=Scaling(history=4, margin=1))
+
+        model, x = make("tensorwise", scales=scales), torch.randn(64, 32)
+        guard = Guard(model, GuardConfig(every=1), decide=rebind)
+        guard.begin_step()
+        step(model, x)
+        guard.report_drift("2", "x moved")
+        guard.check()
+        guard._act("0", "an error", True)
+        state = json.loads(json.dumps(guard.state_dict()))
+        scale = scale_state(model)
+
+        again = make("tensorwise", scales=scales)
+        again.load_state_dict(model.state_dict())
+        resumed = Guard(again, GuardConfig(every=1))
+        resumed.load_state_dict(state)
+        load_scale_state(again, scale)
+        assert [m.binding for m in again[::2]] == [m.binding for m in model[::2]]
+        assert [m.state.note for m in again[::2]] == ["guard: an error", "decided anew: x moved", ""]
+        assert (resumed.step, resumed.switches) == (guard.step, guard.switches) == (1, 1)
+        assert torch.equal(again(x), model(x))
+        assert resumed.state_dict() == state
+
+    def test_another_conversion_is_respected(self) -> None:
+        """Sites the guard never touched run what the model was converted to this time."""
+        guard = Guard(make("rowwise"))
+        guard._act("0", "an error", True)
+        other = make("tensorwise")
+        before = other[2].binding
+        Guard(other).load_state_dict(guard.state_dict())
+        assert not other[0].binding.quantized
+        assert other[2].binding is before
+
+    def test_states_that_do_not_fit(self) -> None:
+        guard = Guard(make())
+        state = guard.state_dict()
+        with pytest.raises(ValueError, match="no state of a Guard: sites missing"):
+            guard.load_state_dict({"step": 1, "switches": 0})
+        state["sites"]["7"] = {}
+        with pytest.raises(ValueError, match="switched 7, which this model has not converted"):
+            guard.load_state_dict(state)
 
 
 class TestDrift:

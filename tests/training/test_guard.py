@@ -2,7 +2,9 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -64,6 +66,30 @@ def test_a_switch_survives_the_restart(tmp_path: Path) -> None:
     assert "guard:" in resumed.core[0].state.note
     assert guard.guard is not None
     assert guard.guard.switches == 1
+
+
+@pytest.mark.parametrize("scales", ["dynamic", "delayed"])
+def test_a_site_bound_to_something_else_survives_the_restart(scales: str) -> None:
+    """A site with other scales than it was converted to: its checkpoint has no history for it, and a resume must not ask for one."""
+
+    def trainer_of() -> SimpleNamespace:
+        model = make_model()
+        convert(model, recipe="tensorwise", backend="reference", options=LinearOptions(scales=scales))  # type: ignore[arg-type]
+        return SimpleNamespace(module=model)
+
+    rowwise = make_model()
+    convert(rowwise, recipe="rowwise", backend="reference")
+    first, callback = trainer_of(), GuardCallback(decide=lambda site: rowwise.core[0].binding)
+    callback.on_start(first)
+    callback.guard.report_drift("core.0", "x moved")
+    callback.on_step_end(first, None)
+    assert [(e.site, e.action) for e in callback.events] == [("core.0", "rebound")]
+
+    second, resumed = trainer_of(), GuardCallback()
+    resumed.on_resume(second, callback.on_checkpoint(first))
+    assert second.module.core[0].binding == rowwise.core[0].binding
+    assert second.module.core[4].binding == first.module.core[4].binding
+    assert scale_state(second.module).keys() == scale_state(first.module).keys()
 
 
 def test_the_models_section_is_a_plain_state_dict(tmp_path: Path) -> None:

@@ -9,27 +9,34 @@
 
 While a step runs, every site counts on the device (`loka.nn.health`); the host reads nothing. `check`, called between steps, reads all counters at once and decides:
 
-    non-finite     the site's output has a NaN or an Inf and its input has none: the trouble began here. A site whose input was bad already is reported, not switched:
-                   another precision would not help it
-    error          the sampled relative error, mean over the looks since the last check, exceeds `max_error`
+    non-finite     the site's output has a NaN or an Inf, and neither its input nor its weight has: the trouble began here. A site whose input or weight was bad already
+                   is reported, not switched: another precision would not help it
+    error          the sampled error, mean over the looks since the last check, exceeds `max_error`
 
 A switch binds the site's GEMMs to high precision. Compiled code compiles once more for all sites switched by one check, so checks that switch are counted against `max_switches`;
 beyond it sites are still reported. Looking itself compiles a second variant of the model once. With several processes the counters are summed over all ranks, so that all decide alike.
+
+`state_dict` is what a checkpoint needs beside the model's: the step, the switches spent and the bindings of the sites that were switched or rebound. Load it into the guard of a
+model that was converted as before, and before `loka.load_scale_state`, which expects the sites as they ran.
 
 `report_drift` is for whoever watches distributions, `take_drift` for a probe's report: at the next check `decide(site)` is asked for another binding; None keeps the present one.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from loka.nn.binding import LinearBinding
-from loka.nn.health import BACKWARD, FIELDS, FORWARD, new_health
+from loka.dispatch.recipe import Operands
+from loka.nn.auto import settle
+from loka.nn.binding import BoundGemm, LinearBinding
+from loka.nn.health import BACKWARD, FIELDS, FORWARD, clear, new_health
 from loka.nn.linear import Linear, linears_of
-from loka.records import DriftReport
+from loka.nn.scaling import Scaling
+from loka.records import GEMMS, DriftReport
 
 __all__ = ["Decide", "Guard", "GuardConfig", "GuardEvent"]
 
@@ -39,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When to look, and what is too much. `max_error`: relative L2 of a GEMM's sampled output; a sound E4M3 GEMM is near 0.04."""
+    """When to look, and what is too much. `max_error`: of a GEMM's sampled output (`loka.nn.health`); a sound E4M3 GEMM is near 0.04."""
 
     max_error: float = 0.15
     every: int = 50
@@ -80,15 +87,27 @@ class Guard:
         self.events: list[GuardEvent] = []
         self._drifted: dict[str, str] = {}
         self._looking = False
-        for linear in self.sites.values():
-            linear.state.health = new_health(linear.weight.device)
+        self._bound: set[str] = set()  # sites that do not run what they were converted to
+        self._attach()
 
     def begin_step(self) -> None:
         """Look during the step that follows, where it is due."""
+        self._attach()
         self._looking = self.step % self.config.every == 0
         for linear in self.sites.values():
             linear.state.watching = self._looking and linear.binding.quantized
         self.step += 1
+
+    def _attach(self) -> None:
+        """Give every site a vector to count in; a site that was reverted has no place for one."""
+        gone = [site for site, linear in self.sites.items() if not isinstance(linear, Linear)]
+        if gone:
+            raise ValueError(
+                f"guarded sites that are not converted any more: {', '.join(gone[:6])}; hint: make a new Guard after loka.revert and another conversion"
+            )
+        for linear in self.sites.values():
+            if linear.state.health is None:
+                linear.state.health = new_health(linear.weight.device)
 
     def report_drift(self, site: str, reason: str) -> None:
         """A site's distribution has shifted: ask `decide` about it at the next check."""
@@ -113,6 +132,7 @@ class Guard:
 
     def check(self) -> list[GuardEvent]:
         """Read what was counted and act on it; call between steps, on every rank. Returns what happened."""
+        self._attach()
         found = self._judge() if self._looking else {}
         self._looking = False
         for linear in self.sites.values():
@@ -130,7 +150,29 @@ class Guard:
     def stop(self) -> None:
         """Stop counting; what was switched stays switched."""
         for linear in self.sites.values():
-            linear.state.health, linear.state.watching = None, False
+            if isinstance(linear, Linear):
+                linear.state.health, linear.state.watching = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart, as values that JSON can hold."""
+        self._attach()
+        sites = {site: self.sites[site] for site in self.sites if site in self._bound}
+        bound = {site: {"binding": _spell(at.binding), "note": at.state.note} for site, at in sites.items()}
+        return {"step": self.step, "switches": self.switches, "sites": bound}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The counterpart: the sites run what they ran."""
+        self._attach()
+        if missing := {"step", "switches", "sites"} - state.keys():
+            raise ValueError(f"this is no state of a Guard: {', '.join(sorted(missing))} missing")
+        if unknown := sorted(state["sites"].keys() - self.sites.keys()):
+            raise ValueError(
+                f"the state switched {', '.join(unknown[:6])}, which this model has not converted; guarded sites are {', '.join(self.sites)}"
+            )
+        bindings = {site: _parse(saved["binding"]) for site, saved in state["sites"].items()}
+        for site, binding in bindings.items():
+            self._bind(site, binding, state["sites"][site]["note"])
+        self.step, self.switches = int(state["step"]), int(state["switches"])
 
     def _judge(self) -> dict[str, tuple[str, bool]]:
         """Per site with a finding: what it is, and whether high precision would help."""
@@ -142,7 +184,7 @@ class Guard:
         rows = table.tolist()  # the only wait for the device
         for c in counted:
             if c is not None:
-                c.zero_()
+                clear(c)
         found = {}
         for site, row in zip(self.sites, rows, strict=True):
             if finding := self._find(site, row):
@@ -151,24 +193,30 @@ class Guard:
 
     def _find(self, site: str, row: list[float]) -> tuple[str, bool] | None:
         for place, given, made in ((FORWARD, "x", "y"), (BACKWARD, "dy", "dx or dW")):
-            calls, bad_in, bad_out, error = row[place : place + len(FIELDS)]
+            calls, bad_in, bad_weight, bad_out, error, _ = row[place : place + len(FIELDS)]
             if not calls:
                 continue
-            if bad_out > bad_in:
-                return f"{made} is not finite in {bad_out - bad_in:.0f} of {calls:.0f} looks whose {given} was", True
-            if bad_in:
-                return f"{given} is not finite in {bad_in:.0f} of {calls:.0f} looks: the trouble began elsewhere", False
+            if bad_out > bad_in + bad_weight:
+                began = bad_out - bad_in - bad_weight
+                return f"{made} is not finite in {began:.0f} of {calls:.0f} looks whose {given} and weight were", True
+            for bad, what in ((bad_weight, "the weight"), (bad_in, given)):
+                if bad:
+                    return f"{what} is not finite in {bad:.0f} of {calls:.0f} looks: the trouble began elsewhere", False
             if error / calls > self.config.max_error:
                 which = "fprop" if place == FORWARD else "backward"
                 return f"{which} error {error / calls:.3g} exceeds {self.config.max_error:g}", True
         return None
+
+    def _bind(self, site: str, binding: LinearBinding, note: str) -> None:
+        self.sites[site].rebind(settle(binding, self.sites[site].weight)[0], note=note)
+        self._bound.add(site)
 
     def _act(self, site: str, reason: str, harmful: bool) -> GuardEvent:
         if not harmful:
             return GuardEvent(self.step, site, "reported", reason)
         if self.switches >= self.config.max_switches:
             return GuardEvent(self.step, site, "capped", f"{reason}; {self.switches} switches are the limit")
-        self.sites[site].rebind(LinearBinding(), note=f"guard: {reason}")
+        self._bind(site, LinearBinding(), f"guard: {reason}")
         return GuardEvent(self.step, site, "switched", reason)
 
     def _redecide(self, site: str, reason: str) -> GuardEvent:
@@ -178,5 +226,31 @@ class Guard:
         binding = self.decide(site)
         if binding is None or binding == self.sites[site].binding:
             return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
-        self.sites[site].rebind(binding, note=f"decided anew: {reason}")
+        self._bind(site, binding, f"decided anew: {reason}")
         return GuardEvent(self.step, site, "rebound", f"{reason}; now {binding}")
+
+
+def _spell(binding: LinearBinding) -> dict[str, Any]:
+    """A binding as JSON; what `auto` came to is left out, since it is found anew."""
+    spelled: dict[str, Any] = {name: getattr(binding, name) for name in ("save", "weights", "quantizer")}
+    spelled["scaling"] = {"history": binding.scaling.history, "margin": binding.scaling.margin}
+    for gemm in GEMMS:
+        bound: BoundGemm | None = getattr(binding, gemm)
+        spelled[gemm] = None if bound is None else {
+            "backend": bound.backend, "a": str(bound.operands.a), "b": str(bound.operands.b), "fast_accum": bound.operands.fast_accum
+        }  # fmt: skip
+    return spelled
+
+
+def _parse(spelled: Mapping[str, Any]) -> LinearBinding:
+    """The inverse."""
+
+    def bound(gemm: str) -> BoundGemm | None:
+        g = spelled[gemm]
+        return (
+            None if g is None else BoundGemm(g["backend"], Operands.parse(g["a"], g["b"], fast_accum=g["fast_accum"]))
+        )
+
+    fprop, dgrad, wgrad = (bound(gemm) for gemm in GEMMS)
+    rest = {name: spelled[name] for name in ("save", "weights", "quantizer")}
+    return LinearBinding(fprop, dgrad, wgrad, scaling=Scaling(**spelled["scaling"]), **rest)

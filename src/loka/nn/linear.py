@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from loka.kernels.prepared import layout_of
 from loka.nn.binding import BoundGemm, LinearBinding
-from loka.nn.health import FORWARD, record, sampled_error
+from loka.nn.health import FORWARD, record, sampled_error, turn_of
 from loka.nn.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.nn.linear_state import LinearState, can_cache
 from loka.nn.scaling import AmaxState, find_amax
@@ -154,9 +154,9 @@ class Linear(nn.Linear):
         y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
         if health is not None:
             with torch.no_grad():
-                turn, low = health[FORWARD], self.binding.fprop is not None
+                turn, low = turn_of(health, FORWARD), self.binding.fprop is not None
                 error = sampled_error(x, weight.T, y, turn) if low else torch.zeros_like(turn)
-                record(health, FORWARD, x, (y,), error)
+                record(health, FORWARD, x, weight, (y,), error)
         return y
 
     def _operands(

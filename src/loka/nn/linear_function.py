@@ -18,7 +18,7 @@ from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import MatmulCall, scaled_mm
 from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.nn.binding import BoundGemm, LinearBinding
-from loka.nn.health import BACKWARD, quantization_error, record, sampled_error
+from loka.nn.health import BACKWARD, quantization_error, record, sampled_error, turn_of
 from loka.nn.scaling import delayed_scale, find_amax
 
 __all__ = ["Given", "Layouts", "LinearFunction", "parts_of"]
@@ -172,10 +172,10 @@ def _dy_scales(
 def _record_backward(
     health: Tensor, dy: Tensor, q: QTensor | None, q_t: QTensor | None, dx: Tensor | None, dw: Tensor | None, weight: Tensor | None
 ) -> None:  # fmt: skip
-    turn = health[BACKWARD]
+    turn = turn_of(health, BACKWARD)
     error = torch.zeros_like(turn)
     if q is not None and dx is not None and weight is not None:
         error = sampled_error(dy, weight, dx, turn)
     elif q_t is not None:
         error = quantization_error(dy, q_t.dequantize().T, turn)
-    record(health, BACKWARD, dy, (dx, dw), error)
+    record(health, BACKWARD, dy, None if dx is None else weight, (dx, dw), error)

@@ -10,7 +10,7 @@ Within a step a delayed scale does not move. Every call only raises `pending`, t
 micro-batches share one scale, and a forward pass that activation checkpointing runs again quantises exactly as the first time. Where there is no history yet
 (the first step, or nobody calls `finish_step`), the scale comes from the tensor itself: slower, never wrong.
 
-A tensor with a NaN or an Inf leaves no trace in the history. A value beyond the scale saturates; `Guard` counts those.
+A tensor with a NaN or an Inf leaves no trace in the history. A value beyond the scale saturates; what that costs is part of the error that `Guard` watches.
 
 Scales are kept on each process: they follow the data a rank sees. They are no part of a state_dict; see `loka.convert.scale_state`.
 """

@@ -4,7 +4,7 @@
     Trainer(model, data, config, callbacks=[GuardCallback(GuardConfig(every=100))]).fit()
 
 Scales that are remembered between steps, and what the guard did, live in the callback's own section of a checkpoint; the model's section stays a plain state_dict. A run that is
-resumed starts with the sites switched that had been switched.
+resumed starts with the sites switched, or bound to something else, that had been.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loka.convert import load_scale_state, scale_state
-from loka.nn.binding import LinearBinding
 from loka.nn.guard import Decide, Guard, GuardConfig, GuardEvent
 from loka.training.callbacks import Callback, CallbackState, LogLine
 
@@ -46,20 +45,11 @@ class GuardCallback(Callback):
 
     def on_checkpoint(self, trainer: Trainer) -> CallbackState | None:
         """Scales and switches."""
-        guard = self._attach(trainer)
-        switched = {name: linear.state.note for name, linear in guard.sites.items() if not linear.binding.quantized}
-        return CallbackState(
-            scale_state(trainer.module), {"step": guard.step, "switches": guard.switches, "switched": switched}
-        )
+        return CallbackState(scale_state(trainer.module), self._attach(trainer).state_dict())
 
     def on_resume(self, trainer: Trainer, state: CallbackState) -> None:
-        """The counterpart."""
-        guard = self._attach(trainer)
-        guard.step, guard.switches = state.values["step"], state.values["switches"]
-        for site, note in state.values["switched"].items():
-            if site not in guard.sites:
-                raise ValueError(f"the checkpoint switched {site!r}, which this model has not converted")
-            guard.sites[site].rebind(LinearBinding(), note=note)
+        """The counterpart; first the bindings, because the scales are those of what ran."""
+        self._attach(trainer).load_state_dict(state.values)
         load_scale_state(trainer.module, state.tensors)
 
     def _attach(self, trainer: Trainer) -> Guard:
