@@ -73,7 +73,7 @@ def _refuse(plan: Plan, report: ProbeReport, policy: Policy) -> Refuse:
 
 def find_towers(model: nn.Module, sites: dict[str, Site]) -> Iterator[list[ChainOp]]:
     """Straight lines of two or more ops with a linear among them; every linear is a site, and all see the same number of rows."""
-    from loka.mods.fuse import unroll
+    from loka.mods.chain import unroll
 
     done: list[str] = []
     for name, module in model.named_modules():
@@ -111,7 +111,7 @@ def _op(name: str, module: nn.Module, width: int | None, sites: dict[str, Site])
     from torch import nn
 
     from loka.dispatch import ChainOp
-    from loka.mods.fuse import ACTIVATIONS
+    from loka.mods.chain import ACTIVATIONS
     from loka.nn import BLOCK, BlockNorm
 
     if type(module) is nn.Linear:

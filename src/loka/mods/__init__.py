@@ -10,8 +10,9 @@ Every change states what it does to the function: exact, up to rounding, or an a
 
 from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.chain import Chain, ChainLink
 from loka.mods.flow import Example, capture_example
-from loka.mods.fuse import Chain, ChainLink, Fuse
+from loka.mods.fuse import Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod, spell
 from loka.mods.no_bias import NoBias
