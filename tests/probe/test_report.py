@@ -66,3 +66,8 @@ def test_a_plan_takes_what_the_policy_takes(report: Report) -> None:
         report.plan(verify=lambda plan: Interval(0.0, 0.0, 0.0))
     with pytest.raises(ValueError, match="weights="):
         report.plan(weights="never")  # type: ignore[arg-type]
+
+
+def test_a_plan_asks_for_a_measured_speed_unless_told_otherwise(report: Report) -> None:
+    """Converting what was never shown to be faster is a choice that somebody must make."""
+    assert not any(choice.quantized for site in report.plan().sites for choice in site.choices)

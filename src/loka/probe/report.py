@@ -57,7 +57,7 @@ class Report:
         *,
         max_error: float | None = None,
         max_gradient_error: float | None = None,
-        min_speedup: float | None = None,
+        min_speedup: float | None = Policy.min_speedup,
         target: str | None = None,
         overrides: Mapping[str, str] | None = None,
         recipe: str = "auto",
@@ -67,7 +67,7 @@ class Report:
         database: Database | None = None,
         verify: Verify | None = None,
     ) -> Plan:
-        """The fastest candidates that are accurate enough. `min_speedup=None` makes a plan for accuracy only, and it says so.
+        """The fastest candidates that are accurate enough and measurably faster. `min_speedup=None` makes a plan for accuracy only, and it says so.
 
         `target` names a device whose times come from `database` (without one, the rows that ship with the package). `overrides` maps site wildcards to a recipe's
         name or "high"; the first that matches wins. The rest is explained at `loka.Policy` and `loka.dispatch.make_plan`.

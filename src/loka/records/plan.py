@@ -51,6 +51,10 @@ class SitePlan(Part, frozen=True):
     flops_share: float  # of this site's GEMMs, forward and backward, in the step's GEMM FLOPs
     choices: list[Choice]  # one for every GEMM that happens
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.flops_share <= 1.0 + 1e-9:
+            raise ValueError(f"{self.site}: flops_share is {self.flops_share:g}, expected a share from 0 to 1")
+
     @property
     def low_precision_share(self) -> float:
         """The part of `flops_share` that runs in low precision: a linear's GEMMs cost the same."""
