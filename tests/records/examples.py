@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 import loka.records
-from loka.records import Choice, Interval, Record
+from loka.records import Choice, Interval, Record, SitePlan
 
 KINDS: list[type[Record]] = sorted(
     {v for v in vars(loka.records).values() if isinstance(v, type) and issubclass(v, Record) and v is not Record},
@@ -27,6 +27,8 @@ def strategy_for(type_: inspect.Type) -> st.SearchStrategy[Any]:
             free = {f.name: strategy_for(f.type) for f in fields if f.name not in COMPUTED}
             if cls is Choice:  # both operands or neither
                 return st.one_of([st.builds(cls, **{**free, "a": both, "b": both}) for both in (st.none(), st.text())])
+            if cls is SitePlan:
+                free["flops_share"] = st.floats(0, 1)
             return st.builds(cls, **free)
         case inspect.IntType():
             return st.integers()
