@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from quality_ranking import Table, read_tables
@@ -28,13 +27,10 @@ from loka import mods, records
 from loka.convert import convert
 from loka.data.batch import Batch
 from loka.dispatch import recipe_named
-from loka.formats import Spec
-from loka.kernels import registry
-from loka.kernels.scaled_mm import MatmulCall
 from loka.metrics import AUC
 from loka.models import build_ranker
 from loka.probe import Probe
-from loka.records import GEMMS, Choice, Plan, SitePlan
+from loka.records import GEMMS, Plan
 from loka.training import Optimizers, TrainConfig, learning_rate_factor
 
 ORIGINAL = {"norm": "layer", "tower_norm": "layer", "activation": "silu", "bias": True}
@@ -136,7 +132,7 @@ def find_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
         waiting.write_text(json.dumps(body))
         waiting.replace(file)
     body = json.loads(file.read_text())
-    return rebind(records.from_json(json.dumps(body["plan"]), Plan), bench), float(body["naive_share"])
+    return records.from_json(json.dumps(body["plan"]), Plan), float(body["naive_share"])
 
 
 def make_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
@@ -162,26 +158,6 @@ def make_plan(bench: Bench, data: str, variant: str) -> tuple[Plan, float]:
     return report.plan(min_speedup=None), share
 
 
-def rebind(plan: Plan, bench: Bench) -> Plan:
-    """The same plan with every quantised GEMM on the backend that the registry picks for it here."""
-    change = msgspec.structs.replace
-
-    def choose(site: SitePlan, choice: Choice) -> Choice:
-        if choice.a is None or choice.b is None:
-            return choice
-        shapes = {
-            "fprop": (site.m, site.k, site.n),
-            "dgrad": (site.m, site.n, site.k),
-            "wgrad": (site.n, site.m, site.k),
-        }
-        call = MatmulCall(
-            *shapes[choice.gemm], Spec.parse(choice.a), Spec.parse(choice.b), torch.bfloat16, choice.fast_accum
-        )
-        return change(choice, backend=registry.pick("scaled_mm", bench.backend, call, torch.device(bench.device)).name)
-
-    return change(plan, sites=[change(s, choices=[choose(s, c) for c in s.choices]) for s in plan.sites])
-
-
 def lower(model: nn.Module, bench: Bench, data: str, variant: str, precision: str) -> dict[str, Any]:
     """Put the model into its precision, in place; says how much of it."""
     if precision == "bf16":
@@ -192,7 +168,7 @@ def lower(model: nn.Module, bench: Bench, data: str, variant: str, precision: st
         used, share = [recipe_named("tensorwise").operands(gemm) for gemm in GEMMS], naive
         pairs = {f"{o.a} @ {o.b}" for o in used if o is not None}
     else:
-        summary = convert(model, plan)
+        summary = convert(model, plan, backend=bench.backend)  # it was made by emulation, on whatever device
         share = plan.low_precision_share
         pairs = {f"{c.a} @ {c.b}" for site in plan.sites for c in site.choices if c.quantized}
     counts = {"converted": len(summary.converted), "kept": len(summary.kept)}

@@ -21,7 +21,12 @@ MODS = Style(norm="block", activation="hard_swish", bias=False, tower_norm="bloc
 SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "wukong": ("wukong", "plain", 8192, {}),
     "wukong8k": ("wukong", "8x96x3x8192", 16384, {"layers": 2}),
-    "wukong8k4k": ("wukong", "8x96x3x8192", 4096, {"layers": 2}),  # so few rows that weights are nearly all of the memory
+    "wukong8k4k": (
+        "wukong",
+        "8x96x3x8192",
+        4096,
+        {"layers": 2},
+    ),  # so few rows that weights are nearly all of the memory
     "dlrm": ("dlrm", "large", 16384, {}),
     "dcn": ("dcn", "large", 8192, {}),
     "dhen": ("dhen", "large", 4096, {}),
