@@ -72,3 +72,14 @@ def test_complex_weights_are_kept_and_named(dtype: torch.dtype) -> None:
     assert list(summary.converted) == ["0"]
     assert str(dtype) in summary.kept["1"]
     assert refuse(nn.Linear(8, 8, dtype=torch.bfloat16)) is None
+
+
+def test_what_auto_picks_is_written_down_anew_where_a_linear_moves() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 48))
+    convert(model, recipe="rowwise")
+    assert "reference on cpu" not in repr(model)
+    model.to_empty(device="cpu")
+    assert "auto (reference on cpu)" in repr(model)
+    binding = model[0].binding
+    assert model.to("cpu")[0].binding is binding  # nothing moved

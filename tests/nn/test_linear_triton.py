@@ -103,6 +103,38 @@ def test_a_captured_training_step_sees_new_weights() -> None:
     assert torch.allclose(y, -2 * before, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_captured_evaluation_sees_refreshed_weights(compiled: bool) -> None:
+    """Its buffers stay where they are, whatever happens between two replays."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).cuda().bfloat16().eval()
+    convert(model, recipe="tensorwise")
+    called = torch.compile(model, fullgraph=True) if compiled else model
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        called(x)
+        called(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
+        y = called(x)
+    address = model[0].state.weights.data.data_ptr()
+    graph.replay()
+    before = y.clone()
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].weight.mul_(-2)
+            called(x)
+            torch.func.functional_call(model, {"0.weight": torch.zeros_like(model[0].weight)}, (x,))
+        refresh(model)
+    assert model[0].state.weights.data.data_ptr() == address
+    graph.replay()
+    assert torch.allclose(y, 4 * before, rtol=1e-2, atol=1e-2)
+
+
 def test_triton_in_the_interpreter(device: torch.device) -> None:
     if triton_runs_on(device):
         pytest.skip("Triton runs in this process")

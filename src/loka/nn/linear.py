@@ -21,6 +21,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from loka.kernels.prepared import layout_of
+from loka.nn.auto import moved
 from loka.nn.binding import BoundGemm, LinearBinding
 from loka.nn.health import FORWARD, record, sampled_error, turn_of
 from loka.nn.linear_function import Given, Layouts, LinearFunction, parts_of
@@ -216,8 +217,11 @@ class Linear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
         if self.state.weights is not None:
             self.state.weights.invalidate()  # torch swaps no tensor that somebody holds a weak reference to
+        before = self.weight.device, self.weight.dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.state.to(self.weight.device)
+        if (self.weight.device, self.weight.dtype) != before:
+            self.__dict__["binding"] = moved(self.binding, self.weight, before[0])
         self._allocate()
         return self
 

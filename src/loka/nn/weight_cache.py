@@ -260,7 +260,10 @@ class WeightCache:
             for name in _BUFFERS:
                 buffer: Tensor | None = getattr(self, name)
                 if buffer is not None:
-                    setattr(self, name, torch.empty_like(buffer))
+                    twin = torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device)
+                    setattr(
+                        self, name, twin
+                    )  # with the strides of what may be a slice: kernels and compiled code count on them
 
     def _buffers(self) -> Buffers:
         return [getattr(self, name) for name in _BUFFERS]
