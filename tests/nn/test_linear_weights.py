@@ -329,6 +329,13 @@ class TestManual:
         assert refresh(model) == 2
         assert torch.equal(called(x), plain_twin(model)(x))
 
+    def test_other_weights_raise_and_leave_its_own_alone(self) -> None:
+        model, x = make(weights="manual"), torch.randn(8, 32)
+        first = model(x)
+        with pytest.raises(StaleWeightError):
+            functional_call(model, {name: 2 * p.detach() for name, p in model.named_parameters()}, (x,))
+        assert torch.equal(model(x), first)
+
     def test_loading_refreshes(self) -> None:
         model, x = make(weights="manual"), torch.randn(8, 32)
         load(model, x)

@@ -229,7 +229,7 @@ class WeightCache:
                 self.quantizer, self.manual, training,
             )  # fmt: skip
         else:
-            made = _MADE.get(int(self.stamp))
+            made = None if self.manual else _MADE.get(int(self.stamp))
             if made is not None and not made.is_of(weight):  # another tensor: the last one's backward may be to come
                 self.renew()
             _refresh(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, self.manual, training)
