@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -122,7 +122,7 @@ def probe(
         report = watcher.evaluate(
             recipe or ("tensorwise", "rowwise", "blockwise"),
             samples=samples,
-            backends=backend or choose_backends(place),
+            backends=backend or None,
             max_error=max_error,
             max_gradient_error=max_gradient_error,
             min_speedup=min_speedup,
@@ -172,11 +172,6 @@ def keeping(state: Path | None) -> Iterator[None]:
         if state is not None:
             typer.echo("what was learned is kept; the same command with --resume evaluates it", err=True)
         raise
-
-
-def choose_backends(device: str) -> Sequence[str]:
-    """Emulation on a CPU, our own kernels on a GPU. Other people's run in this process only when named: a crash would take it along."""
-    return ("torch", "triton") if device.startswith("cuda") else ("reference",)
 
 
 class Meter:
