@@ -232,7 +232,8 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     expected = scale_state(model)
     if problems := sorted(expected.keys() ^ state.keys()):
         where = [f"{name}: {'missing' if name in expected else 'unknown'}" for name in problems]
-        raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}")
+        hint = "hint: where a Guard switched sites, guard.load_state_dict(...) comes first"
+        raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}")  # fmt: skip
     for name, linear in linears_of(_unwrap(model)):
         for role, amax in linear.state.amax_states.items():
             amax.load({part: state[f"{name}/{role}/{part}"] for part in amax.state()})
