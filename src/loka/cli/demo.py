@@ -9,7 +9,10 @@ OUT/report.html. Interrupted and run again it continues.
 
 import json
 import shlex
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +21,11 @@ import typer
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from loka.demo.callbacks import Talk
+
 __all__ = ["demo"]
 
+TELL_EVERY = 30.0  # seconds between lines about one station
 _LABELS = {
     "train": "train in float32, probe attached",
     "probe": "evaluate every linear in FP8",
@@ -56,8 +62,8 @@ def demo(
     given = {"steps": steps, "more_steps": more_steps, "size": size, "seed": seed, "device": find_device(device)}
     config = DemoConfig.for_device(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     words = ["loka", "demo", *_spell(given), *(["--out", str(out)] if out != Path("runs/demo") else [])]
-    with _progress() as bar:
-        result = Demo(out, config, talk=_Talk(bar), command=shlex.join(words)).run()
+    with _talking() as talk:
+        result = Demo(out, config, talk=talk, command=shlex.join(words)).run()
     if result.restarted:
         typer.echo(result.restarted, err=True)
     if result.resumed:
@@ -103,6 +109,31 @@ def _to_json(result: Any) -> dict[str, Any]:
         "resumed": list(result.resumed),
         "restarted": result.restarted,
     }
+
+
+@contextmanager
+def _talking() -> Iterator["Talk"]:
+    """Bars for people who watch, lines for a log."""
+    if sys.stderr.isatty():
+        with _progress() as bar:
+            yield _Talk(bar)
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """A line when a station begins, and one for every half minute it takes."""
+
+    def __init__(self) -> None:
+        self._station, self._begun, self._told = "", time.monotonic(), 0.0
+
+    def __call__(self, station: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if station == self._station and now - self._told < TELL_EVERY:
+            return
+        count = f" {done} of {total}" if total and station == self._station else ""
+        typer.echo(f"{now - self._begun:5.0f} s  {_LABELS.get(station, station)}{count}", err=True)
+        self._station, self._told = station, now
 
 
 def _progress() -> "Progress":
