@@ -22,11 +22,12 @@ from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
 from loka.nn.experts import MixtureOfExperts, SwiGLU
 from loka.nn.fused_interaction import FusedInteraction, refuse_interaction
 from loka.nn.fused_projection import FusedProjection
-from loka.nn.fused_tower import FusedTower, Link, TowerPrecision, freeze
+from loka.nn.fused_tower import FusedTower, freeze
 from loka.nn.grouped import GroupedLinear, grouped_linear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype, multiply_transposed
 from loka.nn.norm import BLOCK, EPS, BlockNorm, LayerNorm, NormKind, RMSNorm, make_norm, rms_normalize
 from loka.nn.tower import MLP, Layer, Style, make_head
+from loka.nn.tower_function import Link, TowerPrecision
 
 __all__ = [
     "BLOCK",

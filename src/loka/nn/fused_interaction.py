@@ -21,9 +21,10 @@ from loka.kernels.fused_linear import NORMALIZED_SCALE
 from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
 from loka.kernels.interaction.triton import fits
 from loka.kernels.quantize import transpose
-from loka.nn.fused_tower import FusedTower, Layout, run_backward, run_forward
+from loka.nn.fused_tower import FusedTower
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, BlockNorm
+from loka.nn.tower_function import Layout, run_backward, run_forward
 
 
 class _Layer(torch.autograd.Function):

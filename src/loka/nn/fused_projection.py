@@ -27,7 +27,8 @@ from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
 from loka.kernels.fused_linear import fused_linear
 from loka.kernels.fused_linear.reference import activation_slope, apply_activation
 from loka.kernels.quantize import quantize, quantize_both
-from loka.nn.fused_tower import FusedTower, Layout, Link, TowerPrecision, _multiply, _run_plain
+from loka.nn.fused_tower import FusedTower
+from loka.nn.tower_function import Layout, Link, TowerPrecision, multiply, run_plain
 
 __all__ = ["FusedProjection"]
 
@@ -54,7 +55,7 @@ def _forward(
     """y, and z where it is wanted and an activation makes it differ from y."""
     activation = layout.links[0].activation
     if activation == "none" or not epilogue:
-        z = _run_plain(a, w, bias, layout)
+        z = run_plain(a, w, bias, layout)
         return (z, None) if activation == "none" else (apply_activation(z, activation), z)
     backend = layout.precision.fused_backend
     result = fused_linear(
@@ -95,10 +96,10 @@ class _Projection(torch.autograd.Function):
         q, q_t = _quantize_both(g, precision.gradient_spec, precision.quantize_backend)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = _multiply(q, QTensor(w_t, w_scale, precision.weight_t_spec), layout.dtype, layout)
+            dx = multiply(q, QTensor(w_t, w_scale, precision.weight_t_spec), layout.dtype, layout)
             dx = dx if dx.dtype == x_dtype else dx.to(x_dtype)
         if ctx.needs_input_grad[2]:
-            dw = _multiply(q_t, QTensor(x_t, x_scale, _STATIC), w_dtype, layout)
+            dw = multiply(q_t, QTensor(x_t, x_scale, _STATIC), w_dtype, layout)
         db = None if bias_dtype is None else g.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx, None, dw, db, None, None
 
