@@ -148,7 +148,7 @@ def test_quantize_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     import sys
 
-    from loka.cli.subject import find_object
+    from loka.cli.own_code import find_object
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     torch.manual_seed(0)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from loka import data
-from loka.cli.subject import call_with, find_object, load_subject, per_example
+from loka.cli.jobs import per_example
+from loka.cli.own_code import call_with, find_object
+from loka.cli.subject import load_subject
 
 HERE = __name__
 

@@ -137,7 +137,8 @@ def quantize_network(
     """A built-in or a user's model; measured by the loss of its data."""
     import torch
 
-    from loka.cli.subject import build_own, load_subject
+    from loka.cli.own_code import build_own
+    from loka.cli.subject import load_subject
     from loka.ptq import quantize as quantize_model
     from loka.ptq import save
 

@@ -12,54 +12,31 @@ seed; `factory` may take schema, when the data is built in, and seed. Inputs tha
 
 A sequence model (hstu) reads the sequences of a data set, trains on every position's next item, and is scored on the held-out items.
 
-Every verb that needs a model opens it here, so that they all understand the same words. Modules are found from the working folder
-first, as `python -m` would. stdout is data: what a user's own code prints goes to stderr.
+Every verb that needs a model opens it here, so that they all understand the same words. How a user's code is found and called is in `own_code`, how batches
+are run and scored in `jobs`.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from importlib import import_module
-from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-__all__ = ["Subject", "find_device", "find_object", "load_subject"]
+from loka.cli.jobs import Job, OwnJob, RankingJob, SequenceJob
+from loka.cli.own_code import build_own, find_loss, find_object
+
+__all__ = ["Subject", "find_device", "load_subject"]
 
 DEFAULT_DATA = "complete-journey"
 SPLITS = ("train", "valid", "test")
 SEQUENCE_FAMILIES = ("hstu",)
 NEEDS_CODES = ("onerec",)
-
-Values = Callable[[nn.Module, Any], Tensor]
-
-
-class Job(Protocol):
-    """How batches of one kind of data are opened and run through a model."""
-
-    data: str
-    held_out: bool
-    metrics: Mapping[str, Values]  # per example, on held-out batches; the first is the default
-
-    def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass over a split."""
-        ...
-
-    def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """The training loss, a scalar."""
-        ...
-
-    def group(self, batch: Any) -> Tensor | None:
-        """The unit of independence of every example (user, household); None where unknown."""
-        ...
 
 
 @dataclass
@@ -155,7 +132,7 @@ def load_subject(
             raise ValueError(f"--data {data} is a callable: it takes no data options and no source")
         if family is not None:
             raise ValueError(f"{model} needs the schema of a built-in data set; --data {data} names your own batches")
-        job: Job = OwnJob(data, find_object(data), _find_loss(loss), batch_size, seed)
+        job: Job = OwnJob(data, find_object(data), find_loss(loss), batch_size, seed)
         network = build_own(model, options, seed=seed)
     elif family in SEQUENCE_FAMILIES:
         if loss is not None:
@@ -197,63 +174,6 @@ def _split_name(model: str) -> tuple[str | None, str]:
     return None, ""
 
 
-def find_object(path: str) -> Any:
-    """What `pkg.module:name` names; the working folder is searched first."""
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"expected pkg.module:name, got {path!r}")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        with redirect_stdout(sys.stderr):
-            module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{path}: cannot import {error.name!r} (the working folder is searched too)") from error
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{path}: {module_name} has no {name!r}")
-        found = getattr(found, part)
-    return found
-
-
-def call_with(function: Callable[..., Any], path: str, **offers: Any) -> Any:
-    """Call a user's function with those of the offers that it has parameters for."""
-    if not callable(function):
-        raise ValueError(f"{path}: expected a callable, got {type(function).__name__}")
-    parameters = signature(function).parameters.values()
-    named = {p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
-    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
-        named |= offers.keys()
-    missing = [p.name for p in parameters if p.name in named and p.default is Parameter.empty and p.name not in offers]
-    if missing:
-        raise ValueError(f"{path}: needs {', '.join(missing)}; loka can give {', '.join(offers) or 'nothing'}")
-    with redirect_stdout(sys.stderr):
-        return function(**{name: value for name, value in offers.items() if name in named})
-
-
-def _find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
-    if path is None:
-        return lambda output, targets: F.binary_cross_entropy_with_logits(
-            output.float(), targets.to(output).float().reshape(output.shape), reduction="none"
-        )
-    found = find_object(path)
-    if not callable(found):
-        raise ValueError(f"{path}: expected fn(output, targets), got {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
-
-
-def build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:
-    """A user's model from its factory."""
-    if options:
-        raise ValueError(f"{model} is your own: model options {sorted(options)} belong in the factory")
-    network = call_with(find_object(model), model, **offers)
-    if not isinstance(network, nn.Module):
-        raise ValueError(f"{model}: expected an nn.Module, got {type(network).__name__}")
-    return network
-
-
 def _open_ranking(
     model: str,
     family: str | None,
@@ -276,7 +196,7 @@ def _open_ranking(
     else:
         network = build_ranker(opened.schema, family, size, **options)
     own = model if family is None else None
-    return RankingJob(data, opened, _find_loss(loss), batch_size, seed, own), network
+    return RankingJob(data, opened, find_loss(loss), batch_size, seed, own), network
 
 
 def _open_sequences(
@@ -298,170 +218,3 @@ def move(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {name: move(part, device) for name, part in value.items()}
     return value.to(device) if hasattr(value, "to") else value
-
-
-def per_example(losses: Tensor, count: int) -> Tensor:
-    """One number per example: the mean over everything else; a scalar stays one number."""
-    if losses.dim() == 0 or losses.shape[0] != count:
-        return losses.reshape(1) if losses.numel() == 1 else losses.reshape(-1)
-    return losses.reshape(count, -1).mean(1)
-
-
-class RankingJob:
-    """A built-in ranking data set: the model is called with the whole Batch and returns logits."""
-
-    held_out = True
-
-    def __init__(
-        self,
-        data: str,
-        opened: Any,
-        loss: Callable[[Any, Any], Tensor],
-        batch_size: int,
-        seed: int,
-        own: str | None = None,
-    ) -> None:
-        self.data, self.opened, self._loss = data, opened, loss
-        self._batch_size, self._seed = batch_size, seed
-        self._own = own  # name of a user's model, which may not take a Batch
-        self.metrics: Mapping[str, Values] = {"log loss": self._losses}
-
-    def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass; only training is shuffled."""
-        training = split == "train"
-        part = getattr(self.opened, split)
-        yield from part.batches(self._batch_size, shuffle=training, seed=self._seed, drop_last=training, epoch=epoch)
-
-    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        try:
-            output = model(batch)
-        except (TypeError, AttributeError) as error:
-            if self._own is None:
-                raise
-            raise ValueError(
-                f"{self._own} was called with a Batch of {self.data} and cannot take it ({error}); "
-                "hint: --data pkg.module:batches gives your model what it takes"
-            ) from error
-        return per_example(self._loss(output, batch.labels), batch.size)
-
-    def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean over the examples."""
-        return self._losses(model, batch).mean()
-
-    def group(self, batch: Any) -> Tensor | None:
-        """The user of every example."""
-        found: Tensor = batch.group
-        return found
-
-
-class SequenceJob:
-    """A built-in sequence data set: next-item training, scored on held-out items of every user."""
-
-    held_out = True
-
-    def __init__(self, data: str, opened: Any, length: int, batch_size: int, seed: int) -> None:
-        self.data, self.opened = data, opened
-        self._length, self._batch_size, self._seed = length, batch_size, seed
-        self.metrics: Mapping[str, Values] = {"loss": self._losses, "recall@10": self._recall}
-
-    def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass over the users."""
-        part, training = getattr(self.opened, split), split == "train"
-        yield from part.batches(
-            self._batch_size, shuffle=training, seed=self._seed, max_length=self._length, epoch=epoch
-        )
-
-    def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean cross-entropy of every position's next item."""
-        from loka.models.hstu import next_item_loss
-
-        loss: Tensor = next_item_loss(self._scores(model, batch, last=False), batch.history)
-        return loss
-
-    def _scores(self, model: nn.Module, batch: Any, *, last: bool) -> Tensor:
-        times = None if batch.times is None else batch.times.values
-        scores: Tensor = model(batch.history, times, last=last)
-        return scores
-
-    def _targets(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """(user, item) of every held-out item."""
-        lengths = batch.targets.lengths
-        if not bool((lengths > 0).any()):
-            raise ValueError("these batches hold no item out: score valid or test, not train")
-        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths), batch.targets.values
-
-    def _mean_by_user(self, values: Tensor, batch: Any, user: Tensor) -> Tensor:
-        lengths = batch.targets.lengths
-        sums = torch.zeros(len(lengths), device=values.device, dtype=values.dtype).index_add_(0, user, values)
-        found: Tensor = sums / lengths.clamp(min=1)
-        return found
-
-    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy of a user's held-out items, their mean; a user without one counts 0 on both sides of a pair."""
-        user, item = self._targets(batch)
-        scores = torch.log_softmax(self._scores(model, batch, last=True)[:, 1:], dim=1)
-        return self._mean_by_user(-scores[user, item - 1], batch, user)
-
-    def _recall(self, model: nn.Module, batch: Any) -> Tensor:
-        """The share of a user's held-out items among the ten best."""
-        user, item = self._targets(batch)
-        best = self._scores(model, batch, last=True)[:, 1:].topk(10, dim=1).indices + 1
-        return self._mean_by_user((best[user] == item[:, None]).any(1).float(), batch, user)
-
-    def group(self, batch: Any) -> Tensor | None:
-        """One example per user: every one is independent."""
-        return None
-
-
-def _quietly(batches: Iterable[Any]) -> Iterator[Any]:
-    """The same batches; what is printed while one is made goes to stderr."""
-    making = iter(batches)
-    while True:
-        with redirect_stdout(sys.stderr):
-            try:
-                batch = next(making)
-            except StopIteration:
-                return
-        yield batch
-
-
-class OwnJob:
-    """A user's own batches: (inputs, targets)."""
-
-    def __init__(
-        self, path: str, function: Any, loss: Callable[[Any, Any], Tensor], batch_size: int, seed: int
-    ) -> None:
-        self.data, self._function, self._loss = path, function, loss
-        self._batch_size, self._seed = batch_size, seed
-        if not callable(function):
-            raise ValueError(
-                f"{path}: expected a callable that yields (inputs, targets), got {type(function).__name__}"
-            )
-        parameters = signature(function).parameters.values()
-        self.held_out = any(p.name == "split" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
-        self.metrics: Mapping[str, Values] = {"loss": self._losses}
-
-    def open(self, split: str, epoch: int) -> Iterator[Any]:
-        """One pass; the seed moves with the epoch, for a callable that takes one."""
-        offers = {"split": split, "batch_size": self._batch_size, "seed": self._seed + epoch}
-        for batch in _quietly(call_with(self._function, self.data, **offers)):
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise ValueError(f"{self.data}: expected (inputs, targets), got {type(batch).__name__}")
-            yield batch
-
-    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = batch
-        if isinstance(inputs, dict):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-        losses = self._loss(output, targets)
-        return per_example(losses, targets.shape[0] if isinstance(targets, Tensor) and targets.dim() else 1)
-
-    def lose(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean over the examples."""
-        return self._losses(model, batch).mean()
-
-    def group(self, batch: Any) -> Tensor | None:
-        """Unknown."""
-        return None

@@ -1,0 +1,191 @@
+"""Jobs: how batches of one kind of data are opened, run through a model, and scored. A built-in ranking or sequence data set, or a user's own batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter, signature
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from loka.cli.own_code import call_with, quietly
+
+__all__ = ["Job", "OwnJob", "RankingJob", "SequenceJob", "per_example"]
+
+Values = Callable[[nn.Module, Any], Tensor]
+
+
+class Job(Protocol):
+    """How batches of one kind of data are opened and run through a model."""
+
+    data: str
+    held_out: bool
+    metrics: Mapping[str, Values]  # per example, on held-out batches; the first is the default
+
+    def open(self, split: str, epoch: int) -> Iterator[Any]:
+        """One pass over a split."""
+        ...
+
+    def lose(self, model: nn.Module, batch: Any) -> Tensor:
+        """The training loss, a scalar."""
+        ...
+
+    def group(self, batch: Any) -> Tensor | None:
+        """The unit of independence of every example (user, household); None where unknown."""
+        ...
+
+
+def per_example(losses: Tensor, count: int) -> Tensor:
+    """One number per example: the mean over everything else; a scalar stays one number."""
+    if losses.dim() == 0 or losses.shape[0] != count:
+        return losses.reshape(1) if losses.numel() == 1 else losses.reshape(-1)
+    return losses.reshape(count, -1).mean(1)
+
+
+class RankingJob:
+    """A built-in ranking data set: the model is called with the whole Batch and returns logits."""
+
+    held_out = True
+
+    def __init__(
+        self,
+        data: str,
+        opened: Any,
+        loss: Callable[[Any, Any], Tensor],
+        batch_size: int,
+        seed: int,
+        own: str | None = None,
+    ) -> None:
+        self.data, self.opened, self._loss = data, opened, loss
+        self._batch_size, self._seed = batch_size, seed
+        self._own = own  # name of a user's model, which may not take a Batch
+        self.metrics: Mapping[str, Values] = {"log loss": self._losses}
+
+    def open(self, split: str, epoch: int) -> Iterator[Any]:
+        """One pass; only training is shuffled."""
+        training = split == "train"
+        part = getattr(self.opened, split)
+        yield from part.batches(self._batch_size, shuffle=training, seed=self._seed, drop_last=training, epoch=epoch)
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        try:
+            output = model(batch)
+        except (TypeError, AttributeError) as error:
+            if self._own is None:
+                raise
+            raise ValueError(
+                f"{self._own} was called with a Batch of {self.data} and cannot take it ({error}); "
+                "hint: --data pkg.module:batches gives your model what it takes"
+            ) from error
+        return per_example(self._loss(output, batch.labels), batch.size)
+
+    def lose(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean over the examples."""
+        return self._losses(model, batch).mean()
+
+    def group(self, batch: Any) -> Tensor | None:
+        """The user of every example."""
+        found: Tensor = batch.group
+        return found
+
+
+class SequenceJob:
+    """A built-in sequence data set: next-item training, scored on held-out items of every user."""
+
+    held_out = True
+
+    def __init__(self, data: str, opened: Any, length: int, batch_size: int, seed: int) -> None:
+        self.data, self.opened = data, opened
+        self._length, self._batch_size, self._seed = length, batch_size, seed
+        self.metrics: Mapping[str, Values] = {"loss": self._losses, "recall@10": self._recall}
+
+    def open(self, split: str, epoch: int) -> Iterator[Any]:
+        """One pass over the users."""
+        part, training = getattr(self.opened, split), split == "train"
+        yield from part.batches(
+            self._batch_size, shuffle=training, seed=self._seed, max_length=self._length, epoch=epoch
+        )
+
+    def lose(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean cross-entropy of every position's next item."""
+        from loka.models.hstu import next_item_loss
+
+        loss: Tensor = next_item_loss(self._scores(model, batch, last=False), batch.history)
+        return loss
+
+    def _scores(self, model: nn.Module, batch: Any, *, last: bool) -> Tensor:
+        times = None if batch.times is None else batch.times.values
+        scores: Tensor = model(batch.history, times, last=last)
+        return scores
+
+    def _targets(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """(user, item) of every held-out item."""
+        lengths = batch.targets.lengths
+        if not bool((lengths > 0).any()):
+            raise ValueError("these batches hold no item out: score valid or test, not train")
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths), batch.targets.values
+
+    def _mean_by_user(self, values: Tensor, batch: Any, user: Tensor) -> Tensor:
+        lengths = batch.targets.lengths
+        sums = torch.zeros(len(lengths), device=values.device, dtype=values.dtype).index_add_(0, user, values)
+        found: Tensor = sums / lengths.clamp(min=1)
+        return found
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """Cross-entropy of a user's held-out items, their mean; a user without one counts 0 on both sides of a pair."""
+        user, item = self._targets(batch)
+        scores = torch.log_softmax(self._scores(model, batch, last=True)[:, 1:], dim=1)
+        return self._mean_by_user(-scores[user, item - 1], batch, user)
+
+    def _recall(self, model: nn.Module, batch: Any) -> Tensor:
+        """The share of a user's held-out items among the ten best."""
+        user, item = self._targets(batch)
+        best = self._scores(model, batch, last=True)[:, 1:].topk(10, dim=1).indices + 1
+        return self._mean_by_user((best[user] == item[:, None]).any(1).float(), batch, user)
+
+    def group(self, batch: Any) -> Tensor | None:
+        """One example per user: every one is independent."""
+        return None
+
+
+class OwnJob:
+    """A user's own batches: (inputs, targets)."""
+
+    def __init__(
+        self, path: str, function: Any, loss: Callable[[Any, Any], Tensor], batch_size: int, seed: int
+    ) -> None:
+        self.data, self._function, self._loss = path, function, loss
+        self._batch_size, self._seed = batch_size, seed
+        if not callable(function):
+            raise ValueError(
+                f"{path}: expected a callable that yields (inputs, targets), got {type(function).__name__}"
+            )
+        parameters = signature(function).parameters.values()
+        self.held_out = any(p.name == "split" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
+        self.metrics: Mapping[str, Values] = {"loss": self._losses}
+
+    def open(self, split: str, epoch: int) -> Iterator[Any]:
+        """One pass; the seed moves with the epoch, for a callable that takes one."""
+        offers = {"split": split, "batch_size": self._batch_size, "seed": self._seed + epoch}
+        for batch in quietly(call_with(self._function, self.data, **offers)):
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise ValueError(f"{self.data}: expected (inputs, targets), got {type(batch).__name__}")
+            yield batch
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        if isinstance(inputs, dict):
+            output = model(**inputs)
+        else:
+            output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        losses = self._loss(output, targets)
+        return per_example(losses, targets.shape[0] if isinstance(targets, Tensor) and targets.dim() else 1)
+
+    def lose(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean over the examples."""
+        return self._losses(model, batch).mean()
+
+    def group(self, batch: Any) -> Tensor | None:
+        """Unknown."""
+        return None

@@ -1,0 +1,89 @@
+"""A user's own code on the command line: found by `pkg.module:name`, given what it asks for by name, its prints on stderr.
+
+Modules are found from the working folder first, as `python -m` would. stdout is data: what a user's code prints while it is imported, called or iterated goes to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["build_own", "call_with", "find_loss", "find_object", "quietly"]
+
+
+def find_object(path: str) -> Any:
+    """What `pkg.module:name` names; the working folder is searched first."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"expected pkg.module:name, got {path!r}")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        with redirect_stdout(sys.stderr):
+            module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path}: cannot import {error.name!r} (the working folder is searched too)") from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{path}: {module_name} has no {name!r}")
+        found = getattr(found, part)
+    return found
+
+
+def call_with(function: Callable[..., Any], path: str, **offers: Any) -> Any:
+    """Call a user's function with those of the offers that it has parameters for."""
+    if not callable(function):
+        raise ValueError(f"{path}: expected a callable, got {type(function).__name__}")
+    parameters = signature(function).parameters.values()
+    named = {p.name for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        named |= offers.keys()
+    missing = [p.name for p in parameters if p.name in named and p.default is Parameter.empty and p.name not in offers]
+    if missing:
+        raise ValueError(f"{path}: needs {', '.join(missing)}; loka can give {', '.join(offers) or 'nothing'}")
+    with redirect_stdout(sys.stderr):
+        return function(**{name: value for name, value in offers.items() if name in named})
+
+
+def find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
+    """fn(output, targets) by its name; without one, binary cross-entropy of logits."""
+    if path is None:
+        return lambda output, targets: F.binary_cross_entropy_with_logits(
+            output.float(), targets.to(output).float().reshape(output.shape), reduction="none"
+        )
+    found = find_object(path)
+    if not callable(found):
+        raise ValueError(f"{path}: expected fn(output, targets), got {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:
+    """A user's model from its factory."""
+    if options:
+        raise ValueError(f"{model} is your own: model options {sorted(options)} belong in the factory")
+    network = call_with(find_object(model), model, **offers)
+    if not isinstance(network, nn.Module):
+        raise ValueError(f"{model}: expected an nn.Module, got {type(network).__name__}")
+    return network
+
+
+def quietly(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches; what is printed while one is made goes to stderr."""
+    making = iter(batches)
+    while True:
+        with redirect_stdout(sys.stderr):
+            try:
+                batch = next(making)
+            except StopIteration:
+                return
+        yield batch
