@@ -253,7 +253,7 @@ def prepare(group: Group, variant: str, precision: str) -> Candidate:
 
 def lower(model: nn.Module, precision: str, x: Tensor) -> None:
     if precision == "fused":
-        applied = mods.apply(model, mods.Fuse(precision="fp8"), example=x[:4])
+        applied = mods.apply(model, mods.Fuse(precision="fp8", norms=True), example=x[:4])
         if not any(isinstance(m, FusedTower) for m in model.modules()):
             raise ValueError("; ".join(left.why for left in applied.summary.left))
     elif precision != "bf16":

@@ -119,3 +119,9 @@ def test_chains_end_where_something_else_stands() -> None:
         [("b.0", ""), ("b.1", "relu")],
         [("c.0", "layer"), ("c.2", "silu"), ("c.3", ""), ("c.4", "block"), ("c.5", "hard_swish")],
     ]
+
+
+def test_a_linear_that_runs_twice_is_in_no_chain() -> None:
+    shared = nn.Linear(W, W)
+    model = nn.Sequential(shared, BlockNorm(W), HardSwish(), shared)
+    assert list(find_towers(model, {"0": site("0", candidate(), k=W, n=W)})) == []

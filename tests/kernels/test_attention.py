@@ -228,6 +228,18 @@ def test_on_triton_tiles_of_every_shape(triton_device, tile, monkeypatch):
     assert_same_gradients(make([0, 65, 16], heads=1, dtype=torch.float32, device=triton_device), max_length=70)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_on_triton_bias_gradients_in_little_memory(triton_device, slots, monkeypatch):
+    """Many long rows: programs share the numbers they add to."""
+    from loka.kernels.attention import triton_launch
+
+    operands = make([33, 7, 0, 40], dtype=torch.float32, device=triton_device)
+    queries = triton_launch.choose("backward_q", operands["q"], operands["v"], 40).queries
+    width = -(-40 // queries) * queries + operands["time_bias"].shape[1]
+    monkeypatch.setattr(triton_launch, "PARTIAL_BYTES", slots * 4 * 2 * width)
+    assert_same_gradients(operands, max_length=40)
+
+
 @pytest.mark.gpu
 def test_on_triton_the_same_bits_from_run_to_run(triton_device):
     """Every program adds to numbers of its own: no gradient depends on which program came first."""
@@ -266,7 +278,7 @@ def test_on_triton_compiles_to_one_graph(triton_device):
 
 TYPES = {"offsets_ptr": "*i64", "asked_ptr": "*i64", "times_ptr": "*i64", "position_ptr": "*fp32", "time_ptr": "*fp32"}
 TYPES |= {"partial_ptr": "*fp32", "alpha": "fp32", "divisor": "fp32"}
-STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "distances"}
+STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "distances", "slots"}
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def test_a_norm_that_alone_reads_a_tower_runs_inside_it():
     torch.manual_seed(0)
     model, x = Pair(shared=False), torch.randn(32, 64)
     exact, twin = run(model, (x,)), copy.deepcopy(model)
-    mods.apply(model, mods.Fuse(precision="fp8"), example=x)
+    mods.apply(model, mods.Fuse(precision="fp8", norms=True), example=x)
     assert isinstance(model.between, nn.Identity)
     assert (model.first.links[-1].norm_block, model.first.links[-1].activation) == (256, "none")
     assert model.second.bounded_input, "what reads the norm is still bounded, though the norm runs elsewhere"
@@ -205,7 +205,23 @@ def test_a_norm_that_alone_reads_a_tower_runs_inside_it():
 
 def test_a_norm_whose_input_others_read_stays_where_it_is():
     model, x = Pair(shared=True), torch.randn(32, 64)
-    mods.apply(model, mods.Fuse(precision="fp8"), example=x)
+    mods.apply(model, mods.Fuse(precision="fp8", norms=True), example=x)
     assert isinstance(model.between, BlockNorm)
     assert model.first.links[-1].norm_block == 0
     assert model.second.bounded_input
+
+
+def test_a_norm_moves_only_when_asked_for_and_allowed():
+    model, x = Pair(shared=False), torch.randn(32, 64)
+    mods.apply(model, mods.Fuse(precision="fp8"), example=x)
+    assert isinstance(model.between, BlockNorm)
+    model = Pair(shared=False)
+    asked = mods.Fuse(precision="fp8", norms=True)
+    mods.apply(model, asked, example=x, module_filter_fn=lambda module, name: name != "between")
+    assert isinstance(model.between, BlockNorm)
+    model = Pair(shared=False)
+    model.between.register_forward_hook(lambda module, inputs, output: None)
+    mods.apply(model, asked, example=x)
+    assert isinstance(model.between, BlockNorm), "somebody watches it"
+    with pytest.raises(ValueError, match=r"norms=True, precision='high'"):
+        mods.Fuse(norms=True)

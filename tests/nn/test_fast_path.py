@@ -105,3 +105,10 @@ def test_compiled_too() -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.allclose(compiled(X), model(X), atol=1e-6)
+
+
+def test_a_layer_that_was_converted_alone_refuses_the_packed_batches_of_its_encoder() -> None:
+    encoder = nn.TransformerEncoder(layer(), 2).eval()
+    convert(encoder.layers[0], recipe="rowwise", backend="reference")
+    with torch.no_grad(), pytest.raises(ValueError, match="convert the encoder or the whole model"):
+        encoder(X, src_key_padding_mask=PADDING)

@@ -2,15 +2,19 @@
 
 import copy
 import gc
+import sys
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 import loka.nn.weight_cache as weight_cache
 from loka.convert import convert, refresh, revert
+from loka.nn.linear import linears_of
 
 from .test_linear_weights import edit_in_place, load, make, plain_twin, run, same, sgd
 
@@ -144,3 +148,51 @@ def test_parameters_that_torch_swaps(change: str) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert same(run(model, x), run(plain_twin(model), x))
+
+
+def test_the_step_of_the_tables_after_that_of_the_linears_moves_no_buffer() -> None:
+    """Dense and sparse optimizers, as in every recommender: the second finds nothing that could still be wanted."""
+    model, x = make(), torch.randn(8, 32)
+    dense, table = torch.optim.SGD(model.parameters(), 0.1), nn.Parameter(torch.ones(3))
+    sparse = torch.optim.SGD([table], 0.1)
+    places = []
+    for _ in range(3):
+        (model(x).sum() + table.sum()).backward()
+        dense.step()
+        sparse.step()
+        places.append([m.state.weights.data.data_ptr() for _, m in linears_of(model)])
+    assert places[0] == places[1] == places[2]
+
+
+def test_an_optimizer_in_another_thread_does_not_reach_into_a_forward() -> None:
+    """Whatever moment it steps at: a forward reads the buffers it filled, not the empty ones that follow them."""
+    model, x = make(), torch.randn(8, 32)
+    expected, done = model(x).detach(), threading.Event()
+
+    def step() -> None:
+        other = nn.Parameter(torch.ones(1))
+        other.grad = torch.ones(1)
+        optimizer = torch.optim.SGD([other], 0.1)
+        while not done.is_set():
+            optimizer.step()
+
+    thread, interval = threading.Thread(target=step), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        wrong = sum(not torch.equal(model(x), expected) for _ in range(300))
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert wrong == 0
+
+
+def test_a_cache_may_end_inside_a_fake_tensor_mode() -> None:
+    model = make()
+    serials = [int(m.state.weights.stamp) for _, m in linears_of(model)]
+    assert all(serial in weight_cache._MADE for serial in serials)
+    with FakeTensorMode():
+        del model
+        gc.collect()
+    assert not any(serial in weight_cache._MADE for serial in serials)

@@ -111,6 +111,22 @@ class TestDelayed:
         assert model[2].state.dy.largest == 0
         assert model[2].state.dy.pending > 0
 
+    def test_of_two_optimizers_one_files_the_steps_of_frozen_linears(self) -> None:
+        """A second filing would fill every other place with nothing, and a history of one would hold nothing at all."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+        model[0].requires_grad_(False)
+        convert(model, recipe="tensorwise", backend="reference", options=LinearOptions(scales="delayed"))
+        table = nn.Parameter(torch.ones(1))
+        dense, sparse = torch.optim.SGD(model[2].parameters(), 0.01), torch.optim.SGD([table], 0.01)
+        for _ in range(4):
+            (model(torch.randn(8, 32)).square().mean() + table.sum()).backward()
+            dense.step()
+            sparse.step()
+        for linear in (model[0], model[2]):
+            assert int((linear.state.x.history > 0).sum()) == 4
+            assert bool((linear.state.x.history[:4] > 0).all())
+
     def test_the_step_of_a_frozen_linear_is_filed_too(self) -> None:
         model, x = make(), torch.randn(8, 32, requires_grad=True)
         model[0].weight.requires_grad_(False)

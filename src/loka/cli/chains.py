@@ -72,10 +72,11 @@ def _refuse(plan: Plan, report: ProbeReport, policy: Policy) -> Refuse:
 
 
 def find_towers(model: nn.Module, sites: dict[str, Site]) -> Iterator[list[ChainOp]]:
-    """Straight lines of two or more ops with a linear among them; every linear is a site, and all see the same number of rows."""
+    """Straight lines of two or more ops with a linear among them; every linear is a site, runs once, and all see the same number of rows."""
     from loka.mods.chain import unroll
 
     done: list[str] = []
+    used: set[str] = set()
     for name, module in model.named_modules():
         if any(outer == "" or name.startswith(f"{outer}.") for outer in done) or next(module.children(), None) is None:
             continue
@@ -84,8 +85,10 @@ def find_towers(model: nn.Module, sites: dict[str, Site]) -> Iterator[list[Chain
             continue  # a module inside of it may be one
         done.append(name)
         for run in _runs([(f"{name}.{atom}".lstrip("."), module.get_submodule(atom)) for atom in atoms], sites):
-            rows = {sites[op.name].m for op in run if op.kind == "linear"}
-            if len(run) > 1 and len(rows) == 1:
+            linears = [op.name for op in run if op.kind == "linear"]
+            rows = {sites[name].m for name in linears}
+            if len(run) > 1 and len(rows) == 1 and len({*linears}) == len(linears) and used.isdisjoint(linears):
+                used.update(linears)
                 yield run
 
 

@@ -158,11 +158,11 @@ def find_norm(editor: Editor, chain: Chain) -> str | None:
 
 
 def _find_reader(editor: Editor, linear: str) -> str | None:
-    """The module that alone reads what a linear makes, and reads nothing else."""
+    """The module that alone reads what a linear makes, reads nothing else, and may be changed."""
     flow = editor.flow
     calls = flow.calls_of(linear) if isinstance(flow, Flow) else []
     if len(calls) != 1 or not isinstance(flow, Flow) or calls[0].outputs[0] in flow.results:
         return None
     readers = flow.readers(calls[0].outputs[0])
     site = readers[0].site if len(readers) == 1 else None
-    return site if site is not None and len(flow.calls_of(site)) == 1 else None
+    return site if site is not None and len(flow.calls_of(site)) == 1 and editor.may_change(site) else None

@@ -106,6 +106,12 @@ class Editor:
             return "is excluded by module_filter_fn"
         return None
 
+    def may_change(self, name: str) -> bool:
+        """Whether a module that was found by its flow may be swapped: the filter lets it through, and nobody watches it."""
+        module = self.model.get_submodule(name)
+        watched = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        return not watched and (self._keep is None or self._keep(module, name))
+
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""
         own = {id(p) for p in module.parameters(recurse=False)}

@@ -7,8 +7,10 @@ precision="fp8" it becomes a `loka.nn.FusedTower`: every layer one kernel, whose
 quantisation pass is left between them. The children stay where they were, so the state_dict does not change either way.
 
 How chains are found is in `loka.mods.chain`. FP8 needs a BlockNorm of 256 behind every linear but the last (apply block_norm first), activations the kernels
-know, and no dropout in between. A prediction layer at the end of a chain runs as it is. A BlockNorm outside of the chain that alone reads its last linear
-moves into that linear's kernel.
+know, and no dropout in between. A prediction layer at the end of a chain runs as it is.
+
+With `norms=True` a BlockNorm outside of a chain that alone reads its last linear moves into that linear's kernel. The chain then returns normalised numbers: right for what was seen
+in one run of the model, wrong for whatever else reads the chain (an auxiliary loss in training, another entry point). So it must be asked for.
 
 With `linears=N` the linears that are in no chain and have at least N inputs and outputs become `loka.nn.FusedProjection`, together with the activation that
 alone reads them: an attention's projections, HSTU's uvqk. Narrow ones lose: at K = 128 a bf16 GEMM already waits for memory.
@@ -87,12 +89,13 @@ def make_fused(chain: Chain, module: nn.Module, precision: TowerPrecision, *, no
 class Fuse:
     """precision: "high" runs the parts as they are; "fp8" runs `loka.nn.FusedTower`, with gradients scaled per "tensor" or per "block" of 128.
 
-    linears: with "fp8", the narrowest linear outside of a chain that is fused too; 0 leaves them all.
+    linears: with "fp8", the narrowest linear outside of a chain that is fused too; 0 leaves them all. norms: with "fp8", a norm that alone reads a chain runs inside it.
     """
 
     precision: Literal["high", "fp8"] = "high"
     gradient: Literal["tensor", "block"] = "tensor"
     linears: int = 0
+    norms: bool = False
     name: ClassVar[str] = "fuse"
     effect: ClassVar[ModClass] = "rounding"
 
@@ -102,6 +105,10 @@ class Fuse:
         if self.linears < 0 or (self.linears and self.precision == "high"):
             raise ValueError(
                 f"fuse(linears={self.linears}, precision={self.precision!r}): expected a width, and precision='fp8'"
+            )
+        if self.norms and self.precision == "high":
+            raise ValueError(
+                "fuse(norms=True, precision='high'): a norm moves into an FP8 kernel; expected precision='fp8'"
             )
         TowerPrecision(gradient=self.gradient)  # refuses what it does not know
 
@@ -191,7 +198,7 @@ class Fuse:
             editor.reclass(chain.site, new, f"one chain: {parts}", "exact", _chain_parts=atoms)
             return
         try:
-            behind = find_norm(editor, chain)
+            behind = find_norm(editor, chain) if self.norms else None
             tower = make_fused(chain, module, TowerPrecision(gradient=self.gradient), normalized=behind is not None)
         except ValueError as error:
             editor.leave(chain.site, str(error))
@@ -202,7 +209,8 @@ class Fuse:
         parts += "" if behind is None else f" -> {behind}"
         editor.swap(chain.site, tower, f"one FP8 tower, {bounded} scale for its input: {parts}", "rounding")
         if behind is not None:
-            editor.swap(behind, Absorbed(), f"runs inside {chain.site}", "exact")
+            editor.swap(behind, Absorbed(), f"runs inside {chain.site}, whose output is normalised now", "rounding")
+            editor.note(f"{chain.site} returns what {behind} returned: nothing else may read it")
 
 
 def _first(module: nn.Module, names: list[str]) -> nn.Module | None:

@@ -11,7 +11,7 @@ nn.TransformerDecoderLayer has no such path. nn.MultiheadAttention has one, whic
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from loka.nn.linear import Linear
 
@@ -21,7 +21,12 @@ _NESTED = "loka_used_nested_tensor"  # on an encoder: what `use_nested_tensor` w
 
 
 def _call_every_module(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """The hook: its presence is its effect."""
+    """The hook: its presence is its effect. An encoder that was not seen, because a layer of it was converted alone, still packs its batches."""
+    if inputs and isinstance(inputs[0], Tensor) and inputs[0].is_nested:
+        raise ValueError(
+            "a converted nn.TransformerEncoderLayer got a nested tensor from the nn.TransformerEncoder around it; "
+            "hint: convert the encoder or the whole model, not the layer alone, or build the encoder with enable_nested_tensor=False"
+        )
 
 
 def _has_hook(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ The first conversion registers one hook that runs after any torch optimizer's st
     forgets the quantised weights of Linears that this optimizer owns, and of all others in training mode: master weights belong to no optimizer and are copied back
     after the step, through `.data`, where no version counter shows it; a weight that did not change is quantised once more than needed. `manual` ones are made
     anew where the optimizer owns them
-    files the largest magnitudes of the step, for delayed scales, of Linears it owns and of frozen ones in training mode
+    files the largest magnitudes of the step, for delayed scales, of Linears it owns, and with them of frozen ones in training mode
 
 Code that updates weights without a torch optimizer calls `loka.refresh(model)`, which does the same.
 """
@@ -62,7 +62,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     with _LOCK:
         followed = list(_FOLLOWED)
-    ended = []
+    ended: list[LinearState] = []
+    frozen: list[LinearState] = []
+    trained = False
     for linear in followed:
         state: LinearState | None = vars(linear).get("state")
         if state is None:
@@ -76,6 +78,11 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
         elif weights is not None and linear.training:
             weights.renew()
-        if mine or (linear.training and weight is not None and not weight.requires_grad):
+        if mine:
             ended.append(state)
-    _file(ended)
+        elif linear.training and weight is not None:
+            trained |= weight.requires_grad
+            if not weight.requires_grad:
+                frozen.append(state)
+    # of several optimizers (dense and sparse) one that owns linears ends the step of the frozen ones too; where all linears are frozen, any
+    _file([*ended, *(frozen if ended or not trained else [])])

@@ -29,6 +29,7 @@ and autograd then refuses that backward, as it does for nn.Linear. Only buffers 
 In doubt the weight is quantised again.
 """
 
+import ctypes
 import weakref
 from dataclasses import dataclass
 from itertools import count
@@ -119,6 +120,18 @@ def _is_capturing(weight: Tensor) -> bool:
 def _forget(stamp: Tensor) -> None:
     _MADE.pop(int(stamp), None)
     stamp.zero_()
+
+
+def _twin(buffer: Tensor | None) -> Tensor | None:
+    """An empty one with the strides of what may be a slice: kernels and compiled code count on them."""
+    if buffer is None:
+        return None
+    return torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device)
+
+
+def _drop(cell: list[Tensor]) -> None:
+    """Forget a cache that is gone. It may end anywhere, a FakeTensorMode included: its stamp is read without a torch operation."""
+    _MADE.pop(ctypes.c_int64.from_address(cell[0].data_ptr()).value, None)
 
 
 def _set_stamp(weight: Tensor, stamp: Tensor) -> None:
@@ -219,7 +232,8 @@ class WeightCache:
             self.data_t, self.scale_t, self.laid_t = _tensors(q_t)
             self.layouts = (layout_of(q), layout_of(q_t))
             _set_stamp(weight, self.stamp)
-        weakref.finalize(self, _forget, self.stamp).atexit = False
+        self.cell = [self.stamp]
+        weakref.finalize(self, _drop, self.cell).atexit = False
 
     def get(self, weight: Tensor, *, training: bool) -> tuple[QTensor | None, QTensor | None]:
         """The forms of `weight` as it is now."""
@@ -228,17 +242,22 @@ class WeightCache:
                 weight, self.data, self.scale, self.laid, self.data_t, self.scale_t, self.laid_t, self.stamp, *self.spelled,
                 self.quantizer, self.manual, training,
             )  # fmt: skip
-        else:
-            made = None if self.manual else _MADE.get(int(self.stamp))
-            if made is not None and not made.is_of(weight):  # another tensor: the last one's backward may be to come
-                self.renew()
-            _refresh(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, self.manual, training)
-        n, k = weight.shape
+            return self._assemble(weight, self._buffers())
+        made = None if self.manual else _MADE.get(int(self.stamp))
+        if made is not None and not made.is_of(weight):  # another tensor: the last one's backward may be to come
+            self.renew()
+        now = vars(self).copy()  # one look: an optimizer in another thread may renew the buffers meanwhile
+        buffers: Buffers = [now[name] for name in _BUFFERS]
+        _refresh(weight, buffers, now["stamp"], self.form, self.form_t, self.quantizer, self.manual, training)
+        return self._assemble(weight, buffers)
+
+    def _assemble(self, weight: Tensor, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
+        (n, k), (data, scale, laid, data_t, scale_t, laid_t) = weight.shape, buffers
         q = q_t = None
-        if self.form is not None and self.data is not None and self.scale is not None:
-            q = assemble(self.data, self.scale, self.laid, self.form.spec, (n, k), self.layouts[0])
-        if self.form_t is not None and self.data_t is not None and self.scale_t is not None:
-            q_t = assemble(self.data_t, self.scale_t, self.laid_t, self.form_t.spec, (k, n), self.layouts[1])
+        if self.form is not None and data is not None and scale is not None:
+            q = assemble(data, scale, laid, self.form.spec, (n, k), self.layouts[0])
+        if self.form_t is not None and data_t is not None and scale_t is not None:
+            q_t = assemble(data_t, scale_t, laid_t, self.form_t.spec, (k, n), self.layouts[1])
         return q, q_t
 
     def rewrite(self, weight: Tensor) -> None:
@@ -253,17 +272,16 @@ class WeightCache:
 
     def renew(self) -> None:
         """Forget what this was made from; the next forward fills new buffers, and the old ones stay what they are for a backward that has kept them."""
-        self.invalidate()
-        if self.weight_id in _CAPTURED:
-            return
-        with torch.inference_mode(False):
-            for name in _BUFFERS:
-                buffer: Tensor | None = getattr(self, name)
-                if buffer is not None:
-                    twin = torch.empty_strided(buffer.size(), buffer.stride(), dtype=buffer.dtype, device=buffer.device)
-                    setattr(
-                        self, name, twin
-                    )  # with the strides of what may be a slice: kernels and compiled code count on them
+        stamp = self.stamp
+        if not int(stamp):
+            return  # nothing was made since the last time, or a change in place has ended what was
+        if self.weight_id not in _CAPTURED:
+            with torch.inference_mode(False):
+                fresh: dict[str, Tensor | None] = {name: _twin(getattr(self, name)) for name in _BUFFERS}
+                fresh["stamp"] = torch.zeros_like(stamp)
+            vars(self).update(fresh)  # at once: a forward in another thread sees all of them or none
+            self.cell[0] = self.stamp
+        _forget(stamp)
 
     def _buffers(self) -> Buffers:
         return [getattr(self, name) for name in _BUFFERS]

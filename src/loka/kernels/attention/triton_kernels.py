@@ -12,7 +12,8 @@ Bias gradients are summed in the dq walk, inside the tile, before memory is touc
     position    i - j is constant on a diagonal: row r of the tile is rotated by r, and a diagonal becomes a column
     time        times grow within a row, so a tile holds a short range of buckets: one sum for each of them (a long range is slow, not wrong)
 
-Every program adds to numbers of its own (`partial`), which are summed afterwards: all gradients are the same bits from run to run.
+Every program adds to numbers of its own (`partial`), which are summed afterwards: all gradients are the same bits from run to run. Where that would take more memory
+than `triton_launch.PARTIAL_BYTES` (thousands of long rows) programs share numbers, and the last bits of the bias gradients depend on their order.
 """
 
 import triton
@@ -205,11 +206,11 @@ def _add_buckets(sum_ptr, ds, scale, bucket, lowest, highest, BUCKETS: tl.conste
 @triton.jit
 def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, partial_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
                 heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
-                distances,
+                distances, slots,
                 D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
                 QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """partial: [blocks of queries, H, distances + BUCKETS], zero; a row's blocks follow those of the rows before it."""
+    """partial: [slots, H, distances + BUCKETS], zero; a slot for every block of queries, a row's blocks after those of the rows before it, or for several."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
@@ -222,7 +223,7 @@ def _backward_q(q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, partial_ptr, offsets_ptr,
     grad = _load(grad_ptr, start, i, n, h, g_row, g_head, V, VP)
     asked = _load_times(asked_ptr, start, i, n, BUCKETS)
     scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
-    sum_ptr = partial_ptr + ((start // QUERIES + b + block) * heads + h) * (distances + BUCKETS)
+    sum_ptr = partial_ptr + ((start // QUERIES + b + block) % slots * heads + h) * (distances + BUCKETS)
     dq = tl.zeros((QUERIES, DP), tl.float32)
     for low in range(0, tl.minimum(first + QUERIES, n), KEYS):
         j = low + tl.arange(0, KEYS)

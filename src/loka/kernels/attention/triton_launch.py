@@ -23,6 +23,7 @@ class Tile:
     registers: int | None = None
 
 
+PARTIAL_BYTES = 2**28  # of bias gradients that wait to be summed
 Tiles = dict[str, Tile]  # by kernel
 # 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 34 on an H200 (benchmarks/attention_h200.py); wider heads
 LONG = 1024
@@ -117,10 +118,22 @@ def run_backward_q(problem: Problem, grad: Tensor, tile: Tile) -> tuple[Tensor, 
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     blocks = q.shape[0] // tile.queries + problem.rows  # of queries in all rows, some of which do not exist
     distances = triton.cdiv(problem.max_length, tile.queries) * tile.queries if problem.positions else 0
-    partial = q.new_zeros(blocks, q.shape[1], distances + problem.buckets, dtype=torch.float32)
+    width = distances + problem.buckets
+    slots = min(blocks, max(1, PARTIAL_BYTES // max(4 * q.shape[1] * width, 1)))
+    partial = q.new_zeros(slots, q.shape[1], width, dtype=torch.float32)
     if problem.rows and q.shape[0]:
         _backward_q[problem.grid(tile.queries)](
-            q, k, v, grad, dq, partial, *problem.inputs(), *problem.numbers(grad), distances, **problem.options(tile)
+            q,
+            k,
+            v,
+            grad,
+            dq,
+            partial,
+            *problem.inputs(),
+            *problem.numbers(grad),
+            distances,
+            slots,
+            **problem.options(tile),
         )
     sums = partial.sum(0)
     return dq, _fold(sums[:, :distances], problem.positions, problem.max_length), _copy(sums[:, distances:])
