@@ -24,7 +24,7 @@ BEGIN, END = "<!-- numbers: written by docs/generate.py from benchmarks/results/
 
 SECTIONS = (
     ("Whole models on one H200", "fp8_models.json", models.models_table,
-     "Step time of whole models, compiled on all sides; every speed-up is over the bf16 case of the same run. Slower ways are listed too."),
+     "Step time of whole models, compiled on all sides; every speed-up is over the model's bf16 case, of the same run but for three cases that the record's note names. Slower ways are listed too."),
     ("One fused layer", "fused_linear.json, fused_linear_training.json", kernels.fused_table,
      "GEMM, BlockNorm-256, hard swish and FP8 output in one kernel, against compiled bf16 linear, RMSNorm and SiLU."),
     ("From which size FP8 pays", "dispatch/rows.json", kernels.size_table,

@@ -1,5 +1,6 @@
 """The policy takes the fastest that is accurate enough, on the worse end of every interval, and says why."""
 
+import msgspec
 import pytest
 
 from loka.dispatch import Policy, make_plan, uniform_plan
@@ -143,3 +144,12 @@ def test_one_recipe_is_kept_to_where_asked() -> None:
     assert choice(make_plan(report(site("a", *found)), back)).a == "e4m3:tensor"
     with pytest.raises(ValueError, match="no recipe 'fp8'"):
         Policy(recipe="fp8")
+
+
+def test_sites_without_evidence_are_named() -> None:
+    """A share of the probed FLOPs does not count them, so the plan must."""
+    unseen = [msgspec.structs.replace(site(f"late.{i}"), gemms=[], calls=0) for i in range(8)]
+    plan = make_plan(report(site("seen", candidate()), *unseen), Policy(min_speedup=None))
+    (note,) = (note for note in plan.notes if note.startswith("not judged"))
+    assert "late.5 and 2 more; no sampled step called them" in note
+    assert not any(note.startswith("not judged") for note in make_plan(report(site("seen", candidate())), Policy(min_speedup=None)).notes)  # fmt: skip

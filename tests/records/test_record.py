@@ -24,7 +24,6 @@ from loka.records import (
     Record,
     RecordError,
     Run,
-    SitePlan,
     append,
     from_json,
     load,
@@ -496,9 +495,3 @@ def test_records_import_neither_torch_nor_numpy() -> None:
     code = "import sys, loka.records; print(sorted({'torch', 'numpy', 'triton', 'polars'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_a_site_cannot_be_more_than_the_whole() -> None:
-    for share in (-0.1, 5.0, math.nan):
-        with pytest.raises(ValueError, match=r"head: flops_share is .*, expected a share from 0 to 1"):
-            SitePlan("head", 1, 1, 1, share, [])

@@ -96,7 +96,7 @@ def make_plan(
         flops_of=report.flops_of,
         sites=[_plan_site(site, policy, speeds) for site in report.sites],
         environment=report.environment,
-        notes=[*notes, *_take_notes(report, policy, speeds)],
+        notes=[*notes, *_take_notes(report, policy, speeds), *_tell_unseen(report)],
         weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
         max_metric_change=policy.max_metric_change,
     )
@@ -159,6 +159,18 @@ def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str
     return [
         f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "
         f"{report.environment.device}; plan with min_speedup=None for accuracy only, or for a target with database rows"
+    ]
+
+
+def _tell_unseen(report: ProbeReport) -> list[str]:
+    """Sites without evidence: a share of the probed FLOPs does not count them."""
+    unseen = [site.name for site in report.sites if not site.gemms]
+    if not unseen:
+        return []
+    names = ", ".join(unseen[:6]) + (f" and {len(unseen) - 6} more" if len(unseen) > 6 else "")
+    return [
+        f"not judged, and kept in high precision: {names}; no sampled step called them ({report.sampled_steps} of {report.steps} steps "
+        "were sampled); hint: probe more steps, or with a smaller every="
     ]
 
 

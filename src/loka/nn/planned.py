@@ -71,7 +71,9 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
         if site is None:
             bound.kept[name] = "not in the plan"
         elif not any(choice.quantized for choice in site.choices):
-            bound.kept[name] = "; ".join(f"{c.gemm}: {c.reason}" for c in site.choices) or "no GEMM was seen"
+            bound.kept[name] = (
+                "; ".join(f"{c.gemm}: {c.reason}" for c in site.choices) or "no sampled step of the probe called it"
+            )
         elif reason := taken.get(name) or refuse(module):
             problems.append(f"{name}: {reason}")
         else:

@@ -85,7 +85,7 @@ def explain(plan: "Plan", site: str) -> str:
     of = "the model's" if plan.flops_of == "model" else "the probed sites'"
     lines = [f"{site}: {shape}, {planned.flops_share:.1%} of {of} GEMM FLOPs"]
     if not planned.choices:
-        lines.append("  no GEMM was seen: it stays in high precision")
+        lines.append("  no sampled step of the probe called it: it stays in high precision")
     for choice in planned.choices:
         lines.append(f"  {choice.gemm}: {spell(choice)}")
         lines.append(f"    because {choice.reason}")
