@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from loka.lowp import FusedInteraction, FusedProjection, FusedTower, Link, TowerPrecision, refuse_interaction
 from loka.mods.chain import (
     ACTIVATIONS,
     Absorbed,
@@ -38,17 +39,7 @@ from loka.mods.chain import (
 )
 from loka.mods.editor import Editor
 from loka.mods.protect_intermediates import MARK
-from loka.nn import (
-    BLOCK,
-    EPS,
-    FeatureMix,
-    FusedInteraction,
-    FusedProjection,
-    FusedTower,
-    Link,
-    TowerPrecision,
-    refuse_interaction,
-)
+from loka.nn import BLOCK, EPS, FeatureMix
 from loka.records.mods import ModClass
 
 

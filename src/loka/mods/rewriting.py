@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.lowp import FusedTower
+from loka.lowp.linear import Linear
 from loka.mods.editor import Editor, ModuleFilter
 from loka.mods.fuse import ChainForward
 from loka.mods.journal import journal_of, undo_all
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
-from loka.nn import FusedTower
-from loka.nn.linear import Linear
 from loka.records import capture_environment
 from loka.records.mods import ModClass, ModSummary
 

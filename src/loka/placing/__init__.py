@@ -1,0 +1,25 @@
+"""placing: a plan placed in a model, whole, and taken back. `loka.convert` and `loka.revert` live here."""
+
+from loka.placing.conversion import (
+    LinearOptions,
+    Scaling,
+    Summary,
+    calibrating,
+    convert,
+    load_scale_state,
+    refresh,
+    revert,
+    scale_state,
+)
+
+__all__ = [
+    "LinearOptions",
+    "Scaling",
+    "Summary",
+    "calibrating",
+    "convert",
+    "load_scale_state",
+    "refresh",
+    "revert",
+    "scale_state",
+]
