@@ -14,9 +14,9 @@ import loka
 from loka.dispatch import recipe_named
 from loka.kernels import registry
 from loka.kernels.backend import YES, no
+from loka.lowp import auto
 from loka.lowp.auto import Pick, is_emulation, moved, settle, spell_refusals
 from loka.lowp.binding import BoundGemm, LinearBinding
-from loka.lowp import auto
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

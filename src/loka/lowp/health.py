@@ -32,7 +32,9 @@ __all__ = [
     "new_health",
     "quantization_error",
     "record",
+    "row_error",
     "sampled_error",
+    "sampled_rows",
     "turn_of",
 ]
 
@@ -95,6 +97,16 @@ def quantization_error(x: Tensor, dequantized: Tensor, turn: Tensor) -> Tensor:
     rows = _sample(x.shape[0], ROWS, turn)
     exact = x.index_select(0, rows).float()
     return _error(dequantized.index_select(0, rows), exact, exact)
+
+
+def sampled_rows(size: int, turn: Tensor) -> Tensor:
+    """Indices of the rows that are looked at in this turn."""
+    return _sample(size, ROWS, turn)
+
+
+def row_error(got: Tensor, exact: Tensor) -> Tensor:
+    """Error of rows [R, N] beside the same rows in float32."""
+    return _error(got, exact, exact)
 
 
 def is_bad(x: Tensor | None, like: Tensor) -> Tensor:

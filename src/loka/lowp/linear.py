@@ -111,6 +111,34 @@ class Linear(nn.Linear):
         else:
             self.state.weights.rewrite(self.weight)
 
+    @property
+    def remembered(self) -> list[AmaxState]:
+        """The magnitudes that its scales come from; none once it was reverted."""
+        state: LinearState | None = vars(self).get("state")
+        return [] if state is None else list(state.amax_states.values())
+
+    def followed_weights(self) -> list[Tensor]:
+        """The weight, as whoever owns it knows it."""
+        weight = self._parameters.get("weight")
+        return [] if weight is None or "state" not in vars(self) else [weight]
+
+    def weights_changed(self, *, owned: bool) -> None:
+        """An optimizer has made its step; `owned`: it may have changed this weight."""
+        state: LinearState | None = vars(self).get("state")
+        weights = None if state is None else state.weights
+        if weights is None:
+            return
+        if weights.manual:
+            if owned:
+                weights.rewrite(self.weight)
+        elif owned:
+            weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
+        elif self.training:
+            weights.renew()
+
+    def after_step(self) -> None:
+        """Nothing is left to do when the step's magnitudes are filed."""
+
     def _allocate(self) -> None:
         """Make the quantised weight's buffers, where it can be cached."""
         weight, binding = self._parameters.get("weight"), self.binding
@@ -195,7 +223,7 @@ class Linear(nn.Linear):
             amax.observe(now)
         gemms = (self.binding.fprop, self.binding.wgrad)
         specs = [None if g is None else (g.operands.a, g.operands.b)[i] for i, g in enumerate(gemms)]
-        return amax.scale(specs[0], now), amax.scale(specs[1], now)
+        return amax.scale_for(specs[0], now), amax.scale_for(specs[1], now)
 
     def extra_repr(self) -> str:
         """Precision and kernel of each GEMM."""

@@ -26,6 +26,9 @@ from loka.formats import TENSOR, Spec, scale_from_amax
 __all__ = ["AmaxState", "Scaling", "check_mode", "delayed_scale", "find_amax", "finish_step"]
 
 
+_GIVEN = Spec.parse("e4m3:tensor:static")
+
+
 @dataclass(frozen=True)
 class Scaling:
     """How scales are remembered. `margin` is headroom in powers of two: 1 halves the range used and survives a doubling within a step."""
@@ -59,24 +62,46 @@ def check_mode(spec: Spec, role: str) -> None:
 
 
 class AmaxState:
-    """The magnitudes of one operand over the steps. All tensors live beside the operand; none is a module's buffer."""
+    """The magnitudes of one operand over the steps. All tensors live beside the operand; none is a module's buffer.
+
+    history    the steps' largest magnitudes, newest first
+    largest    of the history; 0: none yet
+    pending    of this step so far; kernels raise it in place
+    scale      2^margin * largest / 448, for kernels that are given an E4M3 scale; the last one stays where a step saw nothing
+    saturated  steps whose largest magnitude did not fit the scale that was in force
+    static     from a calibration
+    """
+
+    _TENSORS = ("history", "largest", "pending", "scale", "saturated", "static")
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
         self.scaling = scaling
         self.headroom = 2.0**scaling.margin
         self.history = torch.zeros(scaling.history, device=device)
-        self.position = 0  # where the next step is filed
-        self.largest = torch.zeros((), device=device)  # of the history; 0: none yet
-        self.pending = torch.zeros((), device=device)  # of this step so far
-        self.static = torch.zeros((), device=device)  # from the calibration
+        for name in self._TENSORS[1:]:
+            setattr(self, name, torch.zeros((), device=device))
+        self.scale.fill_(1.0)
         self.calibrating = False
         self.calibrated = False
+
+    largest: Tensor
+    pending: Tensor
+    scale: Tensor
+    saturated: Tensor
+    static: Tensor
 
     def observe(self, amax: Tensor) -> None:
         """Raise this step's largest magnitude."""
         self.pending.copy_(torch.maximum(self.pending, amax))
 
-    def scale(self, spec: Spec | None, now: Tensor) -> Tensor | None:
+    def start_from(self, amax: float) -> None:
+        """Begin with a magnitude that was measured before, so that the first step has a scale."""
+        self.history.zero_()
+        self.history[0] = amax
+        self.largest.fill_(amax)
+        self.scale.copy_(scale_from_amax(self.largest * self.headroom, _GIVEN))
+
+    def scale_for(self, spec: Spec | None, now: Tensor) -> Tensor | None:
         """The scale of an operand under a spec; None where the quantiser makes it. `now` is the operand's own amax."""
         if spec is not None and spec.mode == "static":
             return scale_from_amax(self.static * self.headroom, spec)
@@ -88,13 +113,13 @@ class AmaxState:
 
     def to(self, device: torch.device) -> None:
         """Move everything."""
-        for name in ("history", "largest", "pending", "static"):
+        for name in self._TENSORS:
             setattr(self, name, getattr(self, name).to(device))
 
     def state(self) -> dict[str, Tensor]:
         """What must survive a restart; the history newest first."""
         return {
-            "history": torch.roll(self.history, -self.position).flip(0),
+            "history": self.history.clone(),
             "pending": self.pending.clone(),
             "static": self.static.clone()
             if self.calibrated
@@ -105,9 +130,9 @@ class AmaxState:
         """The counterpart. A history of another length is cut, or filled with nothing."""
         newest = state["history"].to(self.history)[: len(self.history)]
         self.history.zero_()
-        self.history[: len(newest)].copy_(newest.flip(0))
-        self.position = len(newest) % len(self.history)
+        self.history[: len(newest)].copy_(newest)
         self.largest.copy_(self.history.max())
+        self.scale.copy_(scale_from_amax(self.largest * self.headroom, _GIVEN))
         self.pending.copy_(state["pending"])
         self.calibrated = bool(state["static"] > 0)
         self.static.copy_(state["static"].clamp(min=0))
@@ -122,15 +147,21 @@ def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: flo
 
 @torch.no_grad()
 def finish_step(states: Sequence[AmaxState]) -> None:
-    """File every state's pending amax and start the next step; a few kernels for all states together."""
-    by_device: dict[tuple[torch.device, int], list[AmaxState]] = {}
+    """File every state's pending amax and start the next step; a few kernels for all states together.
+
+    Only tensors change, no position is counted in Python: a CUDA graph that captured this files anew in every replay.
+    """
+    by_kind: dict[tuple[torch.device, int, float], list[AmaxState]] = {}
     for state in states:
-        by_device.setdefault((state.history.device, len(state.history)), []).append(state)
-    for group in by_device.values():
-        slots = [state.history[state.position] for state in group]
-        torch._foreach_copy_(slots, [state.pending for state in group])
+        by_kind.setdefault((state.history.device, len(state.history), state.headroom), []).append(state)
+    for (_, _, headroom), group in by_kind.items():
+        history, pending = (torch.stack([getattr(state, name) for state in group]) for name in ("history", "pending"))
+        seen = pending > 0  # a step that saw nothing (an expert without tokens, an evaluation) files nothing
+        history = torch.where(seen[:, None], torch.cat([pending[:, None], history[:, :-1]], 1), history)
+        largest, scale = history.amax(1), torch.stack([state.scale for state in group])
+        over = (pending > scale * _GIVEN.format.max).float()
+        scale = torch.where(largest > 0, scale_from_amax(largest * headroom, _GIVEN), scale)
+        for name, rows in (("history", history), ("largest", largest), ("scale", scale)):
+            torch._foreach_copy_([getattr(state, name) for state in group], list(rows.unbind()))
+        torch._foreach_add_([state.saturated for state in group], list(over.unbind()))
         torch._foreach_zero_([state.pending for state in group])
-        largest = torch.stack([state.history for state in group]).amax(1).unbind()
-        torch._foreach_copy_([state.largest for state in group], list(largest))
-        for state in group:
-            state.position = (state.position + 1) % len(state.history)

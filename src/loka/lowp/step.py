@@ -20,18 +20,19 @@ import torch
 from loka.lowp.scaling import finish_step
 
 if TYPE_CHECKING:
+    from loka.lowp.chain import Chain
     from loka.lowp.linear import Linear
-    from loka.lowp.linear_state import LinearState
+    from loka.lowp.scaling import AmaxState
 
 __all__ = ["file_magnitudes", "follow", "unfollow"]
 
-_FOLLOWED: "weakref.WeakSet[Linear]" = weakref.WeakSet()
+_FOLLOWED: "weakref.WeakSet[Linear | Chain]" = weakref.WeakSet()
 _HOOKS: list[Any] = []
 _LOCK = threading.Lock()  # a model may be converted while another one trains
 
 
-def follow(linear: "Linear") -> None:
-    """Have optimizers tell a Linear that its weight changed."""
+def follow(linear: "Linear | Chain") -> None:
+    """Have optimizers tell a Linear, or a chain of them, that weights changed."""
     with _LOCK:
         _FOLLOWED.add(linear)
     if not _HOOKS:
@@ -40,21 +41,25 @@ def follow(linear: "Linear") -> None:
         _HOOKS.append(register_optimizer_step_post_hook(_after_step))
 
 
-def unfollow(linear: "Linear") -> None:
-    """It is no Linear any more."""
+def unfollow(linear: "Linear | Chain") -> None:
+    """It is none any more."""
     with _LOCK:
         _FOLLOWED.discard(linear)
 
 
-def file_magnitudes(linears: Iterable["Linear"]) -> None:
-    """End the step of all delayed scales of these Linears."""
-    _file(linear.state for linear in linears)
+def file_magnitudes(placed: "Iterable[Linear | Chain]") -> None:
+    """End the step of all remembered scales of these."""
+    _file(list(placed))
 
 
-def _file(states: "Iterable[LinearState]") -> None:
-    magnitudes = [amax for state in states for amax in state.amax_states.values()]
+def _file(placed: "list[Linear | Chain]") -> None:
+    magnitudes: list[AmaxState] = []
+    for one in placed:
+        magnitudes += one.remembered
     if magnitudes:
         finish_step(magnitudes)
+    for one in placed:
+        one.after_step()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -62,27 +67,19 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     with _LOCK:
         followed = list(_FOLLOWED)
-    ended: list[LinearState] = []
-    frozen: list[LinearState] = []
+    ended: list[Linear | Chain] = []
+    frozen: list[Linear | Chain] = []
     trained = False
-    for linear in followed:
-        state: LinearState | None = vars(linear).get("state")
-        if state is None:
-            continue  # reverted meanwhile
-        weight, weights = linear._parameters.get("weight"), state.weights
-        mine = weight is not None and id(weight) in owned
-        if weights is not None and weights.manual:
-            if mine:
-                weights.rewrite(linear.weight)
-        elif weights is not None and mine:
-            weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
-        elif weights is not None and linear.training:
-            weights.renew()
+    for one in followed:
+        weights = one.followed_weights()
+        mine = any(id(weight) in owned for weight in weights)
+        one.weights_changed(owned=mine)
         if mine:
-            ended.append(state)
-        elif linear.training and weight is not None:
-            trained |= weight.requires_grad
-            if not weight.requires_grad:
-                frozen.append(state)
+            ended.append(one)
+        elif one.training and weights:
+            learns = any(weight.requires_grad for weight in weights)
+            trained |= learns
+            if not learns:
+                frozen.append(one)
     # of several optimizers (dense and sparse) one that owns linears ends the step of the frozen ones too; where all linears are frozen, any
     _file([*ended, *(frozen if ended or not trained else [])])

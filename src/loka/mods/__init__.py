@@ -11,7 +11,6 @@ Every change states what it does to the function: exact, up to rounding, or an a
 from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
 from loka.mods.chain import Chain, ChainLink
-from loka.mods.flow import Example, capture_example
 from loka.mods.fuse import Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod, spell
@@ -23,6 +22,7 @@ from loka.mods.registry import CORE, find, names
 from loka.mods.rewriting import Applied, applied_to, apply, revert
 from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
 from loka.mods.suggestion import Suggestion, suggest
+from loka.units.flow import Example, capture_example
 
 __all__ = [
     "CORE",

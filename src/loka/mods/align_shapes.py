@@ -21,8 +21,8 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
 from loka.records.mods import ModClass
+from loka.units.flow import Flow
 
 
 def round_up(count: int, multiple: int) -> int:

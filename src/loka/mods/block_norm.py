@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Sink
 from loka.mods.journal import Fold
 from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_norm
 from loka.nn import BLOCK, EPS, BlockNorm
 from loka.records.mods import ModClass
+from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Chains: where a model runs linear, norm and activation one after another, and what stands right behind them.
 
 A chain is found by tracing a module's forward, child by child (torch.fx): an MLP, an nn.Sequential, or anything whose forward is one straight line. What lies
-around it, a norm before or behind it, is read off the flow of one run (`loka.mods.flow`). Nothing is changed here; `loka.mods.fuse` does that.
+around it, a norm before or behind it, is read off the flow of one run (`loka.units.flow`). Nothing is changed here; `loka.mods.fuse` does that.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Call, Flow
 from loka.mods.graph import trace
 from loka.mods.norms import find_norms
 from loka.mods.protect_intermediates import is_protected
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
+from loka.units.flow import Call, Flow
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",

@@ -9,40 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from loka.mods.flow import Call, Flow, Sink, Unknown, follow, record
 from loka.mods.journal import Drop, Fold, Mark, Reclass, Step, Swap, journal_of, names_of, put_module
 from loka.records.mods import ModChange, ModClass, ModLeft
+from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is taken for a prediction layer
-# What stands between a prediction layer and the result: no weights, no products, no norms.
-_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
-_TAIL |= {
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "_to_copy",
-    "clone",
-    "alias",
-    "detach",
-    "select",
-    "slice",
-}
-_TAIL |= {
-    "cat",
-    "stack",
-    "add",
-    "Sigmoid",
-    "HardSigmoid",
-    "Softmax",
-    "LogSoftmax",
-    "Identity",
-    "Dropout",
-    "Flatten",
-    "permute",
-}
 
 
 class Editor:
@@ -128,7 +100,7 @@ class Editor:
 
     def _find_prediction(self) -> frozenset[str]:
         if isinstance(self.flow, Flow):
-            return frozenset(_ends(self.flow))
+            return frozenset(prediction_linears(self.flow))
         linears = [(name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
         few = [name for name, m in linears if m.out_features <= FEW_OUTPUTS] or [name for name, _ in linears[-1:]]
         if few:
@@ -191,26 +163,3 @@ class Editor:
         """Something a reader must know."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _ends(flow: Flow) -> Iterator[str]:
-    """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
-    makers = {out: call for call in flow.calls for out in call.outputs}
-    waiting, seen = list(flow.results), set(flow.results)
-    while waiting:
-        call = makers.get(waiting.pop())
-        if call is None:
-            continue
-        if call.site is not None and call.linear:
-            yield call.site
-        elif call.op in _TAIL and not _is_residual(flow, call):
-            waiting.extend(value for value in call.inputs if value not in seen)
-            seen.update(call.inputs)
-
-
-def _is_residual(flow: Flow, call: Call) -> bool:
-    """An addition of something to what was made from it."""
-    if call.op not in ("add", "add_") or len(call.inputs) != 2:
-        return False
-    first, second = call.inputs
-    return first in flow.ancestors(second) or second in flow.ancestors(first)

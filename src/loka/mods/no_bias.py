@@ -16,10 +16,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Sink
 from loka.mods.journal import Fold
 from loka.mods.norms import find_norms, refuse_norm
 from loka.records.mods import ModClass
+from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ by the length of its `weight`, or, where it has none, by what it was given when 
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
 from loka.nn import BlockNorm
+from loka.units.flow import Flow
 
 _TRACKED = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 _KNOWN = (nn.LayerNorm, nn.RMSNorm)

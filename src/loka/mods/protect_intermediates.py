@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
 from loka.nn import DotInteraction, DotProductAttention, FactorizationMachine, HardSigmoid, Sigmoid
 from loka.records.mods import ModClass
+from loka.units.flow import Flow
 
 Protection = Literal["prediction", "product", "attention", "gate"]
 MARK = "loka_protected"

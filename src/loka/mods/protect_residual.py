@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
 from loka.mods.graph import compile_forward, is_addition, trace
 from loka.records.mods import ModClass
+from loka.units.flow import Flow
 
 
 def add_wide(stream: Tensor, branch: Tensor) -> Tensor:

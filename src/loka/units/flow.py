@@ -25,6 +25,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "_reshape_alias"}
 _CUTS = {"slice", "select", "index", "index_select", "gather"}
+# What stands between a prediction layer and the result: no weights, no products, no norms.
+_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
+_TAIL |= {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "_to_copy",
+    "clone",
+    "alias",
+    "detach",
+    "select",
+    "slice",
+}
+_TAIL |= {
+    "cat",
+    "stack",
+    "add",
+    "Sigmoid",
+    "HardSigmoid",
+    "Softmax",
+    "LogSoftmax",
+    "Identity",
+    "Dropout",
+    "Flatten",
+    "permute",
+}
 
 
 @dataclass(frozen=True)
@@ -127,6 +155,29 @@ def follow(flow: Flow, value: int, *, shift: bool) -> list[Sink] | str:
                 where = f" in {call.inside}" if call.inside else ""
                 return f"it is also read by {call.site or call.op}{where if call.site is None else ''}"
     return sinks or "nothing reads it"
+
+
+def prediction_linears(flow: Flow) -> Iterator[str]:
+    """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
+    makers = {out: call for call in flow.calls for out in call.outputs}
+    waiting, seen = list(flow.results), set(flow.results)
+    while waiting:
+        call = makers.get(waiting.pop())
+        if call is None:
+            continue
+        if call.site is not None and call.linear:
+            yield call.site
+        elif call.op in _TAIL and not _is_residual(flow, call):
+            waiting.extend(value for value in call.inputs if value not in seen)
+            seen.update(call.inputs)
+
+
+def _is_residual(flow: Flow, call: Call) -> bool:
+    """An addition of something to what was made from it."""
+    if call.op not in ("add", "add_") or len(call.inputs) != 2:
+        return False
+    first, second = call.inputs
+    return first in flow.ancestors(second) or second in flow.ancestors(first)
 
 
 def record(model: nn.Module, example: Any = None) -> Flow | Unknown:

@@ -2,7 +2,7 @@ import torch
 from torch import Tensor, nn
 
 from loka import models
-from loka.mods.flow import Flow, Sink, Unknown, follow, record
+from loka.units.flow import Flow, Sink, Unknown, follow, record
 
 
 class Net(nn.Module):
