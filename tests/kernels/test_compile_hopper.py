@@ -33,7 +33,7 @@ TILE = {"BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "PROGRAMS": 132, "A_SCALE
 FUSED = {
     "a_desc": desc("fp8e4nv", 128, 128), "b_desc": desc("fp8e4nv", 256, 128), "y_desc": desc("fp8e4nv", 128, 256),
     "yt_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
-    "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S,
+    "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S, "amax_ptr": "*i32",
 }  # fmt: skip
 LAYER = {
     **TILE,
@@ -42,16 +42,20 @@ LAYER = {
     "OUT_E5M2": False,
     "OUT_POW2": False,
     "OUT_TYPE": tl.bfloat16,
+    "AMAX": False,
+    "SLOPE": 0.01,
     "PREROUND": False,
 }
 GRADIENT = {
-    "dy_ptr": X, "z_ptr": Q, "rstd_ptr": S, "scale_ptr": S, "g_ptr": Q, "gs_ptr": S, "gt_ptr": "*i32", "gts_ptr": S,
+    "dy_ptr": X, "z_ptr": Q, "z_scale_ptr": S, "rstd_ptr": S, "scale_ptr": S, "g_ptr": Q, "gs_ptr": S, "gt_ptr": "*i32", "gts_ptr": S,
     "bias_ptr": S, "amax_ptr": "*i32",
 }  # fmt: skip
 BACK = {
     "BN": 256,
     "NORM": True,
     "ACTIVATION": 3,
+    "Z": 1,
+    "SLOPE": 0.01,
     "E5M2": False,
     "POW2": False,
     "T_E5M2": False,
@@ -108,16 +112,21 @@ CONFIGURATIONS = {
         {"num_warps": 8, "num_stages": 3},
     ),
     ("fused_linear", "_fused", "inference"): (
-        FUSED, {**LAYER, "BIAS": False, "OUT": 1, "KEEP": False, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
+        FUSED, {**LAYER, "BIAS": False, "OUT": 1, "KEEP": 0, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
     ),
     ("fused_linear", "_fused", "training"): (
-        FUSED, {**LAYER, "BIAS": True, "OUT": 1, "KEEP": True, "TRANSPOSE": True}, {"num_warps": 8, "num_stages": 3},
+        FUSED, {**LAYER, "BIAS": True, "OUT": 1, "KEEP": 1, "TRANSPOSE": True}, {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_fused", "gelu without a norm, training"): (
+        FUSED,
+        {**LAYER, "NORM": False, "ACTIVATION": 4, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 2, "TRANSPOSE": True},
+        {"num_warps": 8, "num_stages": 3},
     ),
     ("fused_linear", "_gradient", "delayed"): (GRADIENT, {**BACK, "BM": 32, "GROUPS": 0, "BIAS": True}, {"num_warps": 8}),
     ("fused_linear", "_gradient", "1x128"): (GRADIENT, {**BACK, "BM": 128, "GROUPS": 2, "BIAS": False}, {"num_warps": 16}),
     ("fused_linear", "_gradient_amax", "dynamic"): (
-        {"dy_ptr": X, "z_ptr": "*fp8e4nv", "rstd_ptr": S, "partial_ptr": S},
-        {"BM": 32, "BN": 256, "NORM": True, "ACTIVATION": 3, "PREROUND": False},
+        {"dy_ptr": X, "z_ptr": "*fp8e4nv", "z_scale_ptr": S, "rstd_ptr": S, "partial_ptr": S},
+        {"BM": 32, "BN": 256, "NORM": True, "ACTIVATION": 3, "Z": 1, "SLOPE": 0.01, "PREROUND": False},
         {"num_warps": 8},
     ),
     ("fused_linear", "_scales", "dynamic"): (

@@ -21,7 +21,8 @@ from loka.measure.rounding import worst_of
 FLOAT32 = 1e-5  # what sums in another order and an approximate reciprocal lose, relative to the row
 STEEPEST = 1.5  # no activation here has a larger slope
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z, "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish,
+    "none": lambda z: z, "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish, "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "leaky_relu": F.leaky_relu,
 }  # fmt: skip
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -28,6 +28,7 @@ from loka.kernels.tile import (
     pack_rows,
     pack_rows_checked,
     scale_of,
+    slope_from_output,
     tile_order,
     to_fp8,
 )
@@ -49,14 +50,38 @@ OUT_16BIT, OUT_STATIC, OUT_GROUPED = 0, 1, 2
 _OUT_16BIT = tl.constexpr(0)
 _OUT_GROUPED = tl.constexpr(2)
 
+# How forward writes z (0: not at all), and as which type.
+_KEEP_NORMALIZED = tl.constexpr(1)
+_KEEP_SCALED = tl.constexpr(2)
+_KEEP_BF16 = tl.constexpr(3)
+KEEP_TYPES = {1: torch.float8_e4m3fn, 2: torch.float8_e4m3fn, 3: torch.bfloat16}
+
+# How backward reads z: in 16 bits (0), in E4M3 with the norm's scale or one of its own, as y in E4M3, not at all.
+_Z_NORMALIZED = tl.constexpr(1)
+_Z_SCALED = tl.constexpr(2)
+_Z_OUTPUT = tl.constexpr(3)
+_Z_NONE = tl.constexpr(4)
+
+
+@triton.jit
+def raise_amax(x, inside, amax_ptr, PREROUND: tl.constexpr):
+    """Raise a float32 buffer, seen as int32, to the largest finite |x| of the rows inside: bits of numbers >= 0 are ordered like the numbers.
+
+    One instruction an element where all is finite; special values, which leave no trace, are looked for only in a tile that has some.
+    """
+    largest = largest_magnitude(tl.where(inside, largest_magnitude(x, 1, PREROUND), 0.0), 0, PREROUND)
+    if not (largest < float("inf")):
+        largest = tl.max(tl.where(inside, tl.max(finite_magnitude(x), 1), 0.0))
+    tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
+
 
 @triton.jit
 def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc,
-           sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, M, N, K, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
+           sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N, K, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
            A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
-           OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=True):
         tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
@@ -97,17 +122,21 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc,
             width = tl.minimum(N - first_column, BN).to(tl.float32)
             rms = factor * tl.sqrt(tl.sum(acc * acc, 1) / width)  # factor^2 could overflow
             rstd = tl.rsqrt(rms * rms + _EPS)
-            if KEEP:
+            if KEEP == _KEEP_NORMALIZED:
                 tl.store(rstd_ptr + row * num_n + tile_n, rstd, row < M)
             factor *= rstd
         acc *= factor[:, None]
-        if KEEP:
-            if NORM:
-                kept = to_fp8(acc, 1.0 / _Z_SCALE, 0, False, False, PREROUND, True)
-            else:
-                kept = acc.to(tl.bfloat16)
+        if AMAX:  # rows beyond M hold the bias and must not count
+            raise_amax(acc, row < M, amax_ptr, PREROUND)
+        if KEEP == _KEEP_NORMALIZED:
+            kept = to_fp8(acc, 1.0 / _Z_SCALE, 0, False, False, PREROUND, True)
             z_desc.store([first_row, first_column], kept)
-        y = activate(acc, ACTIVATION, PREROUND)
+        elif KEEP == _KEEP_SCALED:
+            kept = to_fp8(acc, inverse(tl.load(out_scale_ptr)), 0, False, False, PREROUND)
+            z_desc.store([first_row, first_column], kept)
+        elif KEEP == _KEEP_BF16:
+            z_desc.store([first_row, first_column], acc.to(tl.bfloat16))
+        y = activate(acc, ACTIVATION, PREROUND, SLOPE)
         if OUT == _OUT_16BIT:
             y_desc.store([first_row, first_column], y.to(OUT_TYPE))
         elif OUT == _OUT_GROUPED:
@@ -136,15 +165,27 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc,
 
 
 @triton.jit
-def _gradient_rows(dy_ptr, z_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n,
-                   BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+def slope_of(z, z_scale_ptr, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):
+    """The activation's derivative from what was kept, as it was read."""
+    if Z >= _Z_SCALED:
+        z *= tl.load(z_scale_ptr)
+    if Z == _Z_OUTPUT:
+        return slope_from_output(z, ACTIVATION)
+    else:
+        return activation_slope(z, ACTIVATION, PREROUND, SLOPE)
+
+
+@triton.jit
+def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN: tl.constexpr,
+                   NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """Gradient of the pre-activation for some rows of a tile."""
     inside = (row < M)[:, None] & (column < N)[None, :]
     g = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + row[:, None] * stride_z + column[None, :], inside, other=0.0).to(tl.float32)
-    if NORM:
-        z *= _Z_SCALE
-    g *= activation_slope(z, ACTIVATION, PREROUND)
+    if Z != _Z_NONE:
+        z = tl.load(z_ptr + row[:, None] * stride_z + column[None, :], inside, other=0.0).to(tl.float32)
+        if Z == _Z_NORMALIZED:
+            z *= _Z_SCALE
+        g *= slope_of(z, z_scale_ptr, Z, ACTIVATION, SLOPE, PREROUND)
     if NORM:
         width = tl.minimum(N - tile_n * BN, BN).to(tl.float32)
         rstd = tl.load(rstd_ptr + row * num_n + tile_n, row < M, other=0.0)
@@ -192,9 +233,9 @@ def _column_inverse(
 
 
 @triton.jit
-def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr,
+def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr,
               M, N, stride_dy, stride_z, stride_g, words, gs_stride, gts_stride,
-              BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+              BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, BIAS: tl.constexpr,
               GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, T_E5M2: tl.constexpr, T_POW2: tl.constexpr,
               PREROUND: tl.constexpr):  # fmt: skip
     tile_m, tile_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -208,18 +249,10 @@ def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr
         4 * word + 2,
         4 * word + 3,
     )  # packed into words for the transpose, as in quantize
-    g0 = _gradient_rows(
-        dy_ptr, z_ptr, rstd_ptr, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
-    )
-    g1 = _gradient_rows(
-        dy_ptr, z_ptr, rstd_ptr, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
-    )
-    g2 = _gradient_rows(
-        dy_ptr, z_ptr, rstd_ptr, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
-    )
-    g3 = _gradient_rows(
-        dy_ptr, z_ptr, rstd_ptr, row3, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
-    )
+    g0 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g1 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g2 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g3 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row3, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
     if BIAS:
         tl.atomic_add(bias_ptr + column, tl.sum(g0 + g1 + g2 + g3, 0), column < N, sem="relaxed")
     per_column = largest_magnitude(larger(larger(tl.abs(g0), tl.abs(g1)), larger(tl.abs(g2), tl.abs(g3))), 0, PREROUND)
@@ -233,86 +266,10 @@ def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr
         total = tl.max(per_column)
         if FAST:
             g0, g1, g2, g3 = nan_for_inf(g0), nan_for_inf(g1), nan_for_inf(g2), nan_for_inf(g3)
-    _store_rows(
-        g0,
-        scale_ptr,
-        g_ptr,
-        gs_ptr,
-        row0,
-        column,
-        M,
-        N,
-        stride_g,
-        gs_stride,
-        tile_n,
-        Q,
-        BN,
-        GROUPS,
-        E5M2,
-        POW2,
-        PREROUND,
-        FAST,
-    )
-    _store_rows(
-        g1,
-        scale_ptr,
-        g_ptr,
-        gs_ptr,
-        row1,
-        column,
-        M,
-        N,
-        stride_g,
-        gs_stride,
-        tile_n,
-        Q,
-        BN,
-        GROUPS,
-        E5M2,
-        POW2,
-        PREROUND,
-        FAST,
-    )
-    _store_rows(
-        g2,
-        scale_ptr,
-        g_ptr,
-        gs_ptr,
-        row2,
-        column,
-        M,
-        N,
-        stride_g,
-        gs_stride,
-        tile_n,
-        Q,
-        BN,
-        GROUPS,
-        E5M2,
-        POW2,
-        PREROUND,
-        FAST,
-    )
-    _store_rows(
-        g3,
-        scale_ptr,
-        g_ptr,
-        gs_ptr,
-        row3,
-        column,
-        M,
-        N,
-        stride_g,
-        gs_stride,
-        tile_n,
-        Q,
-        BN,
-        GROUPS,
-        E5M2,
-        POW2,
-        PREROUND,
-        FAST,
-    )
+    _store_rows(g0, scale_ptr, g_ptr, gs_ptr, row0, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    _store_rows(g1, scale_ptr, g_ptr, gs_ptr, row1, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    _store_rows(g2, scale_ptr, g_ptr, gs_ptr, row2, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    _store_rows(g3, scale_ptr, g_ptr, gs_ptr, row3, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
     inv = _column_inverse(per_column, scale_ptr, gts_ptr, column, N, gts_stride, tile_m, GROUPS, T_E5M2, T_POW2)
     if FAST:
         packed = pack_rows(g0 * inv, g1 * inv, g2 * inv, g3 * inv)
@@ -324,14 +281,13 @@ def _gradient(dy_ptr, z_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr
 
 
 @triton.jit
-def _gradient_amax(dy_ptr, z_ptr, rstd_ptr, partial_ptr, M, N, stride_dy, stride_z,
-                   BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, M, N, stride_dy, stride_z,
+                   BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
+                   PREROUND: tl.constexpr):  # fmt: skip
     """The largest finite magnitude of each tile of the gradient, for a dynamic scale of the whole tensor."""
     tile_m, tile_n, num_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-    g = _gradient_rows(
-        dy_ptr, z_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, PREROUND
-    )
+    g = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
     tl.store(partial_ptr + tile_m * num_n + tile_n, tl.max(finite_magnitude(g)))
 
 
@@ -342,9 +298,9 @@ def _tile_width(n: int, norm: bool, grouped: bool) -> int:
     return NORM_BLOCK if norm and n > 128 else 128
 
 
-def _stages(bm: int, bn: int, out_dtype: torch.dtype, keep: bool) -> int:
+def _stages(bm: int, bn: int, out_dtype: torch.dtype, keep: int) -> int:
     """Loads in flight: what shared memory holds beside the tiles that wait to be stored."""
-    waiting = bm * bn * (out_dtype.itemsize + (1 if keep else 0))
+    waiting = bm * bn * (out_dtype.itemsize + (KEEP_TYPES[keep].itemsize if keep else 0))
     fit = (_SHARED_MEMORY - waiting) // ((bm + bn) * 128)
     return min(fit, 3 if bm == 128 and bn == 256 else 4)
 
@@ -371,8 +327,10 @@ def fused(
     out: int,
     out_dtype: torch.dtype,
     pow2: bool,
-    keep: bool,
+    keep: int,
     transpose: bool,
+    amax: Tensor | None = None,
+    slope: float = 0.01,
     tile: tuple[int, int, int] | None = None,
 ) -> dict[str, Tensor | None]:
     """Launch the fused layer. Rows of a and b start at multiples of 16 bytes (TMA)."""
@@ -396,17 +354,18 @@ def fused(
     y_t = aligned(n, m, out_dtype, a.device) if transpose else None
     y_scale = block_scales(m, n, GROUPED, a.device) if grouped else None
     yt_scale = block_scales(n, m, GROUPED, a.device) if grouped and transpose else None
-    z = aligned(m, n, torch.float8_e4m3fn if norm else torch.bfloat16, a.device) if keep else None
+    z = aligned(m, n, KEEP_TYPES[keep], a.device) if keep else None
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new) if keep and norm else None
+    raised = None if amax is None else amax.view(torch.int32)
     programs = min(processors(a.device), triton.cdiv(m, bm) * blocks)
     bk = 128
     _fused[(programs,)](
         TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
         _descriptor(y, [bm, bn]), _descriptor(y_t, [bn, bm]), _descriptor(z, [bm, bn]),
-        sa, sb, bias, out_scale, y_scale, yt_scale, rstd, m, n, k,
+        sa, sb, bias, out_scale, y_scale, yt_scale, rstd, raised, m, n, k,
         *scale_strides(sa), *scale_strides(sb),
         bm, bn, bk, 8, programs, a_source, b_source, bias is not None, norm, activation,
-        out, out_dtype == torch.float8_e5m2, pow2, keep, transpose,
+        out, out_dtype == torch.float8_e5m2, pow2, keep, transpose, amax is not None, slope,
         _TL.get(out_dtype, tl.bfloat16), INTERPRETED, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}
@@ -414,12 +373,15 @@ def fused(
 
 def gradient(
     dy: Tensor,
-    z: Tensor,
+    z: Tensor | None,
+    z_scale: Tensor | None,
     rstd: Tensor | None,
     scale: Tensor | None,
     *,
     norm: bool,
     activation: int,
+    kept: int,
+    slope: float,
     bias: bool,
     grouped: bool,
     dtype: torch.dtype,
@@ -430,6 +392,7 @@ def gradient(
     """Launch the backward kernel: one `scale` for both outputs, given or found by a pass before; or 1x128 groups of each made in the tile."""
     m, n = dy.shape
     new = {"device": dy.device}
+    stride_z = 0 if z is None else z.stride(0)
     bn = _tile_width(n, norm, grouped)
     bm = 128 if grouped else _GRADIENT_ROWS
     tiles = (triton.cdiv(m, bm), triton.cdiv(n, bn))
@@ -438,8 +401,8 @@ def gradient(
         scale = torch.empty((), dtype=torch.float32, **new)
         e5m2 = dtype == torch.float8_e5m2
         _gradient_amax[tiles](
-            dy, z, rstd, partial, m, n, dy.stride(0), z.stride(0), bm, bn, norm, activation, INTERPRETED, num_warps=8
-        )
+            dy, z, z_scale, rstd, partial, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, INTERPRETED, num_warps=8
+        )  # fmt: skip
         _scales[(1,)](partial, scale, partial.numel(), 1, 4096, 1, e5m2, pow2)
     g, g_t = aligned(m, n, dtype, dy.device), aligned(n, m, t_dtype, dy.device)
     g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
@@ -448,9 +411,9 @@ def gradient(
     amax = torch.zeros((), dtype=torch.float32, **new)
     words = g_t.stride(0) // 4
     _gradient[tiles](
-        dy, z, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
-        sums, amax.view(torch.int32), m, n, dy.stride(0), z.stride(0), g.stride(0), words, m, n,
-        bm, bn, norm, activation, bias, bn // 128 if grouped else 0,
+        dy, z, z_scale, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
+        sums, amax.view(torch.int32), m, n, dy.stride(0), stride_z, g.stride(0), words, m, n,
+        bm, bn, norm, activation, kept, slope, bias, bn // 128 if grouped else 0,
         dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, INTERPRETED,
         **(_GRADIENT_LAUNCH_GROUPED if grouped else _GRADIENT_LAUNCH),
     )  # fmt: skip
