@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
 from loka.kernels import registry
-from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear, fused_linear_dgrad
+from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear
 from loka.kernels.fused_linear import fused_linear_gradient as fused_gradient
 from loka.kernels.norm_quantize import NormResult, norm_gradient, norm_quantize
 from loka.kernels.quantize import quantize, quantize_both, transpose
@@ -47,6 +47,7 @@ STATIC_SPEC = Spec.parse("e4m3:tensor:static")
 ROW_SPEC = Spec.parse("e4m3:row")
 _SQUARE = Spec.parse("e4m3:128x128")
 _GROUP = Spec.parse("e4m3:1x128")
+_TOGETHER = False
 _GIVEN = {name: Spec.parse(f"{name}:tensor:static") for name in ("e4m3", "e5m2")}
 
 
@@ -372,7 +373,8 @@ def run_backward(
         if at == 0:
             return made._replace(x=multiply(g, w_t, layout.dtype, layout) if needs_input else None)
         if (
-            layout.links[at - 1].norm == "none"
+            _TOGETHER
+            and layout.links[at - 1].norm == "none"
             and layout.delays_gradients
             and layout.links[at - 1].activation != "none"
         ):
