@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from loka.formats import QTensor as QTensor
     from loka.formats import Spec as Spec
     from loka.lowp import Guard as Guard
+    from loka.placing import Conversion as Conversion
     from loka.placing import LinearOptions as LinearOptions
-    from loka.placing import Summary as Summary
     from loka.placing import convert as convert
     from loka.placing import load_scale_state as load_scale_state
     from loka.placing import refresh as refresh
@@ -36,7 +36,7 @@ _HOMES = {
     "QTensor": "loka.formats",
     "Report": "loka.probe",
     "Spec": "loka.formats",
-    "Summary": "loka.placing",
+    "Conversion": "loka.placing",
     "LinearOptions": "loka.placing",
     "convert": "loka.placing",
     "load_scale_state": "loka.placing",
@@ -64,9 +64,11 @@ _ROOMS = (
     "report",
     "semantic_ids",
     "training",
+    "units",
 )
 
 __all__ = [
+    "Conversion",
     "Database",
     "Guard",
     "LinearOptions",
@@ -76,7 +78,6 @@ __all__ = [
     "QTensor",
     "Report",
     "Spec",
-    "Summary",
     "__version__",
     "convert",
     "load_scale_state",

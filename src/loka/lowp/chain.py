@@ -14,7 +14,9 @@ is what `loka.units` looks for. One node and not one per layer, because FP8 tens
 model and the counters that Guard reads.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,11 +115,13 @@ class Chain:
         self.linears = tuple(part.linear for part in parts)
         device = self.device
         last = len(parts) - 1
-        self.out = [None if i == last or link.bounded else AmaxState(scaling, device) for i, link in enumerate(self.links)]
+        self.out = [
+            None if i == last or link.bounded else AmaxState(scaling, device) for i, link in enumerate(self.links)
+        ]
         delayed = self.precision.gradient == "delayed"
         self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
         self.static = torch.full((), NORMALIZED_SCALE, device=device)
-        self.primed = all(state is None for state in (*self.out, *self.grad))
+        self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
         self.placed = False
         self.health: Tensor | None = None
@@ -125,6 +129,7 @@ class Chain:
         self.note = ""
         self.tap: Callable[[str, str, Tensor], None] | None = None
         self._replaced: list[_Replaced] = []
+        self.handed_on: weakref.ReferenceType[Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -205,7 +210,7 @@ class Chain:
             half = Chain(
                 names[begin], self.parts[begin:end], self.precision, bounded_input=bounded, scaling=self.scaling
             )
-            half.primed = self.primed
+            half.primed, half.gradients_primed = self.primed, self.gradients_primed
             for mine, theirs in ((half.out, self.out), (half.grad, self.grad)):
                 for index, state in enumerate(mine):
                     old = theirs[begin + index]
@@ -220,7 +225,7 @@ class Chain:
         """The chain without its tensors."""
         types = tuple(linear.weight.dtype for linear in self.linears)
         biases = tuple(None if linear.bias is None else linear.bias.dtype for linear in self.linears)
-        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.bounded_input)
+        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.bounded_input)  # fmt: skip
 
     def tensors(self) -> ChainTensors:
         """Its tensors, as they are now."""
@@ -247,7 +252,7 @@ class Chain:
         with torch.autocast(kind, enabled=False):
             if flat.shape[0] == 0:
                 y = self.run_exactly(flat.to(dtype))
-            elif self._needs_gradient(x):
+            elif self.needs_gradient(x):
                 scale = self.static if self.bounded_input else None
                 y = ChainFunction.apply(flat, scale, self.layout(dtype), *self.tensors().flatten())  # type: ignore[no-untyped-call]
             else:
@@ -256,7 +261,8 @@ class Chain:
                 self._look(flat, y)
         return y.reshape(*x.shape[:-1], self.linears[-1].out_features)
 
-    def _needs_gradient(self, x: Tensor) -> bool:
+    def needs_gradient(self, x: Tensor) -> bool:
+        """Whether to run the differentiable form; a frozen chain has none, and says so where a gradient is asked for."""
         if self.frozen is None:
             return torch.is_grad_enabled()
         if torch.is_grad_enabled() and x.requires_grad:
@@ -341,22 +347,51 @@ class Chain:
         Returns:
             Whether all were there, so that the first step runs as all others will.
         """
-        complete = True
         for link, out, grad in zip(self.links, self.out, self.grad, strict=True):
             known = magnitudes.get(link.linear, (0.0, 0.0))
             for state, amax in ((out, known[0]), (grad, known[1])):
                 if state is not None and amax > 0:
                     state.start_from(amax)
-                elif state is not None:
-                    complete = False
-        self.primed = self.primed or complete
-        return complete
+        self.find_primed()
+        return self.primed and self.gradients_primed
+
+    def find_primed(self) -> None:
+        """Whether all scales are known, forward and backward. Waits for the device."""
+        self.primed, self.gradients_primed = (
+            all(bool(s.largest > 0) for s in states if s is not None) for states in (self.out, self.grad)
+        )
 
     def after_step(self) -> None:
-        """Called when a step's magnitudes are filed: a chain whose scales are all known is primed. Waits for the device until then, and never again."""
-        if self.primed or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        """Called when a step's magnitudes are filed. Waits for the device until all scales are known, and never again."""
+        if self.primed and self.gradients_primed:
             return
-        self.primed = all(bool(state.largest > 0) for state in self.remembered)
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.find_primed()
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Batches run in this block set the scales between layers; one that ends in an exception changes nothing."""
+        states = [state for state in self.out if state is not None]
+        before, primed = [state.state() for state in states], self.primed
+        self.primed = not states
+        for state in states:
+            state.pending.zero_()
+        try:
+            yield
+            seen = [float(state.pending) for state in states]
+            if not all(seen):
+                raise ValueError(
+                    f"calibration saw no finite value other than zero in the chain {self.name}; run more batches"
+                )
+            for state, amax in zip(states, seen, strict=True):
+                state.start_from(amax)
+                state.pending.zero_()
+            self.primed = True
+        except BaseException:
+            for state, old in zip(states, before, strict=True):
+                state.load(old)
+            self.primed = primed
+            raise
 
     def to(self, device: torch.device) -> None:
         """Follow the parameters."""
@@ -379,9 +414,18 @@ class Chain:
         exact = self.run_exactly(x.index_select(0, rows).float())
         record(self.health, FORWARD, x, None, (y,), row_error(y.index_select(0, rows), exact))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "handed_on": None, "tap": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.placed:
+            follow(self)
+
     def __repr__(self) -> str:
         widths = [self.linears[0].in_features, *(linear.out_features for linear in self.linears)]
-        state = ", frozen" if self.frozen is not None else "" if self.primed else ", not primed"
+        primed = self.primed and self.gradients_primed
+        state = ", frozen" if self.frozen is not None else "" if primed else ", scales not known yet"
         return f"Chain({self.name}: {' -> '.join(map(str, widths))}, {self.precision}{state})"
 
 
@@ -455,7 +499,10 @@ class _Head(_InChain):
 
     def forward(self, input: Tensor) -> Tensor:
         """The whole chain."""
-        result: Tensor = self.__dict__[CHAIN].run(input)
+        chain = self.__dict__[CHAIN]
+        result: Tensor = chain.run(input)
+        if not torch.compiler.is_compiling():
+            chain.handed_on = weakref.ref(result)
         return result
 
 
@@ -463,7 +510,14 @@ class _Passed(_InChain):
     """A later module: the head has done its work."""
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What came in."""
+        """What came in, which must be what the head made: a forward that takes another path than the example did is an error, never another number."""
+        if not torch.compiler.is_compiling():
+            chain = self.__dict__[CHAIN]
+            if chain.handed_on is None or chain.handed_on() is not input:
+                raise RuntimeError(
+                    f"a module of the chain {chain.name} was called with something other than what the chain made: this forward takes another path "
+                    "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
+                )
         return input
 
 

@@ -137,6 +137,7 @@ class Layout:
         dtype: of the result.
         weight_types, bias_types: of the parameters, one a link; None for a bias that is not there.
         primed: whether the scales between layers are known before the layer runs.
+        gradients_primed: whether those of the gradients are.
         given_input: whether the scale of x is known before it comes: behind a BlockNorm, or calibrated.
     """
 
@@ -146,12 +147,13 @@ class Layout:
     weight_types: tuple[torch.dtype, ...]
     bias_types: tuple[torch.dtype | None, ...]
     primed: bool = True
+    gradients_primed: bool = True
     given_input: bool = False
 
     @property
     def delays_gradients(self) -> bool:
         """Whether gradients are scaled by what the last steps saw."""
-        return self.primed and self.precision.gradient == "delayed"
+        return self.primed and self.gradients_primed and self.precision.gradient == "delayed"
 
     @property
     def gradient_spec(self) -> Spec:

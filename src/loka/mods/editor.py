@@ -31,6 +31,15 @@ class Editor:
 
     # Looking
 
+    @property
+    def example(self) -> Any:
+        """The input the model may be run on, or None."""
+        return self._example
+
+    def keeps(self, module: nn.Module, name: str) -> bool:
+        """Whether the filter lets a module through."""
+        return self._keep is None or self._keep(module, name)
+
     def modules(self, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Every module of these kinds (all without any) under its first name; what the filter rejects is left, with that reason."""
         for name, module in list(self.model.named_modules()):
@@ -117,13 +126,13 @@ class Editor:
         new.train(old.training)
         for every in names:
             put_module(self.model, every, new)
-        self._log(Swap(names, old, lost))
+        self.log(Swap(names, old, lost))
         self.change(name, what, effect)
 
     def reclass(self, name: str, new: type[nn.Module], what: str, effect: ModClass, **attributes: Any) -> None:
         """The same module with a forward of its subclass `new`; attributes go beside its parameters, outside of the state_dict."""
         module = self.model.get_submodule(name)
-        self._log(Reclass(name, type(module), tuple(attributes)))
+        self.log(Reclass(name, type(module), tuple(attributes)))
         module.__class__ = new
         module.__dict__.update(attributes)
         self.change(name, what, effect)
@@ -132,21 +141,22 @@ class Editor:
         """A parameter that is no more; the mod says why with `change`."""
         module = self.model.get_submodule(name)
         old = getattr(module, attribute)
-        self._log(Drop(names_of(self.model, module), attribute, old))
+        self.log(Drop(names_of(self.model, module), attribute, old))
         setattr(module, attribute, None)
 
     def fold(self, fold: Fold) -> None:
         """Move values from one parameter into another."""
         fold.apply_to(self.model)
-        self._log(fold)
+        self.log(fold)
 
     def mark(self, name: str, attribute: str, value: Any) -> None:
         """Leave a note on a module for other tools."""
         module = self.model.get_submodule(name)
-        self._log(Mark(name, attribute, module.__dict__.get(attribute)))
+        self.log(Mark(name, attribute, module.__dict__.get(attribute)))
         module.__dict__[attribute] = value
 
-    def _log(self, step: Step) -> None:
+    def log(self, step: Step) -> None:
+        """A change that can be undone."""
         journal_of(self.model).append(step)
 
     # Telling

@@ -5,6 +5,7 @@
     Drop      a parameter that is no more
     Fold      the values of one parameter moved into another: a gain into the weight of the next linear, a shift into its bias
     Mark      a note on a module that other tools read
+    PlacedUnit   linears that run in a chain
 
 The journal lives on the model, outside of its state_dict. `undo` restores in the opposite order. A fold is undone by bits while nobody has trained the
 target; afterwards the trained target keeps what it absorbed, and the source comes back neutral (gain 1, shift 0): the same function, no training lost.
@@ -16,6 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from loka.lowp.chain import chain_of
+from loka.lowp.interaction import release_interaction
 
 ATTRIBUTE = "_loka_mods"
 
@@ -160,7 +164,27 @@ class Mark:
         """No parameter is touched."""
 
 
-Step = Swap | Reclass | Drop | Fold | Mark
+@dataclass
+class PlacedUnit:
+    """These linears run in chains, perhaps with the interactions of a layer around them; Guard may have split what was placed."""
+
+    linears: tuple[str, ...]
+    around: str | None = None
+
+    def undo(self, model: nn.Module) -> None:
+        """High precision again."""
+        if self.around is not None:
+            release_interaction(model.get_submodule(self.around))
+        for name in self.linears:
+            chain = chain_of(model.get_submodule(name))
+            if chain is not None:
+                chain.release()
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+Step = Swap | Reclass | Drop | Fold | Mark | PlacedUnit
 
 
 def journal_of(model: nn.Module) -> list[Step]:

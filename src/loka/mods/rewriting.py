@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.lowp import FusedTower
+from loka.lowp.chain import chains_of
 from loka.lowp.linear import Linear
 from loka.mods.editor import Editor, ModuleFilter
-from loka.mods.fuse import ChainForward
 from loka.mods.journal import journal_of, undo_all
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
@@ -91,7 +90,7 @@ def refuse_converted(model: nn.Module) -> None:
         raise ValueError(
             f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before its mods"
         )
-    fused = [name for name, module in model.named_modules() if isinstance(module, (FusedTower, ChainForward))]
+    fused = [name for name, _ in chains_of(model)]
     if fused:
         raise ValueError(
             f"already fused: {', '.join(fused[:5])}; mods.revert(model), then apply all mods with fuse last"

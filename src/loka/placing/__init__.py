@@ -1,9 +1,9 @@
 """placing: a plan placed in a model, whole, and taken back. `loka.convert` and `loka.revert` live here."""
 
 from loka.placing.conversion import (
+    Conversion,
     LinearOptions,
     Scaling,
-    Summary,
     calibrating,
     convert,
     load_scale_state,
@@ -13,9 +13,9 @@ from loka.placing.conversion import (
 )
 
 __all__ = [
+    "Conversion",
     "LinearOptions",
     "Scaling",
-    "Summary",
     "calibrating",
     "convert",
     "load_scale_state",

@@ -1,44 +1,48 @@
-"""Convert: a plan in, linears in low precision out. Modules and parameters stay the same objects, so a state_dict does not change.
+"""Convert: a plan in, the same model in low precision out; whole, in place, and back again.
 
-    summary = loka.convert(model, plan)                       what the plan says, site by site
-    summary = loka.convert(model, recipe="tensorwise")        one recipe at every linear
-    loka.revert(model)                                        plain nn.Linear again
+    done = loka.convert(model, plan)                          what the plan says: its mods, its chains, its linears
+    done = loka.convert(model, plan, freeze=True)             for serving: weights quantised once, no gradients
+    done = loka.convert(model, recipe="tensorwise")           one recipe at every linear
+    loka.revert(model)                                        the original modules, keys and parameters, with what was trained
 
-A linear is converted in place: it changes its class and keeps its identity. Optimizers, hooks, tied weights and references held elsewhere stay valid, and a model can be
-converted before or after DistributedDataParallel, fully_shard (FSDP2) and torch.compile wrap it. FSDP1 is refused.
+Modules are converted in place: they change their class and keep their identity. Optimizers, tied weights and references held elsewhere stay valid, a state_dict does not change, and a model can
+be converted before or after DistributedDataParallel, fully_shard (FSDP2), torch.compile and TorchRec's DistributedModelParallel wrap it. FSDP1 is refused.
 
 A plan that does not fit the model is refused before anything is changed, and the refusal names every mismatch. Linears the plan does not mention, or keeps in high precision
-throughout, are left alone; so are those a recipe meets and cannot convert (subclasses with a forward of their own, parametrised weights), and the summary says why.
+throughout, are left alone; so are those a recipe meets and cannot convert (subclasses with a forward of their own, parametrised weights), and the record says why.
 
 Scales that are remembered between steps are no part of a state_dict: `scale_state` and `load_scale_state` keep them in a section of their own.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loka import mods
 from loka.dispatch import RECIPES, recipe_named
 from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import BoundGemm, LinearBinding, LinearOptions
+from loka.lowp.chain import Chain, chains_of
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
+from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
-from loka.lowp.scaling import Scaling
+from loka.lowp.scaling import AmaxState, Scaling
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
-from loka.records import GEMMS, Plan
+from loka.records import GEMMS, Conversion, Plan, UnitPlan, capture_environment
+from loka.units import place, refuse_unit
 
 __all__ = [
+    "Conversion",
     "LinearOptions",
     "ModuleFilter",
     "Scaling",
-    "Summary",
     "calibrating",
     "convert",
     "load_scale_state",
@@ -48,29 +52,7 @@ __all__ = [
 ]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a conversion did."""
-
-    converted: dict[str, str]  # site -> what each GEMM now runs
-    kept: dict[str, str]  # site -> why it stays in high precision
-    low_precision_share: (
-        float | None
-    )  # of the GEMM FLOPs of a step; None where neither a plan nor an example gave the shapes
-    flops_of: str | None  # what that is a share of: the model's GEMMs, or the probed sites'
-    notes: tuple[str, ...] = ()  # what `auto` came to and who refused; what of the plan was not applied
-
-    def __str__(self) -> str:
-        total = len(self.converted) + len(self.kept)
-        share = ""
-        if self.low_precision_share is not None:
-            of = "the model's" if self.flops_of == "model" else "the probed"
-            share = f"; {self.low_precision_share:.1%} of {of} GEMM FLOPs in low precision"
-        kept = "".join(f"\n  kept {name}: {why}" for name, why in self.kept.items())
-        notes = "".join(f"\n  note: {note}" for note in self.notes)
-        return f"{len(self.converted)} of {total} linears converted, {len(self.kept)} kept{share}{kept}{notes}"
+_MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
 
 
 def convert(
@@ -78,40 +60,146 @@ def convert(
     plan: Plan | None = None,
     *,
     recipe: str | None = None,
+    freeze: bool = False,
     module_filter_fn: ModuleFilter | None = None,
     backend: str | None = None,
     options: LinearOptions | None = None,
     example: Any = None,
-) -> Summary:
-    """Convert in place: by a plan, or by one recipe at every linear that `module_filter_fn(module, name)` lets through.
+) -> Conversion:
+    """Convert a model in place: by a plan, or by one recipe at every linear that `module_filter_fn(module, name)` lets through.
 
-    `backend` runs the GEMMs of a recipe, `auto` where none is named. Beside a plan it replaces the plan's backends; without it they run as named, and a plan that names `reference`,
-    which is emulation, is refused on a GPU (`loka.placing.linears`). `options` say how the linears run beside their GEMMs (scales, saved activations, weight cache). `example` is an input of the model; with it the summary tells the
-    share of the model's GEMM FLOPs that now runs in low precision.
+    Args:
+        model: any nn.Module, wrapped or not.
+        plan: what to run where, from `report.plan()`, `loka.tune` or `loka.Plan.load`. All of it is placed, or nothing.
+        recipe: without a plan, the one recipe to run everywhere: tensorwise, rowwise, rowwise_with_gw_hp, blockwise.
+        freeze: make it a serving model: eval mode, weights quantised once; a chain needs its scales, which a plan from evidence has.
+        module_filter_fn: with a recipe, which linears.
+        backend: runs the GEMMs of a recipe, `auto` where none is named. Beside a plan it replaces the plan's backends; without it they run as named, and a plan that names
+            `reference`, which is emulation, is refused on a GPU.
+        options: how single linears run beside their GEMMs: scales, saved activations, weight cache.
+        example: an input of the model, for mods that must see it run, and for the share of the model's GEMM FLOPs that now runs in low precision.
+
+    Returns:
+        The record of what runs where, what was kept, and why.
+
+    Raises:
+        ValueError: the plan does not fit this model or this device; the message has every reason, and nothing was changed.
+
+    Example:
+        >>> print(loka.convert(model, loka.Plan.load("plan.json")))
+        12 of 13 linears converted (9 in 3 chains), 1 kept; 96.1% of the model's GEMM FLOPs in low precision
     """
     _check_request(model, plan, recipe, options)
     inner = unwrap(model)
-    already = [name for name, _ in linears_of(inner)]
+    already = [*(name for name, _ in linears_of(inner)), *(name for name, _ in chains_of(inner))]
     if already:
         raise ValueError(f"already converted: {', '.join(already[:5])}; call loka.revert(model) first")
     chosen = options or LinearOptions()
     if plan is not None:
-        if module_filter_fn is not None:
-            raise ValueError("a plan already says which modules: give no module_filter_fn beside it")
-        if chosen.scales != "dynamic" or chosen.gradients is not None:
-            raise ValueError("a plan already says how gradients and scales are kept; give neither beside it")
-        bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
-    else:
-        assert recipe is not None
-        bound, of = _bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen), None
-    share = bound.share
-    if example is not None:
-        share, of = low_precision_share(inner, example, bound.bindings), "model"
-    _settle(inner, bound)
-    _adopt(inner, bound.bindings)
-    close_fast_paths(inner)
+        _check_plan_options(module_filter_fn, chosen)
+    with ExitStack() as undo:
+        applied = [] if plan is None or not plan.mods else _apply_mods(inner, plan.mods, example, undo)
+        if plan is not None:
+            bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
+            units = _fit_units(plan.units, backend)
+            bound.notes += _compare_places(plan, inner)
+        else:
+            assert recipe is not None
+            bound, of = _bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen), None
+            units = []
+        share = bound.share
+        if example is not None:
+            members = {name for unit in units for name in unit.linears}
+            share, of = low_precision_share(inner, example, bound.bindings, members), "model"
+        _place(inner, bound, units, undo)
+        if freeze:
+            _freeze(inner)
+        undo.pop_all()
+    if applied:
+        inner.__dict__[_MODS] = applied
     converted = {name: str(binding) for name, binding in bound.bindings.items()}
-    return Summary(converted, bound.kept, share, of, tuple(bound.notes))
+    converted |= {name: f"in chain {unit.name}: {unit.scales} scales" for unit in units for name in unit.linears}
+    return Conversion(
+        model=type(inner).__name__,
+        converted=converted,
+        kept=bound.kept,
+        units=units,
+        mods=[mod for mod, _ in applied],
+        frozen=freeze,
+        low_precision_share=share,
+        flops_of=of,  # type: ignore[arg-type]
+        notes=list(bound.notes),
+        plan=None if plan is None or plan.seal is None else plan.seal.sha256,
+        environment=capture_environment(device=_device_name(inner), threads=torch.get_num_threads()),
+    )
+
+
+def _check_plan_options(keep: ModuleFilter | None, options: LinearOptions) -> None:
+    if keep is not None:
+        raise ValueError("a plan already says which modules: give no module_filter_fn beside it")
+    if options.scales != "dynamic" or options.gradients is not None:
+        raise ValueError("a plan already says how gradients and scales are kept; give neither beside it")
+
+
+def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: ExitStack) -> list[tuple[str, str]]:
+    """The plan's mods; every name with the strongest thing it did to the function."""
+    if present := mods.applied_to(model):
+        if list(present) == list(spelled):
+            return []
+        raise ValueError(f"the plan applies {', '.join(spelled)}, and the model has {', '.join(present)} already; hint: loka.mods.revert(model) first")  # fmt: skip
+    undo.callback(mods.revert, model)
+    done = mods.apply(model, [mods.parse(text) for text in spelled], example=example)
+    effects = {text: [c.effect for c in done.summary.changed if text.startswith(c.mod)] for text in spelled}
+    return [(text, "architecture" if "architecture" in found else "rounding") for text, found in effects.items()]
+
+
+def _fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
+    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
+    if backend is None:
+        return list(units)
+    import msgspec
+
+    return [msgspec.structs.replace(unit, kernels=[]) for unit in units]
+
+
+def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
+    """What differs from where the plan was made; a speed measured there says nothing here."""
+    here, there = _device_name(model), plan.environment
+    notes = []
+    if plan.target is not None and plan.units and here != plan.target:
+        notes.append(f"the plan's speeds are of {plan.target}; this is {here}: measure again")
+    if torch.__version__.split("+")[0] != there.torch.split("+")[0] and plan.units:
+        notes.append(f"the plan was made with torch {there.torch}; this is {torch.__version__}: its speeds may differ")
+    return notes
+
+
+def _device_name(model: nn.Module) -> str:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: ExitStack) -> None:
+    """All of it, or nothing."""
+    if problems := [problem for unit in units for problem in refuse_unit(model, unit)]:
+        raise ValueError("the plan's units do not fit this model:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    _settle(model, bound)
+    undo.callback(_release, model)
+    for unit in units:
+        chain = place(model, unit)
+        if not (chain.primed and chain.gradients_primed):
+            bound.notes.append(f"{unit.name}: no magnitudes in the plan: its first step finds scales from the tensors, then it runs as planned")  # fmt: skip
+        for name in unit.linears:
+            bound.kept.pop(name, None)
+    _adopt(model, bound.bindings)
+    close_fast_paths(model)
+
+
+def _freeze(model: nn.Module) -> None:
+    """A serving model: eval mode, quantised weights made once."""
+    model.eval().requires_grad_(False)
+    for _, chain in chains_of(model):
+        chain.freeze()
+    refresh(model)
 
 
 def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
@@ -190,53 +278,124 @@ def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
         raise
 
 
-def revert(model: nn.Module) -> int:
-    """Make every converted linear what it was; returns how many were converted."""
+def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
+    """Take a conversion back: the original modules, keys and Parameter objects, with what was trained.
+
+    Args:
+        model: converted, wrapped or not.
+        discard: names of architecture mods that the plan applied and that are given up with what they learned; without their names such a model is not reverted.
+
+    Returns:
+        How many linears were converted.
+
+    Raises:
+        ValueError: the plan applied mods that change the architecture, and `discard` does not name them; nothing was changed.
+
+    Example:
+        >>> loka.revert(model)
+        12
+    """
     inner = unwrap(model)
-    linears = [linear for _, linear in linears_of(inner)]
-    for linear in linears:
-        linear.release()
-    open_fast_paths(inner)
-    return len(linears)
+    applied: list[tuple[str, str]] = inner.__dict__.get(_MODS, [])
+    lost = [name for name, effect in applied if effect == "architecture" and name.partition("(")[0] not in discard]
+    if lost:
+        raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: the original cannot have what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
+    count = _release(inner)
+    if inner.__dict__.pop(_MODS, None):
+        mods.revert(inner)
+    return count
+
+
+def _release(model: nn.Module) -> int:
+    for _, layer in list(interactions_of(model)):
+        release_interaction(layer)
+    linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    for placed in (*linears, *chains):
+        placed.release()
+    open_fast_paths(model)
+    return len(linears) + sum(len(chain.links) for chain in chains)
+
+
+def _remembered(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
+    """Everything that remembers magnitudes, by a name that stays."""
+    inner = unwrap(model)
+    for name, linear in linears_of(inner):
+        for role, amax in linear.state.amax_states.items():
+            yield f"{name}/{role}", amax
+    for _, chain in chains_of(inner):
+        for role, states in (("z", chain.out), ("g", chain.grad)):
+            for link, state in zip(chain.links, states, strict=True):
+                if state is not None:
+                    yield f"{link.linear}/{role}", state
 
 
 def scale_state(model: nn.Module) -> dict[str, Tensor]:
-    """What remembered scales need after a restart, as named tensors: `site/operand/part`. Empty where all scales are dynamic."""
-    return {
-        f"{name}/{role}/{part}": tensor
-        for name, linear in linears_of(unwrap(model))
-        for role, amax in linear.state.amax_states.items()
-        for part, tensor in amax.state().items()
-    }
+    """What remembered scales need after a restart, as named tensors: `site/operand/part`. Empty where all scales are dynamic.
+
+    Args:
+        model: converted, wrapped or not.
+
+    Returns:
+        Tensors to keep beside the model's state_dict.
+
+    Example:
+        >>> safetensors.torch.save_file(loka.scale_state(model), "scales.safetensors")
+    """
+    return {f"{name}/{part}": tensor for name, amax in _remembered(model) for part, tensor in amax.state().items()}
 
 
 def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `scale_state` returned; refuses one of another conversion, naming the differences."""
+    """Put back what `scale_state` returned; refuses one of another conversion, naming the differences.
+
+    Args:
+        model: converted as the one the state is of.
+        state: what `scale_state` returned there.
+    """
     expected = scale_state(model)
     if problems := sorted(expected.keys() ^ state.keys()):
         where = [f"{name}: {'missing' if name in expected else 'unknown'}" for name in problems]
         hint = "hint: where a Guard switched sites, guard.load_state_dict(...) comes first"
         raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}")  # fmt: skip
-    for name, linear in linears_of(unwrap(model)):
-        for role, amax in linear.state.amax_states.items():
-            amax.load({part: state[f"{name}/{role}/{part}"] for part in amax.state()})
+    for name, amax in _remembered(model):
+        amax.load({part: state[f"{name}/{part}"] for part in amax.state()})
+    for _, chain in chains_of(unwrap(model)):
+        chain.find_primed()
 
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
-    """Batches run in this block set the static scales: the largest magnitude each site sees becomes its bound.
+    """Batches run in this block set the fixed scales: the largest magnitude each site sees becomes its bound.
 
     A block that ends in an exception changes nothing: earlier scales stay as they were.
+
+    Args:
+        model: converted with static scales, or with chains.
+
+    Example:
+        >>> with loka.placing.calibrating(model), torch.no_grad():
+        ...     for batch in batches:
+        ...         model(batch)
     """
+    inner = unwrap(model)
     states = {
         name: linear.state.x
-        for name, linear in linears_of(unwrap(model))
+        for name, linear in linears_of(inner)
         if linear.state.x is not None and any(spec.mode == "static" for spec in linear.binding.x_specs.values())
     }
-    if not states:
+    chains: list[Chain] = [chain for _, chain in chains_of(inner)]
+    if not states and not chains:
         raise ValueError(
             "no converted linear has static scales; hint: convert(..., options=LinearOptions(scales='static'))"
         )
+    with ExitStack() as stack:
+        for chain in chains:
+            stack.enter_context(chain.calibrating())
+        stack.enter_context(_calibrating_linears(states))
+        yield
+
+
+@contextmanager
+def _calibrating_linears(states: Mapping[str, AmaxState]) -> Iterator[None]:
     before = {name: (state.static.clone(), state.calibrated) for name, state in states.items()}
     for state in states.values():
         state.static.zero_()
@@ -249,7 +408,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
             raise ValueError(
                 f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
             )
-    except BaseException:  # half a calibration is none: the bounds of the last whole one stay, Ctrl-C included
+    except BaseException:  # the bounds of the last whole calibration stay, after Ctrl-C too
         for name, state in states.items():
             static, state.calibrated = before[name]
             state.static.copy_(static)

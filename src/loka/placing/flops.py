@@ -6,7 +6,7 @@ GEMMs included); hooks give the rows that each linear saw. A linear of M rows co
 The example leaves no trace: gradients go nowhere, buffers and random generators are put back.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,15 +19,17 @@ from loka.lowp.binding import LinearBinding
 __all__ = ["low_precision_share"]
 
 
-def low_precision_share(model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding]) -> float:
+def low_precision_share(
+    model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding], whole: Collection[str] = ()
+) -> float:
     """Share of the GEMM FLOPs of one step on `example`.
 
-    A Tensor, a tuple of arguments, a dict of them, one argument of any other kind, or a function without arguments that runs the model itself.
+    `whole`: linears all of whose GEMMs run in low precision, since a chain does. The example is a Tensor, a tuple of arguments, a dict of them, one argument of any other kind, or a function without arguments that runs the model itself.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     low = 0.0
 
-    def count_call(module: nn.Linear, inputs: tuple[Tensor, ...], binding: LinearBinding) -> None:
+    def count_call(module: nn.Linear, inputs: tuple[Tensor, ...], binding: LinearBinding | None) -> None:
         nonlocal low
         x = inputs[0]
         rows = x.numel() // max(x.shape[-1], 1)
@@ -37,12 +39,12 @@ def low_precision_share(model: nn.Module, example: Any, bindings: Mapping[str, L
             "dgrad": backward and x.requires_grad,
             "wgrad": backward and module.weight.requires_grad,
         }
-        gemms = sum(happens[name] and getattr(binding, name) is not None for name in happens)
+        gemms = sum(happens[name] and (binding is None or getattr(binding, name) is not None) for name in happens)
         low += 2.0 * rows * module.in_features * module.out_features * gemms
 
     handles = [
         modules[name].register_forward_pre_hook(lambda m, i, b=binding: count_call(m, i, b))
-        for name, binding in bindings.items()
+        for name, binding in (*bindings.items(), *((name, None) for name in whole))
     ]
     try:
         with _without_trace(model), FlopCounterMode(display=False) as counter:

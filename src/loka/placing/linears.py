@@ -17,7 +17,7 @@ from torch import nn
 from loka.dispatch import Operands, check
 from loka.lowp.auto import is_emulation
 from loka.lowp.binding import BoundGemm, LinearBinding, LinearOptions
-from loka.lowp.fused_tower import FusedTower
+from loka.lowp.chain import chains_of
 from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
 from loka.records import Choice, Plan, SitePlan
@@ -49,25 +49,26 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinea
 
 
 def spoken_for(model: nn.Module) -> dict[str, str]:
-    """Linears that something else has decided about: run by a fused tower, or marked by mods.protect_intermediates."""
+    """Linears that something else has decided about: run in a chain, or marked by mods.protect_intermediates."""
     reasons = {n: "protected by a mod" for n, m in model.named_modules() if getattr(m, "loka_protected", False)}
-    for tower_name, tower in model.named_modules():
-        if isinstance(tower, FusedTower):
-            prefix = f"{tower_name}." if tower_name else ""
-            reasons |= {
-                f"{prefix}{link.linear}": f"runs in FP8 inside the fused tower {tower_name}" for link in tower.links
-            }
+    for _, chain in chains_of(model):
+        reasons |= {link.linear: f"runs in FP8 in the chain {chain.name}" for link in chain.links}
     return reasons
 
 
 def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: LinearOptions) -> Bound:
     """What to convert; raises where the plan does not fit, with every reason."""
+    chained = {name: unit.name for unit in plan.units for name in unit.linears}
+    share = sum(site.flops_share for site in plan.sites if site.site in chained)
+    plan = msgspec.structs.replace(plan, sites=[site for site in plan.sites if site.site not in chained], units=[])
     problems = check(plan if backend is None else _checkable(plan, backend), model)
     planned = _by_module(model, plan, backend, problems)
-    bound, taken = Bound(notes=_tell_chains(plan)), spoken_for(model)
+    bound, taken = Bound(), spoken_for(model)
     emulated = False
     for name, module in candidates(model):
         site = planned.get(name)
+        if name in chained:
+            continue
         if site is None:
             bound.kept[name] = "not in the plan"
         elif not any(choice.quantized for choice in site.choices):
@@ -90,7 +91,7 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
         raise ValueError(
             f"the plan for {plan.model} does not fit this model:\n  " + "\n  ".join(dict.fromkeys(problems)) + hint
         )
-    bound.share = min(sum(planned[name].low_precision_share for name in bound.bindings), 1.0)
+    bound.share = min(share + sum(planned[name].low_precision_share for name in bound.bindings), 1.0)
     if backend is not None:
         bound.notes.append(_tell_override(plan, backend))
     return bound
@@ -142,11 +143,3 @@ def _tell_override(plan: Plan, backend: str) -> str:
     named = ", ".join(sorted({c.backend for s in plan.sites for c in s.choices if c.quantized})) or "none"
     speeds = "" if plan.min_speedup is None else "; the plan's speed-ups are not of these kernels"
     return f"backend {backend!r} was asked for beside the plan, which names {named}{speeds}"
-
-
-def _tell_chains(plan: Plan) -> list[str]:
-    """Fused kernels replace modules, which a conversion never does."""
-    return [
-        f"not applied: the plan's chain {' -> '.join(chain.ops)}; convert binds GEMMs one by one, loka.mods.Fuse places fused kernels"
-        for chain in plan.chains
-    ]

@@ -12,11 +12,12 @@ from loka.records.ablation import (
     TowerLatency,
 )
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
+from loka.records.conversion import Conversion
 from loka.records.drift import DriftReport, Feature, Move, VerdictChange
 from loka.records.engine import EngineBar, EngineBench, EngineProfile, EngineRow
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
-from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
+from loka.records.plan import Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
     SOURCES,
@@ -50,6 +51,7 @@ from loka.records.record import (
     write_atomically,
 )
 from loka.records.run import Comparison, Outcome, Point, Progress, Run
+from loka.records.unit import KernelBucket, LinkPlan, Magnitude, UnitEvidence, UnitPlan
 
 __all__ = [
     "GEMMS",
@@ -62,10 +64,9 @@ __all__ = [
     "BundleInfo",
     "Candidate",
     "Cause",
-    "ChainPlan",
-    "ChainStep",
     "Choice",
     "Comparison",
+    "Conversion",
     "DistributionError",
     "DriftReport",
     "EngineBar",
@@ -80,8 +81,11 @@ __all__ = [
     "GemmVerdict",
     "GroupRange",
     "Interval",
+    "KernelBucket",
     "LayerStats",
     "Likeness",
+    "LinkPlan",
+    "Magnitude",
     "MissingRun",
     "ModChange",
     "ModClass",
@@ -116,6 +120,8 @@ __all__ = [
     "SplitCheck",
     "TensorStats",
     "TowerLatency",
+    "UnitEvidence",
+    "UnitPlan",
     "VerdictChange",
     "append",
     "capture_environment",

@@ -8,7 +8,7 @@ from loka.records.measurement import Interval
 from loka.records.record import Part
 
 UnitKind = Literal["chain"]
-ScaleSource = Literal["bounded", "delayed", "calibrated"]
+ScaleSource = Literal["dynamic", "bounded", "delayed", "calibrated"]
 NormName = Literal["none", "block", "layer", "rms"]
 GradientScales = Literal["tensor", "block", "delayed"]
 
@@ -73,6 +73,7 @@ class UnitPlan(Part, frozen=True):
         scales: where the scales between layers come from.
         gradient: scales of the gradients.
         bounded_input: the input comes out of a BlockNorm.
+        around: the layer whose interactions are fused around the chain, a Wukong layer; None for none.
         magnitudes: where the first scales come from, by linear.
         kernels: what runs, by bucket of rows.
         evidence: what was measured.
@@ -86,6 +87,7 @@ class UnitPlan(Part, frozen=True):
     scales: ScaleSource = "delayed"
     gradient: GradientScales = "delayed"
     bounded_input: bool = False
+    around: str | None = None
     magnitudes: dict[str, Magnitude] = msgspec.field(default_factory=dict)
     kernels: list[KernelBucket] = msgspec.field(default_factory=list)
     evidence: UnitEvidence | None = None

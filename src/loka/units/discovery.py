@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
 from loka.nn.wrapping import named_sites, unwrap
-from loka.records.unit import LinkPlan, UnitPlan
+from loka.records.unit import GradientScales, LinkPlan, UnitPlan
 from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
 
 __all__ = ["ACTIVATIONS", "NARROW", "Discovered", "discover"]
@@ -74,6 +75,8 @@ def discover(
     *,
     serving: bool = False,
     narrow: int = NARROW,
+    linears: int = 0,
+    gradient: GradientScales | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> Discovered:
     """The units of a model.
@@ -83,6 +86,8 @@ def discover(
         example: one input; a tuple is *args, a dict **kwargs. Models of this package need none.
         serving: dropout has no effect in serving, so a chain may pass through it.
         narrow: linears with fewer inputs or outputs stay out of chains.
+        linears: a linear that stands alone is a unit of its own where it has at least this many inputs and outputs; 0: never.
+        gradient: scales of the gradients; None is what the norms allow.
         module_filter_fn: `f(module, name)`, which linears may be taken.
 
     Returns:
@@ -96,10 +101,25 @@ def discover(
         over.0: over.0 -> over.2 -> over.4; ends: over.8 is a prediction layer
     """
     inner = unwrap(model)
-    flow = record(inner, example)
-    if isinstance(flow, Unknown):
-        raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
-    return _Search(inner, flow, serving, narrow, module_filter_fn).run()
+    searches = []
+    for training in (
+        (False,) if serving else (False, True)
+    ):  # a module read by an auxiliary loss is read in training alone
+        flow = record(inner, example, training=training)
+        if isinstance(flow, Unknown):
+            raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
+        searches.append(_Search(inner, flow, serving, narrow, module_filter_fn))
+    asked = _Asked(serving, linears, gradient)
+    return searches[0].run(searches[1:], asked)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller wants of a unit."""
+
+    serving: bool
+    linears: int
+    gradient: GradientScales | None
 
 
 class _Search:
@@ -123,7 +143,7 @@ class _Search:
         self.tied = {key for key, count in counts.items() if count > 1}
         self.found = Discovered()
 
-    def run(self) -> Discovered:
+    def run(self, others: "list[_Search]", asked: _Asked) -> Discovered:
         taken: set[str] = set()
         for name, module in self.modules.items():
             if isinstance(module, nn.Linear) and name not in self.calls:
@@ -134,15 +154,34 @@ class _Search:
             if why := self._refuse(call.site):
                 self.found.alone[call.site] = why
                 continue
-            links, end = self._walk(call)
+            links, end = self._agree(call, others)
             taken.update(link.linear for link in links)
-            if len(links) == 1 and links[0].activation == "none" and links[0].norm == "none":
-                self.found.alone[call.site] = end
+            single = len(links) == 1 and links[0].activation == "none" and links[0].norm == "none"
+            if single and not 0 < asked.linears <= min(links[0].k, links[0].n):
+                self.found.alone[call.site] = f"stands alone: {end}"
             else:
                 bounded = self._is_bounded(call)
-                self.found.units.append(_unit(links, bounded, serving=self.serving))
+                self.found.units.append(_unit(links, bounded, self._find_around(links, bounded), asked))
                 self.found.ends[links[-1].linear] = end
         return self.found
+
+    def _agree(self, call: Call, others: "list[_Search]") -> tuple[list[LinkPlan], str]:
+        """The chain from a linear on, as far as it is the same in every mode that was seen."""
+        links, end = self._walk(call)
+        for other in others:
+            theirs = other.calls.get(call.site or "", [])
+            seen, why = other._walk(theirs[0]) if len(theirs) == 1 else ([], f"it is called {len(theirs)} times")
+            same = 0
+            while same < min(len(links), len(seen)) and links[same] == seen[same]:
+                same += 1
+            if same == len(links):
+                continue
+            # the first linear that is followed by something else is the last, with nothing behind it
+            reached = same < len(seen) and links[same].linear == seen[same].linear
+            links = links[: same + 1] if reached or same == 0 else links[:same]
+            links[-1] = LinkPlan(linear=links[-1].linear, k=links[-1].k, n=links[-1].n)
+            end = f"in training: {why}"
+        return links, end
 
     def _refuse(self, site: str) -> str | None:
         """Why a linear can be in no chain."""
@@ -216,6 +255,14 @@ class _Search:
         if getattr(module, PROTECTED, None):
             return f"{where} is protected"
         return state.take(reader.site, module, serving=self.serving)
+
+    def _find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
+        """The layer whose interactions can be fused around a chain."""
+        linears = [self.modules[link.linear] for link in links]
+        for name, module in self.modules.items():
+            if links[0].linear.startswith(f"{name}.fmb.mlp.") and name:
+                return None if refuse_interaction(module, linears, bounded_input=bounded) else name
+        return None
 
     def _is_bounded(self, call: Call) -> bool:
         """Whether the input came out of a BlockNorm, reshaped or activated at most."""
@@ -328,11 +375,15 @@ _LAYER_FORWARDS = _forwards(nn.LayerNorm, "LayerNorm")
 _RMS_FORWARDS = _forwards(nn.RMSNorm, "RMSNorm")
 
 
-def _unit(links: list[LinkPlan], bounded: bool, *, serving: bool) -> UnitPlan:
+def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Asked) -> UnitPlan:
     between = [link for link in links[:-1] if link.norm != "block"]
-    scales = "bounded" if not between else "calibrated" if serving else "delayed"
-    gradient = "tensor" if not between else "delayed"
-    return UnitPlan(name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded)  # type: ignore[arg-type]
+    scales = "calibrated" if asked.serving else "delayed"
+    if not between:
+        scales = "bounded" if len(links) > 1 else "dynamic"
+    gradient = asked.gradient or ("delayed" if between else "tensor")
+    return UnitPlan(
+        name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded, around=around  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def members(units: list[UnitPlan]) -> Iterator[tuple[str, UnitPlan]]:

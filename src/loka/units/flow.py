@@ -180,8 +180,10 @@ def _is_residual(flow: Flow, call: Call) -> bool:
     return first in flow.ancestors(second) or second in flow.ancestors(first)
 
 
-def record(model: nn.Module, example: Any = None) -> Flow | Unknown:
+def record(model: nn.Module, example: Any = None, *, training: bool = False) -> Flow | Unknown:
     """Run the model on an example and write down what fed what. A model that fails on it is Unknown, with the reason.
+
+    `training`: in training mode; buffers (running statistics) and random state are put back afterwards.
 
     Without an example, a model that has `example_inputs()` (shapes without storage, as the models of this package have) is run on the meta device.
     """
@@ -190,11 +192,25 @@ def record(model: nn.Module, example: Any = None) -> Flow | Unknown:
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
-        with recorder.watching(), torch.no_grad():
+        with _putting_back(model), recorder.watching(training), torch.no_grad():
             result = recorder.run_without_storage() if ghost else call_model(model, example)
     except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so
         return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
     return recorder.finish(result)
+
+
+@contextmanager
+def _putting_back(model: nn.Module) -> Iterator[None]:
+    """Buffers and random state are afterwards what they were before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -260,9 +276,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside: set[str] = set()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, training: bool) -> Iterator[None]:
         was_training = {module: module.training for module in self._model.modules()}
-        self._model.eval()
+        self._model.train(training)
         with ExitStack() as stack:
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)

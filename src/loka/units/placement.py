@@ -6,6 +6,7 @@ from torch import nn
 
 from loka.lowp.chain import Chain, Part
 from loka.lowp.chain_function import ChainPrecision, Link
+from loka.lowp.interaction import place_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, UnitPlan
@@ -25,6 +26,8 @@ def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
     """
     modules = dict(named_sites(model))
     problems = [problem for link in unit.links for problem in _refuse_link(modules, link)]
+    if unit.around is not None and unit.around not in modules:
+        problems.append(f"{unit.around}: the model has no such module")
     kinds = {id(modules[name]) for name in unit.linears if name in modules}
     if len(kinds) < len([name for name in unit.linears if name in modules]):
         problems.append(f"{unit.name}: two of its linears are one module")
@@ -108,4 +111,11 @@ def place(model: nn.Module, unit: UnitPlan) -> Chain:
     Returns:
         The placed chain.
     """
-    return build_chain(model, unit).place()
+    chain = build_chain(model, unit).place()
+    if unit.around is not None:
+        try:
+            place_interaction(dict(named_sites(model))[unit.around])
+        except (KeyError, ValueError):
+            chain.release()
+            raise
+    return chain
