@@ -24,13 +24,15 @@ needs_ptxas = [
 ]
 
 
-def kernels_of(op: str) -> Any:
-    return import_module(f"loka.kernels.{op}.triton_kernels")
+def kernels_of(op: str, file: str = "triton_kernels") -> Any:
+    return import_module(f"loka.kernels.{op}.{file}")
 
 
-def compile_kernel(op: str, name: str, configuration: Configuration, divisible: set[str]) -> Any:
+def compile_kernel(
+    op: str, name: str, configuration: Configuration, divisible: set[str], file: str = "triton_kernels"
+) -> Any:
     """`divisible`: integer arguments that launchers pass as multiples of 16."""
-    kernel = getattr(kernels_of(op), name)
+    kernel = getattr(kernels_of(op, file), name)
     types, constants, options = configuration
     names = kernel.arg_names
     assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"

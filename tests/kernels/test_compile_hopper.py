@@ -97,13 +97,13 @@ CONFIGURATIONS = {
         {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},
     ),
     ("norm_quantize", "_forward", "layer norm to 1x128"): (
-        {**QUANTIZE, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "eps": "fp32"},
-        {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True},
+        {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "eps": "fp32"},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True, "X_SCALE": 0, "AMAX": True},
         {"num_warps": 4},
     ),
     ("norm_quantize", "_backward", "layer norm"): (
-        {"dy_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S},
-        {**NORM, "ROWS": 1, "WIDE": 4096, "PROGRAMS": 1056},
+        {"dy_ptr": X, "h_ptr": X, "hs_ptr": S, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S, "amax_ptr": S},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "PROGRAMS": 1056, "X_SCALE": 0, "AMAX": True},
         {"num_warps": 8},
     ),
     ("scaled_mm", "_gemm", "row, fast"): (
