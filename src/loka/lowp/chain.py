@@ -228,15 +228,16 @@ class Chain:
         return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.bounded_input)  # fmt: skip
 
     def tensors(self) -> ChainTensors:
-        """Its tensors, as they are now."""
+        """Its tensors, as they are now. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
         norms = [part.norm for part in self.parts]
+        counts = self.training or self.frozen is not None or not self.primed
         return ChainTensors(
             tuple(linear.weight for linear in self.linears),
             tuple(linear.bias for linear in self.linears),
             tuple(getattr(norm, "weight", None) for norm in norms),
             tuple(getattr(norm, "bias", None) for norm in norms),
             tuple(self.static if link.bounded else None if s is None else s.scale for link, s in zip(self.links, self.out, strict=True)),
-            tuple(None if s is None else s.pending for s in self.out),
+            tuple(None if s is None or not counts else s.pending for s in self.out),
             tuple(None if s is None else s.scale for s in self.grad),
             tuple(None if s is None else s.pending for s in self.grad),
         )  # fmt: skip

@@ -22,7 +22,7 @@ Everything here is a plain function of tensors and a Layout, so that a node whic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
 from loka.kernels import registry
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear
 from loka.kernels.fused_linear import fused_linear_gradient as fused_gradient
-from loka.kernels.norm_quantize import NormResult, norm_gradient, norm_quantize
+from loka.kernels.norm_quantize import norm_gradient, norm_quantize
 from loka.kernels.quantize import quantize, quantize_both, transpose
 from loka.kernels.scaled_mm import scaled_mm
 from loka.lowp.scaling import find_amax
@@ -183,8 +183,7 @@ class ChainTensors(NamedTuple):
         return [tensor for part in self for tensor in part]
 
 
-@dataclass
-class Kept:
+class Kept(NamedTuple):
     """What one link keeps for backward."""
 
     x_t: Tensor
@@ -196,10 +195,8 @@ class Kept:
     rstd: Tensor | None = None
     mean: Tensor | None = None
 
-    @classmethod
-    def size(cls) -> int:
-        """Tensors per link."""
-        return len(fields(cls))
+
+_KEPT = len(Kept._fields)
 
 
 def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout) -> QTensor:
@@ -259,13 +256,19 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
         result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=training)
         return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
     if link.norm in ("layer", "rms"):
-        return _run_normed(run_plain(a, w, bias, layout), at, layout, tensors, training=training)
+        # the bias inside the GEMM's kernel: what follows is a kernel of ours, which no compiler could join an addition to
+        bare = bias is None
+        h = (
+            run_plain(a, w, None, layout)
+            if bare
+            else _as_tensor(_fuse(a, w, bias, Link(link.linear), layout, out=layout.dtype).y)
+        )
+        return _run_normed(h, at, layout, tensors, training=training)
     if link.bounded:
         result = _fuse(a, w, bias, link, layout, out=NORMALIZED, scale=tensors.scale[at], keep=training, transpose=training)  # fmt: skip
         return Step(_as_q(result.y), result.y_t, None, result.z, result.rstd)
     if layout.primed:
-        pending = tensors.pending[at] if training else None
-        result = _fuse(a, w, bias, link, layout, out=STATIC_SPEC, scale=tensors.scale[at], keep=training, transpose=training, amax=pending)  # fmt: skip
+        result = _fuse(a, w, bias, link, layout, out=STATIC_SPEC, scale=tensors.scale[at], keep=training, transpose=training, amax=tensors.pending[at])  # fmt: skip
         return Step(_as_q(result.y), result.y_t, None, result.z)
     y, z = _run_wide(a, w, bias, link, layout, keep=True)
     _raise(tensors.pending[at], y if z is None else z)
@@ -284,13 +287,13 @@ def _run_wide(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: L
 def _run_normed(h: Tensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
     """Normalise, activate and quantise what a GEMM wrote in 16 bits."""
     link = layout.links[at]
-    affine: dict[str, Any] = {"weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps}
+    norm: dict[str, Any] = {"norm": link.norm, "activation": link.activation, "weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps}  # fmt: skip
     if layout.primed:
-        pending = tensors.pending[at] if training else None
-        made = norm_quantize(h, STATIC_SPEC, norm=link.norm, activation=link.activation, scale=tensors.scale[at], amax=pending, **affine)  # fmt: skip
-        turned = transpose(made.q, backend=layout.precision.quantize_backend) if training else None
-        return Step(made.q, turned, None, h, made.rstd, made.mean)
-    made = norm_quantize(h, ROW_SPEC, norm=link.norm, activation=link.activation, out_dtype=layout.dtype, **affine)
+        made = norm_quantize(
+            h, STATIC_SPEC, scale=tensors.scale[at], transpose=training, amax=tensors.pending[at], **norm
+        )
+        return Step(made.q, made.q_t, None, h, made.rstd, made.mean)
+    made = norm_quantize(h, None, out_dtype=layout.dtype, **norm)
     assert made.y is not None
     _raise(tensors.pending[at], made.y)
     step = _quantize_step(made.y, layout, training=training, z=h)
@@ -328,7 +331,7 @@ def _as_tensor(y: QTensor | Tensor) -> Tensor:
 
 
 def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors) -> tuple[Tensor, list[Tensor | None]]:
-    """A chain's output and, `Kept.size()` per link, what its backward needs. `a_t` is the transpose of the quantised input a."""
+    """A chain's output and, those of `Kept` for every link, what its backward needs. `a_t` is the transpose of the quantised input a."""
     saved: list[Tensor | None] = []
     y: Tensor | None = None
     for at in range(len(layout.links)):
@@ -362,7 +365,7 @@ def run_backward(
     dy: Tensor, saved: Sequence[Any], layout: Layout, tensors: ChainTensors, *, needs_input: bool, needs_weight: Sequence[bool]
 ) -> Gradients:  # fmt: skip
     """From dy to the gradients of everything; of `tensors` only the norms and the gradients' scales are read."""
-    count, width = len(layout.links), Kept.size()
+    count, width = len(layout.links), _KEPT
     kept = [Kept(*saved[width * i : width * (i + 1)]) for i in range(count)]
     none: list[Tensor | None] = [None] * count
     made = Gradients(None, none.copy(), none.copy(), none.copy(), none.copy())
@@ -413,7 +416,13 @@ def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: Chain
     link, precision, biased = layout.links[at], layout.precision, layout.bias_types[at] is not None
     backend = precision.quantize_backend
     if link.norm in ("layer", "rms"):
-        dy = _norm_back(dy, at, kept[at], layout, tensors, made)
+        dx, dx_t = _norm_back(dy, at, kept[at], layout, tensors, made)
+        if isinstance(dx, QTensor):
+            assert dx_t is not None
+            if biased:
+                made.bias[at] = _cast(_column_sums(dx), layout.bias_types[at])
+            return dx, dx_t
+        dy = dx
     z = None if link.norm in ("layer", "rms") else _kept_z(kept[at], link)
     if z is None:
         if biased:
@@ -446,19 +455,25 @@ def _raise_from(pending: Tensor | None, dy: Tensor) -> None:
         _raise(pending, dy)
 
 
-def _norm_back(dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTensors, made: Gradients) -> Tensor:
-    """Through a layer or rms norm and the activation behind it."""
+def _norm_back(dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[Tensor | QTensor, QTensor | None]:  # fmt: skip
+    """Through a layer or rms norm and the activation behind it; in FP8 both ways where the gradients' scales are delayed."""
     link = layout.links[at]
     assert kept.z is not None
     assert kept.rstd is not None
-    empty = QTensor(kept.x_t, kept.x_t_scale, _input_spec(at, layout))
-    before = NormResult(empty, None, kept.z, kept.mean, kept.rstd)
     weight, bias = tensors.norm_weight[at], tensors.norm_bias[at]
-    dx, dweight, dbias = norm_gradient(
-        dy.contiguous(), before, norm=link.norm, weight=weight, bias=bias, activation=link.activation
-    )
-    made.norm_weight[at], made.norm_bias[at] = _cast(dweight, _type_of(weight)), _cast(dbias, _type_of(bias))
-    return dx
+    fp8: dict[str, Any] = {}
+    if layout.delays_gradients:
+        fp8 = {"spec": layout.gradient_spec, "scale": tensors.g_scale[at], "amax": tensors.g_pending[at]}
+    back = norm_gradient(
+        dy.contiguous(), kept.z, kept.mean, kept.rstd, norm=link.norm, weight=weight, bias=bias, activation=link.activation, **fp8
+    )  # fmt: skip
+    made.norm_weight[at], made.norm_bias[at] = _cast(back.weight, _type_of(weight)), _cast(back.bias, _type_of(bias))
+    return back.dx, back.dx_t
+
+
+def _column_sums(g: QTensor) -> Tensor:
+    """Of a gradient in FP8: what the bias behind a norm gets."""
+    return g.data.float().sum(0) * g.scale
 
 
 def _type_of(x: Tensor | None) -> torch.dtype | None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from loka.kernels.activation import LEAK
 from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
@@ -309,7 +310,9 @@ class _Following:
             self.eps = float(getattr(module, "eps", None) or torch.finfo(torch.float32).eps)
         elif (activation := _activation_of(module)) is not None and self.activation == "none":
             self.activation = activation
-            self.slope = float(getattr(module, "negative_slope", 0.01))
+            self.slope = float(getattr(module, "negative_slope", LEAK))
+            if self.norm in ("layer", "rms") and self.slope != LEAK:
+                return f"{site}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {self.slope:g}"
         else:
             return f"{site} ({type(module).__name__}) stands behind it"
         self.passed.append(site)
