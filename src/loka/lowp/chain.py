@@ -24,11 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.formats import QTensor
+from loka.formats import QTensor, scale_from_amax
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.fused_linear.reference import apply_activation
 from loka.kernels.quantize import quantize
 from loka.lowp.chain_function import (
+    STATIC_SPEC,
     TENSOR_SPEC,
     ChainFunction,
     ChainPrecision,
@@ -39,7 +40,7 @@ from loka.lowp.chain_function import (
     run_link,
 )
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
-from loka.lowp.scaling import AmaxState, Scaling
+from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
 from loka.nn.norm import BlockNorm
 
@@ -124,9 +125,8 @@ class Chain:
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
         self.placed = False
-        self.health: Tensor | None = None
+        self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
         self.watching = False
-        self.note = ""
         self.tap: Callable[[str, str, Tensor], None] | None = None
         self._replaced: list[_Replaced] = []
         self.handed_on: weakref.ReferenceType[Tensor] | None = None
@@ -400,7 +400,7 @@ class Chain:
             state.to(device)
         self.static = self.static.to(device)
         if self.health is not None:
-            self.health = self.health.to(device)
+            self.health = [vector.to(device) for vector in self.health]
         if self.frozen is not None:
             self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
 
@@ -408,12 +408,37 @@ class Chain:
 
     @torch.no_grad()
     def _look(self, x: Tensor, y: Tensor) -> None:
-        """Sampled rows through every layer in float32, beside what the chain made of them."""
+        """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size."""
         assert self.health is not None
-        turn = turn_of(self.health, FORWARD)
+        dtype, turn = y.dtype, turn_of(self.health[0], FORWARD)
+        layout, tensors = self.layout(dtype), self.tensors()._replace(pending=(None,) * len(self.links))
         rows = sampled_rows(x.shape[0], turn)
-        exact = self.run_exactly(x.index_select(0, rows).float())
-        record(self.health, FORWARD, x, None, (y,), row_error(y.index_select(0, rows), exact))
+        exact = x.index_select(0, rows)
+        scale = self.static if self.bounded_input else scale_from_amax(find_amax(x), STATIC_SPEC)
+        a = quantize(
+            exact, STATIC_SPEC, scale=scale
+        )  # as training has it: one scale for all rows, which a huge row takes from the others
+        exact = exact.float()
+        for at, weight in enumerate(self._quantized_weights()):
+            wanted = self.run_link_exactly(exact, at)
+            step = run_link(a, weight, at, layout, tensors, training=False)
+            got = y.index_select(0, rows) if step.a is None else step.a.dequantize()
+            error = row_error(got, wanted) if self.primed or step.a is None else torch.zeros_like(turn)
+            record(self.health[at], FORWARD, x, self.linears[at].weight, (got,), error)
+            if step.a is not None:
+                a, exact = step.a, step.a.dequantize()
+
+    def count_saturated(self) -> list[Tensor | None]:
+        """For every link, how many steps' magnitudes did not fit their scale since the beginning; in serving, whether any has not. None where scales cannot saturate."""
+        counts: list[Tensor | None] = []
+        for out, grad in zip(self.out, self.grad, strict=True):
+            states = [state for state in (out, grad) if state is not None]
+            now = [
+                (s.pending > s.scale * STATIC_SPEC.format.max).float() if self.frozen is not None else s.saturated
+                for s in states
+            ]
+            counts.append(torch.stack(now).sum() if now else None)
+        return counts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "handed_on": None, "tap": None}

@@ -34,7 +34,7 @@ from loka.kernels import registry
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear
 from loka.kernels.fused_linear import fused_linear_gradient as fused_gradient
 from loka.kernels.norm_quantize import norm_gradient, norm_quantize
-from loka.kernels.quantize import quantize, quantize_both, transpose
+from loka.kernels.quantize import quantize, quantize_both
 from loka.kernels.scaled_mm import scaled_mm
 from loka.lowp.scaling import find_amax
 

@@ -12,8 +12,9 @@ While a step runs, every site counts on the device (`loka.lowp.health`); the hos
     non-finite     the site's output has a NaN or an Inf, and neither its input nor its weight has: the trouble began here. A site whose input or weight was bad already
                    is reported, not switched: another precision would not help it
     error          the sampled error, mean over the looks since the last check, exceeds `max_error`
+    saturation     more than `max_saturated` of the steps since the last check had values beyond a chain's delayed scale, or a serving chain's calibrated one
 
-A switch binds the site's GEMMs to high precision. Compiled code compiles once more for all sites switched by one check, so checks that switch are counted against `max_switches`;
+A switch puts a linear back to high precision; a chain splits there, and both halves stay in FP8. Whoever captured the step in a CUDA graph must capture it again, and the event says so. Compiled code compiles once more for all sites switched by one check, so checks that switch are counted against `max_switches`;
 beyond it sites are still reported. Looking itself compiles a second variant of the model once. With several processes the counters are summed over all ranks, so that all decide alike.
 
 `state_dict` is what a checkpoint needs beside the model's: the step, the switches spent and the bindings of the sites that were switched or rebound. Load it into the guard of a
@@ -33,9 +34,12 @@ from torch import nn
 from loka.dispatch.recipe import Operands
 from loka.lowp.auto import settle
 from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.chain import Chain, chains_of
 from loka.lowp.health import BACKWARD, FIELDS, FORWARD, clear, new_health
+from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of
 from loka.lowp.scaling import Scaling
+from loka.nn.wrapping import unwrap
 from loka.records import GEMMS, DriftReport
 
 __all__ = ["Decide", "Guard", "GuardConfig", "GuardEvent"]
@@ -46,15 +50,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When to look, and what is too much. `max_error`: of a GEMM's sampled output (`loka.lowp.health`); a sound E4M3 GEMM is near 0.04."""
+    """When to look, and what is too much.
+
+    Args:
+        max_error: of a GEMM's sampled output (`loka.lowp.health`); a sound E4M3 GEMM is near 0.04, a layer of a chain, whose output is FP8 too, near 0.06.
+        every: look during one step in so many.
+        max_switches: checks that may switch something; beyond it sites are reported only.
+        max_saturated: share of the steps since the last check whose values may exceed a remembered scale.
+    """
 
     max_error: float = 0.15
     every: int = 50
     max_switches: int = 4
+    max_saturated: float = 0.2
 
     def __post_init__(self) -> None:
         if not self.max_error > 0:
             raise ValueError(f"max_error={self.max_error}: expected a positive number")
+        if not 0 <= self.max_saturated <= 1:
+            raise ValueError(f"max_saturated={self.max_saturated}: expected a share of the steps, 0 to 1")
         if self.every < 1 or self.max_switches < 0:
             raise ValueError(
                 f"every={self.every}, max_switches={self.max_switches}: expected at least 1, and not negative"
@@ -74,21 +88,61 @@ class GuardEvent:
         return f"step {self.step}: {self.site} {self.action}: {self.reason}"
 
 
+@dataclass
+class _InChain:
+    """One linear of a chain, as Guard sees it."""
+
+    chain: Chain
+    at: int
+    seen: float = 0.0  # saturated steps at the last check
+    steps: int = 0  # the guard's step at the last check
+
+    @property
+    def linear(self) -> nn.Linear:
+        return self.chain.linears[self.at]
+
+
 class Guard:
-    """Watches the converted linears of a model."""
+    """Watches the converted linears of a model, alone and in chains.
+
+    Args:
+        model: converted, wrapped or not.
+        config: when to look, and what is too much.
+        decide: asked for another binding of a single linear whose distribution has drifted.
+
+    Example:
+        >>> guard = loka.Guard(model)
+        >>> for batch in loader:
+        ...     guard.begin_step()
+        ...     train_step(model, batch)
+        ...     guard.check()
+    """
 
     def __init__(self, model: nn.Module, config: GuardConfig | None = None, *, decide: Decide | None = None) -> None:
         self.config = config or GuardConfig()
         self.decide = decide
-        self.sites: dict[str, Linear] = {linear.state.name or name: linear for name, linear in linears_of(model)}
-        if not self.sites:
+        self.model = unwrap(model)
+        self.sites: dict[str, Linear] = {linear.state.name or name: linear for name, linear in linears_of(self.model)}
+        self.chained: dict[str, _InChain] = {}
+        self._find_chained()
+        if not self.sites and not self.chained:
             raise ValueError("the model has no converted linear to guard; hint: loka.convert(model, plan) first")
         self.step = self.switches = 0
         self.events: list[GuardEvent] = []
+        self.opened: dict[str, str] = {}  # linears of chains that run in high precision now, and why
         self._drifted: dict[str, str] = {}
         self._looking = False
         self._bound: set[str] = set()  # sites that do not run what they were converted to
         self._attach()
+
+    def _find_chained(self) -> None:
+        """The linears of all chains as they are now."""
+        before = self.chained
+        self.chained = {}
+        for _, chain in chains_of(self.model):
+            for at, link in enumerate(chain.links):
+                old = before.get(link.linear)
+                self.chained[link.linear] = _InChain(chain, at, *(() if old is None else (old.seen, old.steps)))
 
     def begin_step(self) -> None:
         """Look during the step that follows, where it is due."""
@@ -96,11 +150,14 @@ class Guard:
         self._looking = self.step % self.config.every == 0
         for linear in self.sites.values():
             linear.state.watching = self._looking and linear.binding.quantized
+        for _, chain in chains_of(self.model):
+            chain.watching = self._looking
         self.step += 1
 
     def _attach(self) -> None:
         """Give every site a vector to count in; a site that was reverted has no place for one."""
         gone = [site for site, linear in self.sites.items() if not isinstance(linear, Linear)]
+        gone += [site for site, inside in self.chained.items() if not inside.chain.placed]
         if gone:
             raise ValueError(
                 f"guarded sites that are not converted any more: {', '.join(gone[:6])}; hint: make a new Guard after loka.revert and another conversion"
@@ -108,11 +165,14 @@ class Guard:
         for linear in self.sites.values():
             if linear.state.health is None:
                 linear.state.health = new_health(linear.weight.device)
+        for _, chain in chains_of(self.model):
+            if chain.health is None:
+                chain.health = [new_health(chain.static.device) for _ in chain.links]
 
     def report_drift(self, site: str, reason: str) -> None:
         """A site's distribution has shifted: ask `decide` about it at the next check."""
-        if site not in self.sites:
-            raise ValueError(f"no guarded site {site!r}; sites are {', '.join(self.sites)}")
+        if site not in self.sites and site not in self.chained:
+            raise ValueError(f"no guarded site {site!r}; sites are {', '.join((*self.sites, *self.chained))}")
         if self.decide is None:
             raise ValueError(f"{site} drifted ({reason}) and nobody can decide anew; hint: Guard(model, decide=...)")
         self._drifted[site] = reason
@@ -125,7 +185,7 @@ class Guard:
                 found.setdefault(
                     move.site, f"{move.role} {move.feature} {move.before:.3g} -> {move.after:.3g} at step {move.step}"
                 )
-        guarded = [site for site in found if site in self.sites]
+        guarded = [site for site in found if site in self.sites or site in self.chained]
         for site in guarded:
             self.report_drift(site, found[site])
         return guarded
@@ -137,6 +197,8 @@ class Guard:
         self._looking = False
         for linear in self.sites.values():
             linear.state.watching = False
+        for _, chain in chains_of(self.model):
+            chain.watching = False
         events = [self._act(site, reason, harmful) for site, (reason, harmful) in found.items()]
         events += [self._redecide(site, reason) for site, reason in self._drifted.items()]
         self._drifted.clear()
@@ -149,6 +211,8 @@ class Guard:
 
     def stop(self) -> None:
         """Stop counting; what was switched stays switched."""
+        for _, chain in chains_of(self.model):
+            chain.health, chain.watching = None, False
         for linear in self.sites.values():
             if isinstance(linear, Linear):
                 linear.state.health, linear.state.watching = None, False
@@ -158,7 +222,7 @@ class Guard:
         self._attach()
         sites = {site: self.sites[site] for site in self.sites if site in self._bound}
         bound = {site: {"binding": _spell(at.binding), "note": at.state.note} for site, at in sites.items()}
-        return {"step": self.step, "switches": self.switches, "sites": bound}
+        return {"step": self.step, "switches": self.switches, "sites": bound, "opened": dict(self.opened)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The counterpart: the sites run what they ran."""
@@ -169,6 +233,12 @@ class Guard:
             raise ValueError(
                 f"the state switched {', '.join(unknown[:6])}, which this model has not converted; guarded sites are {', '.join(self.sites)}"
             )
+        opened = state.get("opened", {})
+        if unknown := sorted(opened.keys() - self.chained.keys() - self.opened.keys()):
+            raise ValueError(f"the state opened chains at {', '.join(unknown[:6])}, which this model has not")
+        for site, note in opened.items():
+            if site in self.chained:
+                self._open(site, note)
         bindings = {site: _parse(saved["binding"]) for site, saved in state["sites"].items()}
         for site, binding in bindings.items():
             self._bind(site, binding, state["sites"][site]["note"])
@@ -176,9 +246,16 @@ class Guard:
 
     def _judge(self) -> dict[str, tuple[str, bool]]:
         """Per site with a finding: what it is, and whether high precision would help."""
+        names = [*self.sites, *self.chained]
         counted = [linear.state.health for linear in self.sites.values()]
-        device = self.sites[next(iter(self.sites))].weight.device
-        table = torch.stack([c.to(device) for c in counted if c is not None])
+        counted += [inside.chain.health[inside.at] if inside.chain.health else None for inside in self.chained.values()]
+        saturated = [count for _, chain in chains_of(self.model) for count in chain.count_saturated()]
+        device = next(c.device for c in counted if c is not None)
+        zero = torch.zeros((), device=device)
+        over = [zero] * len(self.sites) + [zero if count is None else count.to(device) for count in saturated]
+        table = torch.cat(
+            [torch.stack([c.to(device) for c in counted if c is not None]), torch.stack(over)[:, None]], 1
+        )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
         rows = table.tolist()  # the only wait for the device
@@ -186,10 +263,23 @@ class Guard:
             if c is not None:
                 clear(c)
         found = {}
-        for site, row in zip(self.sites, rows, strict=True):
-            if finding := self._find(site, row):
+        for site, (*row, beyond) in zip(names, rows, strict=True):
+            if finding := self._find(site, row) or self._find_saturated(site, beyond):
                 found[site] = finding
         return found
+
+    def _find_saturated(self, site: str, beyond: float) -> tuple[str, bool] | None:
+        inside = self.chained.get(site)
+        if inside is None:
+            return None
+        if inside.chain.frozen is not None:
+            reason = "values exceed the calibrated scale and saturate; hint: calibrate on batches like these"
+            return (reason, False) if beyond else None
+        steps, new = self.step - inside.steps, beyond - inside.seen
+        inside.seen, inside.steps = beyond, self.step
+        if steps > 1 and new > self.config.max_saturated * steps:
+            return f"values exceeded the delayed scale in {new:.0f} of {steps} steps", True
+        return None
 
     def _find(self, site: str, row: list[float]) -> tuple[str, bool] | None:
         for place, given, made in ((FORWARD, "x", "y"), (BACKWARD, "dy", "dx or dW")):
@@ -216,13 +306,31 @@ class Guard:
             return GuardEvent(self.step, site, "reported", reason)
         if self.switches >= self.config.max_switches:
             return GuardEvent(self.step, site, "capped", f"{reason}; {self.switches} switches are the limit")
-        self._bind(site, LinearBinding(), f"guard: {reason}")
-        return GuardEvent(self.step, site, "switched", reason)
+        if site in self.chained:
+            self._open(site, f"guard: {reason}")
+        else:
+            self._bind(site, LinearBinding(), f"guard: {reason}")
+        return GuardEvent(self.step, site, "switched", f"{reason}; a captured CUDA graph must be captured again")
+
+    def _open(self, site: str, note: str) -> None:
+        """Put one linear of a chain back to high precision; the chain splits."""
+        chain = self.chained[site].chain
+        for _, layer in list(interactions_of(self.model)):  # a node around a chain needs all of it
+            if any(module is chain.linears[0] for module in layer.modules()):
+                release_interaction(layer)
+        chain.split(site)
+        self.opened[site] = note
+        self._find_chained()
 
     def _redecide(self, site: str, reason: str) -> GuardEvent:
         assert self.decide is not None
         if self.switches >= self.config.max_switches:
             return GuardEvent(self.step, site, "capped", f"{reason}; {self.switches} switches are the limit")
+        if site in self.chained:  # of a chain only high precision can be asked for
+            if self.decide(site) is None:
+                return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
+            self._open(site, f"decided anew: {reason}")
+            return GuardEvent(self.step, site, "rebound", f"{reason}; in high precision now")
         binding = self.decide(site)
         if binding is None or binding == self.sites[site].binding:
             return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
