@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from loka.lowp.chain import chain_of
 from loka.lowp.linear import Linear
 
 __all__ = ["close_fast_paths", "open_fast_paths"]
@@ -40,7 +41,7 @@ def _encoders(model: nn.Module) -> Iterator[nn.TransformerEncoder]:
 def close_fast_paths(model: nn.Module) -> None:
     """Make every encoder layer with a converted linear call it."""
     for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) for m in layer.modules()):
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) or chain_of(m) is not None for m in layer.modules()):
             layer.register_forward_pre_hook(_call_every_module)
     for encoder in _encoders(model):
         if hasattr(encoder, "use_nested_tensor") and any(_has_hook(layer) for layer in encoder.layers):

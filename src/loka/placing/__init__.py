@@ -6,11 +6,13 @@ from loka.placing.conversion import (
     Scaling,
     calibrating,
     convert,
+    freeze_model,
     load_scale_state,
     refresh,
     revert,
     scale_state,
 )
+from loka.placing.everything import plan_everything
 
 __all__ = [
     "Conversion",
@@ -18,7 +20,9 @@ __all__ = [
     "Scaling",
     "calibrating",
     "convert",
+    "freeze_model",
     "load_scale_state",
+    "plan_everything",
     "refresh",
     "revert",
     "scale_state",

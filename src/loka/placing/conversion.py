@@ -45,6 +45,7 @@ __all__ = [
     "Scaling",
     "calibrating",
     "convert",
+    "freeze_model",
     "load_scale_state",
     "refresh",
     "revert",
@@ -113,7 +114,8 @@ def convert(
             share, of = low_precision_share(inner, example, bound.bindings, members), "model"
         _place(inner, bound, units, undo)
         if freeze:
-            _freeze(inner)
+            undo.callback(inner.train, inner.training)
+            freeze_model(inner)
         undo.pop_all()
     if applied:
         inner.__dict__[_MODS] = applied
@@ -194,12 +196,27 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
     close_fast_paths(model)
 
 
-def _freeze(model: nn.Module) -> None:
-    """A serving model: eval mode, quantised weights made once."""
-    model.eval().requires_grad_(False)
-    for _, chain in chains_of(model):
-        chain.freeze()
-    refresh(model)
+def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
+    """Make a converted model a serving model, in place: eval mode, no gradients, weights quantised once.
+
+    Args:
+        model: converted, wrapped or not; chains know their scales (from a plan with evidence, from training, or from `calibrating`).
+        offload: move the 16-bit weights of chains to the host, which serving does not need.
+
+    Returns:
+        How many linears run on quantised weights.
+
+    Raises:
+        ValueError: a chain has no scales yet.
+    """
+    inner = unwrap(model)
+    chains = [chain for _, chain in chains_of(inner)]
+    if unknown := [chain.name for chain in chains if not chain.primed]:
+        raise ValueError(f"no scales are known for {', '.join(unknown)}; hint: with loka.placing.calibrating(model): model(batch)")  # fmt: skip
+    inner.eval().requires_grad_(False)
+    for chain in chains:
+        chain.freeze(offload=offload)
+    return refresh(inner) + sum(len(chain.links) for chain in chains)
 
 
 def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
