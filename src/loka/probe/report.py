@@ -93,9 +93,11 @@ class Report:
         raise ValueError(f"no site {name!r}; sites are {', '.join(s.name for s in self.record.sites)}")
 
     def best(self, site: str, gemm: Gemm) -> Candidate | None:
-        """The candidate with the smallest upper bound of its error; None where nothing was measured."""
+        """The candidate with the smallest upper bound of its harm, or where no harm is known of its error; None where nothing was measured."""
         measured = [
-            (e.high, c) for c in self.site(site).candidates if c.gemm == gemm and (e := error_of(c)) is not None
+            ((c.harm.high if c.harm else math.inf, e.high), c)
+            for c in self.site(site).candidates
+            if c.gemm == gemm and (e := error_of(c)) is not None
         ]
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 

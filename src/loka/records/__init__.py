@@ -20,6 +20,7 @@ from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
     SOURCES,
+    Alarm,
     Candidate,
     Cause,
     DistributionError,
@@ -34,6 +35,7 @@ from loka.records.probe import (
     Source,
     Speed,
     TensorStats,
+    Unseen,
 )
 from loka.records.quantized import Quantized, QuantizedSite
 from loka.records.record import (
@@ -58,6 +60,7 @@ __all__ = [
     "AblationCell",
     "AblationLatency",
     "AblationRun",
+    "Alarm",
     "Analysis",
     "BundleInfo",
     "Candidate",
@@ -116,6 +119,7 @@ __all__ = [
     "SplitCheck",
     "TensorStats",
     "TowerLatency",
+    "Unseen",
     "VerdictChange",
     "append",
     "capture_environment",
