@@ -146,6 +146,9 @@ class Report:
                 f"MERE on {source} over MERE on N(0, 1): geometric mean {ratio.mean:.3f}, "
                 f"largest {ratio.largest:.3f} ({ratio.where}), {ratio.count} candidates"
             )
+        lines += [
+            f"{site.name}: {alarm.text}; what helps: {alarm.help}" for site in record.sites for alarm in site.alarms
+        ]
         if record.combined_change is not None:
             change = record.combined_change
             lines.append(

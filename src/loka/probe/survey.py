@@ -12,14 +12,15 @@ from msgspec.structs import replace
 
 from loka.dispatch import recipe_named
 from loka.measure.site import SiteTiming, Weights
-from loka.probe.cause import find_causes, operands_from
+from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
+from loka.probe.offset import find_offsets
 from loka.probe.score import GIVEN_SCALES, MARGIN, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
 from loka.probe.verdict import Allowed, judge
 from loka.probe.watch import UNKNOWN_LOSS, Watch
-from loka.records import SOURCES, Candidate, Cause, Gemm, GemmVerdict, Site, Source
+from loka.records import SOURCES, Alarm, Candidate, Cause, Gemm, GemmVerdict, Site, Source
 
 DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
 MAX_ERROR, MAX_GRADIENT_ERROR, MIN_SPEEDUP = 0.2, 0.1, 1.05
@@ -80,6 +81,7 @@ class Survey:
     def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:
         """Everything about one site, which shares the margin with so many units."""
         gemms = watch.gemms if watch.reservoir.kept else []
+        alarms = find_offsets(watch.reservoir.x) if watch.is_raw and watch.reservoir.kept else []
         candidates = [c for gemm in gemms for c in self._measure(watch, gemm)]
         return Site(
             name=watch.name,
@@ -92,12 +94,13 @@ class Survey:
             gemms=watch.gemms,
             stats=watch.describe(),
             candidates=candidates,
-            verdicts=self._judge(watch, candidates, units),
+            verdicts=self._judge(watch, candidates, units, alarms),
             covariance=watch.covariance_kind,
             groups=watch.groups,
             kept=watch.kept,
             unscored=None if any(c.harm and c.gemm == "fprop" for c in candidates) else why_unscored(watch),
             off=watch.off,
+            alarms=alarms,
         )
 
     def _measure(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
@@ -114,7 +117,9 @@ class Survey:
         )
         return timed + chain_candidates(watch, gemm)
 
-    def _judge(self, watch: Watch, candidates: Sequence[Candidate], units: int) -> list[GemmVerdict]:
+    def _judge(
+        self, watch: Watch, candidates: Sequence[Candidate], units: int, alarms: Sequence[Alarm]
+    ) -> list[GemmVerdict]:
         if not watch.gemms:
             reason = watch.off or watch.kept or "never called on a sampled step"
             return [GemmVerdict(gemm="fprop", safety="not measured", speed="not measured", reason=reason)]
@@ -126,6 +131,7 @@ class Survey:
                 stats,
                 allowed=Allowed(self.settings.margin, units, self.settings.limit(gemm)),
                 unscored=why_unscored(watch),
+                alarms=alarms if gemm != "dgrad" else (),
                 min_speedup=self.settings.min_speedup,
                 outputs=watch.n,
                 explain=lambda best: self._explain(watch, best),
@@ -143,7 +149,9 @@ class Survey:
         generator = torch.Generator().manual_seed(self._seed)
         problem = operands_from(watch, best.gemm, source, generator)
         trial = Trial(best.recipe, operands, self._engines[best.backend])
-        return find_causes(problem, trial, self.settings.limit(best.gemm))
+        causes = find_causes(problem, trial, self.settings.limit(best.gemm))
+        # Nothing of the model feeds a raw input, so there is no bias to drop.
+        return [replace(c, mod=None) if watch.is_raw and c.mod == MODS["no_bias"] else c for c in causes]
 
 
 def add_harm(watch: Watch, candidate: Candidate) -> Candidate:

@@ -14,10 +14,12 @@ about it, and how far the error falls without it. For a slow one it says where t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from loka.dispatch import error_of
 from loka.probe.cause import MODS, NAMES, OPERANDS
 from loka.probe.score import GIVEN_SCALES, share_of_margin
-from loka.records import Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
+from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
 
 MUCH_UNDERFLOW = 0.05
 PREDICTIONS = 8  # a linear with so few outputs is a prediction layer: little to gain, and the loss reads it directly
@@ -55,6 +57,7 @@ def judge(
     min_speedup: float,
     outputs: int,
     unscored: str | None = None,
+    alarms: Sequence[Alarm] = (),
     explain: Explain | None = None,
     explain_slow: ExplainSlow | None = None,
 ) -> GemmVerdict:
@@ -68,12 +71,31 @@ def judge(
         min_speedup: least speed-up over bf16.
         outputs: columns of the site.
         unscored: why there is no harm, where there is none.
+        alarms: hazards at the input, which are named whatever the verdict.
         explain: finds causes of an error.
         explain_slow: says where the time goes.
 
     Returns:
         Safety, speed and the reason.
     """
+    found = _judge(gemm, candidates, stats, allowed, min_speedup, outputs, unscored, explain, explain_slow)
+    if not alarms:
+        return found
+    named = "; ".join(f"{alarm.text}; what helps: {alarm.help}" for alarm in alarms)
+    return replace(found, reason=f"{found.reason}; {named}")
+
+
+def _judge(
+    gemm: Gemm,
+    candidates: Sequence[Candidate],
+    stats: Sequence[TensorStats],
+    allowed: Allowed,
+    min_speedup: float,
+    outputs: int,
+    unscored: str | None,
+    explain: Explain | None,
+    explain_slow: ExplainSlow | None,
+) -> GemmVerdict:
     measured = [
         (c, error)
         for c in candidates

@@ -159,6 +159,11 @@ class Watch:
         return [gemm for gemm in GEMMS if gemm not in absent]
 
     @property
+    def is_raw(self) -> bool:
+        """Whether its input comes from the data: nothing before it is trained."""
+        return not self.needs_dgrad and self.adapter.kind in ("linear", "mixed")
+
+    @property
     def _readable(self) -> bool:
         return self.adapter.weight is None or self.weight is not None
 
