@@ -205,7 +205,7 @@ def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout) -> QTensor:
     if backend == "auto" and torch.compiler.is_compiling():
         # Plain torch: the compiler joins it to what made x, which then never reaches memory in 16 bits, nor is rounded to them: some values become the
         # neighbouring FP8 number of what the eager chain has.
-        backend = "reference"
+        backend = "compiled"
     if layout.given_input:
         return quantize(x, STATIC_SPEC, scale=scale, backend=backend)
     return quantize(x, ROW_SPEC, backend=backend)

@@ -93,9 +93,11 @@ class Report:
         raise ValueError(f"no site {name!r}; sites are {', '.join(s.name for s in self.record.sites)}")
 
     def best(self, site: str, gemm: Gemm) -> Candidate | None:
-        """The candidate with the smallest upper bound of its error; None where nothing was measured."""
+        """The candidate with the smallest upper bound of its harm, or where no harm is known of its error; None where nothing was measured."""
         measured = [
-            (e.high, c) for c in self.site(site).candidates if c.gemm == gemm and (e := error_of(c)) is not None
+            ((c.harm.high if c.harm else math.inf, e.high), c)
+            for c in self.site(site).candidates
+            if c.gemm == gemm and (e := error_of(c)) is not None
         ]
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
@@ -144,6 +146,9 @@ class Report:
                 f"MERE on {source} over MERE on N(0, 1): geometric mean {ratio.mean:.3f}, "
                 f"largest {ratio.largest:.3f} ({ratio.where}), {ratio.count} candidates"
             )
+        lines += [
+            f"{site.name}: {alarm.text}; what helps: {alarm.help}" for site in record.sites for alarm in site.alarms
+        ]
         if record.combined_change is not None:
             change = record.combined_change
             lines.append(

@@ -21,6 +21,7 @@ from loka.records.plan import Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
     SOURCES,
+    Alarm,
     Candidate,
     Cause,
     DistributionError,
@@ -35,6 +36,7 @@ from loka.records.probe import (
     Source,
     Speed,
     TensorStats,
+    Unseen,
 )
 from loka.records.quantized import Quantized, QuantizedSite
 from loka.records.record import (
@@ -60,6 +62,7 @@ __all__ = [
     "AblationCell",
     "AblationLatency",
     "AblationRun",
+    "Alarm",
     "Analysis",
     "BundleInfo",
     "Candidate",
@@ -122,6 +125,7 @@ __all__ = [
     "TowerLatency",
     "UnitEvidence",
     "UnitPlan",
+    "Unseen",
     "VerdictChange",
     "append",
     "capture_environment",
