@@ -270,6 +270,7 @@ def case(name, mode, way, barrier, out):
         go = _graph(model, run, inputs, mode, facts)
         torch.cuda.synchronize()
         facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        facts["kernels"] = _profile(go)
     except Exception as error:
         facts["failed"] = f"{type(error).__name__}: {error}"[:1500]
         facts["trace"] = traceback.format_exc()[-2500:]
@@ -329,6 +330,15 @@ def _graph(model, run, inputs, mode, facts):
         step()
     graph.replay()
     return graph.replay
+
+
+def _profile(go, count=30):
+    """Microseconds by kernel in one step, the largest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        go()
+        torch.cuda.synchronize()
+    rows = sorted(profile.key_averages(), key=lambda e: -e.self_device_time_total)
+    return [[e.key[:120], e.count, round(e.self_device_time_total, 1)] for e in rows[:count]]
 
 
 def _time(go, warm, repeats):

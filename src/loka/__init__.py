@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from loka.probe import Report as Report
     from loka.ptq import quantize as quantize
     from loka.records import Plan as Plan
+    from loka.tuning import Tuned as Tuned
+    from loka.tuning import tune as tune
 
 __version__ = "0.1.0.dev0"
 
@@ -44,6 +46,8 @@ _HOMES = {
     "scale_state": "loka.placing",
     "quantize": "loka.ptq",
     "revert": "loka.placing",
+    "tune": "loka.tuning",
+    "Tuned": "loka.tuning",
 }
 _ROOMS = (
     "data",
@@ -64,6 +68,7 @@ _ROOMS = (
     "report",
     "semantic_ids",
     "training",
+    "tuning",
     "units",
 )
 
@@ -78,6 +83,7 @@ __all__ = [
     "QTensor",
     "Report",
     "Spec",
+    "Tuned",
     "__version__",
     "convert",
     "load_scale_state",
@@ -85,6 +91,7 @@ __all__ = [
     "refresh",
     "revert",
     "scale_state",
+    "tune",
 ]
 
 

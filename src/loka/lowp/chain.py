@@ -122,6 +122,7 @@ class Chain:
         delayed = self.precision.gradient == "delayed"
         self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
         self.static = torch.full((), NORMALIZED_SCALE, device=device)
+        self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
         self.placed = False
@@ -221,11 +222,23 @@ class Chain:
 
     # Running
 
+    @property
+    def input_scale(self) -> Tensor | None:
+        """The scale of x that is known before x comes; None: it is found from x."""
+        if self.bounded_input:
+            return self.static
+        return None if self.input is None else self.input.scale
+
+    def fix_input(self, amax: float) -> None:
+        """Give the input a scale for the largest magnitude that calibration saw: serving needs no pass over x to find one."""
+        self.input = AmaxState(self.scaling, self.device)
+        self.input.start_from(amax)
+
     def layout(self, dtype: torch.dtype) -> Layout:
         """The chain without its tensors."""
         types = tuple(linear.weight.dtype for linear in self.linears)
         biases = tuple(None if linear.bias is None else linear.bias.dtype for linear in self.linears)
-        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.bounded_input)  # fmt: skip
+        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None)  # fmt: skip
 
     def tensors(self) -> ChainTensors:
         """Its tensors, as they are now. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
@@ -254,7 +267,7 @@ class Chain:
             if flat.shape[0] == 0:
                 y = self.run_exactly(flat.to(dtype))
             elif self.needs_gradient(x):
-                scale = self.static if self.bounded_input else None
+                scale = self.input_scale
                 y = ChainFunction.apply(flat, scale, self.layout(dtype), *self.tensors().flatten())  # type: ignore[no-untyped-call]
             else:
                 y = self.infer(flat.detach(), dtype)
@@ -273,8 +286,7 @@ class Chain:
     def infer(self, x: Tensor | QTensor, dtype: torch.dtype) -> Tensor:
         """Without gradients, from [M, K] in high precision or quantised already."""
         layout, tensors = self.layout(dtype), self.tensors()
-        scale = self.static if self.bounded_input else None
-        a = x if isinstance(x, QTensor) else quantize_input(x, scale, layout)
+        a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout)
         y: Tensor | None = None
         for at, weight in enumerate(self._quantized_weights()):
             step = run_link(a, weight, at, layout, tensors, training=False)
@@ -396,7 +408,7 @@ class Chain:
 
     def to(self, device: torch.device) -> None:
         """Follow the parameters."""
-        for state in self.remembered:
+        for state in (*self.remembered, *([] if self.input is None else [self.input])):
             state.to(device)
         self.static = self.static.to(device)
         if self.health is not None:
@@ -414,7 +426,9 @@ class Chain:
         layout, tensors = self.layout(dtype), self.tensors()._replace(pending=(None,) * len(self.links))
         rows = sampled_rows(x.shape[0], turn)
         exact = x.index_select(0, rows)
-        scale = self.static if self.bounded_input else scale_from_amax(find_amax(x), STATIC_SPEC)
+        scale = self.input_scale
+        if scale is None:
+            scale = scale_from_amax(find_amax(x), STATIC_SPEC)
         a = quantize(
             exact, STATIC_SPEC, scale=scale
         )  # as training has it: one scale for all rows, which a huge row takes from the others

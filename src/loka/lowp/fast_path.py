@@ -41,7 +41,9 @@ def _encoders(model: nn.Module) -> Iterator[nn.TransformerEncoder]:
 def close_fast_paths(model: nn.Module) -> None:
     """Make every encoder layer with a converted linear call it."""
     for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and any(isinstance(m, Linear) or chain_of(m) is not None for m in layer.modules()):
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(
+            isinstance(m, Linear) or chain_of(m) is not None for m in layer.modules()
+        ):
             layer.register_forward_pre_hook(_call_every_module)
     for encoder in _encoders(model):
         if hasattr(encoder, "use_nested_tensor") and any(_has_hook(layer) for layer in encoder.layers):

@@ -41,10 +41,11 @@ class LinkPlan(Part, frozen=True):
 
 
 class Magnitude(Part, frozen=True):
-    """The largest magnitudes Probe saw at a linear: of its output before the activation, and of that output's gradient; first scales come from them."""
+    """The largest magnitudes that were seen at a linear: of its output before the activation, of that output's gradient, of its input; first scales come from them."""
 
     output: float
     gradient: float = 0.0
+    input: float = 0.0
 
 
 class KernelBucket(Part, frozen=True):

@@ -6,7 +6,7 @@
     units = seen.units()
 
 What a chain scales by is, for a link without a norm, the largest |output of its linear|, which bounds what the activation hands on; behind a layer or rms norm, the largest value that is
-handed on; and for the gradients, the largest |gradient of the linear's output|. Values that are not finite leave no trace.
+handed on; for the gradients, the largest |gradient of the linear's output|; and in serving, for the chain's input, the largest |input| of its first linear. Values that are not finite leave no trace.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ class Seen:
         self._units = list(units)
         self._output: dict[str, Tensor] = {}
         self._gradient: dict[str, Tensor] = {}
+        self._input: dict[str, Tensor] = {}
 
     def units(self, headroom: float = 1.0) -> list[UnitPlan]:
         """The units with their magnitudes.
@@ -47,7 +48,9 @@ class Seen:
             return headroom * float(table[name]) if name in table else 0.0
 
         return {
-            name: Magnitude(output=read(self._output, name), gradient=read(self._gradient, name))
+            name: Magnitude(
+                output=read(self._output, name), gradient=read(self._gradient, name), input=read(self._input, name)
+            )
             for name in unit.linears
             if name in self._output
         }
@@ -55,6 +58,10 @@ class Seen:
     def note_output(self, name: str, value: Tensor) -> None:
         """Raise the magnitude of a linear's output."""
         _raise(self._output, name, value)
+
+    def note_input(self, name: str, value: Tensor) -> None:
+        """Raise the magnitude of a linear's input."""
+        _raise(self._input, name, value)
 
     def note_gradient(self, name: str, value: Tensor) -> None:
         """Raise the magnitude of its gradient."""
@@ -101,6 +108,7 @@ def _last_passed(link: LinkPlan) -> str | None:
 
 def _watch_linear(seen: Seen, link: LinkPlan) -> Any:
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.note_input(link.linear, inputs[0])
         if _last_passed(link) is None:
             seen.note_output(link.linear, output)
         if output.requires_grad:

@@ -88,6 +88,9 @@ def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
     )
     chain = Chain(unit.name, parts, precision, bounded_input=unit.bounded_input)
     chain.start_from({name: (m.output, m.gradient) for name, m in unit.magnitudes.items()})
+    first = unit.magnitudes.get(unit.links[0].linear)
+    if unit.scales == "calibrated" and not unit.bounded_input and first is not None and first.input > 0:
+        chain.fix_input(first.input)
     return chain
 
 
