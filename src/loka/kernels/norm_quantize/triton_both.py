@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.activation_tile import activate_tile, slope_tile
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
 from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, nan_for_inf, pack_rows, pack_rows_checked, to_fp8
+from loka.kernels.triton_activation import activate_tile, slope_tile
 
 _NEAR = 100 << 10  # bytes of a program's rows, so that two programs fit the L1 of a multiprocessor
 # Elements of a chunk. ptxas gives forward 128 registers, two programs a multiprocessor, and backward 241, one: 32 KB in flight either way.

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.activation_tile import activate_tile, slope_tile
 from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.triton_activation import activate_tile, slope_tile
 
 LAYER, RMS, BLOCK = 0, 1, 2
 # Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.
