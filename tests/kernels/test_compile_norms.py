@@ -18,13 +18,22 @@ DIVISIBLE = {"M", "K", "stride_x", "stride_dy", "stride_q", "stride_h", "stride_
 COMMON = {"w_ptr": X, "b_ptr": X, "s_ptr": S, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "xs_ptr": S}
 FORWARD = {**COMMON, "x_ptr": X, "q_ptr": Q, "qt_ptr": "*i32", "eps": "fp32"}
 BACKWARD = {**COMMON, "dy_ptr": X, "x_ptr": X, "dx_ptr": Q, "dxt_ptr": "*i32", "dw_ptr": S, "db_ptr": S}
-TILE = {"ROWS": 16, "NORM": 0, "WEIGHT": True, "BIAS": True, "E5M2": False, "AMAX": True, "PREROUND": False}
+TILE = {
+    "ROWS": 16,
+    "NORM": 0,
+    "WEIGHT": True,
+    "BIAS": True,
+    "E5M2": False,
+    "AMAX": True,
+    "ALIGN": 16,
+    "PREROUND": False,
+}
 ROWS = {
     **COMMON, "x_ptr": Q, "r_ptr": X, "h_ptr": X, "q_ptr": Q, "y_ptr": X, "eps": "fp32",
 }  # fmt: skip
 ALONE = {
     "ROWS": 1, "WIDE": 4096, "NORM": 0, "WEIGHT": True, "BIAS": True, "RESIDUAL": False, "OUT": True, "SCALE": 0, "E5M2": False, "POW2": False,
-    "X_SCALE": 1, "AMAX": True, "FULL": False, "PREROUND": False,
+    "X_SCALE": 1, "AMAX": True, "FULL": False, "ALIGN": 16, "PREROUND": False,
 }  # fmt: skip
 
 
@@ -56,6 +65,16 @@ def test_backward_compiles_from_16_bits_and_from_fp8(activation: str, kept: str,
 def test_sixteen_bits_from_fp8_compile() -> None:
     compiled = build("_forward", ROWS, {**ALONE, "ACTIVATION": ACTIVATIONS.index("gelu_tanh")}, "triton_kernels")
     assert "satfinite" not in compiled.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "types"), [("_forward_both", FORWARD), ("_backward_both", BACKWARD)])
+def test_a_width_that_is_no_multiple_of_16_is_moved_by_vectors(name: str, types: dict[str, str]) -> None:
+    tile = {**TILE, "BK": 512, "X_SCALE": 0, "ACTIVATION": 2, "ALIGN": 8}
+    ptx = compile_kernel("norm_quantize", name, (types, tile, {"num_warps": 8}), {"stride_q"}, "triton_both").asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert re.search(r"st\.global\.v[24]\.b32", ptx)
+    assert not re.search(r"st\.global\.b8", ptx)
 
 
 def test_every_kernel_that_is_launched_is_compiled_here() -> None:

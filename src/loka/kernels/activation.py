@@ -1,4 +1,4 @@
-"""The activations our kernels know, in plain torch: their names, their values, their slopes. `activation_tile` is the same on a tile in registers.
+"""The activations our kernels know, in plain torch: their names, their values, their slopes. `triton_activation` is the same on a tile in registers.
 
     none z      relu max(z, 0)      leaky_relu max(z, 0.01 z)      tanh      sigmoid      silu z sigmoid(z)      hard_swish z clamp(z + 3, 0, 6) / 6
     gelu z Phi(z)                   gelu_tanh z sigmoid(2 u),  u = sqrt(2 / pi) (z + 0.044715 z^3)

@@ -22,7 +22,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
     "interaction": ("triton", "reference"),
-    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
+    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),

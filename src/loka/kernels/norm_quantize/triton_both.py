@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.activation_tile import activate_tile, slope_tile
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
-from loka.kernels.quantize.triton_kernels import aligned
+from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, nan_for_inf, pack_rows, pack_rows_checked, to_fp8
+from loka.kernels.triton_activation import activate_tile, slope_tile
 
 _NEAR = 100 << 10  # bytes of a program's rows, so that two programs fit the L1 of a multiprocessor
 # Elements of a chunk. ptxas gives forward 128 registers, two programs a multiprocessor, and backward 241, one: 32 KB in flight either way.
@@ -99,7 +99,7 @@ def _store_both(y0, y1, y2, y3, inv, q_ptr, qt_ptr, word, column, M, K, stride_q
     FAST: tl.constexpr = not (E5M2 or PREROUND)
     if FAST:
         y0, y1, y2, y3 = nan_for_inf(y0), nan_for_inf(y1), nan_for_inf(y2), nan_for_inf(y3)
-    wide = (column < K)[None, :]
+    wide = (column < stride_q)[None, :]  # up to the pitch, which is ours to write
     row = 4 * word
     target = q_ptr + row[:, None] * stride_q + column[None, :]
     tl.store(target, to_fp8(y0, inv, 0, E5M2, False, PREROUND, FAST), (row < M)[:, None] & wide)
@@ -123,7 +123,9 @@ def _larger_of_rows(largest, y0, y1, y2, y3):
 @triton.jit
 def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, q_ptr, qt_ptr, mean_ptr, rstd_ptr, amax_ptr, M, K, stride_x, stride_q, words, eps,
                   ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
-                  BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+                  BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
+                  PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4  # as in quantize: whole vectors
     Q: tl.constexpr = ROWS // 4
     word = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
     row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
@@ -201,7 +203,14 @@ def _gradient(xhat, dp, w, rstd, plain, product, row, column, M, K, NORM: tl.con
 def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_ptr, dx_ptr, dxt_ptr, dw_ptr, db_ptr, amax_ptr,
                    M, K, stride_dy, stride_x, stride_q, words,
                    ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
-                   BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+                   BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
+                   PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_dy, stride_x, words = (
+        K // ALIGN * ALIGN,
+        stride_dy // ALIGN * ALIGN,
+        stride_x // ALIGN * ALIGN,
+        words // 4 * 4,
+    )
     Q: tl.constexpr = ROWS // 4
     program = tl.program_id(0).to(tl.int64)
     word = program * Q + tl.arange(0, Q)
@@ -276,7 +285,7 @@ def forward_both(
     _forward_both[(triton.cdiv(m, rows),)](
         x, x_scale, weight, bias, scale, q, _as_words(q_t), mean, rstd, amax, m, k, x.stride(0), q.stride(0), q_t.stride(0) // 4, eps,
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(x_scale), dtype == torch.float8_e5m2, amax is not None,
-        INTERPRETED, **_LAUNCH,
+        alignment(x), INTERPRETED, **_LAUNCH,
     )  # fmt: skip
     return {"q": q, "q_t": q_t, "mean": mean if norm == LAYER else None, "rstd": rstd}
 
@@ -296,7 +305,7 @@ def backward_both(
         dy, h, h_scale, weight, bias, mean, rstd, scale, dx, _as_words(dx_t), dw, db, amax,
         m, k, dy.stride(0), h.stride(0), dx.stride(0), dx_t.stride(0) // 4,
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(h_scale), dtype == torch.float8_e5m2, amax is not None,
-        INTERPRETED, **_LAUNCH,
+        alignment(dy, h), INTERPRETED, **_LAUNCH,
     )  # fmt: skip
     return {
         "dx": dx,

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.activation_tile import activate_tile, slope_tile
 from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
-from loka.kernels.quantize.triton_kernels import aligned, block_scales
+from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.triton_activation import activate_tile, slope_tile
 
 LAYER, RMS, BLOCK = 0, 1, 2
 # Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.
@@ -114,7 +114,12 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
              M, K, blocks, stride_x, stride_r, stride_q, eps,
              ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_x, stride_r = (
+        K // ALIGN * ALIGN,
+        stride_x // ALIGN * ALIGN,
+        stride_r // ALIGN * ALIGN,
+    )  # as in quantize: whole vectors
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDE)
     if FULL:
@@ -151,7 +156,9 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
         raise_amax(amax_ptr, tl.max(tl.max(finite_magnitude(tl.where(inside, y, 0.0)), 1)))
     if SCALE != _UNSCALED:
         q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
-        tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, inside)
+        tl.store(
+            q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < stride_q)[None, :]
+        )
 
 
 @triton.jit
@@ -159,7 +166,13 @@ def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, d
               M, K, blocks, stride_dy, stride_h, stride_dh,
               ROWS: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
               WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-              X_SCALE: tl.constexpr, AMAX: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+              X_SCALE: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_dy, stride_h, stride_dh = (
+        K // ALIGN * ALIGN,
+        stride_dy // ALIGN * ALIGN,
+        stride_h // ALIGN * ALIGN,
+        stride_dh // ALIGN * ALIGN,
+    )
     program = tl.program_id(0)
     column = tl.arange(0, WIDE)
     dw = tl.zeros((WIDE,), tl.float32)
@@ -246,7 +259,7 @@ def forward(
     _forward[(triton.cdiv(m, rows),)](
         x, x_scale, residual, h, weight, bias, q, scale, y, mean, rstd, amax, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
         0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, alignment(x, residual), INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
     )  # fmt: skip
     return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
 
@@ -265,7 +278,7 @@ def backward(
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
         dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, INTERPRETED,
+        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), INTERPRETED,
         num_warps=4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {
