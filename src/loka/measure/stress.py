@@ -1,0 +1,275 @@
+"""Operands that show what a kernel does wrong: eight sets for a GEMM of quantised operands, six for a quantiser.
+
+Elements and scales are made apart from each other, since a kernel does not know where either came from: elements as shares v of the format's range
+(q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row, under tensor scales too, and every scale is
+different from its neighbours.
+
+    flat         all rows, columns and products of one size: whatever is missing, is missing visibly
+    spread       rows and blocks of very different size, in elements and scales: a scale read at the wrong place shows
+    heavy        Student t with two degrees of freedom: few elements carry a row
+    extreme      rows that are zero, saturated, clipped, subnormal, one element, one outlier, 2^40 and 2^-40 times the others, interleaved
+    duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements under different scales
+    constant     one row, M times: the largest group of duplicates there can be
+    saturated    every element of a at plus or minus the largest value, half of b's rows too
+    impulses     half of the rows of a hold a single element, the k-th in its turn, and half of b's: the product shows single elements of the other
+
+All signs are random. The error bounds need that: fast accumulation loses a sum of one sign linearly, which is an error of the format (`loka.probe`
+weighs it) and no defect of a kernel.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec, encode, quantize, scale_shape
+from loka.kernels.scaled_mm.call import MatmulCall
+
+MATMUL_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "constant", "saturated", "impulses")
+QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated")
+TYPICAL = 0.25  # of the format's range: the standard deviation of ordinary elements
+FAR = 40  # binary orders between an extreme row and the others
+BLOCK = 128
+EXTREMES = ("plain", "zero", "saturated", "clipped", "subnormal", "outlier", "impulse", "huge", "tiny")
+
+
+@dataclass(frozen=True)
+class OperandSet:
+    """The two operands of one GEMM; `alike` where the rows of a are equal, so that the errors of a column are not independent."""
+
+    name: str
+    a: QTensor
+    b: QTensor
+    alike: bool = False
+
+
+def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) -> OperandSet:
+    """One set of operands for a call.
+
+    Args:
+        call: shapes, Specs and output type.
+        name: one of MATMUL_SETS.
+        seed: the set is a function of call, name and seed on a kind of device.
+        device: where the operands are made.
+
+    Returns:
+        Quantised operands with values and scales that differ from those of every other set.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    left, right = (_Maker(spec, rows, call, generator) for spec, rows in ((call.a, call.m), (call.b, call.n)))
+    if name == "constant":
+        one = _Maker(call.a, 1, call, generator).make(_normal(1, call.k, generator), spread=0.5)
+        return OperandSet(name, _repeat(one, call.m), right.make(_normal(call.n, call.k, generator), spread=0.5), True)
+    return OperandSet(name, getattr(left, name)(), getattr(right, _PARTNER.get(name, name))())
+
+
+_PARTNER = {"heavy": "spread", "saturated": "half_saturated"}  # what stands opposite
+
+
+class _Maker:
+    """Makes one operand of a call."""
+
+    def __init__(self, spec: Spec, rows: int, call: MatmulCall, generator: torch.Generator) -> None:
+        self.spec, self.rows, self.k, self.generator = spec, rows, call.k, generator
+        self.far = 4 if call.out_dtype == torch.float16 else FAR
+        self.own_scales = spec.block.rows == 1
+
+    def make(self, v: Tensor, *, spread: float, rows: Tensor | None = None) -> QTensor:
+        """Elements v under scales e^(spread z) of their own, times a factor per row where rows have scales, and one for the whole."""
+        if self.spec.scale == "e4m3":  # two levels: the law's own scales
+            return quantize(v, self.spec)
+        shape, device = scale_shape(v.shape, self.spec.block), v.device
+        scale = torch.exp(spread * torch.randn(shape, generator=self.generator, device=device))
+        scale = scale * torch.exp(4 * torch.rand((), generator=self.generator, device=device) - 2)
+        if rows is not None and self.own_scales:
+            scale = scale * rows[:, None]
+        if self.spec.scale != "f32":
+            scale = torch.exp2(torch.log2(scale).round())
+        return QTensor(encode(v * self.spec.format.max, self.spec.format), scale / self._unit(), self.spec)
+
+    def _unit(self) -> float:
+        """The format's range as a power of two: values stay near 1."""
+        return 2.0 ** math.floor(math.log2(self.spec.format.max))
+
+    def flat(self) -> QTensor:
+        return self.make(_normal(self.rows, self.k, self.generator), spread=0.25)
+
+    def spread(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        if not self.own_scales:  # rows share a scale: what differs is their elements
+            v = v * torch.exp2(-6 * self._uniform(self.rows))[:, None]
+        return self.make(v, spread=1.0, rows=torch.exp(2 * self._uniform(self.rows) - 1))
+
+    def heavy(self) -> QTensor:
+        return self.make(heavy_tails(self.rows, self.k, self.generator), spread=0.5)
+
+    def extreme(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        factors = torch.ones(self.rows, device=v.device)
+        kinds = torch.randint(2 * len(EXTREMES), (self.rows,), generator=self.generator, device=v.device)
+        for number, kind in enumerate(EXTREMES):  # half of the rows stay plain
+            at = (kinds == number).nonzero().flatten()
+            if kind in ("huge", "tiny"):
+                factors[at] = 2.0 ** (self.far if kind == "huge" else -self.far)
+            elif len(at):
+                v[at] = self._extreme_rows(kind, v[at])
+        return self.make(v, spread=0.5, rows=factors)
+
+    def _extreme_rows(self, kind: str, v: Tensor) -> Tensor:
+        if kind == "zero":
+            return torch.zeros_like(v)
+        if kind == "saturated":
+            return v.sign()
+        if kind == "clipped":
+            return 8 * v
+        if kind == "subnormal":
+            return v * self._subnormal()
+        if kind in ("outlier", "impulse"):
+            rest = torch.zeros_like(v) if kind == "impulse" else v * self._subnormal()
+            return _with_impulses(rest, self.generator)
+        return v
+
+    def _subnormal(self) -> float:
+        """A factor that leaves ordinary elements a few of the format's smallest steps."""
+        form = self.spec.format
+        return 8 * form.smallest_subnormal / (TYPICAL * form.max) if not form.is_integer else 8 / form.max
+
+    def duplicates(self) -> QTensor:
+        index, twice = duplicate_rows(self.rows, self.generator, device=self.generator.device)
+        v = _normal(self.rows, self.k, self.generator)
+        q = self.make(v, spread=0.75)
+        if self.spec.scale == "e4m3":
+            return quantize(v[index], self.spec)
+        data = _bytes(q.data)[index].view(q.data.dtype)
+        scale = q.scale
+        if self.own_scales:
+            scale = scale[index] * torch.where(twice, 2.0, 1.0)[:, None]
+        return QTensor(data, scale.contiguous(), self.spec)
+
+    def saturated(self) -> QTensor:
+        return self.make(_normal(self.rows, self.k, self.generator).sign(), spread=0.5)
+
+    def half_saturated(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        full = self._uniform(self.rows) < 0.5
+        return self.make(torch.where(full[:, None], v.sign(), v), spread=0.5)
+
+    def impulses(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        alone = _with_impulses(torch.zeros_like(v), self.generator)
+        half = self._uniform(self.rows) < 0.5
+        return self.make(torch.where(half[:, None], alone, v), spread=0.5)
+
+    def _uniform(self, count: int) -> Tensor:
+        return torch.rand(count, generator=self.generator, device=self.generator.device)
+
+
+def _normal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    return TYPICAL * torch.randn(rows, cols, generator=generator, device=generator.device)
+
+
+def heavy_tails(rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    """Student t with two degrees of freedom, in shares of the range."""
+    z = torch.randn(3, rows, cols, generator=generator, device=generator.device)
+    return 0.1 * z[0] / (z[1].square() + z[2].square()).mul(0.5).sqrt().clamp(min=1e-3)
+
+
+def _with_impulses(rest: Tensor, generator: torch.Generator) -> Tensor:
+    """One element of full size, of random sign, in each row: all columns in turn, in random order."""
+    rows, cols = rest.shape
+    if not rows or not cols:
+        return rest
+    order = torch.randperm(cols, generator=generator, device=rest.device)
+    at = order.repeat(-(-rows // cols))[:rows]
+    signs = 2.0 * torch.randint(2, (rows,), generator=generator, device=rest.device) - 1
+    return rest.scatter(1, at[:, None], signs[:, None])
+
+
+def duplicate_rows(rows: int, generator: torch.Generator, *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which row each row repeats, and which repeats are under twice the scale.
+
+    A third of the rows repeat others: pairs at distances 1, 2, 4, ... and from the first to the last row, small groups, and one group over all rows.
+    """
+    index = torch.arange(rows, device=device)
+    if rows < 2:
+        return index, torch.zeros(rows, dtype=torch.bool, device=device)
+    places = torch.randint(rows, (3, rows), generator=generator, device=device)
+    repeats = torch.rand(rows, generator=generator, device=device) < 0.3
+    pool = torch.where(places[1] % 2 == 0, places[0] % max(1, rows // 16), places[2][0].expand(rows))
+    index = torch.where(repeats, pool, index)
+    distance = 1
+    while distance < rows:  # later pairs may undo earlier ones: there are many
+        start = int(places[1][distance % rows]) % (rows - distance)
+        index[start + distance] = index[start]
+        distance *= 2
+    index[rows - 1] = index[0]
+    twice = (index != torch.arange(rows, device=device)) & (places[2] % 4 == 0)
+    return index, twice
+
+
+def _repeat(one: QTensor, rows: int) -> QTensor:
+    """A single row as a whole operand."""
+    shape = (rows, one.shape[1])
+    data = _bytes(one.data).expand(shape).contiguous().view(one.data.dtype)
+    grid = scale_shape(shape, one.spec.block)
+    scale = one.scale if not grid else one.scale.expand(grid).contiguous()
+    return QTensor(data, scale, one.spec, one.tensor_scale)
+
+
+def _bytes(data: Tensor) -> Tensor:
+    """8-bit floats as bytes: torch does not index, expand and compare all of them."""
+    return data.view(torch.uint8) if data.element_size() == 1 else data
+
+
+def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An input for a quantiser.
+
+    Args:
+        name: one of QUANTIZE_SETS; the kinds of the module's table, in the values themselves. The extreme one has a NaN.
+        rows, cols: shape of the input.
+        seed: the set is a function of all arguments on a kind of device.
+        dtype: of the input.
+        device: where it is made.
+
+    Returns:
+        x [rows, cols].
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator, device=device)
+    factor = torch.exp(4 * torch.rand((), generator=generator, device=device) - 2)
+    if name == "spread":
+        x = x * torch.exp(2 * torch.randn(rows, 1, generator=generator, device=device))
+        x = (
+            x
+            * torch.exp(torch.randn(1, -(-cols // BLOCK), generator=generator, device=device)).repeat_interleave(
+                BLOCK, 1
+            )[:, :cols]
+        )
+    elif name == "heavy":
+        x = heavy_tails(rows, cols, generator)
+    elif name == "extreme":
+        x = _extreme_values(x, 4 if dtype == torch.float16 else FAR, generator)
+    elif name == "duplicates":
+        index, twice = duplicate_rows(rows, generator, device=device)
+        x = x[index] * torch.where(twice, 2.0, 1.0)[:, None]
+    elif name == "saturated":
+        x = x.sign() * (1 + torch.randint(2, (rows, 1), generator=generator, device=device))
+    return (factor * x).to(dtype)
+
+
+def _extreme_values(x: Tensor, far: int, generator: torch.Generator) -> Tensor:
+    rows, cols = x.shape
+    kinds = torch.randint(12, (rows, 1), generator=generator, device=x.device)
+    steps = torch.exp2(
+        -24 * torch.rand(rows, cols, generator=generator, device=x.device)
+    )  # down to the subnormals and below
+    x = torch.where(kinds == 0, torch.zeros_like(x), x)
+    x = torch.where(kinds == 1, x * 2.0**far, x)
+    x = torch.where(kinds == 2, x * 2.0**-far, x)
+    x = torch.where(kinds == 3, _with_impulses(x * 2.0**-12, generator), x)
+    x = torch.where((kinds == 4) | (kinds == 5), _with_impulses(x * steps, generator), x)
+    x = torch.where(kinds == 6, (8 * x).round() / 8, x)  # ties
+    if rows and cols:
+        x[rows // 2, cols // 2] = torch.nan
+    return x
