@@ -2,7 +2,7 @@
 
     judge_backend("scaled_mm", registry.backend("scaled_mm", "triton"), call, device)      ok, or the reason why not
 
-A GEMM runs on the eight operand sets of `stress`, a quantiser on its six, every other op on the distributions of `inputs` through its benchmark's adapter.
+A GEMM runs on the ten operand sets of `stress`, a quantiser on its six, every other op on the distributions of `inputs` through its benchmark's adapter.
 Each set is run in four rounds, and between two calls on the same operands the others are run:
 
     1  fresh operands; the memory the allocator will hand out is full of NaN
@@ -14,7 +14,7 @@ The first result of a set is compared with the law, element by element (`compari
 differ: a kernel may add in another order each time, but must be right each time. Results must be new memory, operands must stay as they were. A
 backend may raise on an odd address or stride, which is an honest no; it may not be wrong there.
 
-32 calls find a fault that hits a call with probability p with probability 1 - (1 - p)^32: 0.999 at p = 0.2, 0.97 at 0.1, 0.27 at 0.01. Rarer faults are out
+40 calls find a fault that hits a call with probability p with probability 1 - (1 - p)^40: 0.9998 at p = 0.2, 0.985 at 0.1, 0.33 at 0.01. Rarer faults are out
 of reach of any test that ends. A quantiser's 24 calls: 0.995 at p = 0.2.
 
 Answers are kept for the life of the process: the same backend on the same call is judged once. The law itself (the reference backend, unless somebody

@@ -1,4 +1,4 @@
-"""Operands that show what a kernel does wrong: eight sets for a GEMM of quantised operands, six for a quantiser.
+"""Operands that show what a kernel does wrong: ten sets for a GEMM of quantised operands, six for a quantiser.
 
 Elements and scales are made apart from each other, since a kernel does not know where either came from: elements as shares v of the format's range
 (q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row, under tensor scales too, and every scale is
@@ -10,6 +10,8 @@ different from its neighbours.
     extreme      rows that are zero, saturated, clipped, subnormal, one element, one outlier, 2^40 and 2^-40 times the others, interleaved
     duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements under different scales
     constant     one row, M times: the largest group of duplicates there can be
+    huge         all rows of a 2^20 to 2^40 times their size
+    tiny         all elements of a among the format's smallest, under scales 2^-20 to 2^-40 of theirs; half of b's rows as well
     saturated    every element of a at plus or minus the largest value, half of b's rows too
     impulses     half of the rows of a hold a single element, the k-th in its turn, and half of b's: the product shows single elements of the other
 
@@ -18,7 +20,7 @@ weighs it) and no defect of a kernel.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch import Tensor
 from loka.formats import QTensor, Spec, encode, quantize, scale_shape
 from loka.kernels.scaled_mm.call import MatmulCall
 
-MATMUL_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "constant", "saturated", "impulses")
+MATMUL_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "constant", "huge", "tiny", "saturated", "impulses")
 QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated")
 TYPICAL = 0.25  # of the format's range: the standard deviation of ordinary elements
 FAR = 40  # binary orders between an extreme row and the others
@@ -64,7 +66,7 @@ def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) 
     return OperandSet(name, getattr(left, name)(), getattr(right, _PARTNER.get(name, name))())
 
 
-_PARTNER = {"heavy": "spread", "saturated": "half_saturated"}  # what stands opposite
+_PARTNER = {"heavy": "spread", "huge": "flat", "tiny": "half_subnormal", "saturated": "half_saturated"}  # what stands opposite
 
 
 class _Maker:
@@ -146,6 +148,26 @@ class _Maker:
         if self.own_scales:
             scale = scale[index] * torch.where(twice, 2.0, 1.0)[:, None]
         return QTensor(data, scale.contiguous(), self.spec)
+
+    def huge(self) -> QTensor:
+        return self._far(self.make(_normal(self.rows, self.k, self.generator), spread=0.5), 1)
+
+    def tiny(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator) * self._subnormal()
+        return self._far(self.make(v, spread=0.5), -1)
+
+    def _far(self, q: QTensor, sign: int) -> QTensor:
+        """Scales 2^20 to 2^40 times themselves, or that much smaller; one factor where rows share a scale."""
+        if self.spec.scale == "e4m3":
+            return q
+        exponent = (self.far * (1 + self._uniform(self.rows if self.own_scales else 1)) / 2).round()
+        factor = torch.exp2(sign * exponent)
+        return replace(q, scale=q.scale * (factor[:, None] if self.own_scales else factor[0]))
+
+    def half_subnormal(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        small = self._uniform(self.rows) < 0.5
+        return self.make(torch.where(small[:, None], v * self._subnormal(), v), spread=0.5)
 
     def saturated(self) -> QTensor:
         return self.make(_normal(self.rows, self.k, self.generator).sign(), spread=0.5)
