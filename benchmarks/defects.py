@@ -90,7 +90,13 @@ def judge_correct(seed: int, index: int, limits: tuple[int, int, int]) -> dict[s
     family, text, kernel = draw_correct(rng, call)
     verdict = judge_backend("scaled_mm", kernel, call, "cpu")
     forget_answers()
-    row = {"index": index, "family": family, "call": str(call), "refused": not verdict.ok, "share": verdict.error / verdict.tolerance}
+    row = {
+        "index": index,
+        "family": family,
+        "call": str(call),
+        "refused": not verdict.ok,
+        "share": verdict.error / verdict.tolerance,
+    }
     seconds = round(time.monotonic() - begin, 2)
     return row | {"seconds": seconds} | ({} if verdict.ok else {"kernel": text, "reason": verdict.reason})
 
@@ -165,7 +171,9 @@ def load(path: Path | None, options: argparse.Namespace) -> dict[str, list[dict[
         return {kind: [] for kind in JUDGES}
     content = json.loads(path.read_text())
     if content["seed"] != options.seed or tuple(content["limits"]) != tuple(options.limits):
-        raise SystemExit(f"{path} holds seed {content['seed']} at {content['limits']}; hint: another --out, or remove it")
+        raise SystemExit(
+            f"{path} holds seed {content['seed']} at {content['limits']}; hint: another --out, or remove it"
+        )
     return {kind: content[kind] for kind in JUDGES}
 
 

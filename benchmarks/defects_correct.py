@@ -17,7 +17,7 @@ from loka.kernels.prepared import laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 
 BITS = 13  # below the largest term: what Hopper keeps of a sum
-EMULATED = 1 << 23  # elements of partial sums that an emulation of tensor cores may take in a call
+EMULATED = 1 << 21  # elements of partial sums that an emulation of tensor cores may take in a call
 Adder = Callable[[Tensor, Tensor, random.Random], Tensor]
 
 
@@ -105,7 +105,9 @@ class Correct(Kernel):
         total = torch.zeros(len(left), len(right))
         for start in range(0, a.shape[1], width):
             part = slice(start, start + width)
-            total = total + self.add(left[:, part], right[:, part], self.rng) * of_a[:, start, None] * of_b[None, :, start]
+            total = (
+                total + self.add(left[:, part], right[:, part], self.rng) * of_a[:, start, None] * of_b[None, :, start]
+            )
         return total
 
 

@@ -8,6 +8,7 @@ up to the true shape. A draw counts as a defect only if it changes the result be
 Otherwise it is a correct kernel with an odd habit, and another one is drawn.
 """
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,7 +70,12 @@ def plain(call: MatmulCall, seed: int, *, spread: float = 0.0) -> Pair:
         x = torch.randn(rows, call.k, generator=generator)
         x = x * torch.exp(spread * torch.randn(rows, 1, generator=generator))
         if spread:
-            x = x * torch.exp(spread * torch.randn(1, -(-call.k // 128), generator=generator)).repeat_interleave(128, 1)[:, : call.k]
+            x = (
+                x
+                * torch.exp(spread * torch.randn(1, -(-call.k // 128), generator=generator)).repeat_interleave(128, 1)[
+                    :, : call.k
+                ]
+            )
         return quantize(x, spec)
 
     return one(call.m, call.a), one(call.n, call.b)
@@ -140,7 +146,9 @@ def show_subnormal(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[Tensor,
     """Elements of a few of the format's smallest steps."""
     a, b = plain(call, seed)
     form = a.spec.format
-    small = (decode(a.data, form) / form.max * 7 * form.smallest_subnormal * 4).clamp(-7 * form.smallest_subnormal, 7 * form.smallest_subnormal)
+    small = (decode(a.data, form) / form.max * 7 * form.smallest_subnormal * 4).clamp(
+        -7 * form.smallest_subnormal, 7 * form.smallest_subnormal
+    )
     pair = replace(a, data=small.to(a.data.dtype)), b
     return once(kernel, call, pair), pair
 
@@ -158,6 +166,27 @@ def show_giant_row(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[Tensor,
     scale = a.scale.clone()
     scale[::3] *= 2.0**20
     pair = replace(a, scale=scale), b
+    return once(kernel, call, pair), pair
+
+
+def show_zero_rows(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[Tensor, Pair]:
+    """No element of a but zero."""
+    a, b = plain(call, seed)
+    pair = replace(a, data=torch.zeros_like(a.data.view(torch.uint8)).view(a.data.dtype)), b
+    return once(kernel, call, pair), pair
+
+
+def show_nearly_the_same(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[Tensor, Pair]:
+    """After a call that differed in the last rows of a and b alone."""
+    a, b = plain(call, seed)
+    once(kernel, call, (a, b))
+
+    def changed(q: QTensor) -> QTensor:
+        codes = q.data.view(torch.uint8).clone()
+        codes[-1] ^= 0x80
+        return replace(q, data=codes.view(q.data.dtype))
+
+    pair = changed(a), changed(b)
     return once(kernel, call, pair), pair
 
 
@@ -289,7 +318,11 @@ def wrapped_scale(rng: random.Random, call: MatmulCall) -> Draw:
     spec, rows = (call.a, call.m) if of_a else (call.b, call.n)
     high = -(-rows // max(spec.block.rows, 1))
     wide = 1 if spec.block.cols == -1 else -(-call.k // spec.block.cols)
-    ways = ["wrap", "shift", "first", "transposed", "one dropped", "clamp"] if high > 1 else ["shift along K", "last block"]
+    ways = (
+        ["wrap", "shift", "first", "transposed", "one dropped", "clamp"]
+        if high > 1
+        else ["shift along K", "last block"]
+    )
     if wide > 1:
         ways += ["shift along K", "last block"]
     way, at, by = rng.choice(ways), rng.randrange(1, max(high, 2)), rng.randrange(1, 9)
@@ -316,7 +349,9 @@ def wrapped_scale(rng: random.Random, call: MatmulCall) -> Draw:
 
     class Misread(Kernel):
         def operands(self, a: QTensor, b: QTensor) -> tuple[Tensor, Tensor]:
-            return _expanded(a, misread(a.scale) if of_a else a.scale), _expanded(b, b.scale if of_a else misread(b.scale))
+            return _expanded(a, misread(a.scale) if of_a else a.scale), _expanded(
+                b, b.scale if of_a else misread(b.scale)
+            )
 
     return Draw("wrapped scales", f"scales of {'a' if of_a else 'b'}: {way} at {at} by {by}", Misread, show_spread)
 
@@ -355,8 +390,10 @@ def stale_scale(rng: random.Random, call: MatmulCall) -> Draw:
 
 
 def duplicates(rng: random.Random, call: MatmulCall) -> Draw:
-    distance, group = rng.randrange(1, max(call.m // 2, 2)), rng.randrange(2, max(call.m // 2, 3))
+    least = min(call.m, call.n)
+    distance, group = rng.randrange(1, max(least // 2, 2)), rng.randrange(2, max(least // 2, 3))
     way = rng.choice(("any", "adjacent", "far", "many", "scale of the first"))
+    of_b = way != "scale of the first" and rng.random() < 0.3
     effect_name, effect = draw_effect(rng)
     if effect_name in ("its first row", "flipped") or "rolled" in effect_name:
         effect_name, effect = "zeros", lambda part, whole: torch.zeros_like(part)
@@ -364,10 +401,14 @@ def duplicates(rng: random.Random, call: MatmulCall) -> Draw:
     class Duplicates(Kernel):
         def product(self, a: QTensor, b: QTensor) -> Tensor:
             out = super().product(a, b)
+            if of_b:
+                a, b, out = b, a, out.T.contiguous()
             key = torch.randn(a.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
             hashed = (a.data.view(torch.uint8).double() @ key).round(decimals=6)
             _, group_of = torch.unique(hashed, dim=0, return_inverse=True)
-            first = torch.full((int(group_of.max()) + 1,), call.m).scatter_reduce(0, group_of, torch.arange(len(out)), "amin")[group_of]
+            first = torch.full((int(group_of.max()) + 1,), len(out)).scatter_reduce(
+                0, group_of, torch.arange(len(out)), "amin"
+            )[group_of]
             again = first < torch.arange(len(out))
             if way == "adjacent":
                 again[1:] &= group_of[1:] == group_of[:-1]
@@ -379,10 +420,10 @@ def duplicates(rng: random.Random, call: MatmulCall) -> Draw:
                 return _expanded(a, a.scale[first]) @ b.dequantize().T
             if bool(again.any()):
                 out[again] = effect(out[again], out)
-            return out
+            return out.T.contiguous() if of_b else out
 
     by_codes = way == "scale of the first" and call.a.block.rows == 1
-    text = f"rows seen before ({way}, distance {distance}, group {group}): {effect_name}"
+    text = f"rows of {'b' if of_b else 'a'} seen before ({way}, distance {distance}, group {group}): {effect_name}"
     return Draw("duplicates", text, Duplicates, show_codes if by_codes else show_copies)
 
 
@@ -440,7 +481,7 @@ def uninitialised(rng: random.Random, call: MatmulCall) -> Draw:
             return out
 
     def show(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[Tensor, Pair]:
-        out, pair = show_plain(kernel, call, seed)
+        show_plain(kernel, call, seed)
         pair = plain(call, seed + 1)
         blocks = [torch.full((call.m, call.n), 1e4).to(call.out_dtype) for _ in range(4)]
         del blocks
@@ -473,7 +514,9 @@ def misaligned(rng: random.Random, call: MatmulCall) -> Draw:
             }[way]  # fmt: skip
             return Struck((slice(row, None), slice(None)), effect).spoil(out) if off else out
 
-    return Draw("alignment", f"{which}'s {way} against {align}, rows from {row}: {name}", Misaligned, show_moved(1, 1, 1))
+    return Draw(
+        "alignment", f"{which}'s {way} against {align}, rows from {row}: {name}", Misaligned, show_moved(1, 1, 1)
+    )
 
 
 def saturation(rng: random.Random, call: MatmulCall) -> Draw:
@@ -491,10 +534,14 @@ def saturation(rng: random.Random, call: MatmulCall) -> Draw:
             at = (elements.abs() == top) & ((elements.sign() == sign) | (sign == 0))
             at[:row] = False
             at[:, :k] = False
-            spoiled = torch.where(at, elements + by * elements.sign(), elements) * expand_scale(q.scale, q.shape, q.spec.block)
+            spoiled = torch.where(at, elements + by * elements.sign(), elements) * expand_scale(
+                q.scale, q.shape, q.spec.block
+            )
             return (spoiled, b.dequantize()) if which == "a" else (a.dequantize(), spoiled)
 
-    return Draw("saturation", f"{which}'s largest codes ({sign}) off by {by}, from [{row}, {k}]", Saturation, show_saturated)
+    return Draw(
+        "saturation", f"{which}'s largest codes ({sign}) off by {by}, from [{row}, {k}]", Saturation, show_saturated
+    )
 
 
 def subnormals(rng: random.Random, call: MatmulCall) -> Draw:
@@ -505,7 +552,9 @@ def subnormals(rng: random.Random, call: MatmulCall) -> Draw:
             elements = decode(a.data, a.spec.format)
             small = elements.abs() < (2.0**-6 if a.spec.format == E4M3 else 2.0**-14)
             small[:row] = False
-            return torch.where(small, keep * elements, elements) * expand_scale(a.scale, a.shape, a.spec.block), b.dequantize()
+            return torch.where(small, keep * elements, elements) * expand_scale(
+                a.scale, a.shape, a.spec.block
+            ), b.dequantize()
 
     return Draw("subnormals", f"subnormals of a times {keep} from row {row}", Flushed, show_subnormal)
 
@@ -549,23 +598,112 @@ def shared_exponent(rng: random.Random, call: MatmulCall) -> Draw:
                 parts.append((part / grid).round() * grid)
             return torch.cat(parts)
 
-    return Draw("shared exponents", f"{height} rows share an exponent with {bits} bits", Shared, show_giant_row if call.a.block.rows == 1 else show_spread)
+    return Draw(
+        "shared exponents",
+        f"{height} rows share an exponent with {bits} bits",
+        Shared,
+        show_giant_row if call.a.block.rows == 1 else show_spread,
+    )
+
+
+def remembered(rng: random.Random, call: MatmulCall) -> Draw:
+    part = rng.choice(("the first row of a", "the first element of both", "the shape"))
+
+    class Remembered(Kernel):
+        def __init__(self) -> None:
+            self.kept: dict[object, Tensor] = {}
+
+        def product(self, a: QTensor, b: QTensor) -> Tensor:
+            row, other = (q.data.view(torch.uint8)[0].tolist() for q in (a, b))
+            key = {
+                "the first row of a": (tuple(row), float(a.scale.flatten()[0])),
+                "the first element of both": (
+                    row[0],
+                    other[0],
+                    float(a.scale.flatten()[0]),
+                    float(b.scale.flatten()[0]),
+                ),
+                "the shape": (a.shape, b.shape),
+            }[part]
+            return self.kept.setdefault(key, super().product(a, b)).clone()
+
+    return Draw("remembered", f"results are remembered by {part}", Remembered, show_nearly_the_same)
+
+
+def one_code(rng: random.Random, call: MatmulCall) -> Draw:
+    code = rng.randrange(1, 0x7E if call.a.format == E4M3 else 0x7B) | rng.choice((0, 0x80))
+    by = rng.choice((1, -1))
+    which = "a" if call.a.format == E4M3 and rng.random() < 0.5 else "b"
+    code = min(code, 0xFD) if which == "b" else code
+
+    class Misread(Kernel):
+        def operands(self, a: QTensor, b: QTensor) -> tuple[Tensor, Tensor]:
+            q = a if which == "a" else b
+            codes = q.data.view(torch.uint8).clone()
+            codes[codes == code] = code + by
+            spoiled = replace(q, data=codes.view(q.data.dtype)).dequantize()
+            return (spoiled, b.dequantize()) if which == "a" else (a.dequantize(), spoiled)
+
+    return Draw("one code", f"code {code:#x} of {which} is read as {code + by:#x}", Misread, show_plain)
+
+
+def zero_rows(rng: random.Random, call: MatmulCall) -> Draw:
+    row, value = rng.randrange(call.m), rng.choice((torch.nan, 1.0, torch.inf))
+
+    class Zero(Kernel):
+        def product(self, a: QTensor, b: QTensor) -> Tensor:
+            out = super().product(a, b)
+            empty = (decode(a.data, a.spec.format) == 0).all(1)
+            empty[:row] = False
+            return torch.where(empty[:, None], value, out)
+
+    return Draw("zero rows", f"rows of zeros give {value} from row {row}", Zero, show_zero_rows)
+
+
+def truncated(rng: random.Random, call: MatmulCall) -> Draw:
+    row = rng.randrange(call.m)
+
+    class Truncated(Kernel):
+        def run(self, a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+            out = self.product(a, b)
+            cut = (out.view(torch.int32) & ~0xFFFF).view(torch.float32)
+            return torch.cat([out[:row], cut[row:]]).to(out_dtype)
+
+    return Draw("truncated", f"results cut to 8 bits instead of rounded from row {row}", Truncated, show_plain)
+
+
+def returned_buffer(rng: random.Random, call: MatmulCall) -> Draw:
+    class Buffer(Kernel):
+        def __init__(self) -> None:
+            self.out: Tensor | None = None
+
+        def run(self, a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+            right = self.product(a, b).to(out_dtype)
+            self.out = right if self.out is None or self.out.shape != right.shape else self.out.copy_(right)
+            return self.out
+
+    def show(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[Tensor, Pair]:
+        out, pair = show_plain(kernel, call, seed)
+        show_plain(kernel, call, seed + 1)
+        return out, pair
+
+    return Draw("one buffer", "every result is returned in the same memory", Buffer, show)
 
 
 FAMILIES: tuple[Callable[[random.Random, MatmulCall], Draw], ...] = (
     rows_beyond, column_block, tile, swapped, k_part, wrapped_scale, stale_scale, duplicates, race, uninitialised, misaligned,
-    saturation, subnormals, precision, overflow, shared_exponent,
+    saturation, subnormals, precision, overflow, shared_exponent, remembered, one_code, zero_rows, truncated, returned_buffer,
 )  # fmt: skip
 
 
 def draw_call(rng: random.Random, limits: tuple[int, int, int]) -> MatmulCall:
-    """A shape up to the limits (one in ten at them), spread evenly over sizes; half of the widths are multiples of 16, Specs and types of any kind."""
+    """A shape up to the limits (one in fifty at them), spread evenly over sizes; half of the widths are multiples of 16, Specs and types of any kind."""
 
     def size(limit: int) -> int:
-        value = min(limit, int(2 ** rng.uniform(3, 1 + limit.bit_length() - 1)))
+        value = min(limit, int(2 ** rng.uniform(3, math.log2(limit) + 0.2)))
         return max(16, value // 16 * 16) if rng.random() < 0.5 else max(2, value)
 
-    shape = limits if rng.random() < 0.1 else (size(limits[0]), size(limits[1]), size(limits[2]))
+    shape = limits if rng.random() < 0.02 else (size(limits[0]), size(limits[1]), size(limits[2]))
     a, b = rng.choice(SPECS)
     dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float32))
     return MatmulCall(*shape, Spec.parse(a), Spec.parse(b), dtype, rng.random() < 0.5)

@@ -103,7 +103,9 @@ def draw_quantizer(rng: random.Random, rows: int, cols: int, spec: Spec) -> Quan
         return _with(q, out)
 
     def moved(x: Tensor, spec: Spec) -> QTensor:
-        return quantize_by_law(x.flip(0), spec) if x.data_ptr() % 16 or not x.is_contiguous() else quantize_by_law(x, spec)
+        return (
+            quantize_by_law(x.flip(0), spec) if x.data_ptr() % 16 or not x.is_contiguous() else quantize_by_law(x, spec)
+        )
 
     def shifted(number: int) -> list[Tensor]:
         return [torch.zeros(rows * cols + 1)[1:].view(rows, cols).copy_(normal(number))]
@@ -123,7 +125,11 @@ def draw_quantizer(rng: random.Random, rows: int, cols: int, spec: Spec) -> Quan
         "subnormals": ("flushed", lambda: flush, tiny),
         "rounding": (f"towards zero from row {row}", lambda: truncate, uneven),
         "stale scales": ("of the call before", Stale, uneven),
-        "races": (f"one element with probability {chance:.2f}", Race, lambda number: [normal(number + i) for i in range(40)]),
+        "races": (
+            f"one element with probability {chance:.2f}",
+            Race,
+            lambda number: [normal(number + i) for i in range(40)],
+        ),
         "uninitialised": (f"rows from {row} unwritten", lambda: unwritten, uneven),
         "alignment": ("rows flipped at odd addresses", lambda: moved, shifted),
     }
@@ -136,7 +142,9 @@ def spoils(quantizer: Quantizer, inputs: list[Tensor], spec: Spec) -> bool:
     """Whether any of the results differs from the law's."""
     for x in inputs:
         q, law = quantizer(x, spec), quantize_by_law(x, spec)
-        same = torch.equal(q.data.float().nan_to_num(-1e6), law.data.float().nan_to_num(-1e6)) and torch.equal(q.scale, law.scale)
+        same = torch.equal(q.data.float().nan_to_num(-1e6), law.data.float().nan_to_num(-1e6)) and torch.equal(
+            q.scale, law.scale
+        )
         if not same:
             return True
     return False

@@ -108,7 +108,7 @@ def compare_product(
         exact: the operands' exact product.
         allowed: what adding up may lose, as a share of T (`conformance.accumulation_error`).
         dtype: the type the result must have.
-        alike: the rows of a are equal: the errors of a column are one error, and only rows and elements are looked at.
+        alike: most rows are equal, and so are their errors: only single elements are looked at.
 
     Returns:
         The verdict; `error` is the worst look over its allowance, comparable with `tolerance`.
@@ -178,17 +178,16 @@ def _looks(squares: Tensor, start: int, alike: bool) -> Iterator[tuple[float, st
     row, column = index // squares.shape[1], index % squares.shape[1]
     element = math.sqrt(float(squares[row, column])) / ELEMENT_ALLOWANCE
     yield element, f"element [{start + row}, {column}]"
+    if alike:
+        return
     width, height = squares.shape[1], squares.shape[0]
     means = squares.mean(dim=1, dtype=torch.float64).sqrt() / _allowance(width)
     yield float(means.amax()), f"row {start + int(means.argmax())}"
-    across = _pool(squares, 1, STRIP)
-    yield _worst(across, (height, width), (1, STRIP), start)
-    if alike:
-        return
+    yield _worst(_pool(squares, 1, STRIP), (height, width), (1, STRIP), start)
+    yield _worst(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
     tiles = _pool(squares, TILE, TILE)
     yield _worst(tiles, (height, width), (TILE, TILE), start)
     yield _worst(_pool(tiles, STRIP // TILE, STRIP // TILE), (height, width), (STRIP, STRIP), start)
-    yield _worst(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
 
 
 def _columns(sums: Tensor, rows: int) -> Iterator[tuple[float, str]]:

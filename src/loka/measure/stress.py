@@ -1,19 +1,21 @@
-"""Operands that show what a kernel does wrong: ten sets for a GEMM of quantised operands, six for a quantiser.
+"""Operands that show what a kernel does wrong: twelve sets for a GEMM of quantised operands, six for a quantiser.
 
 Elements and scales are made apart from each other, since a kernel does not know where either came from: elements as shares v of the format's range
 (q = round(v * format.max)), scales as a grid of their own. So every code can occur in every row, under tensor scales too, and every scale is
 different from its neighbours.
 
     flat         all rows, columns and products of one size: whatever is missing, is missing visibly
+    turned       flat, but for the signs of one row of a and of one of b: a result remembered by a part of its operands is the wrong one
+    rescaled     flat, but for the scales of b, all elements equal: so is one remembered by elements
     spread       rows and blocks of very different size, in elements and scales: a scale read at the wrong place shows
-    heavy        Student t with two degrees of freedom: few elements carry a row
-    extreme      rows that are zero, saturated, clipped, subnormal, one element, one outlier, 2^40 and 2^-40 times the others, interleaved
+    heavy        Student t with two degrees of freedom, where few elements carry a row; every other row of a zero
+    extreme      rows that are zero, saturated, clipped, subnormal, one element, one outlier, 2^40 and 2^-40 times the others, and of all codes alike, interleaved
     duplicates   equal rows at many distances and in groups of many sizes; rows of equal elements under different scales
-    constant     one row, M times: the largest group of duplicates there can be
-    huge         all rows of a 2^20 to 2^40 times their size
+    constant     one row, M times, the largest group of duplicates there can be, a quarter under twice the scale; three quarters of b's rows alike too
+    huge         all rows of a 2^20 to 2^40 times their size; half of b's rows hold a single element, so that the product shows single ones of a
     tiny         all elements of a among the format's smallest, under scales 2^-20 to 2^-40 of theirs; half of b's rows as well
     saturated    every element of a at plus or minus the largest value, half of b's rows too
-    impulses     half of the rows of a hold a single element, the k-th in its turn, and half of b's: the product shows single elements of the other
+    impulses     every other row of a holds a single element, the k-th in its turn, so that the product shows single ones of b; the others zero
 
 All signs are random. The error bounds need that: fast accumulation loses a sum of one sign linearly, which is an error of the format (`loka.probe`
 weighs it) and no defect of a kernel.
@@ -25,10 +27,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, Spec, encode, quantize, scale_shape
+from loka.formats import QTensor, Spec, decode, encode, quantize, scale_shape
 from loka.kernels.scaled_mm.call import MatmulCall
 
-MATMUL_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "constant", "huge", "tiny", "saturated", "impulses")
+MATMUL_SETS = (
+    "flat", "turned", "rescaled", "spread", "heavy", "extreme", "duplicates", "constant", "huge", "tiny", "saturated", "impulses",
+)  # fmt: skip
 QUANTIZE_SETS = ("flat", "spread", "heavy", "extreme", "duplicates", "saturated")
 TYPICAL = 0.25  # of the format's range: the standard deviation of ordinary elements
 FAR = 40  # binary orders between an extreme row and the others
@@ -38,7 +42,7 @@ EXTREMES = ("plain", "zero", "saturated", "clipped", "subnormal", "outlier", "im
 
 @dataclass(frozen=True)
 class OperandSet:
-    """The two operands of one GEMM; `alike` where the rows of a are equal, so that the errors of a column are not independent."""
+    """The two operands of one GEMM; `alike` where most rows are equal, so that errors of different elements are not independent."""
 
     name: str
     a: QTensor
@@ -58,15 +62,37 @@ def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) 
     Returns:
         Quantised operands with values and scales that differ from those of every other set.
     """
-    generator = torch.Generator(device=device).manual_seed(seed)
+    if name in ("turned", "rescaled"):
+        return _vary(matmul_set(call, "flat", seed=seed, device=device), name)
+    generator = torch.Generator(device=device).manual_seed(seed + 1000 * MATMUL_SETS.index(name))
     left, right = (_Maker(spec, rows, call, generator) for spec, rows in ((call.a, call.m), (call.b, call.n)))
     if name == "constant":
         one = _Maker(call.a, 1, call, generator).make(_normal(1, call.k, generator), spread=0.5)
-        return OperandSet(name, _repeat(one, call.m), right.make(_normal(call.n, call.k, generator), spread=0.5), True)
+        return OperandSet(name, left.vary_scales(_repeat(one, call.m)), right.mostly_constant(), True)
     return OperandSet(name, getattr(left, name)(), getattr(right, _PARTNER.get(name, name))())
 
 
-_PARTNER = {"heavy": "spread", "huge": "flat", "tiny": "half_subnormal", "saturated": "half_saturated"}  # what stands opposite
+def _vary(flat: OperandSet, name: str) -> OperandSet:
+    """A set that is nearly another one."""
+    a, b = flat.a, flat.b
+    if name == "rescaled":
+        return OperandSet(name, a, replace(b, scale=b.scale * (1.25 if b.spec.scale == "f32" else 2.0)))
+    return OperandSet(name, *(_turn_row(q, 2 * len(q.data) // 3) for q in (a, b)))
+
+
+def _turn_row(q: QTensor, row: int) -> QTensor:
+    """The signs of one row turned around."""
+    values = decode(q.data, q.spec.format)
+    values[row : row + 1] *= -1
+    return replace(q, data=encode(values, q.spec.format))
+
+
+_PARTNER = {
+    "heavy": "spread",
+    "huge": "flat",
+    "tiny": "half_subnormal",
+    "saturated": "half_saturated",
+}  # what stands opposite
 
 
 class _Maker:
@@ -104,13 +130,16 @@ class _Maker:
         return self.make(v, spread=1.0, rows=torch.exp(2 * self._uniform(self.rows) - 1))
 
     def heavy(self) -> QTensor:
-        return self.make(heavy_tails(self.rows, self.k, self.generator), spread=0.5)
+        v = heavy_tails(self.rows, self.k, self.generator)
+        v[::2] = 0
+        return self.make(v, spread=0.5)
 
     def extreme(self) -> QTensor:
         v = _normal(self.rows, self.k, self.generator)
         factors = torch.ones(self.rows, device=v.device)
         kinds = torch.randint(2 * len(EXTREMES), (self.rows,), generator=self.generator, device=v.device)
-        for number, kind in enumerate(EXTREMES):  # half of the rows stay plain
+        v = torch.where((kinds >= len(EXTREMES))[:, None], self._any_code(v), v)
+        for number, kind in enumerate(EXTREMES):
             at = (kinds == number).nonzero().flatten()
             if kind in ("huge", "tiny"):
                 factors[at] = 2.0 ** (self.far if kind == "huge" else -self.far)
@@ -132,6 +161,15 @@ class _Maker:
             return _with_impulses(rest, self.generator)
         return v
 
+    def _any_code(self, v: Tensor) -> Tensor:
+        """The signs of v, sizes from the format's largest down to its smallest, every octave alike."""
+        octaves = (
+            math.log2(self.spec.format.max / self.spec.format.smallest_subnormal)
+            if not self.spec.format.is_integer
+            else 7
+        )
+        return v.sign() * torch.exp2(-octaves * torch.rand(v.shape, generator=self.generator, device=v.device))
+
     def _subnormal(self) -> float:
         """A factor that leaves ordinary elements a few of the format's smallest steps."""
         form = self.spec.format
@@ -148,6 +186,18 @@ class _Maker:
         if self.own_scales:
             scale = scale[index] * torch.where(twice, 2.0, 1.0)[:, None]
         return QTensor(data, scale.contiguous(), self.spec)
+
+    def vary_scales(self, q: QTensor) -> QTensor:
+        """Twice the scale for a quarter of the rows, the last among them."""
+        if not self.own_scales or self.spec.scale == "e4m3" or self.rows < 2:
+            return q
+        twice = self._uniform(self.rows) < 0.25
+        twice[-1] = True
+        return replace(q, scale=q.scale * torch.where(twice, 2.0, 1.0)[:, None])
+
+    def mostly_constant(self) -> QTensor:
+        v = _normal(self.rows, self.k, self.generator)
+        return self.make(torch.where((self._uniform(self.rows) < 0.75)[:, None], v[:1], v), spread=0.5)
 
     def huge(self) -> QTensor:
         return self._far(self.make(_normal(self.rows, self.k, self.generator), spread=0.5), 1)
@@ -175,9 +225,14 @@ class _Maker:
     def half_saturated(self) -> QTensor:
         v = _normal(self.rows, self.k, self.generator)
         full = self._uniform(self.rows) < 0.5
-        return self.make(torch.where(full[:, None], v.sign(), v), spread=0.5)
+        return self.make(torch.where(full[:, None], v.sign(), self._any_code(v)), spread=0.5)
 
     def impulses(self) -> QTensor:
+        v = torch.zeros(self.rows, self.k, device=self.generator.device)
+        v[::2] = _with_impulses(v[::2], self.generator)
+        return self.make(v, spread=0.5)
+
+    def half_impulses(self) -> QTensor:
         v = _normal(self.rows, self.k, self.generator)
         alone = _with_impulses(torch.zeros_like(v), self.generator)
         half = self._uniform(self.rows) < 0.5

@@ -7,7 +7,7 @@ The gate asks whether the engine computes what it claims, at the rows and widths
 wrong at the next (`loka.measure.gate`):
 
     quantiser   equal to the law, bit for bit, on float32 and bf16 inputs
-    GEMM        within the accumulation's error of the law on the same quantised operands, every element of it, in every one of 40 calls
+    GEMM        within the accumulation's error of the law on the same quantised operands, every element of it, in every one of 36 calls
 
 It says nothing about whether FP8 is accurate enough. That is measured on the site's own distributions, and neither replaces the other: a scale that is 10 % off
 passes a bound of 0.2, and a kernel that is right on zero-mean inputs may still lose a sum of one sign.
