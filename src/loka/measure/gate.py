@@ -138,8 +138,7 @@ def _once(key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any) 
     known = _ANSWERS.get(key)
     if known is None:
         try:
-            with torch.no_grad():
-                verdict = judge()
+            verdict = judge()
         except Exception as error:  # a backend that crashes is a refusal like any other
             message = " ".join(str(error).split())[:300]
             verdict = Conformance(False, math.inf, 0.0, f"{type(error).__name__}: {message}", raised=True)
@@ -249,6 +248,7 @@ class _Matmul:
         return out, a, b
 
 
+@torch.no_grad()
 def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Conformance:
     trial, worst = _Matmul(backend, call, device), 0.0
     for number, round_, name in _steps(backend, MATMUL_SETS):
@@ -259,6 +259,7 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Confo
     return Conformance(True, worst, trial.allowed)
 
 
+@torch.no_grad()
 def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> Conformance:
     arrangement, options_of = Arrangement(), Quantize()._options
     names = {name for _, _, name in _steps(backend, QUANTIZE_SETS)}
