@@ -1,7 +1,7 @@
 """Editor: what a mod is given to work with. It finds sites, makes changes through the journal, and writes down what was left and why.
 
 One editor serves one mod on one model. Flow (what feeds what) is recorded when a mod first asks for it, on the example or on the model's own
-`example_inputs`; where there is neither, a mod gets the reason instead and does without.
+`example_inputs`, in eval and in training mode; where there is neither, a mod gets the reason instead and does without.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from loka.mods.branching import find_branch
 from loka.mods.flow import Call, Flow, Sink, Unknown, follow, record
-from loka.mods.journal import Drop, Fold, Mark, Reclass, Step, Swap, journal_of, names_of, put_module
+from loka.mods.journal import Drop, Exchange, Fold, Hook, Mark, Reclass, Step, Swap, journal_of, names_of, put_module
+from loka.mods.mixing import mix
 from loka.records.mods import ModChange, ModClass, ModLeft
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -52,6 +54,7 @@ class Editor:
         self.model, self.mod = model, mod
         self._keep, self._example = keep, example
         self._flow: Flow | Unknown | None = None
+        self._training_flow: Flow | Unknown | None = None
         self._prediction: frozenset[str] | None = None
         self.changed: list[ModChange] = []
         self.left: list[ModLeft] = []
@@ -74,7 +77,39 @@ class Editor:
         """What feeds what, or why that is not known."""
         if self._flow is None:
             self._flow = record(self.model, self._example)
+            if isinstance(self._flow, Unknown) and self._example is not None:
+                self._flow = self.training_flow  # a model that runs in training mode only
         return self._flow
+
+    @property
+    def training_flow(self) -> Flow | Unknown:
+        """The same in training mode."""
+        if self._training_flow is None:
+            self._training_flow = record(self.model, self._example, training=True)
+        return self._training_flow
+
+    def find_branch(self, *sites: str) -> str | None:
+        """Why the modules at these sites may be passed on other ways than the example's; None where they are always passed together.
+
+        What decides is the forward of every module from the innermost that holds them all down to the ones that call them.
+        """
+        common = sites[0].split(".")[:-1]
+        for site in sites[1:]:
+            parts = site.split(".")[:-1]
+            same = [a == b for a, b in zip(common, parts, strict=False)]
+            common = common[: same.index(False) if False in same else len(same)]
+        while common and isinstance(self.model.get_submodule(".".join(common)), (nn.ModuleList, nn.ModuleDict)):
+            common.pop()  # its parts are called by the module that holds it
+        frames = {
+            ".".join(site.split(".")[:count]) for site in sites for count in range(len(common), site.count(".") + 1)
+        }
+        for frame in sorted(frames):
+            module = self.model.get_submodule(frame)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                continue
+            if why := find_branch(module):
+                return f"{frame or 'the model'}: {why}"
+        return None
 
     def calls(self, name: str) -> list[Call]:
         """The calls of an atom that were seen, none where nothing was seen."""
@@ -90,10 +125,25 @@ class Editor:
         found = follow(self.flow, calls[0].outputs[0], shift=shift)
         if isinstance(found, str):
             return found
+        if why := self._refuse_in_training(name, found, shift=shift):
+            return why
         for sink in found:
             if why := self._refuse_sink(sink):
                 return f"{sink.site} {why}"
         return found
+
+    def _refuse_in_training(self, name: str, sinks: list[Sink], *, shift: bool) -> str | None:
+        """What else training mode does with it; a model that cannot be run in it, on this example, is believed."""
+        flow = self.training_flow
+        if isinstance(flow, Unknown):
+            return None
+        calls = flow.calls_of(name)
+        if len(calls) != 1:
+            return f"in training it is used {len(calls)} times"
+        found = follow(flow, calls[0].outputs[0], shift=shift)
+        if isinstance(found, str):
+            return f"in training {found}"
+        return None if set(found) == set(sinks) else "in training other linears read it"
 
     def _refuse_sink(self, sink: Sink) -> str | None:
         assert isinstance(self.flow, Flow)
@@ -148,13 +198,24 @@ class Editor:
         self._log(Swap(names, old, lost))
         self.change(name, what, effect)
 
-    def reclass(self, name: str, new: type[nn.Module], what: str, effect: ModClass, **attributes: Any) -> None:
-        """The same module with a forward of its subclass `new`; attributes go beside its parameters, outside of the state_dict."""
+    def mix(self, name: str, mixin: type[nn.Module], **attributes: Any) -> None:
+        """Put a class in front of the module's own; attributes go beside its parameters, outside of the state_dict."""
         module = self.model.get_submodule(name)
-        self._log(Reclass(name, type(module), tuple(attributes)))
-        module.__class__ = new
+        self._log(Reclass(name, mixin, tuple(attributes)))
+        module.__class__ = mix(type(module), mixin)
         module.__dict__.update(attributes)
-        self.change(name, what, effect)
+
+    def hook(self, name: str, hook: Callable[..., Any], *, before: bool) -> None:
+        """Change what goes into a module (before) or comes out of it."""
+        step = Hook(name, hook, before)
+        step.apply_to(self.model)
+        self._log(step)
+
+    def exchange(self, first: str, second: str) -> None:
+        """Two modules under each other's names."""
+        step = Exchange(first, second)
+        step.apply_to(self.model)
+        self._log(step)
 
     def drop(self, name: str, attribute: str) -> None:
         """A parameter that is no more; the mod says why with `change`."""

@@ -192,10 +192,9 @@ class Fuse:
     def _fuse(self, editor: Editor, chain: Chain, module: nn.Module) -> None:
         parts = " -> ".join(type(module.get_submodule(name)).__name__ for name in chain.names())
         if self.precision == "high":
-            body = {"__module__": type(module).__module__}
-            new = type(type(module).__name__, (ChainForward, type(module)), body)
             atoms = tuple(module.get_submodule(name) for name in chain.names())
-            editor.reclass(chain.site, new, f"one chain: {parts}", "exact", _chain_parts=atoms)
+            editor.mix(chain.site, ChainForward, _chain_parts=atoms)
+            editor.change(chain.site, f"one chain: {parts}", "exact")
             return
         try:
             behind = find_norm(editor, chain) if self.norms else None

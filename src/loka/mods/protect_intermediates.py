@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from loka.mods.editor import Editor
 from loka.mods.flow import Flow
@@ -42,8 +43,8 @@ _DECISIONS = {"sigmoid", "topk", "_softmax", "argmax", "sort"}
 class Protected(nn.Module):
     """Mixed in front of a module's own class: its forward in higher precision."""
 
-    protected_dtype: ClassVar[torch.dtype]
-    keeps_result: ClassVar[bool]
+    protected_dtype: torch.dtype
+    keeps_result: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, on raised inputs, without autocast."""
@@ -76,13 +77,10 @@ class ProtectedLinear(Protected):
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(part, dtype) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(part, dtype) for part in value)
-    return value
+    """Every floating-point tensor in any nest of containers (named tuples and a library's own outputs too) in a type."""
+    return tree_map(
+        lambda part: part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part, value
+    )
 
 
 def is_protected(module: nn.Module, name: str = "") -> bool:
@@ -128,14 +126,10 @@ class ProtectIntermediates:
     def _protect(self, editor: Editor, name: str, module: nn.Module, kind: Protection) -> None:
         dtype: torch.dtype = NEEDED[kind] if self.precision == "needed" else getattr(torch, self.precision)
         guard = ProtectedLinear if isinstance(module, nn.Linear) else Protected
-        body = {
-            "__module__": type(module).__module__,
-            "protected_dtype": dtype,
-            "keeps_result": kind == "prediction",
-        }
         editor.mark(name, MARK, kind)
+        editor.mix(name, guard, protected_dtype=dtype, keeps_result=kind == "prediction")
         what = f"{kind}: computed in {str(dtype).removeprefix('torch.')} or better, and kept out of conversion"
-        editor.reclass(name, type(type(module).__name__, (guard, type(module)), body), what, "rounding")
+        editor.change(name, what, "rounding")
 
     @staticmethod
     def _find(editor: Editor) -> Iterator[tuple[str, Protection]]:

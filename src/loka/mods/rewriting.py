@@ -17,7 +17,7 @@ from torch import nn
 
 from loka.mods.editor import Editor, ModuleFilter
 from loka.mods.fuse import ChainForward
-from loka.mods.journal import journal_of, undo_all
+from loka.mods.journal import journal_of, undo_to
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
 from loka.nn import FusedTower
@@ -110,6 +110,6 @@ def revert(model: nn.Module) -> int:
         raise ValueError(
             f"still in low precision: {', '.join(converted[:5])}; call loka.revert(model) before mods.revert"
         )
-    count = sum(1 for _ in undo_all(model))
+    count = undo_to(model)
     model.__dict__.pop(APPLIED, None)
     return count
