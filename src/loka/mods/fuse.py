@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
+from loka.mods.align_shapes import Aligned
 from loka.mods.chain import (
     ACTIVATIONS,
     Absorbed,
@@ -69,6 +70,11 @@ def make_fused(chain: Chain, module: nn.Module, precision: TowerPrecision, *, no
     links = []
     for link in chain.links:
         norm = None if link.norm is None else module.get_submodule(link.norm)
+        if norm is None and link is not chain.links[-1]:
+            raise ValueError(
+                f"{link.linear} has no norm behind it: nothing bounds what it hands on, so no static scale is safe; "
+                "hint: give the model a norm there"
+            )
         if norm is not None and not is_kernel_norm(norm):
             raise ValueError(f"{link.norm} is {norm}, the kernels know BlockNorm with blocks of {BLOCK} and eps {EPS}")
         activation = "none"
@@ -97,6 +103,7 @@ class Fuse:
     linears: int = 0
     norms: bool = False
     name: ClassVar[str] = "fuse"
+    separable: ClassVar[bool] = False  # what a kernel took over and what no longer runs itself go together
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:
@@ -142,7 +149,7 @@ class Fuse:
     def _fuse_linears(self, editor: Editor) -> None:
         """Linears that are in no chain, each with the activation behind it."""
         for name, linear in list(editor.modules()):
-            if type(linear) is not nn.Linear or is_kept(editor, name, linear):
+            if not (type(linear) is nn.Linear or isinstance(linear, Aligned)) or is_kept(editor, name, linear):
                 continue
             if min(linear.in_features, linear.out_features) < self.linears:
                 editor.leave(name, f"{linear.in_features} x {linear.out_features}: narrower than {self.linears}")
@@ -183,7 +190,7 @@ class Fuse:
         linears = [module.get_submodule(link.linear) for link in chain.links]
         if any(editor.is_tied(linear) for linear in linears):
             return "one of its linears shares its weight"
-        if any(type(linear) is not nn.Linear for linear in linears):
+        if any(type(linear) is not nn.Linear and not isinstance(linear, Aligned) for linear in linears):
             return "one of its linears is more than an nn.Linear"
         if self.precision == "fp8" and not chain.site:
             return "the model is itself a chain and cannot be swapped in place; wrap it in nn.Sequential"
