@@ -4,18 +4,34 @@ One editor serves one mod on one model. Flow (what feeds what) is recorded when 
 `example_inputs`, in eval and in training mode; where there is neither, a mod gets the reason instead and does without.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from loka.mods.branching import find_branch
+from loka.mods.encoders import has_encoders, keep_ordinary_paths
 from loka.mods.flow import Call, Flow, Sink, Unknown, follow, record
-from loka.mods.journal import Drop, Exchange, Fold, Hook, Mark, Reclass, Step, Swap, journal_of, names_of, put_module
+from loka.mods.journal import (
+    Drop,
+    Exchange,
+    Fold,
+    Hook,
+    Mark,
+    Reclass,
+    Step,
+    Swap,
+    journal_of,
+    names_of,
+    put_module,
+    undo_to,
+)
 from loka.mods.mixing import mix
+from loka.nn.wrapping import WRAPPER_SEGMENTS, plain_name
 from loka.records.mods import ModChange, ModClass, ModLeft
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+Judge = Callable[[ModClass, Sequence[Step]], str | None]  # of one change: why it must be undone
 FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is taken for a prediction layer
 # What stands between a prediction layer and the result: no weights, no products, no norms.
 _TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
@@ -50,9 +66,13 @@ _TAIL |= {
 class Editor:
     """The hands of one mod on one model."""
 
-    def __init__(self, model: nn.Module, mod: str, keep: ModuleFilter | None, example: Any) -> None:
+    def __init__(
+        self, model: nn.Module, mod: str, keep: ModuleFilter | None, example: Any, judge: Judge | None = None
+    ) -> None:
         self.model, self.mod = model, mod
-        self._keep, self._example = keep, example
+        self._keep, self._example, self._judge = keep, example, judge
+        self._encoders = has_encoders(model)
+        self._kept = len(journal_of(model))  # steps that no judge can take back any more
         self._flow: Flow | Unknown | None = None
         self._training_flow: Flow | Unknown | None = None
         self._prediction: frozenset[str] | None = None
@@ -65,12 +85,15 @@ class Editor:
     def modules(self, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Every module of these kinds (all without any) under its first name; what the filter rejects is left, with that reason."""
         for name, module in list(self.model.named_modules()):
-            if kinds and not isinstance(module, kinds):
+            if (kinds and not isinstance(module, kinds)) or any(part in module._modules for part in WRAPPER_SEGMENTS):
                 continue
-            if self._keep is None or self._keep(module, name):
+            if self._lets_through(module, name):
                 yield name, module
             else:
                 self.leave(name, "module_filter_fn does not let it through")
+
+    def _lets_through(self, module: nn.Module, name: str) -> bool:
+        return self._keep is None or self._keep(module, plain_name(name))
 
     @property
     def flow(self) -> Flow | Unknown:
@@ -105,7 +128,9 @@ class Editor:
         }
         for frame in sorted(frames):
             module = self.model.get_submodule(frame)
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or any(
+                part in module._modules for part in WRAPPER_SEGMENTS
+            ):
                 continue
             if why := find_branch(module):
                 return f"{frame or 'the model'}: {why}"
@@ -152,7 +177,7 @@ class Editor:
             return "is used more than once"
         if any(f"{sink.site}.{p}" in self.flow.outside_reads for p in ("weight", "bias")) or self.is_tied(linear):
             return "shares its weight"
-        if self._keep is not None and not self._keep(linear, sink.site):
+        if not self._lets_through(linear, sink.site):
             return "is excluded by module_filter_fn"
         return None
 
@@ -160,7 +185,7 @@ class Editor:
         """Whether a module that was found by its flow may be swapped: the filter lets it through, and nobody watches it."""
         module = self.model.get_submodule(name)
         watched = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        return not watched and (self._keep is None or self._keep(module, name))
+        return not watched and self._lets_through(module, name)
 
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""
@@ -241,12 +266,21 @@ class Editor:
     # Telling
 
     def change(self, name: str, what: str, effect: ModClass) -> None:
-        """A site was rewritten."""
-        self.changed.append(ModChange(mod=self.mod, site=name, effect=effect, what=what))
+        """A site was rewritten, by the steps since the last change; where there is a judge who refuses, they are undone."""
+        if self._encoders:
+            keep_ordinary_paths(self.model)
+        steps = journal_of(self.model)
+        why = None if self._judge is None else self._judge(effect, steps[self._kept :])
+        if why is not None:
+            undo_to(self.model, self._kept)
+            self.leave(name, f"was undone: {why}")
+            return
+        self._kept = len(steps)
+        self.changed.append(ModChange(mod=self.mod, site=plain_name(name), effect=effect, what=what))
 
     def leave(self, name: str, why: str) -> None:
         """A site was not rewritten."""
-        self.left.append(ModLeft(mod=self.mod, site=name, why=why))
+        self.left.append(ModLeft(mod=self.mod, site=plain_name(name), why=why))
 
     def note(self, text: str) -> None:
         """Something a reader must know."""

@@ -13,6 +13,7 @@ This is one execution, not a proof: a model whose forward takes another path on 
 forwards have other paths.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -64,6 +65,7 @@ class Flow:
     calls: list[Call] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # in the order they ended
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of any value
     results: frozenset[int] = frozenset()
     outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
 
@@ -203,12 +205,21 @@ def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
 
 
 def call_model(model: nn.Module, example: Any) -> Any:
-    """A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
+    """Call a model on a copy of an example. A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
+    example = _fresh(example)
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
         return model(*example)
     return model(**example) if isinstance(example, dict) else model(example)
+
+
+def _fresh(example: Any) -> Any:
+    """A copy, for a model that writes into its input; what cannot be copied is given as it is."""
+    try:
+        return copy.deepcopy(example)
+    except Exception:  # a tensor with a history, a handle of a file
+        return example
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -333,4 +344,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
         self._values[id(tensor)] = len(self._flow.shapes)
         self._flow.shapes.append(tuple(tensor.shape))
+        self._flow.dtypes.add(tensor.dtype)
         return self._values[id(tensor)]

@@ -53,12 +53,18 @@ class Protected(nn.Module):
         if seen is None:
             return super().forward(*args, **kwargs)
         kind = seen.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+        autocast = (
+            kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
+        )  # which autocast leaves alone
         narrow = torch.get_autocast_dtype(kind) if autocast else seen.dtype
-        raised = torch.promote_types(narrow, dtype)
+        raised = torch.promote_types(narrow, self._least(dtype))
         with torch.autocast(kind if kind != "meta" else "cpu", enabled=False):
             out = super().forward(*_cast(args, raised), **_cast(kwargs, raised))
         return out if self.keeps_result else _cast(out, narrow)
+
+    def _least(self, dtype: torch.dtype) -> torch.dtype:
+        """What the module's own parameters ask for."""
+        return dtype
 
 
 class ProtectedLinear(Protected):
@@ -69,11 +75,15 @@ class ProtectedLinear(Protected):
         dtype = self.protected_dtype
         weight: Tensor = self.weight  # type: ignore[assignment]
         if torch.promote_types(weight.dtype, dtype) == weight.dtype:
-            return super().forward(*args, **kwargs)
-        (x,) = args
+            return super().forward(*args, **kwargs)  # inputs are raised to its type
+        x = args[0] if args else kwargs["input"]
         bias: Tensor | None = self.bias  # type: ignore[assignment]
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def _least(self, dtype: torch.dtype) -> torch.dtype:
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        return torch.promote_types(weight.dtype, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -100,6 +110,7 @@ class ProtectIntermediates:
     kinds: tuple[Protection, ...] = get_args(Protection)
     precision: Literal["needed", "float32", "bfloat16"] = "needed"
     name: ClassVar[str] = "protect_intermediates"
+    under_autocast: ClassVar[bool] = True  # where it is checked, too
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:

@@ -71,6 +71,7 @@ class ProtectResidual:
     """No options."""
 
     name: ClassVar[str] = "protect_residual"
+    under_autocast: ClassVar[bool] = True  # where it is checked, too
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:

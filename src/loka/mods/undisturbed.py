@@ -10,13 +10,13 @@ Out of reach: containers that a forward changes in place, and whatever it does o
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["same_randomness", "set_mode", "undisturbed"]
+__all__ = ["is_compiled", "run_eagerly", "same_randomness", "set_mode", "undisturbed"]
 
 _KEPT = ("_parameters", "_buffers", "_modules")
 
@@ -31,7 +31,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
-    with same_randomness(model):
+    with same_randomness(model), run_eagerly(model):
         try:
             yield
         finally:
@@ -79,6 +79,24 @@ def same_randomness(model: nn.Module) -> Iterator[None]:
             random.setstate(python)
             if numpy is not None:
                 numpy.random.set_state(arrays)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile wraps a part of the model.
+
+    Args:
+        model: any module.
+    """
+    return any("_orig_mod" in module._modules for module in model.modules())
+
+
+def run_eagerly(model: nn.Module) -> AbstractContextManager[Any]:
+    """Parts that torch.compile wraps run as they were written, so that what they call can be seen; nothing is compiled for it.
+
+    Args:
+        model: any module.
+    """
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext()
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
