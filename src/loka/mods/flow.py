@@ -65,8 +65,10 @@ class Flow:
     calls: list[Call] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # in the order they ended
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    floating: list[bool] = field(default_factory=list)  # whether a value holds floating-point numbers
     dtypes: set[torch.dtype] = field(default_factory=set)  # of any value
     results: frozenset[int] = frozenset()
+    owned: set[int] = field(default_factory=set)  # values that are parameters or buffers
     outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
 
     def calls_of(self, site: str) -> list[Call]:
@@ -258,6 +260,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model = model
         self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._buffers = {id(b) for b in model.buffers()}
         self._flow = Flow()
         self._values: dict[int, int] = {}
         self._alive: list[Any] = []  # a tensor that is gone could lend its identity to another
@@ -280,6 +283,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers()]
         ghosts: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
         self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
+        self._buffers |= {id(ghost) for ghost in ghosts.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
@@ -344,5 +348,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
         self._values[id(tensor)] = len(self._flow.shapes)
         self._flow.shapes.append(tuple(tensor.shape))
+        self._flow.floating.append(tensor.is_floating_point())
         self._flow.dtypes.add(tensor.dtype)
+        if id(tensor) in self._owners or id(tensor) in self._buffers:
+            self._flow.owned.add(self._values[id(tensor)])
         return self._values[id(tensor)]

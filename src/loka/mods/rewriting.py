@@ -140,8 +140,12 @@ class _Job:
     def _explain(steps: Sequence[Step]) -> str:
         """What else the steps did: without its fused path torch's encoder no longer sets padded positions to zero."""
         unpacked = [step for step in steps if isinstance(step, Mark) and step.attribute == "use_nested_tensor"]
-        hint = f"; {unpacked[0].name} packs padded batches in eval mode and returns zeros for padding, which only torch's own layers can do; hint: nn.TransformerEncoder(..., enable_nested_tensor=False)" if unpacked else ""  # fmt: skip
-        return hint
+        if not unpacked:
+            return ""
+        return (
+            f"; {unpacked[0].name} packs padded batches in eval mode and returns zeros for padding, which only torch's own layers can do; "
+            "hint: nn.TransformerEncoder(..., enable_nested_tensor=False)"
+        )
 
     def _touched(self, steps: Sequence[Step]) -> set[int]:
         """Parameters whose values a step changed: their gradients change with them."""
