@@ -318,7 +318,8 @@ def refuse(module: nn.Module) -> str | None:
         return "already converted; hint: loka.revert(model) first"
     if parametrize.is_parametrized(module):
         return "has parametrised weights; hint: remove the parametrisation"
-    if type(module).forward is not nn.Linear.forward:
+    forward = type(module).forward
+    if forward is not nn.Linear.forward and not getattr(forward, "loka_is_linear", False):  # the mod align_shapes
         return f"is a {type(module).__name__} with a forward of its own"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"

@@ -20,7 +20,7 @@ from loka.mods.protect_residual import ProtectResidual
 from loka.mods.registry import CORE, find, names, parse
 from loka.mods.rewriting import Applied, applied_to, apply, revert
 from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
-from loka.mods.suggestion import Suggestion, suggest
+from loka.mods.suggestion import Suggestion, suggest, unjudged
 from loka.units.flow import Example, capture_example
 
 __all__ = [
@@ -50,5 +50,6 @@ __all__ = [
     "revert",
     "spell",
     "suggest",
+    "unjudged",
     "unprotected",
 ]

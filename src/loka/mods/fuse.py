@@ -34,6 +34,7 @@ class Fuse:
     gradient: GradientScales | None = None
     linears: int = 0
     name: ClassVar[str] = "fuse"
+    separable: ClassVar[bool] = False  # what a kernel took over and what no longer runs itself go together
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:

@@ -69,8 +69,10 @@ class NoBias:
         editor.drop(name, "bias")
         into = ", ".join(sink.site for sink in sinks)
         final = [sink.site for sink in sinks if sink.site not in dropped]
-        effect: ModClass = "rounding" if len(final) == len(sinks) else "architecture"
-        editor.change(name, f"bias folded into that of {into}", effect)
+        branch = editor.find_branch(name, *(sink.site for sink in sinks))
+        effect: ModClass = "rounding" if len(final) == len(sinks) and branch is None else "architecture"
+        only = f"; the same function only on the way the example took ({branch})" if branch else ""
+        editor.change(name, f"bias folded into that of {into}{only}", effect)
 
     @staticmethod
     def _has_bias(editor: Editor, sink: Sink) -> bool:

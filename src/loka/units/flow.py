@@ -1,25 +1,30 @@
 """Flow: which module feeds which, seen by running the model once on an example.
 
 A module tree says what a model has, not in which order it is used. Whether a norm's gain can be folded into the next linear, whether a sigmoid is a gate or
-the output, whether a module is used twice: all of that is in the forward pass. So it is run once, under no_grad and in eval mode, and written down:
+the output, whether a module is used twice: all of that is in the forward pass. So it is run once, under no_grad, in eval mode or in training mode, and written down:
 
     atom   a module without children: one call, whatever happens inside it
     op     a tensor operation outside of any atom, as the dispatcher sees it (aten), so nothing is missed: views, autograd functions, custom ops
+    span   one call of any module, with the arguments it was given and what it returned
 
 Tensors are told apart by identity and by version, so an operation in place makes a new value.
 
-This is one execution, not a proof: a model whose forward takes another path on other data may use a module in ways that were not seen. Symbolic tracing
-(torch.fx) would not see them either, and refuses most recommendation models; `loka.mods.graph` uses it where a forward must be rewritten.
+This is one execution, not a proof: a model whose forward takes another path on other data may use a module in ways that were not seen. `loka.mods.branching` says which
+forwards have other paths.
 """
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from loka.units.undisturbed import set_mode, undisturbed
 
 # Operations that hand on every channel of the last dimension as it is.
 _COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
@@ -70,13 +75,28 @@ class Call:
     linear: bool = False  # whether the atom is an nn.Linear
 
 
+@dataclass(frozen=True)
+class Span:
+    """One call of a module, from the module `inside` whose forward made it."""
+
+    name: str
+    inside: str
+    arguments: tuple[tuple[int | str, int], ...]  # those that are tensors: position or name, value
+    outputs: tuple[int, ...]
+    sole: bool  # whether it returned one tensor and nothing else
+
+
 @dataclass
 class Flow:
     """Calls in the order they ran, the shapes of all values, and which values are the model's results."""
 
     calls: list[Call] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # in the order they ended
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    floating: list[bool] = field(default_factory=list)  # whether a value holds floating-point numbers
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of any value
     results: frozenset[int] = frozenset()
+    owned: set[int] = field(default_factory=set)  # values that are parameters or buffers
     outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
 
     def calls_of(self, site: str) -> list[Call]:
@@ -89,11 +109,20 @@ class Flow:
 
     def maker(self, value: int) -> Call | None:
         """The call that made a value; None for inputs and parameters."""
-        return next((call for call in self.calls if value in call.outputs), None)
+        return self.makers.get(value)
+
+    @cached_property
+    def makers(self) -> dict[int, Call]:
+        """The call that made each value."""
+        return {out: call for call in reversed(self.calls) for out in call.outputs}
+
+    def spans_of(self, name: str) -> list[Span]:
+        """Every call of a module."""
+        return [span for span in self.spans if span.name == name]
 
     def ancestors(self, value: int) -> set[int]:
         """Every value that went into a value."""
-        makers = {out: call for call in self.calls for out in call.outputs}
+        makers = self.makers
         found: set[int] = set()
         waiting = [value]
         while waiting:
@@ -181,36 +210,27 @@ def _is_residual(flow: Flow, call: Call) -> bool:
 
 
 def record(model: nn.Module, example: Any = None, *, training: bool = False) -> Flow | Unknown:
-    """Run the model on an example and write down what fed what. A model that fails on it is Unknown, with the reason.
+    """Run the model on an example and write down what fed what.
 
-    `training`: in training mode; buffers (running statistics) and random state are put back afterwards.
+    Args:
+        model: any module. Its mode, buffers and attributes and the random state are afterwards what they were.
+        example: one input (a tuple is *args, a dict **kwargs). Without one, a model that has `example_inputs()` (shapes without storage, as the models of this package
+            have) is run on the meta device.
+        training: whether it runs in training mode.
 
-    Without an example, a model that has `example_inputs()` (shapes without storage, as the models of this package have) is run on the meta device.
+    Returns:
+        The flow; Unknown, with the reason, for a model that fails on the example or has none.
     """
     ghost = example is None
     if ghost and not hasattr(model, "example_inputs"):
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
-        with _putting_back(model), recorder.watching(training), torch.no_grad():
+        with undisturbed(model), recorder.watching(training), torch.no_grad():
             result = recorder.run_without_storage() if ghost else call_model(model, example)
     except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so
         return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
     return recorder.finish(result)
-
-
-@contextmanager
-def _putting_back(model: nn.Module) -> Iterator[None]:
-    """Buffers and random state are afterwards what they were before."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -238,7 +258,8 @@ def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
 
 
 def call_model(model: nn.Module, example: Any) -> Any:
-    """A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
+    """Call a model on a copy of an example. A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
+    example = _fresh(example)
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
@@ -246,19 +267,40 @@ def call_model(model: nn.Module, example: Any) -> Any:
     return model(**example) if isinstance(example, dict) else model(example)
 
 
+def _fresh(example: Any) -> Any:
+    """A copy, for a model that writes into its input; what cannot be copied is given as it is."""
+    try:
+        return copy.deepcopy(example)
+    except Exception:  # a tensor with a history, a handle of a file
+        return example
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, dictionaries and dataclasses."""
+    """Every tensor in nested tuples, lists, mappings and dataclasses, and in the attributes of other objects (a jagged tensor, a cache of keys)."""
+    yield from _tensors_in(value, set(), _DEPTH)
+
+
+_DEPTH = 6  # an object's attributes may lead to anything: a data set, the whole program
+_PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size, nn.Module)
+
+
+def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for part in fields(value):
-            yield from tensors_in(getattr(value, part.name))
+        return
+    if isinstance(value, _PLAIN) or callable(value) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, (tuple, list)):
+        parts: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif is_dataclass(value):
+        parts = [getattr(value, part.name) for part in fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _tensors_in(part, seen, depth - 1)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -269,22 +311,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model = model
         self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._buffers = {id(b) for b in model.buffers()}
         self._flow = Flow()
         self._values: dict[int, int] = {}
         self._alive: list[Any] = []  # a tensor that is gone could lend its identity to another
         self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []
+        self._arguments: list[tuple[tuple[int | str, int], ...]] = []
         self._outside: set[str] = set()
 
     @contextmanager
     def watching(self, training: bool) -> Iterator[None]:
-        was_training = {module: module.training for module in self._model.modules()}
-        self._model.train(training)
+        set_mode(self._model, training)
         with ExitStack() as stack:
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            for module, mode in was_training.items():
-                stack.callback(setattr, module, "training", mode)
             with self:
                 yield
 
@@ -293,6 +334,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers()]
         ghosts: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
         self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
+        self._buffers |= {id(ghost) for ghost in ghosts.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
@@ -303,14 +345,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         atom = next(module.children(), None) is None
+        named = [*enumerate(args), *kwargs.items()]
+        self._arguments.append(tuple((key, self._value(value)) for key, value in named if isinstance(value, Tensor)))
         self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._stack[-1][1] and isinstance(output, Tensor) and any(output is value for value in args):
+            output = output.view_as(
+                output
+            )  # Identity, or Dropout in eval mode: what it hands on is told apart from what it was given
         name, atom, inputs, inner = self._stack.pop()
         if atom and not self._in_atom():
             outputs = tuple(self._new_value(t) for t in tensors_in(output))
             linear = isinstance(module, nn.Linear)
             self._add(type(module).__name__, inputs, outputs, name, inner=frozenset(inner), linear=linear)
+        arguments = self._arguments.pop()
+        if not self._in_atom():
+            made = tuple(self._value(t) for t in tensors_in(output))
+            self._flow.spans.append(Span(name, self._inside(), arguments, made, isinstance(output, Tensor)))
+        return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._in_atom():
@@ -346,4 +399,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
         self._values[id(tensor)] = len(self._flow.shapes)
         self._flow.shapes.append(tuple(tensor.shape))
+        self._flow.floating.append(tensor.is_floating_point())
+        self._flow.dtypes.add(tensor.dtype)
+        if id(tensor) in self._owners or id(tensor) in self._buffers:
+            self._flow.owned.add(self._values[id(tensor)])
         return self._values[id(tensor)]
