@@ -117,12 +117,14 @@ class Chain:
         device = self.device
         last = len(parts) - 1
         self.out = [
-            None if i == last or link.bounded else AmaxState(scaling, device) for i, link in enumerate(self.links)
+            None if i == last or link.bounded else AmaxState(scaling, device, floor=link.floor)
+            for i, link in enumerate(self.links)
         ]
         delayed = self.precision.gradient == "delayed"
         self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
         self.static = torch.full((), NORMALIZED_SCALE, device=device)
         self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
+        self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
         self.placed = False
@@ -160,8 +162,11 @@ class Chain:
         """Change the classes of its modules. Refuses modules that somebody watches, naming them."""
         modules = [m for part in self.parts for m in (part.linear, *part.passed)]
         watched = [part.link.linear for part in self.parts if _is_watched(part.linear)]
+        watched += [f"{type(m).__name__} behind {part.link.linear}" for part in self.parts for m in part.passed if _is_watched(m)]
         if watched:
             raise ValueError(f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: remove them first")  # fmt: skip
+        if len({id(m) for m in modules}) < len(modules):
+            raise ValueError(f"{self.name}: one module stands in it twice; a module of a chain is called once")
         if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:
             raise ValueError(f"{self.name}: {', '.join(taken)} is in a chain already; hint: loka.revert(model) first")
         for index, module in enumerate(modules):
@@ -183,7 +188,7 @@ class Chain:
             for module in (part.linear, *part.passed):
                 module.__dict__.pop(CHAIN, None)
                 _reclass(module, None)
-        for was in self._replaced:
+        for was in reversed(self._replaced):
             setattr(was.owner, was.attribute, was.function)
         self._replaced.clear()
         self.placed = False
@@ -208,9 +213,8 @@ class Chain:
             if begin == end:
                 continue
             bounded = self.bounded_input if begin == 0 else self.links[at].bounded
-            half = Chain(
-                names[begin], self.parts[begin:end], self.precision, bounded_input=bounded, scaling=self.scaling
-            )
+            parts = (*self.parts[begin : end - 1], _as_last(self.parts[end - 1]))
+            half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
             half.primed, half.gradients_primed = self.primed, self.gradients_primed
             for mine, theirs in ((half.out, self.out), (half.grad, self.grad)):
                 for index, state in enumerate(mine):
@@ -249,7 +253,7 @@ class Chain:
             tuple(linear.bias for linear in self.linears),
             tuple(getattr(norm, "weight", None) for norm in norms),
             tuple(getattr(norm, "bias", None) for norm in norms),
-            tuple(self.static if link.bounded else None if s is None else s.scale for link, s in zip(self.links, self.out, strict=True)),
+            tuple(bound if link.bounded else None if s is None else s.scale for link, s, bound in zip(self.links, self.out, self.bounds, strict=True)),
             tuple(None if s is None or not counts else s.pending for s in self.out),
             tuple(None if s is None else s.scale for s in self.grad),
             tuple(None if s is None else s.pending for s in self.grad),
@@ -272,7 +276,7 @@ class Chain:
             else:
                 y = self.infer(flat.detach(), dtype)
             if self.watching and self.health is not None:
-                self._look(flat, y)
+                self.look(flat, y)
         return y.reshape(*x.shape[:-1], self.linears[-1].out_features)
 
     def needs_gradient(self, x: Tensor) -> bool:
@@ -410,7 +414,7 @@ class Chain:
         """Follow the parameters."""
         for state in (*self.remembered, *([] if self.input is None else [self.input])):
             state.to(device)
-        self.static = self.static.to(device)
+        self.static, self.bounds = self.static.to(device), [bound.to(device) for bound in self.bounds]
         if self.health is not None:
             self.health = [vector.to(device) for vector in self.health]
         if self.frozen is not None:
@@ -419,7 +423,7 @@ class Chain:
     # Being looked at
 
     @torch.no_grad()
-    def _look(self, x: Tensor, y: Tensor) -> None:
+    def look(self, x: Tensor, y: Tensor) -> None:
         """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size."""
         assert self.health is not None
         dtype, turn = y.dtype, turn_of(self.health[0], FORWARD)
@@ -486,6 +490,11 @@ def _check(name: str, parts: Sequence[Part]) -> None:
         width = linear.out_features
 
 
+def _as_last(part: Part) -> Part:
+    """A part that ends a chain: a norm over the whole row runs as a module of its own, and what follows it."""
+    return Part(Link(part.link.linear), part.linear) if part.link.norm in ("layer", "rms") else part
+
+
 def _is_watched(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
@@ -504,7 +513,8 @@ class _InChain(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         chain = self.__dict__[CHAIN]
         if isinstance(self, _Head):
-            chain.to(chain.linears[-1].weight.device if chain.frozen is None else fn(chain.static).device)
+            # its own weight: later linears have not moved yet; offloaded weights say nothing
+            chain.to(self.weight.device if chain.frozen is None else fn(chain.static).device)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -536,6 +546,8 @@ class _InChain(nn.Module):
 
 class _Head(_InChain):
     """The first linear: runs the chain."""
+
+    weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """The whole chain."""

@@ -75,6 +75,11 @@ class Link:
         return self.norm == "block"
 
     @property
+    def floor(self) -> float:
+        """What the activation may reach however small its input is: sigmoid(0) is 1/2, and a scale made from |z| alone would cut it off."""
+        return 1.0 if self.activation == "sigmoid" and self.norm == "none" else 0.0
+
+    @property
     def plain(self) -> bool:
         """Whether nothing follows the linear."""
         return self.norm == "none" and self.activation == "none"

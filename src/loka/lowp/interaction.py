@@ -61,6 +61,12 @@ class _Layer(torch.autograd.Function):
         return dx, dmix, None, None, None, *spread(made)
 
 
+@torch.no_grad()
+def _look(chain: Chain, products: Any, dtype: torch.dtype) -> None:
+    """Count for Guard what the chain does inside of the node: once more, in the one step of many that is looked at."""
+    chain.look(products.dequantize().to(dtype), chain.infer(products, dtype))
+
+
 class _Fused(nn.Module):
     """Mixed in front of a layer's own class."""
 
@@ -75,6 +81,8 @@ class _Fused(nn.Module):
         assert chain is not None
         call = _describe(self, x.shape[0], x.dtype)
         with torch.autocast(x.device.type, enabled=False):
+            if chain.watching and chain.health is not None:
+                _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, x.dtype)
             if not chain.needs_gradient(x):
                 made = interact(x, self.mix.weight, call, chain.static)
                 return finish(made, chain.infer(made.products, x.dtype), call)
@@ -115,7 +123,8 @@ def _describe(layer: Any, rows: int, dtype: torch.dtype = torch.bfloat16) -> Int
 
 def _tower_of(layer: Any) -> Chain | None:
     """The chain that a layer's tower is, all of it."""
-    linears = [m for m in layer.fmb.mlp.modules() if isinstance(m, nn.Linear)]
+    tower = getattr(getattr(layer, "fmb", None), "mlp", None)
+    linears = [m for m in tower.modules() if isinstance(m, nn.Linear)] if isinstance(tower, nn.Module) else []
     chain = chain_of(linears[0]) if linears else None
     return chain if chain is not None and list(chain.linears) == linears else None
 

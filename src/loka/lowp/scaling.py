@@ -74,8 +74,8 @@ class AmaxState:
 
     _TENSORS = ("history", "largest", "pending", "scale", "saturated", "static")
 
-    def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self.scaling = scaling
+    def __init__(self, scaling: Scaling, device: torch.device, *, floor: float = 0.0) -> None:
+        self.scaling, self.floor = scaling, floor  # floor: a magnitude that every scale reaches, whatever was seen
         self.headroom = 2.0**scaling.margin
         self.history = torch.zeros(scaling.history, device=device)
         for name in self._TENSORS[1:]:
@@ -99,7 +99,7 @@ class AmaxState:
         self.history.zero_()
         self.history[0] = amax
         self.largest.fill_(amax)
-        self.scale.copy_(scale_from_amax(self.largest * self.headroom, _GIVEN))
+        self.scale.copy_(_given_scale(self.largest, self.headroom, self.floor))
 
     def scale_for(self, spec: Spec | None, now: Tensor) -> Tensor | None:
         """The scale of an operand under a spec; None where the quantiser makes it. `now` is the operand's own amax."""
@@ -132,10 +132,15 @@ class AmaxState:
         self.history.zero_()
         self.history[: len(newest)].copy_(newest)
         self.largest.copy_(self.history.max())
-        self.scale.copy_(scale_from_amax(self.largest * self.headroom, _GIVEN))
+        self.scale.copy_(_given_scale(self.largest, self.headroom, self.floor))
         self.pending.copy_(state["pending"])
         self.calibrated = bool(state["static"] > 0)
         self.static.copy_(state["static"].clamp(min=0))
+
+
+def _given_scale(largest: Tensor, headroom: float, floor: float) -> Tensor:
+    """The E4M3 scale that kernels are given."""
+    return scale_from_amax((largest * headroom).clamp(min=floor), _GIVEN)
 
 
 def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: float) -> Tensor | None:
@@ -151,16 +156,17 @@ def finish_step(states: Sequence[AmaxState]) -> None:
 
     Only tensors change, no position is counted in Python: a CUDA graph that captured this files anew in every replay.
     """
-    by_kind: dict[tuple[torch.device, int, float], list[AmaxState]] = {}
+    by_kind: dict[tuple[torch.device, int, float, float], list[AmaxState]] = {}
     for state in states:
-        by_kind.setdefault((state.history.device, len(state.history), state.headroom), []).append(state)
-    for (_, _, headroom), group in by_kind.items():
+        by_kind.setdefault((state.history.device, len(state.history), state.headroom, state.floor), []).append(state)
+    for (_, _, headroom, floor), group in by_kind.items():
         history, pending = (torch.stack([getattr(state, name) for state in group]) for name in ("history", "pending"))
         seen = pending > 0  # a step that saw nothing (an expert without tokens, an evaluation) files nothing
         history = torch.where(seen[:, None], torch.cat([pending[:, None], history[:, :-1]], 1), history)
-        largest, scale = history.amax(1), torch.stack([state.scale for state in group])
-        over = (pending > scale * _GIVEN.format.max).float()
-        scale = torch.where(largest > 0, scale_from_amax(largest * headroom, _GIVEN), scale)
+        before, scale = (torch.stack([getattr(state, name) for state in group]) for name in ("largest", "scale"))
+        over = ((pending > scale * _GIVEN.format.max) & (before > 0)).float()  # without history the tensor had its own
+        largest = history.amax(1)
+        scale = torch.where(largest > 0, _given_scale(largest, headroom, floor), scale)
         for name, rows in (("history", history), ("largest", largest), ("scale", scale)):
             torch._foreach_copy_([getattr(state, name) for state in group], list(rows.unbind()))
         torch._foreach_add_([state.saturated for state in group], list(over.unbind()))
