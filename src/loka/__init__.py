@@ -59,6 +59,7 @@ _ROOMS = (
     "records",
     "report",
     "semantic_ids",
+    "serving",
     "training",
 )
 

@@ -8,7 +8,7 @@ The model may be plain or quantised by `loka.quantize`; the engine runs what it 
 (`prepare` does it ahead), after a warm-up that compiles what is compiled and picks backends. All graphs share one memory pool and one set of caches, because
 one batch runs at a time. On a CPU the same functions run eagerly.
 
-Not here: who waits for whom (loka.inference.batching), items instead of codes (loka.inference.recommender).
+Not here: who waits for whom (loka.serving), items instead of codes (loka.inference.recommender).
 """
 
 from dataclasses import dataclass
