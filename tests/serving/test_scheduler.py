@@ -143,6 +143,29 @@ def test_padding_is_not_bought_when_it_is_slower() -> None:
     assert (batch.bucket, len(batch.entries)) == ((4, 16), 4)  # 4 in 10 ms beats 5 in 38 ms
 
 
+def test_a_slow_moment_can_end() -> None:
+    scheduler = make({(1, 16): 0.010, (4, 16): 0.012})
+    for _ in range(3):  # most of what is known is bad
+        scheduler.times.learn((1, 16), 3.0)
+        scheduler.times.learn((4, 16), 3.0)
+    scheduler._refresh()
+    now, answered, shed = 0.0, 0, 0
+    for _ in range(400):
+        now += 0.05
+        if isinstance(scheduler.offer("job", now=now), Entry):
+            batch, dropped = scheduler.start(now=now)
+            assert batch is not None
+            assert dropped == []
+            now += 0.010
+            scheduler.finish(now=now)
+            answered += 1
+        else:
+            shed += 1
+    assert shed > 5
+    assert answered > 300
+    assert scheduler.times.quantile((4, 16), 0.95) < 0.05  # neglected, and so forgiven
+
+
 def test_rows_of_a_ranker_are_units() -> None:
     scheduler = make({(256, 0): 0.004, (1024, 0): 0.010}, sla=0.1)
     for rows in (200, 600, 300):

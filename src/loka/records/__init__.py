@@ -50,6 +50,7 @@ from loka.records.record import (
     write_atomically,
 )
 from loka.records.run import Comparison, Outcome, Point, Progress, Run
+from loka.records.serving import Guardrail, LoadBin, LoadTest, OnlineMetric, OnlineTest, RankerColumn, RankerInfo
 
 __all__ = [
     "GEMMS",
@@ -79,9 +80,12 @@ __all__ = [
     "Gemm",
     "GemmVerdict",
     "GroupRange",
+    "Guardrail",
     "Interval",
     "LayerStats",
     "Likeness",
+    "LoadBin",
+    "LoadTest",
     "MissingRun",
     "ModChange",
     "ModClass",
@@ -89,6 +93,8 @@ __all__ = [
     "ModSummary",
     "ModelStats",
     "Move",
+    "OnlineMetric",
+    "OnlineTest",
     "Outcome",
     "Overlap",
     "PairedChange",
@@ -101,6 +107,8 @@ __all__ = [
     "Progress",
     "Quantized",
     "QuantizedSite",
+    "RankerColumn",
+    "RankerInfo",
     "Record",
     "RecordError",
     "Recovery",

@@ -13,6 +13,8 @@ a ranker). Every request has a deadline, by default its arrival plus the service
     admission   a newcomer is told at once whether it will be in time: the queue is played forward with learned times, every
                 batch that is not begun at once as long as one at the cap, since later arrivals may fill it. If the newcomer
                 would be late, or make an admitted request late, it is shed, with the time to come back
+    trial       an idle engine with nobody waiting takes a request that is in time at the median, or else one every `TRIAL` SLAs whatever was
+                learned: a slow moment must be able to end
     giving up   a request that cannot end in time even in the smallest bucket at its median time is dropped when a batch begins
     leaving     a cancelled request leaves its queue; one whose batch runs is finished with it
 
@@ -31,6 +33,7 @@ from typing import Any
 from loka.serving.times import BatchTimes, Bucket
 
 MEDIAN = 0.5
+TRIAL = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,7 @@ class Entry:
     deadline: float
     number: int
     state: str = "waiting"  # waiting, running, done, cancelled, dropped
+    trial: bool = False  # runs even if it may be late
 
     @property
     def order(self) -> tuple[float, int]:
@@ -169,7 +173,7 @@ class Scheduler:
         self.contexts = list(self.sizes)
         self.running: Batch | None = None
         self._queues = _Queues()
-        self._now = -math.inf
+        self._now = self._tried = -math.inf
         self._count = 0
         self._caps: dict[int, list[Bucket]] = {}
         self._ways: dict[int, list[Bucket]] = {}
@@ -300,10 +304,20 @@ class Scheduler:
         end, late = self._play(self._queues, entry, now)
         limit = entry.deadline - self.policy.reserve
         if end > limit:
-            return Shed("late", end - limit)
+            return None if self._try(entry, now, limit) else Shed("late", end - limit)
         if late and late > self._play(self._queues, None, now)[1]:
             return Shed("others", self._remaining(now) + self._plan(self._sizes_for(entry)[0]))
         return None
+
+    def _try(self, entry: Entry, now: float, limit: float) -> bool:
+        if self.running is not None or len(self._queues):
+            return False
+        if now + self.times.quantile(self._smallest(entry), MEDIAN) <= limit:
+            return True
+        if now - self._tried < TRIAL * self.policy.sla:
+            return False
+        self._tried, entry.trial = now, True
+        return True
 
     def _wait_for_all(self, now: float) -> float:
         return self._remaining(now) + sum(
@@ -338,7 +352,11 @@ class Scheduler:
         return end, late
 
     def _drop(self, queues: _Queues, now: float) -> list[Entry]:
-        gone = [entry for entry in queues if now + self.times.quantile(self._smallest(entry), MEDIAN) > entry.deadline]
+        gone = [
+            entry
+            for entry in queues
+            if not entry.trial and now + self.times.quantile(self._smallest(entry), MEDIAN) > entry.deadline
+        ]
         for entry in gone:
             queues.remove(entry)
         return gone

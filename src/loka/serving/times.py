@@ -3,6 +3,9 @@
 The last `window` durations of every bucket are kept and read as quantiles: a high one plans (who is admitted, how large a batch may be), the median says what
 can no longer finish. A quantile of so many values is the smallest that at least that share of them does not exceed, so three values already answer, with
 their largest. Memory is bounded by buckets times window.
+
+One slow batch must not close a bucket for ever, as it would where its quantile keeps everybody out: a bucket that has not run for `NEGLECTED` batches of others forgets its
+largest duration, and so is tried again in time.
 """
 
 import math
@@ -11,6 +14,7 @@ from collections import deque
 Bucket = tuple[int, int]  # (units, context): how many a batch holds, and how long a context
 
 WINDOW = 64
+NEGLECTED = 128
 
 
 class BatchTimes:
@@ -33,6 +37,7 @@ class BatchTimes:
         self.window = window
         self._kept: dict[Bucket, deque[float]] = {}
         self._sorted: dict[Bucket, list[float]] = {}
+        self._rested: dict[Bucket, int] = {}
 
     def learn(self, bucket: Bucket, seconds: float) -> None:
         """Remember one batch."""
@@ -41,6 +46,18 @@ class BatchTimes:
         kept = self._kept.setdefault(bucket, deque(maxlen=self.window))
         kept.append(seconds)
         self._sorted[bucket] = sorted(kept)
+        for other in self._rested:
+            self._rested[other] += 1
+            if self._rested[other] >= NEGLECTED:
+                self._forget(other)
+        self._rested[bucket] = 0
+
+    def _forget(self, bucket: Bucket) -> None:
+        self._rested[bucket] = 0
+        kept = self._kept[bucket]
+        if len(kept) > 1:
+            kept.remove(max(kept))
+            self._sorted[bucket] = sorted(kept)
 
     def quantile(self, bucket: Bucket, q: float) -> float:
         """Seconds that a share `q` of this bucket's batches did not exceed; a bucket that never ran raises."""
