@@ -331,7 +331,7 @@ class Front:
         reason: str | None = None,
     ) -> None:
         self.service.telemetry.count("loka_requests_total", model=call.model, code=str(status))
-        if self.verbose or status >= 500:
+        if self.verbose or (status >= 500 and reason is not None):  # a probe that asks while it warms is no failure
             self._log(call, status, ticket, reason)
         if status == 499:
             return  # nobody reads it
