@@ -99,10 +99,10 @@ def describe_online(found: OnlineTest) -> str:
         lines.append(
             f"{m.metric:16} {m.baseline:.5g} -> {m.candidate:.5g}: {change}, margin {100 * m.margin:g} %: {m.outcome}"
         )
-    for g in found.guardrails:
-        lines.append(
-            f"guardrail {g.name}: {g.baseline:.4g} -> {g.candidate:.4g}, {g.limit}: {'BROKEN' if g.broken else 'kept'}"
-        )
+    lines += [
+        f"guardrail {g.name}: {g.baseline:.4g} -> {g.candidate:.4g}, {g.limit}: {'BROKEN' if g.broken else 'kept'}"
+        for g in found.guardrails
+    ]
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 

@@ -71,9 +71,9 @@ class Admin(Front):
     def stats(self) -> dict[str, Any]:
         """What the live page draws."""
         arms = [
-            {"arm": arm, "ready": r.ready, "hung": r.hung, "queue": len(r.scheduler) if r.scheduler else 0,
+            {"arm": arm, "ready": r.ready, "hung": r.hung, "queue": 0 if r.scheduler is None else len(r.scheduler),
              "captured_since_ready": r.captured_since_ready, "name": r.model.name, "version": r.model.version,
-             **(self.service.describe_runner(r) if r.scheduler else {})}
+             **(self.service.describe_runner(r) if r.scheduler is not None else {})}
             for arm, r in self.service.runners.items()
         ]  # fmt: skip
         return {"sla_ms": 1e3 * self.service.policy.sla, "arms": arms, "seconds": self.service.telemetry.history()}

@@ -139,7 +139,7 @@ class Front:
                 return
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = self.service.clock()
+        arrived = self.service.clock() - self.service.lag
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         usable = bool(given) and wire.REQUEST_ID.fullmatch(given) is not None

@@ -268,7 +268,7 @@ class RankingModel:
                         torch.zeros(size + 1, dtype=torch.int64, device=self.device),
                     )
                     for s in self.schema.sequences
-                },  # fmt: skip
+                },
                 torch.zeros(size, len(self.schema.labels), **zeros),  # type: ignore[arg-type]
                 torch.zeros(size, dtype=torch.int64, **zeros),  # type: ignore[call-overload]
             )

@@ -1,14 +1,16 @@
 """One model at work: the scheduler, a thread for the engine, and futures for whoever waits.
 
-The scheduler belongs to the event loop; the engine has one thread and sees one batch at a time. A batch's end wakes the loop, which starts the next one. Before
-the first request every bucket is warmed and timed. A new model is put in between two batches: whoever waits is read again by the new one, with the deadline it had.
+The engine's thread takes the next batch from the scheduler by itself when one ends, so that a busy event loop never keeps the engine waiting; the loop offers and cancels. Both
+hold one lock, for microseconds. Before the first request every bucket is warmed and timed. A new model is put in between two batches: whoever waits is read again
+by the new one, with the deadline it had.
 """
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +89,7 @@ def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
 
 
 class Runner:
-    """Runs one Servable under a Policy. Every method but `prepare` is called in the event loop.
+    """Runs one Servable under a Policy. Public methods but `prepare` are called in the event loop.
 
     Args:
         model: what runs.
@@ -111,17 +113,62 @@ class Runner:
         self.recorded: deque[Any] = deque(maxlen=RECORDED)
         self.scheduler: Scheduler | None = None
         self.captured = 0  # when it became ready
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"loka-{self.arm}")
-        self._running: asyncio.Future[Any] | None = None
+        self._changed = threading.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._next: tuple[Servable, Scheduler, asyncio.Future[None]] | None = None
-        self._closing = False
+        self._closing = self._stopped = False
         self._seen = 0
 
     async def start(self) -> None:
         """Warm and time every bucket in the engine's thread; then requests are taken."""
-        loop = asyncio.get_running_loop()
-        self.scheduler = await loop.run_in_executor(self._pool, self.prepare, self.model)
-        self.captured = self.model.captures
+        self._loop = asyncio.get_running_loop()
+        warm: asyncio.Future[None] = self._loop.create_future()
+        threading.Thread(target=self._live, args=(warm,), name=f"loka-{self.arm}", daemon=True).start()
+        await warm
+
+    def _live(self, warm: "asyncio.Future[None]") -> None:
+        """The engine's thread."""
+        try:
+            scheduler = self.prepare(self.model)
+        except BaseException as error:  # told to whoever started it
+            self._tell_loop(_settle, warm, None, error)
+            return
+        self.captured, self.scheduler = self.model.captures, scheduler
+        self._tell_loop(_settle, warm, None, None)
+        while (batch := self._take()) is not None:
+            answers: list[Any] = []
+            error: BaseException | None = None
+            try:
+                answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
+                if len(answers) != len(batch.entries):
+                    raise RuntimeError(f"{len(answers)} answers for {len(batch.entries)} requests")
+            except BaseException as caught:  # whoever waits must learn of it; the queue goes on
+                error = caught
+            with self._changed:
+                now = self.clock()
+                assert self.scheduler is not None  # set above
+                self.scheduler.finish(now=now, learn=error is None)
+            self._tell_loop(self._deliver, batch, answers, error, now)
+
+    def _take(self) -> Batch | None:
+        """Wait for the next batch; None when the runner is closed."""
+        with self._changed:
+            while not self._stopped:
+                if self._next is not None:
+                    self._exchange()
+                assert self.scheduler is not None  # the thread is alive
+                batch, dropped = self.scheduler.start(now=self.clock())
+                if dropped:
+                    self._tell_loop(self._drop, dropped)
+                if batch is not None:
+                    return batch
+                self._changed.wait()
+        return None
+
+    def _tell_loop(self, what: Callable[..., object], *values: Any) -> None:
+        assert self._loop is not None  # started
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(what, *values)
 
     def prepare(self, model: Servable) -> Scheduler:
         """A scheduler for a warm model, or ValueError where it cannot keep the promise."""
@@ -154,8 +201,12 @@ class Runner:
         job = self.model.read(request)
         timeout = self.policy.sla if request.timeout_ms is None else min(self.policy.sla, request.timeout_ms / 1e3)
         ticket = Ticket(asyncio.get_running_loop().create_future(), job, model=self.model)
-        now = self.clock()
-        found = self.scheduler.offer(ticket, now=now, units=job.units, length=job.length, deadline=arrived + timeout)
+        with self._changed:
+            now, deadline = self.clock(), arrived + timeout
+            found = self.scheduler.offer(ticket, now=now, units=job.units, length=job.length, deadline=deadline)
+            if isinstance(found, Entry):
+                ticket.entry = found
+                self._changed.notify()
         if isinstance(found, Shed):
             self.telemetry.count("loka_shed_total", model=self.arm, reason=found.reason)
             self.telemetry.second()["shed"] += 1
@@ -165,43 +216,27 @@ class Runner:
                 "queue": "the queue is full",
             }
             raise Refused(429, found.reason, words[found.reason], retry_after=found.retry_after)
-        ticket.entry = found
         self._seen += 1
         if self._seen % 16 == 1:
             self.recorded.append(request)
-        self._pump()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """The client went away."""
-        if self.scheduler is not None and ticket.entry is not None and self.scheduler.cancel(ticket.entry):
+        with self._changed:
+            gone = self.scheduler is not None and ticket.entry is not None and self.scheduler.cancel(ticket.entry)
+        if gone:
             self.telemetry.count("loka_cancelled_total", model=self.arm)
         ticket.future.cancel()
 
-    def _pump(self) -> None:
-        if self._running is not None or self.scheduler is None:
-            return
-        if self._next is not None:
-            self._exchange()
-        batch, dropped = self.scheduler.start(now=self.clock())
-        for entry in dropped:
+    def _drop(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
             self.telemetry.count("loka_dropped_total", model=self.arm)
             _refuse(entry.job, 503, "deadline", "the deadline can no longer be met", retry_after=self.policy.sla)
-        if batch is not None:
-            jobs = [entry.job.job for entry in batch.entries]
-            loop = asyncio.get_running_loop()
-            self._running = loop.run_in_executor(self._pool, self.model.run, batch.bucket, jobs)
-            self._running.add_done_callback(lambda done: self._finish(batch, done))
 
-    def _finish(self, batch: Batch, done: "asyncio.Future[Any]") -> None:
-        assert self.scheduler is not None  # a batch ran
-        self._running = None
-        now = self.clock()
-        error = done.exception()
-        self.scheduler.finish(now=now, learn=error is None)
-        self._tell(batch, now)
+    def _deliver(self, batch: Batch, answers: Sequence[Any], error: BaseException | None, now: float) -> None:
         if error is None:
-            for entry, answer in zip(batch.entries, done.result(), strict=True):
+            for entry, answer in zip(batch.entries, answers, strict=True):
                 ticket = entry.job
                 ticket.batch = batch
                 if not ticket.future.done():
@@ -209,7 +244,7 @@ class Runner:
         else:
             for entry in batch.entries:
                 _refuse(entry.job, 500, "engine", f"the model failed: {type(error).__name__}: {error}")
-        self._pump()
+        self._tell(batch, now)
 
     def _tell(self, batch: Batch, now: float) -> None:
         count, observe, arm = self.telemetry.count, self.telemetry.observe, self.arm
@@ -226,11 +261,12 @@ class Runner:
 
     async def swap(self, model: Servable, scheduler: Scheduler) -> None:
         """Put a warm model in place of this one, between two batches."""
-        if self._next is not None:
-            raise ValueError("another model is being put in place")
-        placed = asyncio.get_running_loop().create_future()
-        self._next = (model, scheduler, placed)
-        self._pump()
+        placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if self._next is not None:
+                raise ValueError("another model is being put in place")
+            self._next = (model, scheduler, placed)
+            self._changed.notify()
         await placed
 
     def _exchange(self) -> None:
@@ -244,29 +280,39 @@ class Runner:
             try:
                 ticket.job = model.read(ticket.job.request)
             except ValueError as error:
-                _refuse(ticket, 503, "reloaded", f"the model was replaced, and the new one cannot read this: {error}")
+                told = f"the model was replaced, and the new one cannot read this: {error}"
+                self._tell_loop(_refuse, ticket, 503, "reloaded", told)
                 continue
             ticket.model = model
             ticket.entry = scheduler.restore(
                 ticket, units=ticket.job.units, length=ticket.job.length, arrived=entry.arrived, deadline=entry.deadline
             )
-        if not placed.done():
-            placed.set_result(None)
+        self._tell_loop(_settle, placed, None, None)
 
     async def drain(self, timeout: float) -> bool:
         """Take nothing new and finish what is there; False when time ran out."""
         self._closing = True
         end = self.clock() + timeout
-        while self.scheduler is not None and (len(self.scheduler) or self._running is not None):
+        while self.scheduler is not None and (len(self.scheduler) or self.scheduler.running is not None):
             if self.clock() > end:
                 return False
             await asyncio.sleep(0.005)
+        await asyncio.sleep(0)  # answers that were handed over reach their futures
         return True
 
     def close(self) -> None:
         """Let the thread go; a batch that hangs is not waited for."""
-        self._closing = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._closing = self._stopped = True
+            self._changed.notify()
+
+
+def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | None) -> None:
+    if not future.done():
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
 
 
 def _refuse(ticket: Ticket, status: int, reason: str, message: str, *, retry_after: float | None = None) -> None:

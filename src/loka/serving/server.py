@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until a signal says to stop; raises where the model cannot keep the promise."""
-        asyncio.run(self.serve(signals=True))
+        run_loop(self.serve(signals=True))
 
     async def serve(self, *, signals: bool = False) -> None:
         """Serve until `stop`; a model that cannot be started ends it with its error."""
@@ -185,7 +185,7 @@ class Server:
 
         def work() -> None:
             try:
-                asyncio.run(self.serve())
+                run_loop(self.serve())
             except BaseException as error:  # told to whoever waits below
                 failed.append(error)
                 self._listening.set()
@@ -205,6 +205,16 @@ class Server:
         finally:
             self.stop()
             thread.join(60)
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, on uvloop where that is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(work)
 
 
 def _spell(host: str) -> str:

@@ -20,6 +20,7 @@ from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec
 
 log = logging.getLogger("loka.serving")
+PULSE, FADE = 0.01, 0.5  # seconds between looks at how late the event loop is, and how fast a late look is forgotten
 Opener = Callable[[str], Servable]
 
 
@@ -68,6 +69,8 @@ class Service:
         self._loading = threading.Lock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loka-loader")
         self._shadows: set[asyncio.Task[None]] = set()
+        self.lag = 0.0  # seconds that the event loop was late lately: a request waited as long before anybody saw it
+        self._pulse: asyncio.Task[None] | None = None
         self._watch()
 
     def _watch(self) -> None:
@@ -77,7 +80,7 @@ class Service:
             return lambda: {(("model", arm),): float(read(runner)) for arm, runner in arms.items()}
 
         watch = self.telemetry.watch
-        watch("loka_queue_requests", each(lambda r: len(r.scheduler) if r.scheduler else 0))
+        watch("loka_queue_requests", each(lambda r: 0 if r.scheduler is None else len(r.scheduler)))
         watch("loka_captures", each(lambda r: r.model.captures))
         watch("loka_captures_after_ready", each(lambda r: r.captured_since_ready))
         watch("loka_ready", each(lambda r: r.ready))
@@ -100,6 +103,7 @@ class Service:
 
     async def start(self) -> None:
         """Warm every arm, one after the other; a failure is kept and raised."""
+        self._pulse = asyncio.get_running_loop().create_task(self._feel())
         try:
             for runner in self.runners.values():
                 await runner.start()
@@ -107,6 +111,13 @@ class Service:
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
             raise
+
+    async def _feel(self) -> None:
+        """Keep `lag` up to date: on a busy machine requests wait in the socket before the loop reads them, and deadlines count that too."""
+        while True:
+            before = self.clock()
+            await asyncio.sleep(PULSE)
+            self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag)
 
     def describe_runner(self, runner: Runner) -> dict[str, Any]:
         """Model, buckets and caps."""
@@ -232,6 +243,8 @@ class Service:
 
     def close(self) -> None:
         """Let threads and files go."""
+        if self._pulse is not None:
+            self._pulse.cancel()
         for runner in self.runners.values():
             runner.close()
         self._loader.shutdown(wait=False, cancel_futures=True)
