@@ -334,18 +334,24 @@ class RankingModel:
 
 
 def _column(value: Any, n: int, kind: Any, path: str) -> NDArray[Any]:
+    """One value per row; a value for all rows is broadcast, without touching every row in Python."""
+    word = "a number" if kind is np.float32 else "an id"
     if isinstance(value, bytes):
         size = 4 if kind is np.float32 else 8
         if len(value) != n * size:
             raise FieldError(path, f"{len(value)} bytes for {n} rows of {size}")
         made = np.frombuffer(value, dtype="<f4" if size == 4 else "<i8")
     else:
-        values = value if isinstance(value, list) else [value] * n
-        allowed = (int, float) if kind is np.float32 else (int,)
-        for place, one in enumerate(values):
-            if not isinstance(one, allowed) or abs(one) >= 2**63:
-                raise FieldError(f"{path}[{place}]", f"expected {'a number' if kind is np.float32 else 'an id'}")
-        made = np.array(values, dtype=kind)
+        try:
+            made = np.array(value)
+        except (ValueError, OverflowError) as error:
+            raise FieldError(path, f"expected {word} a row") from error
+        if made.dtype.kind not in ("iuf" if kind is np.float32 else "i") or made.ndim > 1:
+            wanted = (int, float) if kind is np.float32 else (int,)
+            rows = value if isinstance(value, list) else [value]
+            bad = next((i for i, one in enumerate(rows) if not isinstance(one, wanted) or abs(one) >= 2**63), 0)
+            raise FieldError(f"{path}[{bad}]", f"expected {word}")
+        made = np.broadcast_to(made.astype(kind), (n,))
     if kind is np.float32 and not np.isfinite(made).all():
         raise FieldError(path, "holds NaN or infinity")
     return made
