@@ -16,12 +16,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from loka.serving import Servable
 
 __all__ = ["parse_seconds", "serve"]
 
@@ -81,15 +78,18 @@ def run_here(bundles, sla, host, port, admin_port, token_file, options, split, s
     """Serve in this process until a signal."""
     import logging
 
+    from loka.cli.subject import find_device
     from loka.serving import Server
+    from loka.serving.opening import open_model
     from loka.serving.server import log_to_stderr
 
     need_uvicorn()
+    find_device(options["device"])
     if log != "none":
         log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
     names = name_arms(bundles)
     server = Server(
-        {name: open_model(folder, name, **options) for name, folder in zip(names, bundles, strict=True)},
+        {name: open_model(folder, name=name, **options) for name, folder in zip(names, bundles, strict=True)},
         sla=sla,
         host=host,
         port=port,
@@ -99,7 +99,7 @@ def run_here(bundles, sla, host, port, admin_port, token_file, options, split, s
         events=events,
         shadow=shadow,
         folders={name: str(folder) for name, folder in zip(names, bundles, strict=True)},
-        opener=lambda folder: open_model(Path(folder), Path(folder).name, **options),
+        opener=lambda folder: open_model(folder, **options),
         verbose=log == "all",
     )
     tell(server, as_json)
@@ -127,33 +127,6 @@ def tell(server, as_json):  # type: ignore[no-untyped-def]
             typer.echo(f"ready after {found['seconds']} s: {server.url}/v1/recommend" + (f", live page {server.admin_url}" if server.admin_url else ""), err=True)  # fmt: skip
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def open_model(folder: Path, name: str, *, device: str, precision: str, beams: int, batches: tuple[int, ...], contexts: tuple[int, ...] | None,
-               rows: tuple[int, ...], factory: str | None, batch_invariant: bool) -> Servable:  # fmt: skip
-    """A recommender or a ranker, by what the folder holds."""
-    from loka.cli.subject import find_device
-    from loka.inference import EngineConfig, is_bundle, load_bundle
-    from loka.inference.bundle import MODEL
-    from loka.serving import GenerativeModel, is_ranker_bundle, open_ranker
-    from loka.serving.generative import digest
-
-    find_device(device)
-    if is_bundle(folder):
-        if factory is not None:
-            raise ValueError(f"--factory {factory}: {folder} is a generative recommender, which needs none")
-        bundle = load_bundle(folder)
-        config = EngineConfig(
-            beams=beams, requests=batches, contexts=contexts, dtype=precision, normalize=bundle.info.normalize, batch_invariant=batch_invariant,
-        )  # fmt: skip
-        return GenerativeModel(bundle, config, device=device, name=name, version=digest(folder / MODEL))
-    if is_ranker_bundle(folder):
-        return open_ranker(
-            folder, factory=factory, name=name, rows=rows, device=device, batch_invariant=batch_invariant
-        )
-    raise ValueError(
-        f"{folder} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {folder}, or loka.serving.save_ranker"
-    )
 
 
 def run_on_ray(bundles, sla, host, port, token_file, replicas, options, experiment):  # type: ignore[no-untyped-def]

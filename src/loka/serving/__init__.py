@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from loka.serving.generative import Recommended as Recommended
     from loka.serving.generative import RecommendRequest as RecommendRequest
     from loka.serving.generative import open_generative as open_generative
+    from loka.serving.opening import open_model as open_model
     from loka.serving.rank_bundle import RankerBundle as RankerBundle
     from loka.serving.rank_bundle import is_ranker_bundle as is_ranker_bundle
     from loka.serving.rank_bundle import load_ranker as load_ranker
@@ -70,6 +71,7 @@ _HOMES = {
     "is_ranker_bundle": "loka.serving.rank_bundle",
     "load_ranker": "loka.serving.rank_bundle",
     "open_generative": "loka.serving.generative",
+    "open_model": "loka.serving.opening",
     "open_ranker": "loka.serving.ranker",
     "save_ranker": "loka.serving.rank_bundle",
 }
@@ -103,6 +105,7 @@ __all__ = [
     "is_ranker_bundle",
     "load_ranker",
     "open_generative",
+    "open_model",
     "open_ranker",
     "save_ranker",
 ]
