@@ -14,10 +14,12 @@ import signal
 import time
 from typing import Any
 
+BODY = 512 * 1024  # bytes of a request; HAProxy can only send again what its buffer holds whole
 # Read by Ray when its processes start: HAProxy as the ingress; send a request again when its replica is gone or said nothing.
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + 64 * 1024),
 }
 
 
@@ -53,6 +55,11 @@ def build_app(
     return deployment.bind(model, sla, token_file)
 
 
+def from_file(args: dict[str, Any]) -> Any:
+    """The application of a deployment file: its `args` are those of `build_app`."""
+    return build_app(**args)
+
+
 class Replica:
     """One process: opened and warm before Ray sends it anything."""
 
@@ -78,9 +85,9 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Ray puts behind its ingress."""
-        from loka.serving.front import Front
+        from loka.serving.front import Front, Limits
 
-        return Front(self.service, tokens=self.tokens, manage=False)
+        return Front(self.service, tokens=self.tokens, limits=Limits(body=BODY), manage=False)
 
     async def check_health(self) -> None:
         """Raise where the engine hangs: Ray then replaces this replica."""
