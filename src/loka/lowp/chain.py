@@ -162,7 +162,12 @@ class Chain:
         """Change the classes of its modules. Refuses modules that somebody watches, naming them."""
         modules = [m for part in self.parts for m in (part.linear, *part.passed)]
         watched = [part.link.linear for part in self.parts if _is_watched(part.linear)]
-        watched += [f"{type(m).__name__} behind {part.link.linear}" for part in self.parts for m in part.passed if _is_watched(m)]
+        watched += [
+            f"{type(m).__name__} behind {part.link.linear}"
+            for part in self.parts
+            for m in part.passed
+            if _is_watched(m)
+        ]
         if watched:
             raise ValueError(f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: remove them first")  # fmt: skip
         if len({id(m) for m in modules}) < len(modules):
