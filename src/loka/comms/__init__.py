@@ -1,0 +1,18 @@
+"""comms: bytes between machines. Codecs, encoded collectives for FSDP2, DDP and TorchRec, and one agreement across ranks."""
+
+from loka.comms.codec import Codec, parse_codec
+from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_scatter
+from loka.comms.fsdp import StepClock, quantize_ddp, quantize_fsdp
+
+__all__ = [
+    "Codec",
+    "Part",
+    "StepClock",
+    "Wire",
+    "all_gather",
+    "all_reduce",
+    "parse_codec",
+    "quantize_ddp",
+    "quantize_fsdp",
+    "reduce_scatter",
+]
