@@ -25,7 +25,9 @@ def skip_unless_run(call: BagCall, device: torch.device) -> None:
 def test_the_law_is_torchs_embedding_bag_on_the_dequantised_table(kind: str, mode: str) -> None:
     rows, (indices, offsets) = table(kind), bags()
     expected = F.embedding_bag(indices, rows.dequantize(), offsets, mode=mode, include_last_offset=True)
-    torch.testing.assert_close(embedding_bag(rows, indices, offsets, mode=mode, backend="reference"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        embedding_bag(rows, indices, offsets, mode=mode, backend="reference"), expected, rtol=1e-5, atol=1e-5
+    )
     assert bool((expected[0] == 0).all())
 
 
@@ -36,7 +38,9 @@ def test_weights_per_sample_and_single_items(kind: str) -> None:
     expected = F.embedding_bag(
         indices, rows.dequantize(), offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
     )
-    torch.testing.assert_close(embedding_bag(rows, indices, offsets, weights=weights, backend="reference"), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        embedding_bag(rows, indices, offsets, weights=weights, backend="reference"), expected, rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(embedding_bag(rows, indices, backend="reference"), rows.dequantize()[indices])
 
 
@@ -95,7 +99,10 @@ def test_torch_is_the_law_for_float_rows(kind: str) -> None:
         out = embedding_bag(rows, indices, backend="torch")
         assert torch.equal(out, embedding_bag(rows, indices, backend="reference"))
         return
-    torch.testing.assert_close(embedding_bag(rows, indices, offsets, backend="torch"), embedding_bag(rows, indices, offsets, backend="reference"))
+    torch.testing.assert_close(
+        embedding_bag(rows, indices, offsets, backend="torch"),
+        embedding_bag(rows, indices, offsets, backend="reference"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +122,15 @@ def test_what_is_no_lookup_is_refused(indices: list, offsets: list | None, optio
         embedding_bag(table("int8:row"), torch.tensor(indices), given, **options)
 
 
-@pytest.mark.parametrize(("kind", "message"), [("int8:tensor", "one float32 scale each"), ("int8:row:stochastic", "update"), ("fp8", "rows are"), ("e2m1:row", "one float32 scale")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("int8:tensor", "one float32 scale each"),
+        ("int8:row:stochastic", "update"),
+        ("fp8", "rows are"),
+        ("e2m1:row", "one float32 scale"),
+    ],
+)
 def test_what_are_no_rows_is_refused(kind: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_rows(kind)

@@ -29,7 +29,9 @@ def moved_by_torch(rule: str, weight: torch.Tensor, indices, offsets, grad, mode
         optimizer = RowwiseAdagrad([parameter], lr=0.05)
     for _ in range(steps):
         optimizer.zero_grad()
-        out = torch.nn.functional.embedding_bag(indices, parameter, offsets, mode=mode, sparse=True, include_last_offset=True)
+        out = torch.nn.functional.embedding_bag(
+            indices, parameter, offsets, mode=mode, sparse=True, include_last_offset=True
+        )
         out.backward(grad)
         optimizer.step()
     return parameter.detach()
@@ -45,7 +47,9 @@ def test_float_rows_move_as_torch_moves_them(rule: str, mode: str) -> None:
     chosen = Rule(rule, lr=0.05)
     state = chosen.state(rows)
     for step in range(3):
-        embedding_update(rows, indices, grad, chosen, state, Draw(step), offsets=offsets, mode=mode, backend="reference")
+        embedding_update(
+            rows, indices, grad, chosen, state, Draw(step), offsets=offsets, mode=mode, backend="reference"
+        )
     torch.testing.assert_close(rows.data, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -183,8 +187,22 @@ def test_triton_is_the_law(kind: str, rule: str, shape: str, device: torch.devic
     states = {name: chosen.state(rows) for name in tables}
     for step in range(1, 3):
         for name, held in tables.items():
-            options = {"offsets": given, "weights": weights, "mode": "mean" if shape == "mean" else "sum", "first_row": 2**33}
-            embedding_update(held, indices, grad, chosen, states[name], Draw(step, stream=2**32 - 5, seed=11), **options, backend=name)
+            options = {
+                "offsets": given,
+                "weights": weights,
+                "mode": "mean" if shape == "mean" else "sum",
+                "first_row": 2**33,
+            }
+            embedding_update(
+                held,
+                indices,
+                grad,
+                chosen,
+                states[name],
+                Draw(step, stream=2**32 - 5, seed=11),
+                **options,
+                backend=name,
+            )
         ours, theirs = tables["triton"], tables["reference"]
         gap = (ours.dequantize() - theirs.dequantize()).abs()
         assert bool((gap <= 1.01 * quanta(theirs, kind)).all())
@@ -203,7 +221,9 @@ def test_triton_draws_the_numbers_of_the_law(device: torch.device) -> None:
         rows = table(kind, width=40)
         other, grad = copy(rows), torch.randn(50, 40)
         for held, name in ((rows, "triton"), (other, "reference")):
-            embedding_update(held, torch.arange(50), grad, Rule("sgd", lr=2.0**-4), (), Draw(1, 7, 3), first_column=16, backend=name)
+            embedding_update(
+                held, torch.arange(50), grad, Rule("sgd", lr=2.0**-4), (), Draw(1, 7, 3), first_column=16, backend=name
+            )
         assert torch.equal(rows.dequantize(), other.dequantize())
         assert rows.scale is None or torch.equal(rows.scale, other.scale)
 

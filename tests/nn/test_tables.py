@@ -32,14 +32,22 @@ def test_an_embedding_looks_its_rows_up(rows: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "sum"}, {"mode": "mean", "padding_idx": 2}, {"mode": "sum", "include_last_offset": True, "padding_idx": -1}]
+    "options",
+    [
+        {"mode": "sum"},
+        {"mode": "mean", "padding_idx": 2},
+        {"mode": "sum", "include_last_offset": True, "padding_idx": -1},
+    ],
 )
 def test_a_bag_is_torchs_bag(options: dict) -> None:
     plain = nn.EmbeddingBag(30, 8, **options)
     model = nn.ModuleDict({"bag": copy.deepcopy(plain)})
     tables.quantize_tables(model, rows="int8:row")
     plain.load_state_dict({"weight": model["bag"].weight})
-    ids, offsets = torch.randint(0, 30, (12,)), torch.tensor([0, 0, 4, 9, 12] if plain.include_last_offset else [0, 0, 4, 9])
+    ids, offsets = (
+        torch.randint(0, 30, (12,)),
+        torch.tensor([0, 0, 4, 9, 12] if plain.include_last_offset else [0, 0, 4, 9]),
+    )
     torch.testing.assert_close(model["bag"](ids, offsets), plain(ids, offsets))
     torch.testing.assert_close(model["bag"](ids.view(3, 4)), plain(ids.view(3, 4)))
     if options["mode"] == "sum":

@@ -66,7 +66,9 @@ class TableOptimizer(torch.optim.Optimizer):
             memory = {f"memory{i}": t for i, t in enumerate(self.rule.state(table.rows))}
             self.state[table.anchor] = {"step": torch.zeros((), dtype=torch.int64), **memory, **self._live(table)}
             if table.hot:
-                self.state[table.anchor]["counts"] = torch.zeros(table.num_embeddings, dtype=torch.int32, device=table.data.device)
+                self.state[table.anchor]["counts"] = torch.zeros(
+                    table.num_embeddings, dtype=torch.int32, device=table.data.device
+                )
 
     @staticmethod
     def _live(table: Table) -> dict[str, Tensor]:
@@ -93,7 +95,9 @@ class TableOptimizer(torch.optim.Optimizer):
             indices, offsets, weights, _, grad = items
             memory = tuple(state[f"memory{i}"] for i in range(sum(key.startswith("memory") for key in state)))
             draw = Draw(step, table.stream, self.seed)
-            embedding_update(table.rows, indices, grad, rule, memory, draw, offsets=offsets, weights=weights, backend=table.backend)
+            embedding_update(
+                table.rows, indices, grad, rule, memory, draw, offsets=offsets, weights=weights, backend=table.backend
+            )
             if table.hot:
                 state["counts"].index_add_(0, indices.long(), torch.ones_like(indices, dtype=torch.int32))
         state["step"] += 1
@@ -147,7 +151,9 @@ class TableOptimizer(torch.optim.Optimizer):
         for name, table in self.tables.items():
             state = self.state[table.anchor]
             if state["data"].shape != table.data.shape or state["data"].dtype != table.data.dtype:
-                raise ValueError(f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, the table's {table.data.dtype} {tuple(table.data.shape)}")
+                raise ValueError(
+                    f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, the table's {table.data.dtype} {tuple(table.data.shape)}"
+                )
             for key in _LIVE:
                 if key in state:
                     setattr(table, key, state[key].to(table.anchor.device))

@@ -170,7 +170,13 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, weights: Tensor | None, table: Table, indices: Tensor, offsets: Tensor | None, mode: str
+        ctx: Any,
+        anchor: Tensor,
+        weights: Tensor | None,
+        table: Table,
+        indices: Tensor,
+        offsets: Tensor | None,
+        mode: str,
     ) -> Tensor:
         ctx.table, ctx.mode = table, mode
         ctx.save_for_backward(anchor, weights, indices, offsets)
@@ -257,24 +263,27 @@ class EmbeddingBag(Table):
         self.padding_idx = _positive(padding_idx, num_embeddings)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """input [L] with offsets, or [B, n] without -> [B, D]."""
-        if input.dim() == 2:
+        """Ids [L] with offsets, or [B, n] without -> [B, D]."""
+        ids = input
+        if ids.dim() == 2:
             if offsets is not None:
                 raise ValueError("a 2-D input has bags of one length and takes no offsets")
-            bags, length = input.shape
-            offsets = torch.arange(0, (bags + 1) * length, length, device=input.device) if length else input.new_zeros(bags + 1)
-            input = input.reshape(-1)
+            bags, length = ids.shape
+            offsets = (
+                torch.arange(0, (bags + 1) * length, length, device=ids.device) if length else ids.new_zeros(bags + 1)
+            )
+            ids = ids.reshape(-1)
             per_sample_weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
         elif offsets is None:
             raise ValueError("a 1-D input needs offsets: where each bag begins")
         elif not self.include_last_offset:
-            offsets = torch.cat((offsets, offsets.new_tensor([len(input)])))
+            offsets = torch.cat((offsets, offsets.new_tensor([len(ids)])))
         if self.padding_idx is not None:
-            real = input != self.padding_idx
+            real = ids != self.padding_idx
             before = torch.nn.functional.pad(real.cumsum(0), (1, 0))
-            offsets, input = before[offsets.long()], input[real]
+            offsets, ids = before[offsets.long()], ids[real]
             per_sample_weights = None if per_sample_weights is None else per_sample_weights[real]
-        return self.look_up(input, offsets, per_sample_weights, self.mode)
+        return self.look_up(ids, offsets, per_sample_weights, self.mode)
 
 
 def _positive(padding_idx: int | None, rows: int) -> int | None:
@@ -353,7 +362,13 @@ def _refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[
 
 
 def _low(module: nn.Embedding | nn.EmbeddingBag, rows: str, hot: float, name: str) -> Table:
-    shared: dict[str, Any] = {"rows": rows, "weight": module.weight.detach(), "hot": hot, "name": name, "padding_idx": module.padding_idx}
+    shared: dict[str, Any] = {
+        "rows": rows,
+        "weight": module.weight.detach(),
+        "hot": hot,
+        "name": name,
+        "padding_idx": module.padding_idx,
+    }
     table: Table
     if isinstance(module, nn.EmbeddingBag):
         table = EmbeddingBag(

@@ -126,7 +126,9 @@ class Optimizers:
         self.dense = [parameter for _, parameter in dense]
         self._names = {id(parameter): name for name, parameter in dense + tables}
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
-        low = {name: module for name, module in model.named_modules() if isinstance(module, Table) and module.is_trainable}
+        low = {
+            name: module for name, module in model.named_modules() if isinstance(module, Table) and module.is_trainable
+        }
         self._names |= {id(table.anchor): f"{name}.weight" for name, table in low.items()}
         if dense:
             self._parts.append((build_adam(self.dense, config), config.learning_rate))

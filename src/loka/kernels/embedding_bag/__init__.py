@@ -1,6 +1,13 @@
 """embedding_bag: rows of a table in any precision, looked up one by one or pooled in bags."""
 
-from torch import Tensor, compiler, dtype, float32, int32, int64  # not `import torch`: a backend of that name is a submodule
+from torch import (
+    Tensor,
+    compiler,
+    dtype,
+    float32,
+    int32,
+    int64,
+)  # not `import torch`: a backend of that name is a submodule
 
 from loka.kernels.embedding_bag.call import BagCall
 from loka.kernels.embedding_bag.rows import Rows, parse_rows
@@ -45,7 +52,15 @@ def embedding_bag(
     check_items(rows, indices, offsets, weights)
     bags = len(indices) if offsets is None else len(offsets) - 1
     call = BagCall(
-        rows.count, rows.width, bags, len(indices), rows.kind, mode, weights is not None, rows.hot is not None, out_dtype
+        rows.count,
+        rows.width,
+        bags,
+        len(indices),
+        rows.kind,
+        mode,
+        weights is not None,
+        rows.hot is not None,
+        out_dtype,
     )
     chosen = pick("embedding_bag", backend, call, rows.data.device)
     result: Tensor = chosen.backend.run(rows, indices, offsets, weights=weights, mode=mode, out_dtype=out_dtype)
@@ -55,7 +70,9 @@ def embedding_bag(
 def check_items(rows: Rows, indices: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
     """Shapes always; values where looking at them costs no synchronisation."""
     if indices.dim() != 1 or indices.dtype not in (int64, int32):
-        raise ValueError(f"indices are int64 or int32 [L], got {indices.dtype} {tuple(indices.shape)}; hint: indices.reshape(-1)")
+        raise ValueError(
+            f"indices are int64 or int32 [L], got {indices.dtype} {tuple(indices.shape)}; hint: indices.reshape(-1)"
+        )
     if weights is not None and weights.shape != indices.shape:
         raise ValueError(f"one weight per item: expected {tuple(indices.shape)}, got {tuple(weights.shape)}")
     if offsets is not None and (offsets.dim() != 1 or len(offsets) < 1):
@@ -66,5 +83,9 @@ def check_items(rows: Rows, indices: Tensor, offsets: Tensor | None, weights: Te
     if bool(bad.any()):
         seen = int(indices[bad][0])
         raise ValueError(f"index {seen} is not a row of this table: it has rows 0 to {rows.count - 1}")
-    if offsets is not None and (int(offsets[0]) != 0 or int(offsets[-1]) != len(indices) or bool((offsets.diff() < 0).any())):
-        raise ValueError(f"offsets must rise from 0 to the number of items, {len(indices)}; got {offsets[:4].tolist()} ... {int(offsets[-1])}")
+    if offsets is not None and (
+        int(offsets[0]) != 0 or int(offsets[-1]) != len(indices) or bool((offsets.diff() < 0).any())
+    ):
+        raise ValueError(
+            f"offsets must rise from 0 to the number of items, {len(indices)}; got {offsets[:4].tolist()} ... {int(offsets[-1])}"
+        )

@@ -23,11 +23,15 @@ class BagCall:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise ValueError(f"bags are pooled by {', '.join(MODES)}, not {self.mode!r}; max has no gradient for all its items")
+            raise ValueError(
+                f"bags are pooled by {', '.join(MODES)}, not {self.mode!r}; max has no gradient for all its items"
+            )
         if self.weighted and self.mode != "sum":
             raise ValueError(f"weights per sample belong to sums, as in torch, not to {self.mode!r}")
 
     def __str__(self) -> str:
         options = [self.mode] + ["weighted"] * self.weighted + ["hot rows"] * self.hot
         out = str(self.out_dtype).removeprefix("torch.")
-        return f"{self.items} of {self.rows}x{self.width} {self.kind} in {self.bags} bags ({', '.join(options)}) -> {out}"
+        return (
+            f"{self.items} of {self.rows}x{self.width} {self.kind} in {self.bags} bags ({', '.join(options)}) -> {out}"
+        )

@@ -43,7 +43,9 @@ def parse_rows(kind: str) -> Spec | torch.dtype:
         raise ValueError(f"rows are {', '.join(FLOATS)} or a Spec with one scale a row, e.g. int8:row, not {kind!r}")
     spec = Spec.parse(kind)
     if spec.block != ROW or spec.mode != "dynamic" or spec.scale not in ("f32", "pow2") or spec.format.name == "e2m1":
-        raise ValueError(f"rows have one float32 scale each, made from them: int8:row, e4m3:row[:pow2], e5m2:row, int4:row; not {kind}")
+        raise ValueError(
+            f"rows have one float32 scale each, made from them: int8:row, e4m3:row[:pow2], e5m2:row, int4:row; not {kind}"
+        )
     if spec.rounding != "nearest":
         raise ValueError(f"{kind}: how rows are rounded belongs to the update; hint: drop ':stochastic'")
     return spec
@@ -80,8 +82,12 @@ class Rows:
             raise ValueError(f"rows of {self.kind} are 2-D, got {self.data.dtype} {tuple(self.data.shape)}")
         for name, dtype in (("scale", torch.float32), ("slot", torch.int32)):
             held: Tensor | None = getattr(self, name)
-            if held is not None and (held.shape != (self.count,) or held.dtype != dtype or held.device != self.data.device):
-                raise ValueError(f"{name} must be {dtype} [{self.count}] on {self.data.device}, got {held.dtype} {tuple(held.shape)} on {held.device}")
+            if held is not None and (
+                held.shape != (self.count,) or held.dtype != dtype or held.device != self.data.device
+            ):
+                raise ValueError(
+                    f"{name} must be {dtype} [{self.count}] on {self.data.device}, got {held.dtype} {tuple(held.shape)} on {held.device}"
+                )
         if self.hot is not None and (self.hot.dtype != torch.float32 or self.hot.shape[1:] != (self.width,)):
             raise ValueError(f"kept rows are float32 [H, {self.width}], got {self.hot.dtype} {tuple(self.hot.shape)}")
 

@@ -34,5 +34,10 @@ def run(
         return F.embedding(indices, rows.data).to(out_dtype)
     per_sample = None if weights is None else weights.to(rows.data.dtype)
     return F.embedding_bag(
-        indices, rows.data, offsets.to(indices.dtype), mode=mode, per_sample_weights=per_sample, include_last_offset=True
+        indices,
+        rows.data,
+        offsets.to(indices.dtype),
+        mode=mode,
+        per_sample_weights=per_sample,
+        include_last_offset=True,
     )

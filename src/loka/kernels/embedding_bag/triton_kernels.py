@@ -58,7 +58,9 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
         there = item < end
         row = tl.load(index_ptr + item, there, other=0).to(tl.int64)
         known = (row >= 0) & (row < N)
-        values = dequantized_rows(data_ptr, scale_ptr, slot_ptr, hot_ptr, row, there & known, column, D, SCALED, HOT, INT4)
+        values = dequantized_rows(
+            data_ptr, scale_ptr, slot_ptr, hot_ptr, row, there & known, column, D, SCALED, HOT, INT4
+        )
         values = tl.where((there & (known == 0))[:, None], float("nan"), values)
         if WEIGHTED:
             weight = tl.load(weight_ptr + item, there, other=0.0).to(tl.float32)

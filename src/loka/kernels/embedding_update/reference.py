@@ -114,8 +114,8 @@ def write(rows: Rows, unique: Tensor, w: Tensor, draw: Draw, *, first_row: int =
 def fit_scale(rows: Rows, old: Tensor, w: Tensor) -> Tensor:
     """The old scale of each row where it still fits, a new one otherwise."""
     assert rows.spec is not None
-    format = rows.spec.format
+    kind = rows.spec.format
     amax = w.abs().nan_to_num(nan=0.0, posinf=0.0).amax(1)
-    largest = old * format.max
-    fits = (amax <= largest) & ((amax >= largest * LEAST[format.name]) | (amax == 0))
-    return torch.where(fits, old, scale_from_amax(amax if format == E4M3 else amax * ROOM, rows.spec))
+    largest = old * kind.max
+    fits = (amax <= largest) & ((amax >= largest * LEAST[kind.name]) | (amax == 0))
+    return torch.where(fits, old, scale_from_amax(amax if kind == E4M3 else amax * ROOM, rows.spec))

@@ -37,12 +37,16 @@ def run(
 ) -> None:
     """In place: rows, scales and state."""
     if first_column % 8:
-        raise ValueError(f"a shard of columns starts at a multiple of 8, got {first_column}: one call of Philox serves eight")
+        raise ValueError(
+            f"a shard of columns starts at a multiple of 8, got {first_column}: one call of Philox serves eight"
+        )
     from loka.kernels.embedding_update import triton_kernels
 
     bag, factor = _items(indices, offsets, weights, mode)
     ordered, order = indices.sort(stable=True)
-    triton_kernels.update(rows, ordered, order, bag, factor, grad.contiguous(), rule, state, draw, first_row, first_column)
+    triton_kernels.update(
+        rows, ordered, order, bag, factor, grad.contiguous(), rule, state, draw, first_row, first_column
+    )
 
 
 def _items(

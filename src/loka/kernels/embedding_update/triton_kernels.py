@@ -41,8 +41,10 @@ def random_bits(row, first_group, step, seed, BD: tl.constexpr):
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BD,))
     one = tl.zeros((1,), tl.uint32)
-    s0, s1, s2, s3 = tl.philox(seed, tl.full((1,), 0xFFFFFFFF, tl.uint32), one + low, one + high, one + step.to(tl.uint32), _ROUNDS)
-    shared = tl.max(s0 & 0xFF, 0)
+    row_word, _, _, _ = tl.philox(
+        seed, tl.full((1,), 0xFFFFFFFF, tl.uint32), one + low, one + high, one + step.to(tl.uint32), _ROUNDS
+    )
+    shared = tl.max(row_word & 0xFF, 0)
     return ((halves << 8) | shared).to(tl.int32)
 
 
@@ -91,7 +93,9 @@ def rounded_e4m3(y, finite, bits):
     magnitude = tl.minimum(tl.abs(tl.where(finite, y, 0.0)), 448.0)
     exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, -6) - 3
     quantum = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    per_quantum = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # exact, which an approximate division need not be
+    per_quantum = ((127 - exponent) << 23).to(
+        tl.float32, bitcast=True
+    )  # exact, which an approximate division need not be
     rounded = tl.minimum(rounded_steps(magnitude * per_quantum, bits) * quantum, 448.0)
     return tl.where(finite, tl.where(y < 0, -rounded, rounded), float("nan"))
 
@@ -127,7 +131,9 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, order_ptr, bag_p
             source = item
             if BAGS:
                 source = tl.load(bag_ptr + item, there, other=0).to(tl.int64)
-            value = tl.load(grad_ptr + source[:, None] * D + column[None, :], there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            value = tl.load(
+                grad_ptr + source[:, None] * D + column[None, :], there[:, None] & inside[None, :], other=0.0
+            ).to(tl.float32)
             if FACTOR:
                 value = value * tl.load(factor_ptr + item, there, other=0.0)[:, None]
             g += tl.sum(value, 0)
