@@ -24,6 +24,7 @@ from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
 from loka.measure.layer import FusedLinear
 from loka.measure.norm import NormQuantize
+from loka.measure.tables import EmbeddingBag, EmbeddingUpdate
 from loka.measure.timing import Rival, Thunk
 from loka.measure.topk import Topk
 
@@ -262,7 +263,17 @@ class Quantize:
 
 ADAPTERS: dict[str, Adapter] = {
     adapter.op: adapter
-    for adapter in (ScaledMm(), Quantize(), NormQuantize(), FusedLinear(), GroupedMm(), BeamAttention(), Topk())
+    for adapter in (
+        ScaledMm(),
+        Quantize(),
+        NormQuantize(),
+        FusedLinear(),
+        GroupedMm(),
+        BeamAttention(),
+        Topk(),
+        EmbeddingBag(),
+        EmbeddingUpdate(),
+    )
 }
 
 
