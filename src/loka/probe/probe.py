@@ -73,7 +73,8 @@ class Probe(Observer):
         )
         survey = Survey(asked, seed=self._seed)
         flops = self._flops_by_site()
-        total = self._flops or sum(flops.values()) or 1
+        unseen = [watch.finish(self.sampled_steps) for watch in self._unseen]
+        total = self._flops or sum(flops.values()) + sum(part.flops for part in unseen) or 1
         units = sum(bool(watch.gemms) and watch.kept is None for watch in self._watches.values())
         sites = []
         for number, watch in enumerate(self._watches.values()):
@@ -95,6 +96,7 @@ class Probe(Observer):
             margin=asked.margin,
             units=units,
             notes=list(self.notes),
+            unseen=unseen,
             environment=capture_environment(
                 command=command, device=_name_device(self.model), threads=torch.get_num_threads()
             ),
@@ -106,7 +108,10 @@ class Probe(Observer):
         return "sites" if self._flops is None else "model"
 
     def _flops_by_site(self) -> dict[str, float]:
-        return {w.name: 2 * w.rows_seen * w.k * w.n * len(w.gemms) / max(w.steps, 1) for w in self._watches.values()}
+        return {
+            w.name: 2 * w.rows_seen * w.k * w.n * (3 if w.kept else len(w.gemms)) / max(w.steps, 1)
+            for w in self._watches.values()
+        }
 
     def drift(self, judge: Judge | None = None, **settings: Any) -> DriftReport:
         """What moved, when, and whether the verdict would change: by a judge of your own, or by an evaluation with these settings.

@@ -162,7 +162,7 @@ def add_harm(watch: Watch, candidate: Candidate) -> Candidate:
 
 def why_unscored(watch: Watch) -> str | None:
     """Why a site that was seen has no harm."""
-    if watch.unscored is None and watch.forward_only:
+    if watch.forward_only:
         return "all that was seen ran without gradients"
     return watch.unscored or (UNKNOWN_LOSS if watch.calls else None)
 
