@@ -52,12 +52,12 @@ FORMS = {
 }
 FEW = ("train relu", "train gelu", "train norm", "dgrad relu", "dgrad gelu")  # on every fourth shape
 EXTRAS = [
-    Launch(128, 128, 128, 8, 4),
-    Launch(128, 128, 128, 8, 3, 8, 2),
-    Launch(64, 256, 128, 8, 4),
     Launch(128, 256, 128, 8, 3),
-    Launch(64, 128, 128, 4, 3, 8, 3),
+    Launch(128, 256, 128, 8, 4, 4),
+    Launch(128, 256, 128, 8, 4, 16),
+    Launch(64, 128, 128, 4, 4),
 ]
+SPLIT = ("relu", "norm")  # forms whose launches are tried with a cut K too
 L2_BYTES = 120 * 2**20
 
 
@@ -78,6 +78,7 @@ def launches_for(form: str, m: int, k: int, n: int, device: torch.device, splits
     whole += [launch for launch in EXTRAS if not problems(launch, work_of(call), properties)]
     if "gelu" in form:  # slow to compile
         whole = [launch for launch in whole if launch.bm * launch.bn >= 16384]
+    splits = splits if form in SPLIT else 0
     return list(dict.fromkeys([*whole, *[launch for launch in ranked if launch.split > 1][:splits]]))
 
 
@@ -133,9 +134,19 @@ class Operands:
         )
 
 
-def compare(form: str, shape: tuple[int, int, int], launch: Launch, device: torch.device) -> str:
+def poison(o: Operands) -> None:
+    """A row of NaN, a column of Inf and one far beyond the scale: they stay what they are, or saturate, and nothing else changes."""
+    data = o.a.data.float()
+    data[5] = math.nan
+    o.a = QTensor(data.to(o.a.data.dtype), o.a.scale, o.a.spec)
+    o.bias[3], o.bias[7] = math.inf, 1e6
+
+
+def compare(form: str, shape: tuple[int, int, int], launch: Launch, device: torch.device, special: bool = False) -> str:
     """What is wrong with a result, against the reference in float32 on the same operands; "" where nothing is."""
     o = Operands.make(form, *shape, device, 1)
+    if special:
+        poison(o)
     law_amax = torch.zeros((), device=device)
     found = o.run(form, launch)
     ours, o.amax = o.amax, law_amax
@@ -145,13 +156,21 @@ def compare(form: str, shape: tuple[int, int, int], launch: Launch, device: torc
         if right is None:
             continue
         mine, theirs = left.dequantize(), right.dequantize()
-        far = (mine - theirs).abs() > 0.13 * theirs.abs() + 1.01 * float(right.scale) / 64
+        if not torch.equal(mine.isnan(), theirs.isnan()) or bool(theirs.isnan().any()) != special:
+            return f"{name}: {int(mine.isnan().sum())} NaN, {int(theirs.isnan().sum())} expected"
+        mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
+        # A code away, and what tensor cores lose of a sum, which counts where the sum is near zero.
+        far = (mine - theirs).abs() > 0.13 * theirs.abs() + 0.02 * theirs.square().mean().sqrt()
         error = float((mine - theirs).norm() / theirs.norm())
-        if not error < 0.02 or int(far.sum()) > 2e-4 * far.numel():
+        if not error < 0.02 or int(far.sum()) > 1e-5 * far.numel():
             return (
                 f"{name}: relative error {error:.4f}, {int(far.sum())} of {far.numel()} elements more than a code away"
             )
-    if getattr(law, "bias", None) is not None and not float((found.bias - law.bias).norm() / law.bias.norm()) < 0.02:
+    if (
+        not special
+        and getattr(law, "bias", None) is not None
+        and not float((found.bias - law.bias).norm() / law.bias.norm()) < 0.02
+    ):
         return "bias gradient"
     if FORMS[form].get("amax") and not abs(float(ours) / float(law_amax) - 1) < 0.02:
         return f"amax {float(ours)} against {float(law_amax)}"
@@ -160,19 +179,26 @@ def compare(form: str, shape: tuple[int, int, int], launch: Launch, device: torc
 
 def checks(device: torch.device) -> Iterator[tuple[str, tuple[int, int, int], Launch]]:
     """Every launch of the sweep on the sizes of a real layer, and odd shapes. Compiled here, so that the sweep compiles nothing."""
-    large, odd = (512, 4096, 1536), (205, 1000, 301)
+    large, few, odd = (2560, 4096, 1536), (64, 4096, 1024), (205, 1000, 301)
     for form in FORMS:
         for launch in launches_for(form, *large, device, 0):
             yield form, large, launch
         yield form, odd, choose_launch(call_of(form, *odd), properties_of(device))[0]
-        if not form.startswith("dgrad"):
-            for split in (2, 4, 8, 16):  # one way to finish each
-                yield form, large, Launch(64, 64, 128, 4, 6, split=split)
-    few = [
-        launch for launch in choose_launch(call_of("relu", 64, 4096, 1024), properties_of(device)) if launch.split == 4
-    ]
-    for launch in few:
-        yield "relu", (64, 4096, 1024), launch
+        if form in SPLIT:
+            yield from split_checks(form, few, large, device)
+
+
+def split_checks(
+    form: str, few: tuple[int, int, int], large: tuple[int, int, int], device: torch.device
+) -> Iterator[tuple]:
+    """Every tile that is split, and every way to finish one."""
+    seen: dict[tuple[int, ...], tuple] = {}
+    for shape in (few, large):
+        for launch in choose_launch(call_of(form, *shape), properties_of(device)):
+            if launch.split > 1:
+                seen.setdefault(tuple(launch.numbers[:7]), (form, shape, launch))
+                seen.setdefault((launch.bn, launch.split), (form, shape, launch))
+    yield from dict.fromkeys(seen.values())
 
 
 def child(index: int, count: int, device: torch.device) -> None:
@@ -180,6 +206,8 @@ def child(index: int, count: int, device: torch.device) -> None:
         if place % count == index:
             try:
                 wrong = compare(form, shape, launch, device)
+                if launch.bm * launch.bn == 32768 and not wrong:
+                    wrong = compare(form, shape, launch, device, special=True)
             except Exception as error:
                 wrong = f"{type(error).__name__}: {str(error)[:300]}"
             print(json.dumps({"form": form, "shape": shape, "launch": str(launch), "wrong": wrong}), flush=True)

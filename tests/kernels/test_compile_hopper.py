@@ -32,12 +32,13 @@ NORM = {"NORM": 0, "ACTIVATION": 3, "WEIGHT": True, "BIAS": True, "RESIDUAL": Tr
 TILE = {"BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "PROGRAMS": 132, "A_SCALE": 2, "B_SCALE": 2}
 FUSED = {
     "a_desc": desc("fp8e4nv", 128, 128), "b_desc": desc("fp8e4nv", 256, 128), "y_desc": desc("fp8e4nv", 128, 128),
-    "yt_desc": desc("fp8e4nv", 128, 128), "z_desc": desc("fp8e4nv", 128, 128), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
+    "yt_desc": desc("fp8e4nv", 128, 128), "z_desc": desc("fp8e4nv", 128, 128), "part_desc": desc("fp32", 128, 64), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
     "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S, "amax_ptr": "*i32",
 }  # fmt: skip
-SUMS = {"part_ptr": S, "sa_ptr": S, "sb_ptr": S}
 LAYER = {
     **{name: value for name, value in TILE.items() if name != "PROGRAMS"},
+    "HALVES": True,
+    "SPLITS": False,
     "NORM": True,
     "ACTIVATION": 3,
     "OUT_E5M2": False,
@@ -65,7 +66,7 @@ BACK = {
 }
 
 DGRAD = {
-    "g_desc": desc("fp8e4nv", 128, 128), "w_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 128), "q_desc": desc("fp8e4nv", 128, 128),
+    "g_desc": desc("fp8e4nv", 128, 128), "w_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "q_desc": desc("fp8e4nv", 128, 128),
     "qt_desc": desc("fp8e4nv", 128, 128), "sg_ptr": S, "sw_ptr": S, "z_scale_ptr": S, "scale_ptr": S, "amax_ptr": "*i32", "bias_ptr": S,
 }  # fmt: skip
 STEP = {
@@ -131,19 +132,17 @@ CONFIGURATIONS = {
         {**LAYER, "NORM": False, "ACTIVATION": 4, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 2, "TRANSPOSE": True},
         {"num_warps": 8, "num_stages": 3},
     ),
-    ("fused_linear", "_partial", "split"): (
-        {**SUMS, "a_desc": desc("fp8e4nv", 64, 128), "b_desc": desc("fp8e4nv", 64, 128)},
-        {"BM": 64, "BN": 64, "BK": 128, "GROUP_M": 8, "A_SCALE": 1, "B_SCALE": 1},
-        {"num_warps": 4, "num_stages": 6},
+    ("fused_linear", "_fused", "split"): (
+        FUSED, {**LAYER, "SPLITS": True, "BIAS": False, "OUT": 1, "KEEP": 0, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
     ),
     ("fused_linear", "_finish", "split, training"): (
         {
-            **SUMS, "y_desc": desc("fp8e4nv", 16, 128), "yt_desc": desc("fp8e4nv", 128, 16), "z_desc": desc("fp8e4nv", 16, 128),
-            **{name: FUSED[name] for name in ("bias_ptr", "out_scale_ptr", "ys_ptr", "yts_ptr", "rstd_ptr", "amax_ptr")},
+            **{name: kind for name, kind in FUSED.items() if name.endswith("_ptr")}, "part_ptr": S,
+            "y_desc": desc("fp8e4nv", 16, 128), "yt_desc": desc("fp8e4nv", 128, 16), "z_desc": desc("fp8e4nv", 16, 128),
         },
         {
-            **{name: value for name, value in LAYER.items() if name not in ("BK", "GROUP_M")},
-            "BM": 16, "SPLIT": 8, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 1, "TRANSPOSE": True,
+            **{name: value for name, value in LAYER.items() if name not in ("BM", "BK", "SPLITS")},
+            "ROWS": 16, "SPLIT": 8, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 1, "TRANSPOSE": True,
         },
         {"num_warps": 4},
     ),
@@ -187,7 +186,7 @@ CONFIGURATIONS = {
     ),
 }  # fmt: skip
 WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_finish", "_gradient", "_dgrad", "_interact"}
-MULTIPLIES = {"_gemm", "_fused", "_partial", "_dgrad", "_interact", "_interact_gradient"}
+MULTIPLIES = {"_gemm", "_fused", "_dgrad", "_interact", "_interact_gradient"}
 DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
 
 

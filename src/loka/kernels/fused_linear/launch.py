@@ -2,22 +2,23 @@
 
 `choose_launch` ranks the launches that fit by a model of the time they take, in microseconds:
 
-    wave  = steps * max(multiply, load) * (programs that share a multiprocessor) + epilogue
-    time  = waves * wave + start
+    time  = start + sum over waves of (steps * max(multiply, load) + epilogue)
 
     multiply   bm * bn * bk products at the rate of one multiprocessor's tensor cores
-    load       (bm + bn) * bk bytes at the rate one multiprocessor reads the L2 cache
-    epilogue   bm * bn elements, hidden in part where two programs share a multiprocessor: one multiplies while the other writes
+    load       (bm + bn) * bk bytes at the rate one multiprocessor reads the L2 cache: less where rows of the operands (K bytes) start within a sector of 32 bytes,
+               more where two programs share a multiprocessor
+    epilogue   bm * bn elements; more where a transpose or z is written too
 
-What decides in practice is the number of waves: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which leaves most of them idle, while
-336 tiles of 64 x 256 take three waves of half the length. Few tiles (few rows: serving) are cut along K as well: partial sums in float32, and a second kernel
-that adds them and finishes the layer; that costs its own start and the sums' way through memory.
+What decides in practice is the last wave: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which leaves most of them idle, while 336 tiles of
+64 x 256 take three waves of half the length. Or the tiles that are left over when all multiprocessors have had their share are cut along K (`split`), so that all of them work
+on these too: partial sums in float32, and a second kernel that adds them and finishes the layer. That costs its own start and the sums' way through memory. Few rows
+(serving) are the same case: all tiles are left over.
 
 It is a function of numbers, not a search: the choice must be the same on all ranks, in every process and under graph capture. A caller that has measured passes its own
 `Launch` instead; the ranking is then the list of what is worth measuring.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -29,15 +30,17 @@ _GROUP = Block(1, 128)
 _SQUARE = Block(128, 128)
 _KEPT_BYTES = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 1, "bf16": 2}
 _RESERVED = 2048  # bytes of shared memory for barriers and reductions
-_SPLITS = (2, 4, 8, 16)
+_SPLITS = (2, 3, 4, 6, 8, 16)
 
-# Fitted to an H200 (benchmarks/fused_linear_sweep.py): microseconds, per multiprocessor.
-_MULTIPLY = 1 / 5.0e6  # a product and sum of FP8 numbers
-_LOAD = 1 / 95e3  # a byte from the L2 cache
-_EPILOGUE = 1 / 60e3  # an element of the tile written once; more for every further thing that is written
-_START = 2.0  # the kernel's start, and the pipeline's
-_SPLIT_START = 2.5  # the second kernel's
-_PARTIAL = 1 / 2.5e6  # a byte of partial sums written and read again, by the whole chip
+# Fitted to an H200 (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor; the model is within 10 % of what was measured.
+_MULTIPLY = 1 / 6.1e6  # a product and sum of FP8 numbers
+_LOAD = {1: 1 / 85e3, 2: 1 / 102e3}  # a byte from the L2 cache, by programs on the multiprocessor
+_LOAD_ASTRIDE = 1 / 61e3  # the same where rows do not start at whole sectors
+_WAVE, _ELEMENT = 0.5, 0.72 / 32768  # of the epilogue: each, and an element of the tile
+_ALSO = 1.2 / 32768  # an element that is written once more
+_START = 3.3
+_FINISH = 2.2  # start of the second kernel
+_PARTIAL = 1 / 3e6  # a byte of partial sums written and read, by the whole chip
 
 
 @dataclass(frozen=True)
@@ -144,71 +147,77 @@ def choose_launch(call: FusedCall | DgradCall, properties: Properties) -> tuple[
 @lru_cache(maxsize=4096)
 def rank(work: Work, properties: Properties) -> tuple[Launch, ...]:
     """`choose_launch` for a call without its types."""
-    tiles = [launch for launch in _tiles(work, properties) if not problems(launch, work, properties)]
-    fit = tiles + [
-        Launch(t.bm, t.bn, t.bk, t.warps, t.stages, t.group, t.resident, split)
-        for t in _tiles(Work(work.m, work.k, work.n, 4, whole=work.whole, doubled=work.doubled), properties)
-        for split in _SPLITS
-        if split * 2 <= work.k // t.bk and _count(t, work) * split <= 2 * properties.processors
-    ]
-    fit = [launch for launch in fit if not problems(launch, work, properties)]
+    fit = [launch for launch in _tiles(work, properties) if not problems(launch, work, properties)]
     return tuple(sorted(fit, key=lambda launch: predicted_time(launch, work, properties)))
 
 
 def _tiles(work: Work, properties: Properties) -> list[Launch]:
-    """Tiles worth trying, each with as many stages as fit, up to what helps."""
+    """Tiles worth trying, whole and split, each with as many stages as fit, up to what helps."""
     if work.doubled:  # a second accumulator: half the tile
         shapes = [(64, 256, 8, 1), (128, 128, 8, 1), (64, 128, 4, 2), (64, 64, 4, 2)]
     else:
         shapes = [
-            (128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 4, 1), (128, 128, 4, 2), (64, 256, 4, 1), (64, 256, 4, 2),
-            (64, 128, 4, 1), (64, 128, 4, 2), (128, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2),
+            (128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 4, 1), (128, 128, 8, 1), (64, 256, 4, 1), (64, 128, 4, 1), (64, 128, 4, 2),
+            (128, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2),
         ]  # fmt: skip
     launches = []
     for bm, bn, warps, resident in shapes:
-        room = properties.shared_memory // resident - _RESERVED - waiting_bytes(work, bm, bn)
-        stages = min(room // ((bm + bn) * 128), 4 if bm * bn >= 8192 else 6)
-        if stages >= 2:
-            launches.append(Launch(bm, bn, 128, warps, stages, 8, resident))
+        rest = -(-work.m // bm) * -(-work.n // bn) % (properties.processors * resident)
+        splits = [
+            split
+            for split in _SPLITS
+            if resident == 1 and 256 * split <= work.k and rest * split <= 2 * properties.processors
+        ]
+        for split in (1, *splits):
+            launch = Launch(bm, bn, 128, warps, 2, 8, resident, split)
+            room = properties.shared_memory // resident - _RESERVED - waiting_bytes(launch, work)
+            stages = min(room // ((bm + bn) * 128), 4 if bm * bn >= 16384 else 6)
+            if stages >= 2:
+                launches.append(replace(launch, stages=stages))
     return launches
 
 
-def stored_width(bn: int, grouped: bool) -> int:
-    """Columns of a tile that are stored at once: the widest tiles go in halves, unless their columns have scales of their own."""
-    return 128 if bn == 256 and not grouped else bn
+def stored_width(launch: Launch, grouped: bool) -> int:
+    """Columns of a tile that are stored at once: wide tiles go in halves, unless columns have scales of their own or lie in different warps."""
+    return 128 if launch.bn == 256 and not grouped and launch.warps * 16 <= launch.bm else launch.bn
 
 
-def waiting_bytes(work: Work, bm: int, bn: int) -> int:
-    """Bytes of shared memory where a tile waits to be stored: one buffer each for the output, its transpose, and a z of another type."""
+def waiting_bytes(launch: Launch, work: Work) -> int:
+    """Bytes of shared memory where a tile waits to be stored: one buffer each for the output, its transpose, a z of another type, and sums of a part of K."""
     if work.whole:
-        return bm * bn // 2 * (2 * work.out + work.kept)
+        return launch.bm * launch.bn * (work.out + work.kept)
     kept = work.kept if work.kept != work.out else 0
-    return bm * stored_width(bn, work.grouped) * (work.out * (2 if work.transpose else 1) + kept)
+    element = work.out * (2 if work.transpose else 1) + kept
+    return launch.bm * (stored_width(launch, work.grouped) * element + (256 if launch.split > 1 else 0))
 
 
 def problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
     """Why a launch cannot run a call; nothing where it can."""
     found = []
-    if launch.split == 1:
-        if work.norm and launch.bn != NORM_BLOCK and launch.bn < work.n:
-            found.append(f"a tile holds whole norm blocks: bn is {NORM_BLOCK}, or at least n={work.n}, not {launch.bn}")
-        if work.norm and launch.bn > NORM_BLOCK:
-            found.append(f"a tile holds one norm block: bn is {NORM_BLOCK}, not {launch.bn}")
-        if work.grouped and launch.bn % 128:
-            found.append(f"output scales per 128 columns need bn=128 or 256, not {launch.bn}")
-        if work.grouped and work.transpose and launch.bm != 128:
-            found.append(f"scales of the transpose per 128 rows need bm=128, not {launch.bm}")
-    else:
-        if work.whole or (work.grouped and work.transpose):
-            found.append(f"this call cannot be finished by a second kernel: split=1, not {launch.split}")
-        if launch.split * launch.bk > work.k:
-            found.append(f"k={work.k} has no {launch.split} parts of {launch.bk}")
+    if work.norm and launch.bn != NORM_BLOCK and (launch.bn < work.n or launch.bn > NORM_BLOCK):
+        found.append(f"a tile holds whole norm blocks: bn is {NORM_BLOCK}, or at least n={work.n}, not {launch.bn}")
+    if work.grouped and launch.bn % 128:
+        found.append(f"output scales per 128 columns need bn=128 or 256, not {launch.bn}")
+    if work.grouped and work.transpose and launch.bm != 128:
+        found.append(f"scales of the transpose per 128 rows need bm=128, not {launch.bm}")
     if work.doubled and launch.bk != 128:
         found.append(f"operands scaled per 128 along K need bk=128, not {launch.bk}")
-    waiting = waiting_bytes(work, launch.bm, launch.bn) if launch.split == 1 else 0
-    needed = launch.stages * (launch.bm + launch.bn) * launch.bk + waiting + _RESERVED
+    if launch.split > 1:
+        found += _split_problems(launch, work, properties)
+    needed = launch.stages * (launch.bm + launch.bn) * launch.bk + waiting_bytes(launch, work) + _RESERVED
     if needed > properties.shared_memory:
         found.append(f"needs about {needed} bytes of shared memory, there are {properties.shared_memory}")
+    return found
+
+
+def _split_problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
+    found = []
+    if work.whole or (work.grouped and work.transpose):
+        found.append(f"this call cannot be finished by a second kernel: split=1, not {launch.split}")
+    if launch.split > -(-work.k // launch.bk):
+        found.append(f"k={work.k} has no {launch.split} parts of {launch.bk}")
+    if _count(launch, work) % (properties.processors * launch.resident) == 0:
+        found.append(f"no tile is left over to split: split=1, not {launch.split}")
     return found
 
 
@@ -219,15 +228,28 @@ def _count(launch: Launch, work: Work) -> int:
 
 def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
     """Microseconds by the model above."""
-    programs = _count(launch, work) * launch.split
-    waves = -(-programs // (properties.processors * launch.resident))
-    sharing = min(launch.resident, -(-programs // properties.processors))
-    steps = -(-work.k // (launch.bk * launch.split))
+    slots = properties.processors * launch.resident
+    steps, tiles = -(-work.k // launch.bk), _count(launch, work)
+    waves, rest = divmod(tiles, slots)
+    area = launch.bm * launch.bn
+    also = work.transpose + (0 if work.whole else work.kept > 0) + (work.out > 1)
+    epilogue = area * (_ELEMENT + also * _ALSO)
+
+    def wave(programs: int, steps: int, epilogue: float) -> float:
+        sharing = min(launch.resident, -(-programs // properties.processors))
+        return steps * _step(launch, work, sharing) + sharing * epilogue + _WAVE
+
+    time = _START + waves * wave(slots, steps, epilogue)
+    if launch.split == 1:
+        return time + (wave(rest, steps, epilogue) if rest else 0)
+    parts, left = divmod(rest * launch.split, slots)
+    share = -(-steps // launch.split)
+    time += parts * wave(slots, share, area * _ALSO) + (wave(left, share, area * _ALSO) if left else 0)
+    return time + _FINISH + 4 * area * rest * launch.split * _PARTIAL
+
+
+def _step(launch: Launch, work: Work, sharing: int) -> float:
+    """One step along K of the programs that share a multiprocessor."""
     multiply = launch.bm * launch.bn * launch.bk * _MULTIPLY * (2 if work.doubled else 1)
-    load = (launch.bm + launch.bn) * launch.bk * _LOAD
-    written = 4 if launch.split > 1 else work.out + work.kept + 2 * work.transpose
-    epilogue = launch.bm * launch.bn * (1 + written) / 2 * _EPILOGUE
-    time = waves * (steps * max(multiply, load) * sharing + epilogue) + _START
-    if launch.split > 1:
-        time += _SPLIT_START + launch.split * work.m * work.n * 8 * _PARTIAL
-    return time
+    load = _LOAD_ASTRIDE if work.k % 32 else _LOAD[min(sharing, 2)]
+    return sharing * max(multiply, (launch.bm + launch.bn) * launch.bk * load)

@@ -15,30 +15,47 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.fused_linear.launch import Work, properties_of
 from loka.kernels.fused_linear.triton_gradient_kernels import slope_of
-from loka.kernels.fused_linear.triton_kernels import accumulate, launch_for, raise_amax
-from loka.kernels.quantize.triton_kernels import aligned
+from loka.kernels.fused_linear.triton_kernels import accumulate, aligned, halves, launch_for, raise_amax, scalar_scales
 from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
 from loka.kernels.tile import INTERPRETED, inverse, tile_order, to_fp8
 
 _SCALAR = tl.constexpr(1)
+_Z_SCALED = tl.constexpr(2)
 _Z_NONE = tl.constexpr(4)
 
 
 @triton.jit
-def _write_half(acc, first_row, first_column, z_desc, q_desc, qt_desc, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N,
+def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
+    """Sums of the columns, in row 0 of a tile: a product with ones. The rows of a tile lie in different threads, and to add them there takes three shuffles an
+    element. The tensor cores take bf16, which rounds each addend to 8 bits, and add in float32."""
+    first = tl.arange(0, 64) == 0
+    if PREROUND:  # the interpreter multiplies bf16 by its bit patterns
+        return tl.where(first[:, None], tl.sum(x, 0)[None, :], 0.0)
+    else:
+        ones = tl.broadcast_to(tl.where(first, 1.0, 0.0)[:, None], (64, BM)).to(tl.bfloat16)
+        return tl.dot(ones, x.to(tl.bfloat16))
+
+
+@triton.jit
+def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
                 BM: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
                 E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The step behind its sums, for half a tile: a whole one needs more registers and shared memory than there are beside the pipeline."""
     row, column = first_row + tl.arange(0, BM), first_column + tl.arange(0, BN)
-    acc *= tl.load(sg_ptr) * tl.load(sw_ptr)
+    acc *= scale
     if Z != _Z_NONE:
-        z = z_desc.load([first_row, first_column]).to(tl.float32)
-        acc *= slope_of(z, z_scale_ptr, Z, ACTIVATION, SLOPE, PREROUND)
+        acc *= slope_of(z.to(tl.float32), z_scale, Z, ACTIVATION, SLOPE, PREROUND)
     if AMAX:
         raise_amax(acc, row < M, amax_ptr, PREROUND)
     if BIAS:  # rows beyond M are zero
-        tl.atomic_add(bias_ptr + column, tl.sum(acc, 0), column < N, sem="relaxed")
-    q = to_fp8(acc, inverse(tl.load(scale_ptr)), 0, E5M2, False, PREROUND)
+        at = tl.broadcast_to((bias_ptr + column)[None, :], (64, BN))
+        tl.atomic_add(
+            at,
+            _column_sums(acc, BM, BN, PREROUND),
+            (tl.arange(0, 64) == 0)[:, None] & (column < N)[None, :],
+            sem="relaxed",
+        )
+    q = to_fp8(acc, q_inverse, 0, E5M2, False, PREROUND)
     q_desc.store([first_row, first_column], q)
     qt_desc.store([first_column, first_row], tl.trans(q))
 
@@ -48,35 +65,22 @@ def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, sg_ptr, sw_ptr, z_scale_ptr,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
            E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    scale, q_inverse = scalar_scales(sg_ptr, sw_ptr, _SCALAR, _SCALAR), inverse(tl.load(scale_ptr))
+    z_scale = 1.0
+    if Z >= _Z_SCALED and Z != _Z_NONE:
+        z_scale = tl.load(z_scale_ptr)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
         first_row, first_column = tile_m * BM, tile_n * BN
-        acc = accumulate(
-            g_desc,
-            w_desc,
-            sg_ptr,
-            sw_ptr,
-            first_row,
-            first_column,
-            0,
-            tl.cdiv(K, BK),
-            M,
-            N,
-            0,
-            0,
-            0,
-            0,
-            BM,
-            BN,
-            BK,
-            _SCALAR,
-            _SCALAR,
-        )
-        tl.static_assert(BN % 2 == 0)
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-        _write_half(left, first_row, first_column, z_desc, q_desc, qt_desc, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N,
+        acc = accumulate(g_desc, w_desc, sg_ptr, sw_ptr, first_row, first_column, 0, tl.cdiv(K, BK), M, N, 0, 0, 0, 0, BM, BN, BK, _SCALAR, _SCALAR)  # fmt: skip
+        left, right = halves(acc, BM, BN)
+        if Z != _Z_NONE:
+            z_left, z_right = halves(z_desc.load([first_row, first_column]), BM, BN)
+        else:
+            z_left, z_right = left, right
+        _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
                     BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
-        _write_half(right, first_row, first_column + BN // 2, z_desc, q_desc, qt_desc, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N,
+        _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
                     BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
 
 
@@ -114,7 +118,7 @@ def dgrad(
     programs = min(properties_of(device).processors * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
     _dgrad[(programs,)](
         TensorDescriptor.from_tensor(g, [bm, bk]), TensorDescriptor.from_tensor(w_t, [bn, bk]),
-        None if z is None else TensorDescriptor.from_tensor(_tma_rows(z), [bm, bn // 2]),
+        None if z is None else TensorDescriptor.from_tensor(_tma_rows(z), [bm, bn]),
         TensorDescriptor.from_tensor(q, [bm, bn // 2]), TensorDescriptor.from_tensor(q_t, [bn // 2, bm]),
         sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, m, n, k,
         bm, bn, bk, group, activation, kept, slope, dtype == torch.float8_e5m2, amax is not None, bias, INTERPRETED,

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
-from loka.kernels.quantize.triton_kernels import _scales, aligned, block_scales
+from loka.kernels.fused_linear.triton_kernels import aligned
+from loka.kernels.quantize.triton_kernels import _scales, block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
 from loka.kernels.tile import (
     INTERPRETED,
@@ -40,10 +41,10 @@ _Z_NONE = tl.constexpr(4)
 
 
 @triton.jit
-def slope_of(z, z_scale_ptr, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):
+def slope_of(z, z_scale, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):
     """The activation's derivative from what was kept, as it was read."""
     if Z >= _Z_SCALED:
-        z *= tl.load(z_scale_ptr)
+        z *= z_scale
     if Z == _Z_OUTPUT:
         return slope_from_output(z, ACTIVATION)
     else:
@@ -58,9 +59,12 @@ def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stri
     g = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
     if Z != _Z_NONE:
         z = tl.load(z_ptr + row[:, None] * stride_z + column[None, :], inside, other=0.0).to(tl.float32)
+        z_scale = 1.0
         if Z == _Z_NORMALIZED:
             z *= _Z_SCALE
-        g *= slope_of(z, z_scale_ptr, Z, ACTIVATION, SLOPE, PREROUND)
+        elif Z >= _Z_SCALED:
+            z_scale = tl.load(z_scale_ptr)
+        g *= slope_of(z, z_scale, Z, ACTIVATION, SLOPE, PREROUND)
     if NORM:
         width = tl.minimum(N - tile_n * BN, BN).to(tl.float32)
         rstd = tl.load(rstd_ptr + row * num_n + tile_n, row < M, other=0.0)

@@ -6,7 +6,7 @@ delayed scale, and the epilogue collects the largest |z| for the next. Either wa
 For training the same epilogue also writes the transpose of y (the next wgrad contracts over rows, and FP8 tensor cores want both operands contiguous along the
 contracted axis), what backward needs of z, and rstd.
 
-Where there are too few tiles for the GPU, K is cut into parts (`launch.split`): `_partial` writes sums in float32, `_finish` adds them and is the same epilogue.
+Tiles that do not fill the GPU are cut along K (`launch.split`): their sums are written in float32, and `_finish` adds them and is the same epilogue.
 """
 
 import torch
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
-from loka.kernels.quantize.triton_kernels import aligned, block_scales
+from loka.kernels.quantize.triton_kernels import block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides, tma_ready
 from loka.kernels.tile import (
     INTERPRETED,
@@ -36,10 +36,12 @@ _GROUPED = tl.constexpr(3)
 _SQUARE = tl.constexpr(4)
 _EPS = tl.constexpr(NORM_EPS)
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
+FINISH_ROWS = 16  # the least that a transpose can be stored in
 
 # How the output is written.
 OUT_16BIT, OUT_STATIC, OUT_GROUPED = 0, 1, 2
 _OUT_16BIT = tl.constexpr(0)
+_OUT_STATIC = tl.constexpr(1)
 _OUT_GROUPED = tl.constexpr(2)
 
 # How forward writes z (0: not at all), and as which type.
@@ -87,24 +89,26 @@ def accumulate(a_desc, b_desc, sa_ptr, sb_ptr, first_row, first_column, first_k,
 
 
 @triton.jit
-def outer_scales(
-    acc, sa_ptr, sb_ptr, row, column, M, N, BM: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr
-):
-    """Scales that are constant along K: those of columns are applied, those of rows come back as one factor a row, to join other factors."""
-    factor = tl.full((BM,), 1.0, tl.float32)
+def scalar_scales(sa_ptr, sb_ptr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr):
+    """The product of the scales of whole tensors. Read once a program: behind the products their latency would be waited for in every tile."""
+    scale = 1.0
     if A_SCALE == _SCALAR:
-        factor *= tl.load(sa_ptr)
-    elif A_SCALE == _VECTOR:
-        factor *= tl.load(sa_ptr + row, row < M, other=0.0)
+        scale *= tl.load(sa_ptr)
     if B_SCALE == _SCALAR:
-        factor *= tl.load(sb_ptr)
-    elif B_SCALE == _VECTOR:
-        acc *= tl.load(sb_ptr + column, column < N, other=0.0)[None, :]
-    return acc, factor
+        scale *= tl.load(sb_ptr)
+    return scale
 
 
 @triton.jit
-def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_scale_ptr, ys_ptr, yts_ptr, M, N,
+def _output_inverse(out_scale_ptr, OUT: tl.constexpr):
+    if OUT == _OUT_STATIC:
+        return inverse(tl.load(out_scale_ptr))
+    else:
+        return 1.0
+
+
+@triton.jit
+def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
            BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
            SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
@@ -116,7 +120,7 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_scale_ptr, ys_ptr, 
         kept = to_fp8(acc, 1.0 / _Z_SCALE, 0, False, False, PREROUND, True)
         z_desc.store([first_row, first_column], kept)
     elif KEEP == _KEEP_SCALED:
-        kept = to_fp8(acc, inverse(tl.load(out_scale_ptr)), 0, False, False, PREROUND)
+        kept = to_fp8(acc, out_inverse, 0, False, False, PREROUND)
         z_desc.store([first_row, first_column], kept)
     elif KEEP == _KEEP_BF16:
         z_desc.store([first_row, first_column], acc.to(tl.bfloat16))
@@ -141,22 +145,27 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_scale_ptr, ys_ptr, 
             qt = tl.trans(to_fp8(y, inverse(t_scale)[None, :], 0, OUT_E5M2, False, PREROUND, NORM))
             yt_desc.store([first_column, first_row], qt)
     else:
-        q = to_fp8(y, inverse(tl.load(out_scale_ptr)), 0, OUT_E5M2, False, PREROUND, NORM)
+        q = to_fp8(y, out_inverse, 0, OUT_E5M2, False, PREROUND, NORM)
         y_desc.store([first_row, first_column], q)
         if TRANSPOSE:
             yt_desc.store([first_column, first_row], tl.trans(q))
 
 
 @triton.jit
-def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
-           BM: tl.constexpr, BN: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+           BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The layer behind its sums: scales, bias, norm, activation, and everything that is written."""
     first_row, first_column = tile_m * BM, tile_n * BN
     row = first_row + tl.arange(0, BM)
     column = first_column + tl.arange(0, BN)
-    acc, factor = outer_scales(acc, sa_ptr, sb_ptr, row, column, M, N, BM, A_SCALE, B_SCALE)
+    # What is constant along a row joins the norm's factor: one product an element instead of three.
+    factor = tl.full((BM,), 1.0, tl.float32) * scale
+    if A_SCALE == _VECTOR:
+        factor *= tl.load(sa_ptr + row, row < M, other=0.0)
+    if B_SCALE == _VECTOR:
+        acc *= tl.load(sb_ptr + column, column < N, other=0.0)[None, :]
     if BIAS:
         acc = acc * factor[:, None] + tl.load(bias_ptr + column, column < N, other=0.0).to(tl.float32)[None, :]
         factor = tl.full((BM,), 1.0, tl.float32)
@@ -171,68 +180,90 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_pt
         acc *= factor[:, None]
     if AMAX:  # rows beyond M hold the bias and must not count
         raise_amax(acc, row < M, amax_ptr, PREROUND)
-    if (
-        BN == 256 and OUT != _OUT_GROUPED
-    ):  # in halves: less shared memory waits to be stored, which leaves more for the pipeline, and fewer registers
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-        _store(left, tile_m, 2 * tile_n, y_desc, yt_desc, z_desc, out_scale_ptr, ys_ptr, yts_ptr, M, N,
+    if HALVES:  # less shared memory waits to be stored, which leaves more for the pipeline; and fewer registers
+        left, right = halves(acc, BM, BN)
+        _store(left, tile_m, 2 * tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
                BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
-        _store(right, tile_m, 2 * tile_n + 1, y_desc, yt_desc, z_desc, out_scale_ptr, ys_ptr, yts_ptr, M, N,
+        _store(right, tile_m, 2 * tile_n + 1, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
                BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
     else:
-        _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_scale_ptr, ys_ptr, yts_ptr, M, N,
+        _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
                BM, BN, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
 
 
 @triton.jit
-def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc,
-           sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N, K, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
-           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-           A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-           OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
-           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
-        acc = accumulate(a_desc, b_desc, sa_ptr, sb_ptr, tile_m * BM, tile_n * BN, 0, tl.cdiv(K, BK), M, N,
-                         sa_stride, sa_stride_k, sb_stride, sb_stride_k, BM, BN, BK, A_SCALE, B_SCALE)  # fmt: skip
-        _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
-               BM, BN, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["split"])
-def _partial(a_desc, b_desc, part_ptr, sa_ptr, sb_ptr, M, N, K, split, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
-             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-             A_SCALE: tl.constexpr, B_SCALE: tl.constexpr):  # fmt: skip
-    """Sums over parts of K: part [split, M, N] in float32, without the scales that are constant along K."""
-    num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
-    for index in tl.range(tl.program_id(0), num_m * num_n * split, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = tile_order(index // split, num_m, num_n, GROUP_M)
-        part = index % split
-        acc = accumulate(a_desc, b_desc, sa_ptr, sb_ptr, tile_m * BM, tile_n * BN, part * num_k // split, (part + 1) * num_k // split, M, N,
-                         sa_stride, sa_stride_k, sb_stride, sb_stride_k, BM, BN, BK, A_SCALE, B_SCALE)  # fmt: skip
-        row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-        at = part_ptr + (part.to(tl.int64) * M + row)[:, None] * N + column[None, :]
-        tl.store(at, acc, (row < M)[:, None] & (column < N)[None, :])
+def halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile. Warps lie one below the other in a tile of sums, so no number moves."""
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def _finish(part_ptr, y_desc, yt_desc, z_desc,
-            sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
-            BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
+def _store_part(acc, part_desc, first_row, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile of sums in float32, 64 columns at a time, so that little shared memory is taken from the pipeline."""
+    if BN == 256:
+        left, right = halves(acc, BM, BN)
+        a, b = halves(left, BM, BN // 2)
+        c, d = halves(right, BM, BN // 2)
+        part_desc.store([first_row, 0], a)
+        part_desc.store([first_row, 64], b)
+        part_desc.store([first_row, 128], c)
+        part_desc.store([first_row, 192], d)
+    elif BN == 128:
+        left, right = halves(acc, BM, BN)
+        part_desc.store([first_row, 0], left)
+        part_desc.store([first_row, 64], right)
+    else:
+        part_desc.store([first_row, 0], acc)
+
+
+@triton.jit(do_not_specialize=["whole", "split"])
+def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr,
+           M, N, K, whole, split, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, HALVES: tl.constexpr, SPLITS: tl.constexpr,
+           A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+           OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
+           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """The first `whole` tiles from a to y; of the others (SPLITS) the sums over `split` parts of K each, part after part, tile after tile."""
+    num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
+    scale, out_inverse = scalar_scales(sa_ptr, sb_ptr, A_SCALE, B_SCALE), _output_inverse(out_scale_ptr, OUT)
+    for tile in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
+        acc = accumulate(a_desc, b_desc, sa_ptr, sb_ptr, tile_m * BM, tile_n * BN, 0, num_k, M, N,
+                         sa_stride, sa_stride_k, sb_stride, sb_stride_k, BM, BN, BK, A_SCALE, B_SCALE)  # fmt: skip
+        _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+               BM, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+    if SPLITS:
+        for index in tl.range(tl.program_id(0), (num_m * num_n - whole) * split, tl.num_programs(0), flatten=True):
+            tile_m, tile_n = tile_order(whole + index // split, num_m, num_n, GROUP_M)
+            part = index % split
+            acc = accumulate(a_desc, b_desc, sa_ptr, sb_ptr, tile_m * BM, tile_n * BN, part * num_k // split, (part + 1) * num_k // split, M, N,
+                             sa_stride, sa_stride_k, sb_stride, sb_stride_k, BM, BN, BK, A_SCALE, B_SCALE)  # fmt: skip
+            _store_part(acc, part_desc, index * BM, BM, BN)
+
+
+@triton.jit(do_not_specialize=["whole", "height"])
+def _finish(part_ptr, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N, whole, height,
+            BN: tl.constexpr, ROWS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
             A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
             OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
             AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    """The layer behind the sums of `_partial`."""
-    tile_m, tile_n = tl.program_id(0), tl.program_id(1)
-    row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-    inside = (row < M)[:, None] & (column < N)[None, :]
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    """The layer behind the sums of the tiles that were split, ROWS rows of a tile of that height a program."""
+    tile, slab = tl.program_id(0), tl.program_id(1)
+    tile_m, tile_n = tile_order(whole + tile, tl.cdiv(M, height), tl.cdiv(N, BN), GROUP_M)
+    scale, out_inverse = scalar_scales(sa_ptr, sb_ptr, A_SCALE, B_SCALE), _output_inverse(out_scale_ptr, OUT)
+    row, column = slab * ROWS + tl.arange(0, ROWS), tl.arange(0, BN)
+    acc = tl.zeros((ROWS, BN), dtype=tl.float32)
     for part in tl.static_range(SPLIT):
-        at = part_ptr + (row.to(tl.int64) + part * M)[:, None] * N + column[None, :]
-        acc += tl.load(at, inside, other=0.0)
-    _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
-           BM, BN, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+        acc += tl.load(part_ptr + ((tile * SPLIT + part).to(tl.int64) * height + row)[:, None] * BN + column[None, :])
+    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+           ROWS, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+
+
+def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty [rows, columns] whose rows start at multiples of 128 bytes, or of 32 where that would add much: the next GEMM reads rows that start within a
+    sector of 32 bytes at two thirds of the rate."""
+    step = (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
+    return torch.empty(rows, -(-columns // step) * step, dtype=dtype, device=device)[:, :columns]
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -275,7 +306,7 @@ def fused(
     slope: float = 0.01,
     launch: list[int] | None = None,
 ) -> dict[str, Tensor | None]:
-    """Launch the fused layer. Rows of a and b start at multiples of 16 bytes (TMA)."""
+    """Launch the fused layer: one kernel, and a second one for tiles whose K was cut. Rows of a and b start at multiples of 16 bytes (TMA)."""
     (m, k), n, device = a.shape, b.shape[0], a.device
     grouped = out == OUT_GROUPED
     doubled = a_source == GROUPED or b_source >= GROUPED
@@ -298,35 +329,22 @@ def fused(
         amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), INTERPRETED,
     )  # fmt: skip
     bm, bn, bk, warps, stages, group, resident, split = chosen.numbers
-    operands = TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk])
-    strides = *scale_strides(sa), *scale_strides(sb)
-    programs = min(properties_of(device).processors * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn) * split)
-    if split == 1:
-        wide = stored_width(bn, grouped)
-        _fused[(programs,)](
-            *operands, _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]),
-            *pointers, m, n, k, *strides, bm, bn, bk, group, *options, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-    else:
-        part = torch.empty(split, m, n, dtype=torch.float32, device=device)
-        _partial[(programs,)](
-            *operands, part, sa, sb, m, n, k, split, *strides, bm, bn, bk, group, a_source, b_source,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-        bm, bn = _finish_tile(n, norm, grouped)
-        wide = stored_width(bn, grouped)
-        _finish[(triton.cdiv(m, bm), triton.cdiv(n, bn))](
-            part, _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]),
-            *pointers, m, n, bm, bn, split, *options, num_warps=4,
+    tiles, slots = triton.cdiv(m, bm) * triton.cdiv(n, bn), properties_of(device).processors * resident
+    whole = tiles if split == 1 else tiles - tiles % slots
+    wide = stored_width(chosen, grouped)
+    part = torch.empty((tiles - whole) * split * bm, bn, dtype=torch.float32, device=device) if split > 1 else None
+    _fused[(min(slots, max(whole, (tiles - whole) * split)),)](
+        TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
+        _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]), _descriptor(part, [bm, min(bn, 64)]),
+        *pointers, m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
+        bm, bn, bk, group, wide < bn, split > 1, *options, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if part is not None:
+        _finish[(tiles - whole, bm // FINISH_ROWS)](
+            part, _descriptor(y, [FINISH_ROWS, wide]), _descriptor(y_t, [wide, FINISH_ROWS]), _descriptor(z, [FINISH_ROWS, wide]),
+            *pointers, m, n, whole, bm, bn, FINISH_ROWS, group, split, wide < bn, *options, num_warps=4,
         )  # fmt: skip
     return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}
 
 
-def _finish_tile(n: int, norm: bool, grouped: bool) -> tuple[int, int]:
-    """Rows and columns of the tiles that finish a layer whose K was cut: 16 rows, the least a transpose can be stored in."""
-    if norm and n > 128:
-        return 16, NORM_BLOCK
-    return 16, 64 if n <= 64 and not grouped else 128
-
-
-__all__ = ["KEEP_TYPES", "OUT_16BIT", "OUT_GROUPED", "OUT_STATIC", "SCALAR", "fused"]
+__all__ = ["GROUPED", "KEEP_TYPES", "OUT_16BIT", "OUT_GROUPED", "OUT_STATIC", "SCALAR", "fused"]
