@@ -291,7 +291,7 @@ def test_the_op_describes_itself_truthfully_to_triton(device: torch.device) -> N
     scale = torch.full((), 2.0**-5, device=device)
     for amax, keep in ((torch.zeros((), device=device), 2), (None, 0), (None, 3)):
         tensors = a.data, b.data, a.scale, b.scale, bias, scale, amax
-        options = 1, 1, False, 4, 0.01, 1, torch.float8_e4m3fn, False, keep, True
+        options = 1, 1, False, 4, 0.01, 1, torch.float8_e4m3fn, False, keep, True, None
         # The checker's other tests multiply FP8 tensors, which torch cannot; compiled code is run above.
         torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options), test_utils="test_faketensor")
 

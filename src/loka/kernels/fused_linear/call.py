@@ -123,6 +123,54 @@ class GradientResult:
     bias: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class DgradCall:
+    """From the gradient g [M, K] of one layer's GEMM output to that of the layer before: (g @ w) * activation'(z), w_t [N, K], z [M, N].
+
+    Written as `spec` both ways, [M, N] and [N, M], with one given scale. `z`: how forward kept it ("nothing" for no activation).
+    """
+
+    m: int
+    k: int
+    n: int
+    g: Spec
+    w_t: Spec
+    spec: Spec
+    activation: str = "relu"
+    z: Kept = "y"
+    bias: bool = False
+    amax: bool = False
+    slope: float = SLOPE
+
+    def __post_init__(self) -> None:
+        check_options(0, self.activation, self.slope)
+        if (self.z == "nothing") != (self.activation == "none"):
+            raise ValueError(
+                f"activation {self.activation} needs {'no' if self.activation == 'none' else 'a'} kept z, got {self.z}"
+            )
+
+    @property
+    def z_bytes(self) -> int:
+        """Bytes an element of z."""
+        return {"nothing": 0, "bf16": 2}.get(self.z, 1)
+
+    def __str__(self) -> str:
+        extras = "".join(f" +{name}" for name in ("bias", "amax") if getattr(self, name))
+        chosen = spell_activation(self.activation, self.slope)
+        return (
+            f"{self.m}x{self.k}x{self.n} dgrad {self.g} @ {self.w_t} {chosen} from {self.z} -> {self.spec} + T{extras}"
+        )
+
+
+@dataclass(frozen=True)
+class DgradResult:
+    """The quantised gradient of the layer before, its transpose, and the bias gradient where asked (float32)."""
+
+    g: QTensor
+    g_t: QTensor
+    bias: Tensor | None = None
+
+
 def spell_activation(activation: str, slope: float) -> str:
     """The name, with the slope where it is not the default."""
     return f"{activation}({slope:g})" if activation == "leaky_relu" and slope != SLOPE else activation

@@ -5,7 +5,7 @@
     z    = p * rstd                                        (z = p without a norm)
     y    = activation(z)
 
-    dz   = dy * activation'(z)
+    dz   = dy * activation'(z)                             (dy = g' @ w' of the layer behind, where a chain goes on: `dgrad`)
     g    = rstd * (dz - z * mean(dz * z over the block))   (g = dz without a norm)
 
 Backward sees z as it was kept (`call.kept_form`): rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), or with the output's
@@ -27,6 +27,8 @@ from loka.kernels.fused_linear.call import (
     NORMALIZED,
     NORMALIZED_SCALE,
     SLOPE,
+    DgradCall,
+    DgradResult,
     FusedCall,
     FusedResult,
     GradientCall,
@@ -36,9 +38,10 @@ from loka.kernels.fused_linear.call import (
     derived_from_output,
     kept_form,
 )
+from loka.kernels.fused_linear.launch import Launch
 
 
-def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
+def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
     """Everything: this is emulation."""
     return YES
 
@@ -104,8 +107,9 @@ def run(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    launch: Launch | None = None,
 ) -> FusedResult:
-    """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|."""
+    """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
     check_amax(amax, a.device)
     p = a.dequantize() @ b.dequantize().T
     if bias is not None:
@@ -168,6 +172,31 @@ def gradient(
         quantize(g.T.contiguous(), spec_t, scale=scale),
         block_amax(g, TENSOR),
         g.sum(0) if bias else None,
+    )
+
+
+def dgrad(
+    g: QTensor,
+    w_t: QTensor,
+    z: QTensor | Tensor | None,
+    *,
+    spec: Spec,
+    scale: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    bias: bool = False,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
+) -> DgradResult:
+    """(g @ w) * activation'(z), quantised both ways with one scale; `amax` is raised to its largest finite magnitude."""
+    check_amax(amax, g.device)
+    before = (g.dequantize() @ w_t.dequantize().T) * _slope_of(z, 0, activation, slope)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, block_amax(before, TENSOR).reshape(amax.shape)))
+    return DgradResult(
+        quantize(before, spec, scale=scale),
+        quantize(before.T.contiguous(), spec, scale=scale),
+        before.sum(0) if bias else None,
     )
 
 
