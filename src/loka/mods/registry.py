@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.feature_layout import FeatureLayout
 from loka.mods.fuse import Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod
@@ -21,8 +22,10 @@ MODS: dict[str, type[Mod]] = {
     "protect_residual": ProtectResidual,
     "protect_intermediates": ProtectIntermediates,
     "align_shapes": AlignShapes,
+    "feature_layout": FeatureLayout,
     "fuse": Fuse,
 }
+FREE = ("feature_layout",)  # the same function up to rounding, and never slower: taken without asking
 CORE = ("no_bias", "block_norm", "hard_swish")
 
 

@@ -58,6 +58,23 @@ class _MixRows(torch.autograd.Function):
         return dw, dx
 
 
+def mix_features(weight: Tensor, x: Tensor) -> Tensor:
+    """W X for one weight [m, n] and a batch x [B, n, d], without a copy of either.
+
+    Args:
+        weight: [m, n], cast to x's dtype.
+        x: [B, n, d].
+
+    Returns:
+        [B, m, d].
+
+    Example:
+        >>> mix_features(linear.weight, x)  # linear(x.transpose(1, 2)).transpose(1, 2)
+    """
+    out: Tensor = _MixRows.apply(weight, x)  # type: ignore[no-untyped-call]
+    return out
+
+
 def _sum_products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """sum_b G_b X_b^T in the dtype of the weight, from grad [B, m, d] and x [B, n, d]."""
     wide = torch.promote_types(weight.dtype, torch.float32)
