@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.kernels.dots import dots
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype a matrix product of x runs in: autocast's where it is active, else x's own."""
@@ -118,6 +120,22 @@ class FeatureMix(nn.Module):
     def extra_repr(self) -> str:
         """Inputs and rows."""
         return f"n={self.n}, rows={self.rows}"
+
+
+def multiply_pairs(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Products of chosen pairs of an example's vectors: `torch.bmm(x, x.mT)[:, first, second]` in one kernel.
+
+    Args:
+        x: [B, n, d].
+        first: [P] int64, indices into n.
+        second: [P] int64.
+
+    Returns:
+        [B, P] in the type a product of x has, under autocast too.
+    """
+    x = x.to(compute_dtype(x))
+    with torch.autocast(x.device.type, enabled=False):
+        return dots(x, first, second)
 
 
 class _ProductTransposed(torch.autograd.Function):
