@@ -43,6 +43,16 @@ def test_every_op_of_the_registry_has_an_adapter() -> None:
     assert set(ADAPTERS) == set(BACKENDS)
 
 
+@pytest.mark.parametrize("op", BACKENDS)
+def test_every_backend_can_be_asked_about_the_calls_of_its_adapter(op: str) -> None:
+    adapter = adapter_for(op)
+    for call in adapter.calls([(64, 64, 64)], adapter.VARIANTS):  # type: ignore[attr-defined]
+        for name in BACKENDS[op]:
+            for kind in ("cpu", "cuda"):
+                verdict = registry.backend(op, name).supports(call, torch.device(kind))
+                assert verdict or verdict.reason
+
+
 @every_variant
 @pytest.mark.parametrize("distribution", ["normal", "lognormal_rows", "outlier_channels", "zero_rows"])
 def test_the_law_conforms(op: str, variant: str, distribution: str) -> None:
