@@ -27,6 +27,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
     "route": ("triton", "reference"),
+    "embedding_bag": ("triton", "torch", "reference"),
+    "embedding_update": ("triton", "reference"),
 }
 
 # Backends that `auto` passes over, and why: they are for callers who ask for them by name.

@@ -27,6 +27,7 @@ from loka.measure.interaction import Interaction
 from loka.measure.layer import FusedLinear
 from loka.measure.norm import NormQuantize
 from loka.measure.route import Route
+from loka.measure.tables import EmbeddingBag, EmbeddingUpdate
 from loka.measure.timing import Rival, Thunk
 from loka.measure.topk import Topk
 
@@ -276,6 +277,8 @@ ADAPTERS: dict[str, Adapter] = {
         Attention(),
         Interaction(),
         Route(),
+        EmbeddingBag(),
+        EmbeddingUpdate(),
     )
 }
 
