@@ -21,8 +21,8 @@ import torch
 from loka.kernels import registry
 from loka.measure.adapter import Adapter, adapter_for
 from loka.measure.conformance import Conformance
-from loka.measure.gate import judge_backend
 from loka.measure.device import peaks, snapshot
+from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
 from loka.measure.timing import DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
