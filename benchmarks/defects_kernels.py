@@ -697,13 +697,13 @@ FAMILIES: tuple[Callable[[random.Random, MatmulCall], Draw], ...] = (
 
 
 def draw_call(rng: random.Random, limits: tuple[int, int, int]) -> MatmulCall:
-    """A shape up to the limits (one in fifty at them), spread evenly over sizes; half of the widths are multiples of 16, Specs and types of any kind."""
+    """A shape up to the limits (one in a hundred and fifty at them), spread evenly over sizes; half of the widths are multiples of 16, Specs and types of any kind."""
 
     def size(limit: int) -> int:
         value = min(limit, int(2 ** rng.uniform(3, math.log2(limit) + 0.2)))
         return max(16, value // 16 * 16) if rng.random() < 0.5 else max(2, value)
 
-    shape = limits if rng.random() < 0.02 else (size(limits[0]), size(limits[1]), size(limits[2]))
+    shape = limits if rng.random() < 1 / 150 else (size(limits[0]), size(limits[1]), size(limits[2]))
     a, b = rng.choice(SPECS)
     dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float32))
     return MatmulCall(*shape, Spec.parse(a), Spec.parse(b), dtype, rng.random() < 0.5)
