@@ -377,6 +377,11 @@ class Watch:
         if self.learned is not None and self.adapter.kind != "lookup":
             self.learned.snapshot(self.weight)
 
+    def release(self) -> None:
+        """Give back what only drawing needed: factors of covariances, as large as those themselves. They are made again when needed."""
+        if self.learned is not None:
+            self.learned.release()
+
     def describe(self) -> list[TensorStats]:
         """The statistics that have seen anything."""
         return [] if self.learned is None else self.learned.describe()
