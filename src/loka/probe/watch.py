@@ -348,7 +348,7 @@ class Watch:
             self.unscored = UNKNOWN_LOSS
             return
         groups = look.x.shape[0] // look.together
-        wanted = max(1, min(ROWS, max(FEW, look.count // 2)) // look.together)
+        wanted = max(1, min(ROWS, max(FEW, look.count // 4)) // look.together)
         pick = torch.arange(look.x.shape[0], device=look.x.device).view(groups, look.together)
         rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
         shown = Shown(
