@@ -120,7 +120,7 @@ def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch
     model = model.to(device).eval().requires_grad_(False)
     if (source / PLAN).is_file():
         # `freeze` drops what only training needs, where this version of convert has it
-        frozen = {"freeze": True} if "freeze" in signature(convert).parameters else {}
+        frozen: dict[str, Any] = {"freeze": True} if "freeze" in signature(convert).parameters else {}
         convert(model, load_record(source / PLAN, Plan), **frozen)
     return RankerBundle(model, schema, info)
 
@@ -149,7 +149,8 @@ def _build(info: RankerInfo, schema: Schema, allowed: str | None) -> nn.Module:
     if allowed is not None:
         raise ValueError(f"the bundle is a {info.family}, made without a factory, but {allowed!r} was named")
     assert info.family is not None  # one or the other
-    return build_ranker(schema, info.family, info.size or "tiny", **info.options)
+    options: dict[str, Any] = dict(info.options)
+    return build_ranker(schema, info.family, info.size or "tiny", **options)
 
 
 def _find(name: str) -> Callable[..., nn.Module]:

@@ -258,19 +258,12 @@ class RankingModel:
 
     def _prepare(self, size: int) -> tuple[Any, Batch, Tensor | None]:
         if size not in self._made:
-            zeros = {"device": self.device}
             static = Batch(
-                torch.zeros(size, len(self.schema.dense), **zeros),  # type: ignore[arg-type]
-                torch.zeros(size, len(self._limits), dtype=torch.int64, **zeros),  # type: ignore[call-overload]
-                {
-                    s.name: Jagged(
-                        torch.empty(0, dtype=torch.int64, device=self.device),
-                        torch.zeros(size + 1, dtype=torch.int64, device=self.device),
-                    )
-                    for s in self.schema.sequences
-                },
-                torch.zeros(size, len(self.schema.labels), **zeros),  # type: ignore[arg-type]
-                torch.zeros(size, dtype=torch.int64, **zeros),  # type: ignore[call-overload]
+                torch.zeros(size, len(self.schema.dense), device=self.device),
+                torch.zeros(size, len(self._limits), dtype=torch.int64, device=self.device),
+                {s.name: _jagged([np.empty(0, np.int64)] * size, self.device) for s in self.schema.sequences},
+                torch.zeros(size, len(self.schema.labels), device=self.device),
+                torch.zeros(size, dtype=torch.int64, device=self.device),
             )
             self._made[size] = self._capture(static) if self.graphs else (None, static, None)
             self.captures += 1

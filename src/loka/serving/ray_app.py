@@ -63,7 +63,9 @@ def from_file(args: dict[str, Any]) -> Any:
 class Replica:
     """One process: opened and warm before Ray sends it anything."""
 
-    async def __init__(self, model: dict[str, Any], sla: float, token_file: str | None) -> None:
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self, model: dict[str, Any], sla: float, token_file: str | None
+    ) -> None:
         import sys
 
         from loka.serving.opening import open_model

@@ -130,8 +130,8 @@ class Runner:
         """The engine's thread."""
         try:
             scheduler = self.prepare(self.model)
-        except BaseException as error:  # told to whoever started it
-            self._tell_loop(_settle, warm, None, error)
+        except BaseException as failure:  # told to whoever started it
+            self._tell_loop(_settle, warm, None, failure)
             return
         self.captured, self.scheduler = self.model.captures, scheduler
         self._tell_loop(_settle, warm, None, None)
