@@ -28,7 +28,17 @@ ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0 ** -(7 if INTERPRETED e
 ROUNDING[torch.float16] *= 2 if INTERPRETED else 1
 FLOAT32 = 1e-5  # sums in another order, an approximate reciprocal
 BLOCK = 256
-ACTIVATIONS = {"none": lambda z: z, "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish}
+ACTIVATIONS = {
+    "none": lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "hard_swish": F.hardswish,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "leaky_relu": F.leaky_relu,
+}
 STATIC, GROUPED = "e4m3:tensor:static", "e4m3:1x128"
 GRADIENTS = [
     ("e4m3:tensor:delayed", "e4m3:tensor:delayed"),
@@ -52,9 +62,10 @@ class Case:
     bias: bool = False
     keep: bool = False
     transpose: bool = False
+    amax: bool = False
 
     def __str__(self) -> str:
-        extras = "".join(f"+{name}" for name in ("norm", "bias", "keep", "transpose") if getattr(self, name))
+        extras = "".join(f"+{name}" for name in ("norm", "bias", "keep", "transpose", "amax") if getattr(self, name))
         return f"{'x'.join(map(str, self.shape))}-{self.a}@{self.b}-{self.activation}{extras}-{self.out}"
 
     @property
@@ -64,7 +75,8 @@ class Case:
     def call(self) -> FusedCall:
         specs = Spec.parse(self.a), Spec.parse(self.b)
         norm = BLOCK if self.norm else 0
-        return FusedCall(*self.shape, *specs, self.output, norm, self.activation, self.bias, self.keep, self.transpose)
+        extras = self.bias, self.keep, self.transpose, self.amax
+        return FusedCall(*self.shape, *specs, self.output, norm, self.activation, *extras)
 
 
 def operands(case: Case, device: torch.device) -> tuple[QTensor, QTensor, Tensor | None]:
@@ -78,11 +90,15 @@ def operands(case: Case, device: torch.device) -> tuple[QTensor, QTensor, Tensor
     return quantize(a.to(device), Spec.parse(case.a)), quantize(b.to(device), Spec.parse(case.b)), bias
 
 
-def run(name: str, case: Case, a: QTensor, b: QTensor, bias: Tensor | None) -> FusedResult:
+def run(
+    name: str, case: Case, a: QTensor, b: QTensor, bias: Tensor | None, amax: Tensor | None = None, **more
+) -> FusedResult:
     given = torch.full((), 2.0**-5, device=a.device) if "static" in case.out else None
     options = {"activation": case.activation, "keep": case.keep, "transpose": case.transpose, "bias": bias}
     norm = BLOCK if case.norm else 0
-    return fused_linear(a, b, out=case.output, out_scale=given, norm_block=norm, backend=name, **options)
+    return fused_linear(
+        a, b, out=case.output, out_scale=given, norm_block=norm, backend=name, amax=amax, **options, **more
+    )
 
 
 def normalize(p: Tensor) -> Tensor:

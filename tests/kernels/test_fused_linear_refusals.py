@@ -50,8 +50,13 @@ def test_mistakes_are_named(device: torch.device) -> None:
     a, b, _ = operands(case, device)
     with pytest.raises(ValueError, match=r"the norm block is 256 \(or 0 for none\), got 128"):
         fused_linear(a, b, out=torch.bfloat16, norm_block=128)
-    with pytest.raises(ValueError, match="activation 'gelu' is not one of none, relu"):
-        fused_linear(a, b, out=torch.bfloat16, activation="gelu")
+    with pytest.raises(ValueError, match="activation 'mish' is not one of none, relu"):
+        fused_linear(a, b, out=torch.bfloat16, activation="mish")
+    with pytest.raises(ValueError, match=r"slope is between 0 and 1, got -0\.5"):
+        fused_linear(a, b, out=torch.bfloat16, activation="leaky_relu", slope=-0.5)
+    for wrong in (torch.zeros(2, device=device), torch.zeros((), dtype=torch.float64, device=device)):
+        with pytest.raises(ValueError, match=r"amax is one float32 number on .* raised in place, got"):
+            fused_linear(a, b, out=torch.bfloat16, amax=wrong)
     with pytest.raises(ValueError, match="the transpose is an FP8 operand for the next wgrad"):
         fused_linear(a, b, out=torch.bfloat16, transpose=True)
     result = fused_linear(a, b, out=torch.bfloat16)

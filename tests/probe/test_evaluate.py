@@ -15,7 +15,7 @@ from loka.formats import quantize as quantize_by_law
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.scaled_mm import reference
 from loka.probe import problem as problems
-from loka.probe.engine import Engine, Gate, fit_rows
+from loka.probe.engine import Engine, Gate
 from loka.probe.evaluate import (
     Evaluator,
     Trial,
@@ -264,7 +264,7 @@ def planted(run: Any = None, supports: Any = None) -> Engine:
 def test_a_wrong_kernel_is_refused_by_the_gate_with_the_reason() -> None:
     wrong = planted(lambda a, b, **options: 1.1 * reference.run(a, b, **options))
     candidates = evaluate(FakeWatch(), [wrong])
-    assert all("fails the conformance gate on normal inputs" in c.refusal for c in candidates)
+    assert all("fails the conformance gate on flat operands" in c.refusal for c in candidates)
     assert all(c.mere is None and not c.errors for c in candidates)
     ungated = evaluate(FakeWatch(), [wrong], gate=False)
     assert all(c.mere.value > 0.1 for c in ungated)
@@ -311,9 +311,39 @@ def test_the_gate_looks_at_the_sites_own_widths() -> None:
     engine, cpu = planted(wrong_at_48), torch.device("cpu")
     assert gate.refuse(engine, operands, (100, 32, 16), cpu) is None
     assert "conformance" in (gate.refuse(engine, operands, (100, 48, 16), cpu) or "")
-    assert fit_rows((5000, 64, 64)) == (256 + 5000 % 128, 64, 64)
-    assert fit_rows((100, 64, 64)) == (100, 64, 64)
-    assert fit_rows((5000, 1 << 14, 64)) == (64, 1 << 14, 64)
+
+
+def zero_beyond(limit: int) -> Any:
+    def run(a: Any, b: Any, **options: Any) -> Tensor:
+        out = reference.run(a, b, **options)
+        out[limit:] = 0
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_the_gate_looks_at_all_rows_of_every_gemm(gemm: Any) -> None:
+    """Right on the first 1,024 rows (wgrad: contracted rows), wrong on the site's 1,500: a refusal, not a note."""
+
+    def short_contraction(a: Any, b: Any, **options: Any) -> Tensor:
+        part = slice(0, 1024)
+        return (a.dequantize()[:, part] @ b.dequantize()[:, part].T).to(options["out_dtype"])
+
+    watch: Any = FakeWatch()
+    watch.largest = 1500
+    wrong = planted(short_contraction if gemm == "wgrad" else zero_beyond(1024))
+    found = Evaluator(["rowwise"], [wrong], samples=2, sources=["rows"], judged_on=["rows"], seed=0).evaluate(
+        watch, gemm
+    )
+    assert [c.refusal is not None and "conformance" in c.refusal and c.mere is None for c in found] == [True]
+    watch.largest = 1024
+    assert (
+        Evaluator(["rowwise"], [wrong], samples=2, sources=["rows"], judged_on=["rows"], seed=0)
+        .evaluate(watch, gemm)[0]
+        .refusal
+        is None
+    )
 
 
 def test_intervals_contain_their_value_and_decibels_turn_around() -> None:

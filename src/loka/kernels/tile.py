@@ -108,8 +108,8 @@ def to_fp8(
         magnitude = tl.minimum(tl.abs(tl.where(finite, y, 0.0)), LARGEST)
         magnitude = tl.minimum(_round_to_grid(magnitude, noise, E5M2, STOCHASTIC), LARGEST)
         y = tl.where(finite, tl.where(y < 0, -magnitude, magnitude), float("nan"))
-    elif not BOUNDED:  # the cast saturates, keeps NaN, and would turn Inf into the largest value
-        y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
+    elif not BOUNDED:  # the cast saturates, keeps NaN, and would turn Inf into the largest value: Inf * 0 is NaN, a finite x adds a zero of its own sign
+        y = tl.fma(x, inv, x * 0.0)
     if E5M2:
         q = y.to(tl.float8e5)
         if BOUNDED:
@@ -172,21 +172,57 @@ def sigmoid(z, PREROUND: tl.constexpr):
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):
-    """The activation of a normalised pre-activation."""
+def tanh(z, PREROUND: tl.constexpr):
+    """2 sigmoid(2z) - 1, and its series near zero, where the difference would lose every digit."""
+    return tl.where(tl.abs(z) < 0.02, z * (1.0 - z * z * (1.0 / 3.0)), 2.0 * sigmoid(2.0 * z, PREROUND) - 1.0)
+
+
+@triton.jit
+def _normal_tail(z, PREROUND: tl.constexpr):
+    """(P(X > |z|), e^(-z^2 / 2)) for a normal X, by a rational approximation of erfc with an absolute error of 1e-7 (Abramowitz and Stegun 7.1.26).
+
+    A dozen instructions, two of them special functions; the library's erf is three times that, and most of the epilogue of a GELU layer. The exponential is also the
+    density that the derivative needs.
+    """
+    t = _reciprocal(1.0 + 0.23164189 * tl.abs(z), PREROUND)
+    bell = tl.exp2(z * z * -0.7213475204444817)
+    series = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    return series * bell, bell
+
+
+@triton.jit
+def _gelu_exponent(z):
+    """v in gelu_tanh(z) = z sigmoid(v): v = 2 sqrt(2 / pi) (z + 0.044715 z^3), since tanh(u) = 2 sigmoid(2u) - 1."""
+    return z * (1.5957691216057308 + 0.07135481282636447 * z * z)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.constexpr = 0.01):
+    """The activation of a pre-activation, by its place in fused_linear's ACTIVATIONS. NaN stays NaN."""
     if ACTIVATION == 1:
-        return tl.maximum(z, 0.0)
+        return larger(z, 0.0)
     elif ACTIVATION == 2:
         return z * sigmoid(z, PREROUND)
     elif ACTIVATION == 3:
         return z * (tl.minimum(tl.maximum(z + 3.0, 0.0), 6.0) * (1.0 / 6.0))
+    elif ACTIVATION == 4:
+        tail, _ = _normal_tail(z, PREROUND)
+        return z * tl.where(z > 0.0, 1.0 - tail, tail)
+    elif ACTIVATION == 5:
+        return z * sigmoid(_gelu_exponent(z), PREROUND)
+    elif ACTIVATION == 6:
+        return tanh(z, PREROUND)
+    elif ACTIVATION == 7:
+        return sigmoid(z, PREROUND)
+    elif ACTIVATION == 8:
+        return tl.where(z > 0.0, z, z * SLOPE)
     else:
         return z
 
 
 @triton.jit
-def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):
-    """d activate(z) / dz. At a kink torch's convention: relu'(0) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1."""
+def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr, SLOPE: tl.constexpr = 0.01):
+    """d activate(z) / dz. At a kink torch's convention: relu'(0) = 0, hard_swish'(-3) = 0, hard_swish'(3) = 1, leaky_relu'(0) = SLOPE."""
     if ACTIVATION == 1:
         return tl.where(z > 0.0, 1.0, 0.0)
     elif ACTIVATION == 2:
@@ -194,8 +230,27 @@ def activation_slope(z, ACTIVATION: tl.constexpr, PREROUND: tl.constexpr):
         return s * (1.0 + z * (1.0 - s))
     elif ACTIVATION == 3:
         return tl.where(z <= -3.0, 0.0, tl.where(z < 3.0, z * (1.0 / 3.0) + 0.5, 1.0))
+    elif ACTIVATION == 4:
+        tail, bell = _normal_tail(z, PREROUND)
+        return tl.where(z > 0.0, 1.0 - tail, tail) + z * bell * 0.3989422804014327
+    elif ACTIVATION == 5:
+        s = sigmoid(_gelu_exponent(z), PREROUND)
+        return s * (1.0 + z * (1.0 - s) * (1.5957691216057308 + 0.2140644384790934 * z * z))
+    elif ACTIVATION == 6 or ACTIVATION == 7:
+        return slope_from_output(activate(z, ACTIVATION, PREROUND, SLOPE), ACTIVATION)
+    elif ACTIVATION == 8:
+        return tl.where(z > 0.0, 1.0, SLOPE)
     else:
         return tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def slope_from_output(y, ACTIVATION: tl.constexpr):
+    """The derivative of tanh and sigmoid, from their value."""
+    if ACTIVATION == 6:
+        return 1.0 - y * y
+    else:
+        return y * (1.0 - y)
 
 
 @triton.jit

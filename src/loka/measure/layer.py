@@ -26,6 +26,7 @@ from loka.kernels.fused_linear.call import (
     FusedResult,
     GradientCall,
     GradientResult,
+    kept_form,
 )
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
@@ -133,7 +134,9 @@ class FusedLinear:
         if isinstance(call.out, Spec) and call.out.mode != "dynamic":
             scale = torch.full((), NORMALIZED_SCALE, device=device)
             if not call.norm_block:
-                scale = scale_from_amax(_layer_law(call, a, b, bias)[1].abs().max(), call.out)
+                # From the largest |z|, which bounds |y| (tanh and sigmoid, whose bound is 1, apart): z is kept with the same scale.
+                z, y, _ = _layer_law(call, a, b, bias)
+                scale = scale_from_amax(torch.maximum(z.abs().max(), y.abs().max()), call.out)
         return LayerOperands(a, b, bias, scale, a.dequantize(torch.bfloat16), b.dequantize(torch.bfloat16))
 
     def thunk(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Thunk:
@@ -200,7 +203,8 @@ class FusedLinear:
         if isinstance(call, GradientCall):
             return call.m * call.n * (call.in_dtype.itemsize + (1 if call.norm_block else 2) + 2)
         out = 1 if isinstance(call.out, Spec) else call.out.itemsize
-        kept = (1 if call.norm_block else 2) * call.keep + call.transpose
+        form = kept_form(call.norm_block, call.activation, call.out) if call.keep else "nothing"
+        kept = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 1, "bf16": 2}[form] + call.transpose
         return (call.m + call.n) * call.k + call.m * call.n * (out + kept)
 
     def flops(self, call: FusedCall | GradientCall) -> int:
@@ -229,7 +233,7 @@ def _judge_layer(result: FusedResult, z: Tensor, y: Tensor, error: Tensor) -> Co
     verdicts = [judge_rounded(result.y, y, error, what="y")]
     if result.y_t is not None:
         verdicts.append(judge_rounded(result.y_t, y.T, error.T, what="y_t"))
-    if result.z is not None:
+    if result.z is not None and result.z is not result.y:  # where backward reads y, it has been judged
         verdicts.append(judge_rounded(result.z, z, error, what="z"))
     return worst_of(verdicts)
 

@@ -10,8 +10,6 @@ Every change states what it does to the function: exact, up to rounding, or an a
 
 from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
-from loka.mods.chain import Chain, ChainLink
-from loka.mods.flow import Example, capture_example
 from loka.mods.fuse import Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod, spell
@@ -19,17 +17,16 @@ from loka.mods.no_bias import NoBias
 from loka.mods.norm_order import NormOrder
 from loka.mods.protect_intermediates import ProtectIntermediates, is_protected, unprotected
 from loka.mods.protect_residual import ProtectResidual
-from loka.mods.registry import CORE, find, names
+from loka.mods.registry import CORE, find, names, parse
 from loka.mods.rewriting import Applied, applied_to, apply, revert
 from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
-from loka.mods.suggestion import Suggestion, suggest
+from loka.mods.suggestion import Suggestion, suggest, unjudged
+from loka.units.flow import Example, capture_example
 
 __all__ = [
     "CORE",
     "AlignShapes",
     "Applied",
-    "Chain",
-    "ChainLink",
     "Example",
     "Fuse",
     "Mod",
@@ -49,8 +46,10 @@ __all__ = [
     "load_checkpoint",
     "load_state_dict",
     "names",
+    "parse",
     "revert",
     "spell",
     "suggest",
+    "unjudged",
     "unprotected",
 ]

@@ -1,5 +1,6 @@
 """The mods by name; adding one is one file and one row."""
 
+import ast
 from collections.abc import Iterable
 
 from loka.mods.align_shapes import AlignShapes
@@ -41,6 +42,28 @@ def find(mod: "str | Mod") -> Mod:
             f"expected the name of a mod or a mod, got {type(mod).__name__}; the mods are {', '.join(MODS)}"
         )
     return mod
+
+
+def parse(text: str) -> Mod:
+    """A mod as it is spelled in records: `block_norm` or `block_norm(block=128)`.
+
+    Args:
+        text: what `spell` returns.
+
+    Returns:
+        The mod with its options.
+
+    Example:
+        >>> parse("block_norm(block=128)")
+        UseBlockNorm(block=128)
+    """
+    call = ast.parse(text, mode="eval").body
+    if isinstance(call, ast.Name):
+        return find(call.id)
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError(f"{text!r} is no mod with options; expected e.g. block_norm(block=128)")
+    plain = type(find(call.func.id))
+    return plain(**{str(option.arg): ast.literal_eval(option.value) for option in call.keywords})
 
 
 def find_all(mods: "str | Mod | Iterable[str | Mod]") -> list[Mod]:

@@ -114,8 +114,6 @@ class Evaluator:
             for engine in self.engines
         ]
         shape = gemm_shape(gemm, max(watch.largest, 1), watch.k, watch.n)
-        if gemm == "wgrad":  # the batch is contracted: its length only has to keep its remainder
-            shape = (shape[0], min(shape[1], 512 + shape[1] % 128), shape[2])
         for outcome in outcomes:
             if self._gate is not None:
                 trial = outcome.trial

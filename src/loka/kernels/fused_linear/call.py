@@ -1,13 +1,16 @@
 """The fused layer and its gradient, described without tensors."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, Spec
+from loka.formats import E4M3, TENSOR, QTensor, Spec
 
-ACTIVATIONS = ("none", "relu", "silu", "hard_swish")
+# The place in this tuple is the kernels' number for the activation (`loka.kernels.tile.activate`).
+ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
+SLOPE = 0.01  # of leaky_relu below zero, torch's default
 NORM_BLOCK = 256
 NORM_EPS = 1e-6
 # After BlockNorm the mean square of a block is 1, so no value exceeds sqrt(256) = 16: a static scale of 1/16 (largest value 28) cannot saturate.
@@ -15,9 +18,38 @@ NORMALIZED = Spec.parse("e4m3:tensor:static")
 NORMALIZED_SCALE = 1 / 16
 
 
+Kept = Literal["nothing", "y", "normalized", "scaled", "bf16"]
+_FROM_OUTPUT = ("relu", "leaky_relu", "tanh", "sigmoid")
+
+
+def kept_form(norm_block: int, activation: str, out: Spec | torch.dtype) -> Kept:
+    """What backward needs of z, and how forward keeps it.
+
+    nothing      no norm, no activation: the gradient passes as it is
+    normalized   behind a norm: E4M3 with the static scale (|z| <= 16)
+    y            no norm, E4M3 output with a given scale, and the derivative follows from y: relu and leaky_relu from its sign,
+                 tanh and sigmoid from its value. The output itself; nothing is written a second time
+    scaled       no norm, the same output, any other activation: z in E4M3 with the output's scale, which is made from the largest |z|
+    bf16         no norm, any other output
+    """
+    if norm_block:
+        return "normalized"
+    if activation == "none":
+        return "nothing"
+    if isinstance(out, Spec) and (out.format, out.block) == (E4M3, TENSOR) and out.mode != "dynamic":
+        return "y" if activation in _FROM_OUTPUT else "scaled"
+    return "bf16"
+
+
+def derived_from_output(norm_block: int, activation: str, z: QTensor | Tensor | None) -> bool:
+    """Whether what was kept is y, and the derivative a function of it that differs from the one of z (a sign serves both)."""
+    return norm_block == 0 and activation in ("tanh", "sigmoid") and isinstance(z, QTensor)
+
+
 @dataclass(frozen=True)
 class FusedCall:
-    """y = activation(norm(a @ b^T + bias)), written as `out`. `keep`: also what backward needs; `transpose`: also y^T, for the next wgrad."""
+    """y = activation(norm(a @ b^T + bias)), written as `out`. `keep`: also what backward needs; `transpose`: also y^T, for the next wgrad;
+    `amax`: also the largest |z|, raised in a buffer; `slope`: of leaky_relu below zero."""
 
     m: int
     k: int
@@ -30,17 +62,20 @@ class FusedCall:
     bias: bool = False
     keep: bool = False
     transpose: bool = False
+    amax: bool = False
+    slope: float = SLOPE
 
     def __post_init__(self) -> None:
-        check_options(self.norm_block, self.activation)
+        check_options(self.norm_block, self.activation, self.slope)
         if self.transpose and not isinstance(self.out, Spec):
             raise ValueError(f"the transpose is an FP8 operand for the next wgrad; out is {self.out}")
 
     def __str__(self) -> str:
         norm = f"blocknorm{self.norm_block} " if self.norm_block else ""
         out = self.out if isinstance(self.out, Spec) else str(self.out).removeprefix("torch.")
-        extras = "".join(f" +{name}" for name in ("bias", "keep", "transpose") if getattr(self, name))
-        return f"{self.m}x{self.k}x{self.n} {self.a} @ {self.b} {norm}{self.activation} -> {out}{extras}"
+        extras = "".join(f" +{name}" for name in ("bias", "keep", "transpose", "amax") if getattr(self, name))
+        chosen = spell_activation(self.activation, self.slope)
+        return f"{self.m}x{self.k}x{self.n} {self.a} @ {self.b} {norm}{chosen} -> {out}{extras}"
 
 
 @dataclass(frozen=True)
@@ -49,9 +84,7 @@ class FusedResult:
 
     y: QTensor | Tensor
     y_t: QTensor | None = None  # [N, M]
-    z: QTensor | Tensor | None = (
-        None  # normalised pre-activation: E4M3 with the static scale, or 16-bit where there is no norm
-    )
+    z: QTensor | Tensor | None = None  # what backward needs of the pre-activation (`kept_form`)
     rstd: Tensor | None = None  # [M, blocks], float32
 
 
@@ -67,13 +100,17 @@ class GradientCall:
     activation: str = "hard_swish"
     bias: bool = False
     in_dtype: torch.dtype = torch.bfloat16
+    slope: float = SLOPE
 
     def __post_init__(self) -> None:
-        check_options(self.norm_block, self.activation)
+        check_options(self.norm_block, self.activation, self.slope)
 
     def __str__(self) -> str:
         norm = f"blocknorm{self.norm_block} " if self.norm_block else ""
-        return f"{self.m}x{self.n} gradient {norm}{self.activation} -> {self.spec} + T {self.spec_t}{' +bias' if self.bias else ''}"
+        chosen = spell_activation(self.activation, self.slope)
+        return (
+            f"{self.m}x{self.n} gradient {norm}{chosen} -> {self.spec} + T {self.spec_t}{' +bias' if self.bias else ''}"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +123,60 @@ class GradientResult:
     bias: Tensor | None = None
 
 
-def check_options(norm_block: int, activation: str) -> None:
+@dataclass(frozen=True)
+class DgradCall:
+    """From the gradient g [M, K] of one layer's GEMM output to that of the layer before: (g @ w) * activation'(z), w_t [N, K], z [M, N].
+
+    Written as `spec` both ways, [M, N] and [N, M], with one given scale. `z`: how forward kept it ("nothing" for no activation).
+    """
+
+    m: int
+    k: int
+    n: int
+    g: Spec
+    w_t: Spec
+    spec: Spec
+    activation: str = "relu"
+    z: Kept = "y"
+    bias: bool = False
+    amax: bool = False
+    slope: float = SLOPE
+
+    def __post_init__(self) -> None:
+        check_options(0, self.activation, self.slope)
+        if (self.z == "nothing") != (self.activation == "none"):
+            raise ValueError(
+                f"activation {self.activation} needs {'no' if self.activation == 'none' else 'a'} kept z, got {self.z}"
+            )
+
+    @property
+    def z_bytes(self) -> int:
+        """Bytes an element of z."""
+        return {"nothing": 0, "bf16": 2}.get(self.z, 1)
+
+    def __str__(self) -> str:
+        extras = "".join(f" +{name}" for name in ("bias", "amax") if getattr(self, name))
+        chosen = spell_activation(self.activation, self.slope)
+        return (
+            f"{self.m}x{self.k}x{self.n} dgrad {self.g} @ {self.w_t} {chosen} from {self.z} -> {self.spec} + T{extras}"
+        )
+
+
+@dataclass(frozen=True)
+class DgradResult:
+    """The quantised gradient of the layer before, its transpose, and the bias gradient where asked (float32)."""
+
+    g: QTensor
+    g_t: QTensor
+    bias: Tensor | None = None
+
+
+def spell_activation(activation: str, slope: float) -> str:
+    """The name, with the slope where it is not the default."""
+    return f"{activation}({slope:g})" if activation == "leaky_relu" and slope != SLOPE else activation
+
+
+def check_options(norm_block: int, activation: str, slope: float = SLOPE) -> None:
     """Options every backend shares."""
     if norm_block not in (0, NORM_BLOCK):
         raise ValueError(
@@ -94,3 +184,15 @@ def check_options(norm_block: int, activation: str) -> None:
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if not 0 <= slope <= 1:
+        raise ValueError(
+            f"leaky_relu's slope is between 0 and 1, got {slope}: outside, |y| <= |z| fails and the sign of y does not tell that of z"
+        )
+
+
+def check_amax(amax: Tensor | None, device: torch.device) -> None:
+    """A buffer that an epilogue can raise."""
+    if amax is not None and (amax.dtype != torch.float32 or amax.numel() != 1 or amax.device != device):
+        raise ValueError(
+            f"amax is one float32 number on {device} that is raised in place, got {tuple(amax.shape)} of {amax.dtype} on {amax.device}"
+        )

@@ -5,12 +5,14 @@
     z    = p * rstd                                        (z = p without a norm)
     y    = activation(z)
 
-    dz   = dy * activation'(z)
+    dz   = dy * activation'(z)                             (dy = g' @ w' of the layer behind, where a chain goes on: `dgrad`)
     g    = rstd * (dz - z * mean(dz * z over the block))   (g = dz without a norm)
 
-Backward sees z as it was kept: rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), to bf16 where there is none.
+Backward sees z as it was kept (`call.kept_form`): rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), or with the output's
+scale where there is none and the output is E4M3; as y itself where the derivative follows from it; to bf16 where the output has 16 bits.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,14 +26,22 @@ from loka.kernels.fused_linear.call import (
     NORM_EPS,
     NORMALIZED,
     NORMALIZED_SCALE,
+    SLOPE,
+    DgradCall,
+    DgradResult,
     FusedCall,
     FusedResult,
     GradientCall,
     GradientResult,
+    Kept,
+    check_amax,
+    derived_from_output,
+    kept_form,
 )
+from loka.kernels.fused_linear.launch import Launch
 
 
-def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
+def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
     """Everything: this is emulation."""
     return YES
 
@@ -42,21 +52,45 @@ def _block_mean(x: Tensor, block: int) -> Tensor:
     return torch.cat([part.mean(1, keepdim=True).expand(-1, part.shape[1]) for part in parts], 1)
 
 
-def apply_activation(z: Tensor, activation: str) -> Tensor:
+def apply_activation(z: Tensor, activation: str, slope: float = SLOPE) -> Tensor:
     """The activations of the fused layer."""
-    table: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish}
-    return z.clone() if activation == "none" else table[activation](z)
+    if activation == "none":
+        return z.clone()
+    if activation == "leaky_relu":
+        return F.leaky_relu(z, slope)
+    if activation == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
+    table: dict[str, Callable[[Tensor], Tensor]] = {
+        "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish, "gelu": F.gelu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
+    }  # fmt: skip
+    return table[activation](z)
 
 
-def activation_slope(z: Tensor, activation: str) -> Tensor:
-    """Derivative in closed form (torch.compile cannot trace a call of autograd), with torch's convention at the kinks."""
-    if activation == "relu":
-        return (z > 0).to(z.dtype)
+def activation_slope(z: Tensor, activation: str, slope: float = SLOPE, *, from_output: bool = False) -> Tensor:
+    """Derivative in closed form (torch.compile cannot trace a call of autograd), with torch's convention at the kinks.
+
+    `from_output`: z is y already, for tanh and sigmoid.
+    """
+    if activation in ("relu", "leaky_relu"):
+        return torch.where(z > 0, 1.0, 0.0 if activation == "relu" else slope).to(z.dtype)
     if activation == "silu":
         s = torch.sigmoid(z)
         return s * (1 + z * (1 - s))
     if activation == "hard_swish":
         return torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)).to(z.dtype)
+    if activation == "gelu":
+        density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return 0.5 + 0.5 * torch.erf(z / math.sqrt(2)) + z * density
+    if activation == "gelu_tanh":
+        root = math.sqrt(8 / math.pi)  # tanh(u) = 2 sigmoid(2u) - 1
+        s = torch.sigmoid(root * z * (1 + 0.044715 * z * z))
+        return s * (1 + z * (1 - s) * root * (1 + 3 * 0.044715 * z * z))
+    if activation == "tanh":
+        y = z if from_output else torch.tanh(z)
+        return 1 - y * y
+    if activation == "sigmoid":
+        y = z if from_output else torch.sigmoid(z)
+        return y * (1 - y)
     return torch.ones_like(z)
 
 
@@ -71,8 +105,12 @@ def run(
     activation: str,
     keep: bool = False,
     transpose: bool = False,
+    amax: Tensor | None = None,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
 ) -> FusedResult:
-    """Forward. A static or delayed `out` takes its scale in `out_scale`."""
+    """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
+    check_amax(amax, a.device)
     p = a.dequantize() @ b.dequantize().T
     if bias is not None:
         p = p + bias.float()
@@ -81,23 +119,36 @@ def run(
         mean_square = _block_mean(p.square(), norm_block)
         spread = torch.rsqrt(mean_square + NORM_EPS)
         z, rstd = p * spread, spread[:, ::norm_block].contiguous()
-    y = apply_activation(z, activation)
-    kept = None
-    if keep:
-        scale = torch.tensor(NORMALIZED_SCALE, device=z.device)
-        kept = quantize(z, NORMALIZED, scale=scale) if norm_block else z.to(torch.bfloat16)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, block_amax(z, TENSOR).reshape(amax.shape)))
+    y = apply_activation(z, activation, slope)
+    form = kept_form(norm_block, activation, out) if keep else "nothing"
+    rstd = rstd if keep else None
     if not isinstance(out, Spec):
         made = (
             y if y.dtype == out else y.to(out)
         )  # a cast that does nothing costs a compiled node its gradients in torch 2.11
-        return FusedResult(made, z=kept, rstd=rstd if keep else None)
-    y_t = quantize(y.T.contiguous(), out, scale=out_scale) if transpose else None
-    return FusedResult(quantize(y, out, scale=out_scale), y_t, kept, rstd if keep else None)
+        return FusedResult(made, z=_kept(form, z, None, None), rstd=rstd)
+    q = quantize(y, out, scale=out_scale)
+    q_t = quantize(y.T.contiguous(), out, scale=out_scale) if transpose else None
+    return FusedResult(q, q_t, _kept(form, z, q, out_scale), rstd)
+
+
+def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
+    """What backward needs of z."""
+    if form == "normalized":
+        return quantize(z, NORMALIZED, scale=torch.tensor(NORMALIZED_SCALE, device=z.device))
+    if form == "scaled":
+        assert y is not None
+        return quantize(z, y.spec, scale=scale)
+    if form == "bf16":
+        return z.to(torch.bfloat16)
+    return y if form == "y" else None
 
 
 def gradient(
     dy: Tensor,
-    z: QTensor | Tensor,
+    z: QTensor | Tensor | None,
     rstd: Tensor | None,
     *,
     spec: Spec,
@@ -106,12 +157,14 @@ def gradient(
     norm_block: int,
     activation: str,
     bias: bool = False,
+    slope: float = SLOPE,
 ) -> GradientResult:
     """Backward up to the GEMMs: the gradient of p, quantised both ways; its amax for the next delayed scale."""
-    normalized = z.dequantize() if isinstance(z, QTensor) else z.float()
-    g = dy.float() * activation_slope(normalized, activation)
+    g = dy.float() * _slope_of(z, norm_block, activation, slope)
     if norm_block:
+        assert isinstance(z, QTensor)
         assert rstd is not None
+        normalized = z.dequantize()
         spread = rstd.repeat_interleave(norm_block, 1)[:, : g.shape[1]]
         g = spread * (g - normalized * _block_mean(g * normalized, norm_block))
     return GradientResult(
@@ -120,3 +173,36 @@ def gradient(
         block_amax(g, TENSOR),
         g.sum(0) if bias else None,
     )
+
+
+def dgrad(
+    g: QTensor,
+    w_t: QTensor,
+    z: QTensor | Tensor | None,
+    *,
+    spec: Spec,
+    scale: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    bias: bool = False,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
+) -> DgradResult:
+    """(g @ w) * activation'(z), quantised both ways with one scale; `amax` is raised to its largest finite magnitude."""
+    check_amax(amax, g.device)
+    before = (g.dequantize() @ w_t.dequantize().T) * _slope_of(z, 0, activation, slope)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, block_amax(before, TENSOR).reshape(amax.shape)))
+    return DgradResult(
+        quantize(before, spec, scale=scale),
+        quantize(before.T.contiguous(), spec, scale=scale),
+        before.sum(0) if bias else None,
+    )
+
+
+def _slope_of(z: QTensor | Tensor | None, norm_block: int, activation: str, slope: float) -> Tensor | float:
+    """The activation's derivative from what forward kept."""
+    if z is None:
+        return 1.0
+    held = z.dequantize() if isinstance(z, QTensor) else z.float()
+    return activation_slope(held, activation, slope, from_output=derived_from_output(norm_block, activation, z))

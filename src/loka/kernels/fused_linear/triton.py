@@ -9,23 +9,35 @@ from loka.kernels.fused_linear.call import (
     ACTIVATIONS,
     NORMALIZED,
     NORMALIZED_SCALE,
+    SLOPE,
+    DgradCall,
+    DgradResult,
     FusedCall,
     FusedResult,
     GradientCall,
     GradientResult,
+    Kept,
+    check_amax,
+    derived_from_output,
+    kept_form,
 )
+from loka.kernels.fused_linear.launch import Launch
 from loka.kernels.scaled_mm import triton as scaled_mm_triton
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 _GROUP = Block(1, 128)
+# The kernels' numbers: how forward writes z, and how backward reads it.
+_KEEPS: dict[Kept, int] = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 2, "bf16": 3}
 
 
-def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
+def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
     """Forward: FP8 operands, output 16-bit, FP8 static per tensor, or FP8 1x128. Backward: one given scale, or 1x128 both ways."""
     if isinstance(call, GradientCall):
         return _supports_gradient(call, device)
+    if isinstance(call, DgradCall):
+        return _supports_dgrad(call, device)
     operands = scaled_mm_triton.supports(MatmulCall(call.m, call.k, call.n, call.a, call.b), device)
     if not operands:
         return operands
@@ -58,6 +70,16 @@ def _supports_gradient(call: GradientCall, device: torch.device) -> Verdict:
     return triton_runs_on(device)
 
 
+def _supports_dgrad(call: DgradCall, device: torch.device) -> Verdict:
+    for spec in (call.g, call.w_t, call.spec):
+        if spec.block != TENSOR:
+            return no(f"one scale for each tensor in this step, not {spec}; hint: scaled_mm and fused_linear_gradient")
+    if call.spec.mode == "dynamic":
+        return no(f"an epilogue sees one tile and cannot know the amax {call.spec} needs; hint: a delayed scale")
+    operands = scaled_mm_triton.supports(MatmulCall(call.m, call.k, call.n, call.g, call.w_t), device)
+    return _supports_output(call.spec) if operands else operands
+
+
 def run(
     a: QTensor,
     b: QTensor,
@@ -69,8 +91,12 @@ def run(
     activation: str,
     keep: bool = False,
     transpose: bool = False,
+    amax: Tensor | None = None,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
 ) -> FusedResult:
     """Forward, in one kernel."""
+    check_amax(amax, a.device)
     if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
         from loka.kernels.fused_linear import reference
 
@@ -84,25 +110,39 @@ def run(
             activation=activation,
             keep=keep,
             transpose=transpose,
+            amax=amax,
+            slope=slope,
         )  # nothing to compute: the law defines what an empty result looks like
     from loka.kernels.fused_linear import triton_ops
 
     spec = out if isinstance(out, Spec) else None
     given = None if spec is None else _given(out_scale, spec)
     mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
+    form = kept_form(norm_block, activation, out) if keep else "nothing"
     y, y_scale, y_t, yt_scale, z, rstd = triton_ops.fused_linear(
-        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given,
-        scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation),
-        mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), keep, transpose,
+        scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given, amax,
+        scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation), slope,
+        mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), _KEEPS[form], transpose,
+        None if launch is None else launch.numbers,
     )  # fmt: skip
-    kept: QTensor | Tensor | None = None
-    if keep:
-        kept = QTensor(z, torch.full((), NORMALIZED_SCALE, device=z.device), NORMALIZED) if norm_block else z
     if spec is None:
+        kept = _kept(form, z, None, None)
         return FusedResult(y, z=kept, rstd=rstd if keep and norm_block else None)
     q = QTensor(y, y_scale if given is None else given, spec)
+    kept = _kept(form, z, q, given)
     q_t = QTensor(y_t, yt_scale if given is None else given, spec) if transpose else None
     return FusedResult(q, q_t, kept, rstd if keep and norm_block else None)
+
+
+def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
+    """What the kernel wrote of z, or its output, as backward reads it."""
+    if form == "normalized":
+        return QTensor(z, torch.full((), NORMALIZED_SCALE, device=z.device), NORMALIZED)
+    if form == "scaled":
+        assert y is not None
+        assert scale is not None
+        return QTensor(z, scale, y.spec)
+    return {"nothing": None, "y": y, "bf16": z}[form]
 
 
 def _given(scale: Tensor | None, spec: Spec) -> Tensor | None:
@@ -114,7 +154,7 @@ def _given(scale: Tensor | None, spec: Spec) -> Tensor | None:
 
 def gradient(
     dy: Tensor,
-    z: QTensor | Tensor,
+    z: QTensor | Tensor | None,
     rstd: Tensor | None,
     *,
     spec: Spec,
@@ -123,20 +163,21 @@ def gradient(
     norm_block: int,
     activation: str,
     bias: bool = False,
+    slope: float = SLOPE,
 ) -> GradientResult:
     """Backward up to the GEMMs: one kernel, and one before it where a dynamic scale of the whole tensor is asked for."""
     if dy.numel() == 0:
         from loka.kernels.fused_linear import reference
 
         return reference.gradient(
-            dy, z, rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias
-        )
+            dy, z, rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope
+        )  # fmt: skip
     from loka.kernels.fused_linear import triton_ops
 
     given = _given(scale, spec)
     g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
-        unit_rows(dy), z.data if isinstance(z, QTensor) else z, rstd, given,
-        norm_block > 0, ACTIVATIONS.index(activation), bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
+        unit_rows(dy), *read_kept(z, norm_block), rstd, given, norm_block > 0, ACTIVATIONS.index(activation),
+        kept_number(z, norm_block, activation), slope, bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
         spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"),
     )  # fmt: skip
     return GradientResult(
@@ -145,3 +186,52 @@ def gradient(
         amax,
         sums if bias else None,
     )
+
+
+def read_kept(z: QTensor | Tensor | None, norm_block: int) -> tuple[Tensor | None, Tensor | None]:
+    """Data and scale of what forward kept; behind a norm the scale is a constant of the kernel."""
+    if not isinstance(z, QTensor):
+        return z, None
+    return z.data, None if norm_block else z.scale
+
+
+def kept_number(z: QTensor | Tensor | None, norm_block: int, activation: str) -> int:
+    """The kernels' number for how z is read."""
+    if z is None:
+        return 4
+    if not isinstance(z, QTensor):
+        return 0
+    if norm_block:
+        return 1
+    return 3 if derived_from_output(norm_block, activation, z) else 2
+
+
+def dgrad(
+    g: QTensor,
+    w_t: QTensor,
+    z: QTensor | Tensor | None,
+    *,
+    spec: Spec,
+    scale: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    bias: bool = False,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
+) -> DgradResult:
+    """A step of backward, in one kernel."""
+    check_amax(amax, g.device)
+    if g.shape[0] == 0 or w_t.shape[0] == 0 or g.shape[1] == 0:
+        from loka.kernels.fused_linear import reference
+
+        return reference.dgrad(
+            g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope
+        )
+    from loka.kernels.fused_linear import triton_ops
+
+    given = scale.float().reshape(())
+    q, q_t, sums = triton_ops.fused_linear_dgrad(
+        scaled_mm_triton.padded(g), scaled_mm_triton.padded(w_t), g.scale, w_t.scale, *read_kept(z, 0), given, amax,
+        ACTIVATIONS.index(activation), kept_number(z, 0, activation), slope, spec.format.dtype, bias, None if launch is None else launch.numbers,
+    )  # fmt: skip
+    return DgradResult(QTensor(q, given, spec), QTensor(q_t, given, spec), sums if bias else None)
