@@ -135,14 +135,14 @@ CONFIGURATIONS = {
     ("fused_linear", "_fused", "split"): (
         FUSED, {**LAYER, "SPLITS": True, "BIAS": False, "OUT": 1, "KEEP": 0, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
     ),
-    ("fused_linear", "_finish", "split, training"): (
+    ("fused_linear", "_finish", "split"): (
         {
-            **{name: kind for name, kind in FUSED.items() if name.endswith("_ptr")}, "part_ptr": S,
-            "y_desc": desc("fp8e4nv", 16, 128), "yt_desc": desc("fp8e4nv", 128, 16), "z_desc": desc("fp8e4nv", 16, 128),
+            **{name: kind for name, kind in FUSED.items() if name.endswith("_ptr") and name != "yts_ptr"}, "part_ptr": S,
+            "y_desc": desc("fp8e4nv", 16, 128), "z_desc": desc("fp8e4nv", 16, 128),
         },
         {
             **{name: value for name, value in LAYER.items() if name not in ("BM", "BK", "SPLITS")},
-            "ROWS": 16, "SPLIT": 8, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 1, "TRANSPOSE": True,
+            "ROWS": 16, "SPLIT": 8, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 1,
         },
         {"num_warps": 4},
     ),
