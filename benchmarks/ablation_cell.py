@@ -24,11 +24,11 @@ from quality_ranking import Table, read_tables
 from torch import Tensor, nn
 
 from loka import mods, records
-from loka.convert import convert
 from loka.data.batch import Batch
 from loka.dispatch import recipe_named
 from loka.metrics import AUC
 from loka.models import build_ranker
+from loka.placing import convert
 from loka.probe import Probe
 from loka.records import GEMMS, Plan
 from loka.training import Optimizers, TrainConfig, learning_rate_factor

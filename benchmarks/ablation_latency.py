@@ -34,10 +34,11 @@ from ablation_cell import ORIGINAL, VARIANTS
 from torch import Tensor, nn
 
 from loka import mods
-from loka.convert import convert
+from loka.lowp import FusedTower, freeze
 from loka.measure.conformance import Conformance
 from loka.measure.timing import Candidate, sets_needed, time_together
-from loka.nn import MLP, FusedTower, Style, freeze
+from loka.nn import MLP, Style
+from loka.placing import convert
 from loka.records import AblationLatency, RecordError, RefusedLatency, TowerLatency, capture_environment, load, save
 
 WIDTH, DEPTH, BATCHES, MODES = 4096, 3, (1024, 8192), ("infer", "train")

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from loka.convert import LinearOptions, convert
+from loka.lowp import FusedInteraction, FusedTower, Link, freeze, refuse_interaction
+from loka.lowp.fused_projection import FusedProjection
+from loka.lowp.linear import Linear
 from loka.models.hstu import HSTULayer
 from loka.models.wukong import FactorizationMachineBlock, Wukong, WukongLayer
-from loka.nn import MLP, BlockNorm, FusedInteraction, FusedTower, HardSwish, Link, freeze, refuse_interaction
-from loka.nn.fused_projection import FusedProjection
-from loka.nn.linear import Linear
+from loka.nn import MLP, BlockNorm, HardSwish
+from loka.placing import LinearOptions, convert
 
 HIGH = ("fp32", "tf32", "bf16")
 WIDE = 256

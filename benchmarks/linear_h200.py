@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.convert import LinearOptions, calibrating, convert, refresh
 from loka.measure.conformance import Conformance
 from loka.measure.timing import Candidate, sets_needed, time_together
 from loka.nn import MLP, Style
+from loka.placing import LinearOptions, calibrating, convert, refresh
 
 SHAPES = ["8192x4096x4096", "8192x2048x2048", "2048x4096x4096", "2048x2048x2048", "8192x1024x1024", "2048x1024x1024"]
 ALLOWED = {"bf16": 0.02, "linear": 0.08, "tower": 0.2}  # relative L2 of y, dx and every dW from float32

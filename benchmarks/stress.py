@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from loka import mods
-from loka.convert import convert
 from loka.data import load
 from loka.formats import Spec, quantize
 from loka.metrics import compare_paired
 from loka.models import build_ranker
 from loka.nn import BlockNorm
+from loka.placing import convert
 from loka.probe import Probe
 from loka.records import Plan, capture_environment
 from loka.training import Optimizers, TrainConfig, learning_rate_factor

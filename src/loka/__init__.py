@@ -8,40 +8,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loka.convert import LinearOptions as LinearOptions
-    from loka.convert import Summary as Summary
-    from loka.convert import convert as convert
-    from loka.convert import load_scale_state as load_scale_state
-    from loka.convert import refresh as refresh
-    from loka.convert import revert as revert
-    from loka.convert import scale_state as scale_state
     from loka.dispatch import Policy as Policy
     from loka.dispatch.database import Database as Database
     from loka.formats import QTensor as QTensor
     from loka.formats import Spec as Spec
+    from loka.lowp import Guard as Guard
+    from loka.placing import Conversion as Conversion
+    from loka.placing import LinearOptions as LinearOptions
+    from loka.placing import convert as convert
+    from loka.placing import load_scale_state as load_scale_state
+    from loka.placing import refresh as refresh
+    from loka.placing import revert as revert
+    from loka.placing import scale_state as scale_state
     from loka.probe import Probe as Probe
     from loka.probe import Report as Report
     from loka.ptq import quantize as quantize
     from loka.records import Plan as Plan
+    from loka.tuning import Tuned as Tuned
+    from loka.tuning import tune as tune
 
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Database": "loka.dispatch.database",
+    "Guard": "loka.lowp",
     "Plan": "loka.records",
     "Policy": "loka.dispatch",
     "Probe": "loka.probe",
     "QTensor": "loka.formats",
     "Report": "loka.probe",
     "Spec": "loka.formats",
-    "Summary": "loka.convert",
-    "LinearOptions": "loka.convert",
-    "convert": "loka.convert",
-    "load_scale_state": "loka.convert",
-    "refresh": "loka.convert",
-    "scale_state": "loka.convert",
+    "Conversion": "loka.placing",
+    "LinearOptions": "loka.placing",
+    "convert": "loka.placing",
+    "load_scale_state": "loka.placing",
+    "refresh": "loka.placing",
+    "scale_state": "loka.placing",
     "quantize": "loka.ptq",
-    "revert": "loka.convert",
+    "revert": "loka.placing",
+    "tune": "loka.tuning",
+    "Tuned": "loka.tuning",
 }
 _ROOMS = (
     "data",
@@ -49,21 +55,28 @@ _ROOMS = (
     "formats",
     "inference",
     "kernels",
+    "lowp",
     "measure",
     "metrics",
     "models",
     "mods",
     "nn",
+    "placing",
     "probe",
     "ptq",
     "records",
     "report",
     "semantic_ids",
+    "serving",
     "training",
+    "tuning",
+    "units",
 )
 
 __all__ = [
+    "Conversion",
     "Database",
+    "Guard",
     "LinearOptions",
     "Plan",
     "Policy",
@@ -71,7 +84,7 @@ __all__ = [
     "QTensor",
     "Report",
     "Spec",
-    "Summary",
+    "Tuned",
     "__version__",
     "convert",
     "load_scale_state",
@@ -79,6 +92,7 @@ __all__ = [
     "refresh",
     "revert",
     "scale_state",
+    "tune",
 ]
 
 

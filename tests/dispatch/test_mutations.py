@@ -6,10 +6,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from loka.dispatch.chain_plan import with_chains
 
 from loka.dispatch import Policy, make_plan
 from loka.dispatch.budget import spend
-from loka.dispatch.chain_plan import with_chains
 from loka.records import ChainPlan, ChainStep, Plan, RecordError, from_json, load, save, to_json
 
 from .evidence import candidate, interval, report, site

@@ -24,13 +24,14 @@ needs_ptxas = [
 ]
 
 
-def kernels_of(op: str) -> Any:
-    return import_module(f"loka.kernels.{op}.triton_kernels")
+def kernels_of(op: str, file: str = "triton_kernels") -> Any:
+    return import_module(f"loka.kernels.{op}.{file}")
 
 
 def files_of(op: str) -> list[Path]:
     """Every file of an op that has kernels."""
-    return sorted(Path(kernels_of(op).__file__).parent.glob("triton*kernels.py"))
+    folder = Path(kernels_of(op).__file__).parent
+    return sorted([*folder.glob("triton*kernels.py"), *folder.glob("triton_both.py")])
 
 
 def kernel_of(op: str, name: str) -> Any:
@@ -39,9 +40,11 @@ def kernel_of(op: str, name: str) -> Any:
     return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
-def compile_kernel(op: str, name: str, configuration: Configuration, divisible: set[str]) -> Any:
+def compile_kernel(
+    op: str, name: str, configuration: Configuration, divisible: set[str], file: str | None = None
+) -> Any:
     """`divisible`: integer arguments that launchers pass as multiples of 16."""
-    kernel = kernel_of(op, name)
+    kernel = kernel_of(op, name) if file is None else getattr(kernels_of(op, file), name)
     types, constants, options = configuration
     names = kernel.arg_names
     assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kernels.interpreter import run_interpreted
-from loka.kernels.attention import describe, reference, silu_attention, triton
+from loka.kernels.attention import choose, describe, reference, silu_attention, triton
+from loka.kernels.backend import UnsupportedError
 
 ROWS = [5, 0, 1, 33]
 CLAMPED, EXACTLY, BEYOND = 3, 33, 70  # entries of a position bias, for rows of 33
@@ -63,7 +64,7 @@ def gradients(out, operands):
 @pytest.mark.parametrize("divisor", [None, 50.0])
 def test_reference_is_its_formula_with_gradients(divisor):
     operands = make([4, 0, 1, 6], positions=3, buckets=9)
-    out = silu_attention(**operands, max_length=7, divisor=divisor, alpha=0.3)
+    out = silu_attention(**operands, max_length=7, divisor=divisor, alpha=0.3, backend="reference")
     expected = by_hand(**operands, divisor=divisor, alpha=0.3)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(gradients(out, operands), gradients(expected, operands))
@@ -100,6 +101,15 @@ def test_on_triton_bf16_is_refused_in_the_interpreter(triton_device):
     operands = make([3], dtype=torch.bfloat16)
     verdict = triton.supports(describe(operands["q"], operands["v"], operands["offsets"], 4), triton_device)
     assert "bit patterns" in verdict.reason
+
+
+def test_auto_says_what_it_chose_and_a_named_backend_that_cannot_raises():
+    operands = make([3])  # float64
+    chosen = choose(operands["q"], operands["v"], operands["offsets"], 4)
+    assert chosen.name == "reference"
+    assert "not torch.float64" in chosen.refusals["triton"]
+    with pytest.raises(UnsupportedError, match=r"attention backend 'triton' cannot run 1 rows .* not torch\.float64"):
+        silu_attention(**operands, max_length=4, backend="triton")
 
 
 def test_triton_says_why_not():
@@ -145,8 +155,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 )
 def test_on_triton_same_as_reference_with_gradients(triton_device, dtype, divisor):
     operands = make(ROWS, dtype=dtype, device=triton_device)
-    out = silu_attention(**operands, max_length=33, divisor=divisor, alpha=0.3, run=triton.run)
-    expected = silu_attention(**operands, max_length=33, divisor=divisor, alpha=0.3)
+    out = silu_attention(**operands, max_length=33, divisor=divisor, alpha=0.3, backend="triton")
+    expected = silu_attention(**operands, max_length=33, divisor=divisor, alpha=0.3, backend="reference")
     assert out.dtype == dtype
     assert_near(out, expected, TOLERANCE[dtype])
     ours, law = gradients(out, operands), gradients(expected, operands)
@@ -179,10 +189,10 @@ def test_on_triton_shared_bias_and_strided_operands(triton_device):
     wide = torch.randn(23, 56, device=triton_device, requires_grad=True)
     shared = torch.randn(1, 9, device=triton_device, requires_grad=True)
     results = []
-    for run in (triton.run, reference.run):
+    for backend in ("triton", "reference"):
         v, q, k = (t.unflatten(1, (2, -1)) for t in wide.split((24, 16, 16), 1))
         extra = {"position_bias": shared.expand(2, -1), "offsets": operands["offsets"]}
-        out = silu_attention(q, k, v, **extra, max_length=17, run=run)
+        out = silu_attention(q, k, v, **extra, max_length=17, backend=backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), (wide, shared))))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
 
@@ -213,7 +223,8 @@ def test_on_triton_times_whose_differences_overflow(triton_device):
 
 def assert_same_gradients(operands, *, max_length, **options):
     out, expected = (
-        silu_attention(**operands, max_length=max_length, **options, run=run) for run in (triton.run, reference.run)
+        silu_attention(**operands, max_length=max_length, **options, backend=backend)
+        for backend in ("triton", "reference")
     )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-4, atol=1e-4)
@@ -244,13 +255,13 @@ def test_on_triton_bias_gradients_in_little_memory(triton_device, slots, monkeyp
 def test_on_triton_the_same_bits_from_run_to_run(triton_device):
     """Every program adds to numbers of its own: no gradient depends on which program came first."""
     operands = make([40, 333, 64, 5] * 40, heads=4, d_qk=64, d_v=64, dtype=torch.bfloat16, device=triton_device)
-    runs = [gradients(silu_attention(**operands, max_length=333, run=triton.run), operands) for _ in range(3)]
+    runs = [gradients(silu_attention(**operands, max_length=333, backend="triton"), operands) for _ in range(3)]
     assert all(torch.equal(run[name], runs[0][name]) for run in runs for name in run)
 
 
 def test_on_triton_no_positions_at_all(triton_device):
     operands = make([0, 0], dtype=torch.float32, device=triton_device)
-    out = silu_attention(**operands, max_length=4, run=triton.run)
+    out = silu_attention(**operands, max_length=4, backend="triton")
     assert out.shape == (0, 2, 12)
     assert all(g.eq(0).all() for g in gradients(out, operands).values())
 
@@ -261,7 +272,7 @@ def test_on_triton_nothing_is_read_beyond_a_row(triton_device):
     with torch.no_grad():
         for name in "qkv":
             operands[name][5:9] = float("nan")
-    out = silu_attention(**operands, max_length=6, run=triton.run)
+    out = silu_attention(**operands, max_length=6, backend="triton")
     assert out[:5].isfinite().all()
     assert out[9:].isfinite().all()
     assert out[5:9].isnan().all()
@@ -270,8 +281,8 @@ def test_on_triton_nothing_is_read_beyond_a_row(triton_device):
 def test_on_triton_compiles_to_one_graph(triton_device):
     operands = make([5, 18], dtype=torch.float32, device=triton_device)
     compiled = torch.compile(silu_attention, fullgraph=True, dynamic=False, backend="aot_eager")
-    out = compiled(**operands, max_length=20, run=triton.run)
-    expected = silu_attention(**operands, max_length=20, run=triton.run)
+    out = compiled(**operands, max_length=20, backend="triton")
+    expected = silu_attention(**operands, max_length=20, backend="triton")
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(gradients(out, operands), gradients(expected, operands), rtol=1e-5, atol=1e-5)
 

@@ -83,37 +83,42 @@ MIXED = {
 
 # op, kernel, what it is tried as: (pointer types, compile-time constants, launch options)
 CONFIGURATIONS = {
-    ("quantize", "_rows", "row"): (QUANTIZE, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, **ROUNDED}, {"num_warps": 4}),
-    ("quantize", "_tiles", "1x128"): (QUANTIZE, {"BM": 32, "BK": 128, "SCALE": 3, **ROUNDED}, {"num_warps": 4}),
+    ("quantize", "_rows", "row"): (
+        {**QUANTIZE, "c_ptr": X}, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, "ALIGN": 16, "COLUMNS": False, "PROGRAMS": 1, **ROUNDED}, {"num_warps": 4},
+    ),
+    ("quantize", "_rows", "row, and the maxima of the columns"): (
+        {**QUANTIZE, "c_ptr": X}, {"ROWS": 1, "BLOCK": 4096, "WHOLE": True, "ALIGN": 16, "COLUMNS": True, "PROGRAMS": 660, **ROUNDED}, {"num_warps": 4},
+    ),
+    ("quantize", "_tiles", "1x128"): (QUANTIZE, {"BM": 32, "BK": 128, "ALIGN": 16, "SCALE": 3, **ROUNDED}, {"num_warps": 4}),
     ("quantize", "_both", "1x128 both ways"): (
         {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S},
-        {"BM": 128, "BK": 128, "SCALE": 3, "TSCALE": 3, **BOTH_ROUNDED},
-        {"num_warps": 8},
+        {"BM": 128, "BK": 128, "ALIGN": 16, "BACKWARDS": False, "SCALE": 3, "TSCALE": 3, **BOTH_ROUNDED},
+        {"num_warps": 4, "maxnreg": 168},
     ),
     ("quantize", "_both", "the transpose alone, one scale"): (
         {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S},
-        {"BM": 128, "BK": 128, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
-        {"num_warps": 4},
+        {"BM": 128, "BK": 128, "ALIGN": 16, "BACKWARDS": True, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
+        {"num_warps": 4, "maxnreg": 168},
     ),
     ("quantize", "_amax", "all maxima"): (
         {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
-        {"BM": 128, "BK": 256, "ROWS": 16, "ROW": True, "COLUMN": True, "TENSOR": True},
+        {"BM": 128, "BK": 256, "ROWS": 16, "ALIGN": 16, "ROW": True, "COLUMN": True, "TENSOR": True},
         {"num_warps": 8},
     ),
     ("quantize", "_turn", "bytes"): (
-        {"x_ptr": "*u8", "t_ptr": "*i32"}, {"BM": 128, "BK": 128}, {"num_warps": 4},
+        {"x_ptr": "*u8", "t_ptr": "*i32"}, {"BM": 128, "BK": 128, "ALIGN": 16}, {"num_warps": 4},
     ),
     ("quantize", "_scales", "pow2"): (
         {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},
     ),
     ("norm_quantize", "_forward", "layer norm to 1x128"): (
-        {**QUANTIZE, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "eps": "fp32"},
-        {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True},
+        {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "eps": "fp32"},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True, "X_SCALE": 0, "AMAX": True, "ALIGN": 16},
         {"num_warps": 4},
     ),
     ("norm_quantize", "_backward", "layer norm"): (
-        {"dy_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S},
-        {**NORM, "ROWS": 1, "WIDE": 4096, "PROGRAMS": 1056},
+        {"dy_ptr": X, "h_ptr": X, "hs_ptr": S, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S, "amax_ptr": S},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "PROGRAMS": 1056, "X_SCALE": 0, "AMAX": True, "ALIGN": 16},
         {"num_warps": 8},
     ),
     ("scaled_mm", "_gemm", "row, fast"): (
@@ -209,6 +214,25 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
     assert len(compiled.asm["cubin"]) > 0
     assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES)
     assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == (name in WRITES_FP8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "configuration",
+    [c for c in CONFIGURATIONS if c[0] == "quantize" and c[1] in ("_rows", "_tiles", "_both")],
+    ids=" ".join,
+)
+def test_a_width_that_is_no_multiple_of_16_is_moved_by_vectors(configuration: tuple[str, str, str]) -> None:
+    """5000 x 3000: rows of x start at multiples of 8 elements, rows of the results of 16 bytes."""
+    op, name, _ = configuration
+    types, constants, options = CONFIGURATIONS[configuration]
+    compiled = compile_kernel(op, name, (types, {**constants, "ALIGN": 8}, options), {"stride_q"})
+    ptx = compiled.asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert not re.search(r"ld\.global\.b16|st\.global\.b8", ptx)
+    scalar = compile_kernel(op, name, (types, {**constants, "ALIGN": 1}, options), {"stride_q"}).asm["ptx"]
+    assert "ld.global.b16" in scalar  # the assertion above can fail
 
 
 @pytest.mark.parametrize("op", OPS)

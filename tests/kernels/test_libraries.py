@@ -8,7 +8,7 @@ import torch._meta_registrations
 from loka.formats import QTensor, Spec, scale_shape
 from loka.kernels import registry
 from loka.kernels.backend import UnsupportedError
-from loka.kernels.scaled_mm import deepgemm, fbgemm, layout, reference, torchao, transformer_engine
+from loka.kernels.scaled_mm import deepgemm, fbgemm, layout, reference, torchao
 from loka.kernels.scaled_mm import torch as library
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.adapter import parse_variant
@@ -20,7 +20,6 @@ LIBRARIES = {
     "deepgemm": deepgemm,
     "fbgemm": fbgemm,
     "torchao": torchao,
-    "transformer_engine": transformer_engine,
 }
 SPECS = (
     "e4m3:tensor", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e5m2:row", "e4m3:col", "int8:row", "e4m3:1x32:e8m0",
@@ -110,8 +109,7 @@ def test_an_old_gpu_is_named(monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("deepgemm", "deep_gemm"), ("fbgemm", "fbgemm_gpu.experimental.gen_ai"), ("torchao", "torchao.kernel.blockwise_quantization"),
-     ("transformer_engine", "transformer_engine.pytorch")],
+    [("deepgemm", "deep_gemm"), ("fbgemm", "fbgemm_gpu.experimental.gen_ai"), ("torchao", "torchao.kernel.blockwise_quantization")],
 )  # fmt: skip
 def test_a_missing_library_comes_with_its_install_line(monkeypatch, name: str, module: str) -> None:
     _pretend(monkeypatch, "9 0")
@@ -137,19 +135,12 @@ def test_a_missing_library_comes_with_its_install_line(monkeypatch, name: str, m
         ("fbgemm", "e5m2:row@e4m3:row", False),
         ("torchao", "e4m3:1x128@e4m3:128x128", True),
         ("torchao", "e4m3:row@e4m3:row", False),
-        ("transformer_engine", "e4m3:tensor@e4m3:tensor", False),
     ],
 )
 def test_libraries_know_what_they_have(monkeypatch, name: str, variant: str, yes: bool) -> None:
     _pretend(monkeypatch, "9 0", libraries=True)
     verdict = LIBRARIES[name].supports(_call(variant), CUDA)
     assert verdict.ok == yes, verdict.reason
-
-
-def test_transformer_engine_refuses_to_run() -> None:
-    a, b = matmul_operands(_call("e4m3:tensor@e4m3:tensor"))
-    with pytest.raises(UnsupportedError, match="torch backend"):
-        transformer_engine.run(a, b, out_dtype=torch.bfloat16)
 
 
 @on_the_cpu

@@ -26,6 +26,7 @@ NORMS = [
     "layer>e4m3:1x128|silu|affine|residual|bfloat16",
     "block>e4m3:tensor:static|relu",
     "rms>e5m2:row",
+    "layer>e4m3:tensor:static|gelu|affine|transpose",
 ]
 EVERY = [("fused_linear", v) for v in LAYERS] + [("norm_quantize", v) for v in NORMS]
 DISTRIBUTIONS = ("normal", "outlier_channels", "zero_rows", "lognormal_rows")

@@ -5,6 +5,7 @@ import torch
 
 from loka import models
 from loka.data.batch import Jagged
+from loka.kernels.backend import UnsupportedError
 from loka.models.hstu import HSTU, HSTUConfig, next_item_loss, next_times, take_last
 from loka.nn import HardSwish
 
@@ -129,6 +130,15 @@ def test_mistakes_are_named():
         HSTUConfig(items=1)
     with pytest.raises(ValueError, match="attention is 'cuda'"):
         HSTUConfig(attention="cuda")
+
+
+def test_attention_says_what_it_ran_and_never_runs_another() -> None:
+    model = HSTU(HSTUConfig(**SMALL)).double()
+    model(ROWS, TIMES)
+    assert {layer.attention.chosen for layer in model.layers} == {"reference"}
+    assert "float64" in model.layers[0].attention.refusals["triton"]
+    with pytest.raises(UnsupportedError, match="attention backend 'triton' cannot run"):
+        HSTU(HSTUConfig(**SMALL, attention="triton")).double()(ROWS, TIMES)
 
 
 def test_hard_style_is_hard_everywhere_and_trains_with_dropout():

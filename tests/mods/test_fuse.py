@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from loka import mods
-from loka.nn import MLP, BlockNorm, FusedProjection, FusedTower, HardSwish, Style
+from loka.lowp import FusedProjection, FusedTower
+from loka.nn import MLP, BlockNorm, HardSwish, Style
 
 from .zoo import build_family, run, snapshot
 

@@ -3,8 +3,9 @@
 import torch
 
 from loka import mods
+from loka.lowp import FusedInteraction, FusedTower
 from loka.models import build, configure
-from loka.nn import FusedInteraction, FusedTower, Style
+from loka.nn import Style
 
 STYLE = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")
 

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -23,8 +24,20 @@ def report(*sites):
                        sites=list(sites), environment=capture_environment(command="test"))  # fmt: skip
 
 
+class Fed(nn.Module):
+    """Linears a to d, each fed by a norm with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        return [linear(torch.relu(self.norm(x))) for linear in (self.a, self.b, self.c, self.d)]
+
+
 def suggested(*sites):
-    return {s.mod: s.sites for s in mods.suggest(report(*sites))}
+    return {s.mod: s.sites for s in mods.suggest(report(*sites), Fed(), example=torch.randn(2, 4))}
 
 
 def test_each_finding_speaks_for_its_mod():
@@ -53,9 +66,56 @@ def test_every_suggestion_names_a_mod_that_exists():
 
 
 def test_the_mod_that_concerns_the_most_work_comes_first():
-    found = mods.suggest(report(site("small", share=0.1, mean=9.0), site("large", share=0.8, outlier_channels=1)))
-    assert [(s.mod, s.sites) for s in found] == [("block_norm", ("large",)), ("no_bias", ("small",))]
-    assert str(found[0]) == "block_norm: outliers in the input: a norm in fixed blocks bounds it (1 sites: large)"
+    found = mods.suggest(
+        report(site("a", share=0.1, mean=9.0), site("b", share=0.8, outlier_channels=1)),
+        Fed(),
+        example=torch.randn(2, 4),
+    )
+    assert [(s.mod, s.sites) for s in found] == [("block_norm", ("b",)), ("no_bias", ("a",))]
+    assert str(found[0]) == "block_norm: outliers in the input: a norm in fixed blocks bounds it (1 sites: b)"
+
+
+class Raw(nn.Module):
+    """A raw column beside an embedding; a linear behind a linear; one behind a batch norm, and one behind a block norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.batch, self.block = nn.Embedding(5, 4), nn.BatchNorm1d(8), BlockNorm(8)
+        self.raw, self.behind, self.plain = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.last, self.blocked = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.ids = nn.Linear(4, 8)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, dense, ids):
+        table = self.table(ids)
+        x = torch.relu(self.raw(torch.cat([dense, table], -1)))
+        x = self.last(self.plain(self.batch(self.behind(x))))
+        return self.blocked(self.block(x)) + self.ids(table)
+
+
+def test_suggestions_fit_what_feeds_the_site():
+    names = ["raw", "behind", "plain", "last", "blocked", "ids", "unused"]
+    found = mods.suggest(
+        report(*(site(name, mean=9.0, outlier_channels=2) for name in names)),
+        Raw(),
+        example=(torch.randn(3, 2), torch.randint(5, (3,))),
+    )
+    assert {s.mod: s.sites for s in found} == {"no_bias": ("behind", "plain")}
+
+
+@pytest.mark.parametrize("mod", ["no_bias: drop the bias", "block_norm: normalise"])
+def test_the_probes_own_advice_is_judged_too(mod):
+    found = report(site("raw", suggested=mod))
+    assert mods.suggest(found, Raw(), example=(torch.randn(3, 2), torch.randint(5, (3,)))) == []
+    assert mods.suggest(found) == []
+    assert mods.unjudged(found) == {mod.partition(":")[0]: ("raw",)}
+
+
+def test_a_model_that_cannot_run_the_example_is_refused():
+    with pytest.raises(
+        ValueError, match="what feeds a site is read off a run of the model: the model failed on the example"
+    ):
+        mods.suggest(report(site("a", mean=9.0)), Fed(), example=torch.randn(2, 3))
 
 
 def test_a_real_probe_of_rows_of_all_sizes_asks_for_block_norm_until_it_is_there():
@@ -73,8 +133,19 @@ def test_a_real_probe_of_rows_of_all_sizes_asks_for_block_norm_until_it_is_there
         return watch.evaluate(["tensorwise"], samples=10)
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Identity(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64))
-    found = {s.mod: s.sites for s in mods.suggest(probe(model))}
+    model, x = nn.Sequential(Spread(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 32)
+    found = {s.mod: s.sites for s in mods.suggest(probe(model), model, example=x)}
     assert "1" in found["block_norm"]
-    model[0] = BlockNorm(32)
-    assert "1" not in {s.mod: s.sites for s in mods.suggest(probe(model))}.get("block_norm", ())
+    mods.apply(model, "block_norm", example=x)
+    assert isinstance(model[0], BlockNorm)
+    assert "1" not in {s.mod: s.sites for s in mods.suggest(probe(model), model, example=x)}.get("block_norm", ())
+
+
+class Spread(nn.LayerNorm):
+    """A norm that leaves rows as large as they are: nothing but its place says that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+
+    def forward(self, x):
+        return x * self.weight + self.bias

@@ -98,7 +98,7 @@ def test_an_evaluation_is_a_judge() -> None:
     options = {"sources": ("rows",), "judged_on": ("rows",), "samples": 3, "gate": False}
     report = probe.drift(recipes=("tensorwise",), **options)
     (change,) = [c for c in report.changes if c.site == "moving"]
-    assert "fprop safe" in change.before
+    assert "fprop not measured" in change.before  # a small error, of whose effect nothing is known
     assert "fprop unsafe" in change.after
     assert not [c for c in probe.drift(recipes=("rowwise",), **options).changes if "fprop unsafe" in c.after]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from loka.probe.verdict import judge
+from loka.probe.verdict import Allowed, judge
 from loka.records import Candidate, Cause, Gemm, GemmVerdict, Interval
 
 
@@ -27,13 +27,41 @@ def candidate(gemm: Gemm = "fprop", recipe: str = "rowwise", error: float | None
     )
 
 
-def verdict(*candidates: Candidate, gemm: Gemm = "fprop", limit: float = 0.2, **more: Any) -> GemmVerdict:
-    return judge(gemm, candidates, [], limit=limit, min_speedup=1.05, outputs=more.pop("outputs", 64), **more)
+def verdict(*candidates: Candidate, gemm: Gemm = "fprop", units: int = 1, **more: Any) -> GemmVerdict:
+    allowed = Allowed(margin=0.0002, units=units, error=0.2)
+    return judge(gemm, candidates, [], allowed=allowed, min_speedup=1.05, outputs=more.pop("outputs", 64), **more)
 
 
-def test_the_upper_end_of_the_error_decides() -> None:
-    assert verdict(candidate(error=0.19)).safety == "safe"
+def test_the_upper_end_of_the_harm_decides() -> None:
+    assert verdict(candidate(harm=around(0.00015))).safety == "safe"
+    assert verdict(candidate(harm=around(0.00015, 0.0001))).safety == "unsafe"
+
+
+def test_a_large_error_that_does_no_harm_is_safe_and_a_small_one_that_does_is_not() -> None:
+    assert verdict(candidate(error=0.5, harm=around(0.00001))).safety == "safe"
+    assert verdict(candidate(error=0.001, harm=around(0.01))).safety == "unsafe"
+
+
+def test_units_share_the_margin_in_squares() -> None:
+    harm = around(0.00015)
+    assert verdict(candidate(harm=harm), units=1).safety == "safe"
+    many = verdict(candidate(harm=harm), units=4)
+    assert many.safety == "unsafe"
+    assert "0.01 %, 0.02 % over the root of 4 units" in many.reason
+
+
+def test_without_a_harm_nothing_is_called_safe() -> None:
+    """A small error of a product is not evidence about the loss; a large one is still a reason to refuse."""
+    found = verdict(candidate(error=0.19), unscored="no gradient was seen")
+    assert found.safety == "not measured"
+    assert "MERE 0.19" in found.reason
+    assert "no gradient was seen" in found.reason
     assert verdict(candidate(error=0.19, width=0.02)).safety == "unsafe"
+
+
+def test_a_chain_does_not_speak_for_a_linear_alone() -> None:
+    chain = candidate(recipe="static", error=None, harm=around(0.0))
+    assert verdict(chain, candidate(harm=around(0.01))).safety == "unsafe"
 
 
 def test_the_lower_end_of_the_speed_up_decides() -> None:
@@ -43,16 +71,20 @@ def test_the_lower_end_of_the_speed_up_decides() -> None:
 
 
 def test_only_safe_candidates_can_be_fast() -> None:
-    fast_but_wrong = candidate(recipe="tensorwise", error=0.5, speedup=around(2.0))
-    slow_but_right = candidate(error=0.1, speedup=around(0.9))
+    fast_but_wrong = candidate(recipe="tensorwise", harm=around(0.01), speedup=around(2.0))
+    slow_but_right = candidate(harm=around(0.0), speedup=around(0.9))
     found = verdict(fast_but_wrong, slow_but_right)
     assert (found.safety, found.speed) == ("safe", "slow")
     assert "0.90x" in found.reason
 
 
 def test_the_reason_of_a_safe_one_says_where_it_was_measured_and_what_else_would_do() -> None:
-    found = verdict(candidate(), candidate(recipe="blockwise", error=0.15))
-    assert "rowwise: MERE 0.1 [0.1, 0.1] on the copula, limit 0.2; also under it: blockwise" in found.reason
+    low, lower = around(0.0001), around(0.00005)
+    found = verdict(candidate(harm=lower), candidate(recipe="blockwise", harm=low))
+    assert "rowwise: may change the loss by 0.005 %, at most 0.005 %" in found.reason
+    assert "also within it: blockwise; MERE 0.1 [0.1, 0.1] on the copula" in found.reason
+    unscored = verdict(candidate(), candidate(recipe="blockwise", error=0.15))
+    assert "rowwise: MERE 0.1 [0.1, 0.1] on the copula, limit 0.2; also under it: blockwise" in unscored.reason
     assert "relative L2" in verdict(candidate("dgrad"), gemm="dgrad").reason
 
 
@@ -78,7 +110,7 @@ def test_a_safe_one_is_not_asked_for_causes() -> None:
     def explain(best: Candidate) -> list[Cause]:
         raise AssertionError
 
-    assert verdict(candidate(), explain=explain).causes == []
+    assert verdict(candidate(harm=around(0.0)), explain=explain).causes == []
 
 
 def test_a_prediction_layer_is_protected() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from loka.convert import LinearOptions, convert, scale_state
-from loka.nn.guard import GuardConfig
-from loka.nn.linear import Linear
+from loka.lowp.guard import GuardConfig
+from loka.lowp.linear import Linear
+from loka.placing import LinearOptions, convert, scale_state
 from loka.training import Callback, TrainConfig, Trainer
 from loka.training.guard import GuardCallback
 

@@ -44,8 +44,8 @@ def convert(
     """Convert a model to low precision, by a plan or by a recipe."""
     from loka import records
     from loka.cli.subject import load_subject
-    from loka.convert import LinearOptions
-    from loka.convert import convert as convert_model
+    from loka.placing import LinearOptions
+    from loka.placing import convert as convert_model
 
     _check_request(plan, keep, scales, steps, out)
     options = LinearOptions(scales=scales, gradients=gradients, save=save)  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
     """A filter that leaves every linear alone whose name matches; a pattern that matches none is a mistake."""
     from fnmatch import fnmatchcase
 
-    from loka.nn.planned import candidates
+    from loka.placing.linears import candidates
 
     names = [name for name, _ in candidates(model)]
     if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
@@ -143,7 +143,7 @@ def _remember(subject: Any, scales: str, steps: int) -> None:
     from contextlib import nullcontext
     from itertools import islice
 
-    from loka.convert import calibrating, refresh
+    from loka.placing import calibrating, refresh
 
     with calibrating(subject.model) if scales == "static" else nullcontext():
         for batch in islice(subject.stream("train"), steps):
@@ -158,7 +158,7 @@ def _write(model: Any, out: Path, found: dict[str, Any]) -> None:
 
     from safetensors.torch import save_file
 
-    from loka.convert import scale_state
+    from loka.placing import scale_state
 
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().cpu().clone().contiguous() for name, t in model.state_dict().items()}

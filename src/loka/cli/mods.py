@@ -80,15 +80,28 @@ def _apply(subject: Any, names: str) -> Any:
 
     from loka import mods
 
-    batch = next(iter(subject.batches("train")))
-    example = mods.capture_example(subject.model, lambda: subject.loss(batch))
+    example = _example(subject)
     with redirect_stdout(sys.stderr):  # mods run the model, which may be a user's and print
         return mods.apply(subject.model, names, example=example, model_name=subject.name)
+
+
+def _example(subject: Any) -> Any:
+    from loka import mods
+
+    batch = next(iter(subject.batches("train")))
+    return mods.capture_example(subject.model, lambda: subject.loss(batch))
 
 
 @app.command("suggest")
 def suggest(
     probe: Annotated[Path, typer.Argument(help="A probe's report (JSON).")],
+    model: Annotated[
+        str | None, typer.Option(help="The probed model: for mods that depend on what feeds a site.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches, for --model.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. activation=silu.")] = None,
+    data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=1000.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     json_: Json = False,
 ) -> None:
     """Propose mods from what a probe saw. Exit 1: there is something to propose."""
@@ -96,10 +109,30 @@ def suggest(
 
     from loka import mods, records
 
-    found = mods.suggest(records.load(probe, records.ProbeReport))
+    record = records.load(probe, records.ProbeReport)
+    if model is None:
+        found = mods.suggest(record)
+        for mod, sites in mods.unjudged(record).items():
+            typer.echo(
+                f"not judged: {mod} for {', '.join(sites)}; what feeds them decides: pass --model and --data", err=True
+            )
+    else:
+        found = _suggest_for(record, model, data, set_, data_option, data_root)
     if json_:
         typer.echo(json.dumps([asdict(suggestion) for suggestion in found]))
     else:
         typer.echo("\n".join(map(str, found)) or "nothing to propose")
     if found:
         raise typer.Exit(1)
+
+
+def _suggest_for(record: Any, model: str, data: Any, set_: Any, data_option: Any, root: Any) -> Any:
+    """With the model at hand, run once on a batch."""
+    from loka import mods
+    from loka.cli.subject import load_subject
+    from loka.cli.train import parse_options
+
+    options, of_data = parse_options(set_), parse_options(data_option)
+    subject = load_subject(model, data, batch_size=8, root=root, model_options=options, data_options=of_data)
+    example = _example(subject)
+    return mods.suggest(record, subject.model, example=example)

@@ -4,7 +4,6 @@
     loka plan probe.json --target "NVIDIA H200" --row-factor 16         speeds from the rows that ship with loka
     loka plan probe.json --target "NVIDIA H200" --db rows.sqlite --weights cached --override 'core.head.*=high'
     loka plan probe.json --accuracy-only --max-metric-change 0.001
-    loka plan probe.json --target "NVIDIA H200" --row-factor 16 --chains wukong:tiny      towers planned as a whole (loka.cli.chains)
     loka explain plan.json core.head.last
     loka diff plan.json other.json
     loka export plan.json torchao
@@ -17,11 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loka.cli.chains import add_chains, describe
-
 if TYPE_CHECKING:
-    from torch import nn
-
     from loka.dispatch import Database
     from loka.records import Plan
 
@@ -57,16 +52,6 @@ def plan(
         typer.Option(help="Budget of the end metric, relative (0.001 is 0.1 %); needs measured sensitivity."),
     ] = None,
     override: Annotated[list[str] | None, typer.Option(help="WILDCARD=RECIPE, WILDCARD=auto or WILDCARD=high.")] = None,
-    chains: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The probed model (wukong:small, pkg.module:factory): plan its towers as a whole too, by database rows of --target.",
-        ),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Data of --chains, for its schema; default: the report's.")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Model option of --chains, e.g. norm=block.")] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches, for --chains.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write the plan to.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -78,7 +63,6 @@ def plan(
         raise ValueError("--db, --weights and --row-factor choose database rows of a device: name it with --target")
     if accuracy_only and min_speedup is not None:
         raise ValueError(f"--accuracy-only ignores speed, --min-speedup {min_speedup:g} asks for it: choose one")
-    _check_chains(chains, target, max_metric_change, data, set_, data_root)
     report = records.load(probe, records.ProbeReport)
     policy = Policy(
         max_error=report.max_mere if max_error is None else max_error,
@@ -92,40 +76,10 @@ def plan(
         max_metric_change=max_metric_change,
     )
     elsewhere = target is not None and target != report.environment.device
-    database = _rows(db) if elsewhere or db or chains else None
-    made = make_plan(report, policy, database=database if elsewhere or db else None)
-    if chains is not None:
-        assert database is not None
-        made = add_chains(made, report, policy, _open_model(chains, data or report.data, set_, data_root), database)
+    made = make_plan(report, policy, database=_rows(db) if elsewhere or db else None)
     if out is not None:
         records.save(made, out)
     typer.echo(records.to_json(made).decode() if json_ else _describe(made))
-
-
-def _check_chains(
-    chains: str | None,
-    target: str | None,
-    bound: float | None,
-    data: str | None,
-    options: list[str] | None,
-    root: Path | None,
-) -> None:
-    """Refuse what chains cannot be planned from, before anything is loaded."""
-    if chains is None:
-        if data is not None or options or root is not None:
-            raise ValueError("--data, --set and --data-root open the model of --chains: name it with --chains")
-        return
-    if target is None:
-        raise ValueError("--chains plans by database rows of a device: name it with --target")
-    if bound is not None:
-        raise ValueError("--max-metric-change is a budget of single sites: what a chain does to the end metric was not measured")  # fmt: skip
-
-
-def _open_model(name: str, data: str | None, options: list[str] | None, root: Path | None) -> "nn.Module":
-    from loka.cli.subject import load_subject
-    from loka.cli.train import parse_options
-
-    return load_subject(name, data, root=root, model_options=parse_options(options)).model
 
 
 def _rows(db: Path | None) -> "Database":
@@ -145,13 +99,14 @@ def _rows(db: Path | None) -> "Database":
 
 def _describe(made: "Plan") -> str:
     from loka.dispatch import spell
+    from loka.records.prose import spell_unit
 
     lines = [
         f"{site.site}  {'; '.join(f'{c.gemm} {spell(c)}' for c in site.choices) or 'no GEMM was seen'}"
         for site in made.sites
     ]
     of = "the model's" if made.flops_of == "model" else "the probed"
-    lines += [describe(chain) for chain in made.chains]
+    lines += [spell_unit(unit) for unit in made.units]
     lines.append(f"{made.low_precision_share:.1%} of {of} GEMM FLOPs in low precision")
     return "\n".join([*lines, *(f"note: {note}" for note in made.notes)])
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from loka import records
-from loka.convert import convert
 from loka.data import RankingData, Split, load
 from loka.demo.callbacks import ProbeCallback, StepTalk, Talk
 from loka.demo.config import DemoConfig, DemoResult
@@ -21,6 +20,7 @@ from loka.dispatch import Policy, make_plan, uniform_plan
 from loka.kernels.registry import BACKENDS
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
 from loka.models import build_ranker
+from loka.placing import convert
 from loka.probe import Probe, add_sensitivity, measure_sensitivity
 from loka.records import Comparison, Environment, Interval, Plan, Point, ProbeReport, Progress, Run, capture_environment
 from loka.report import Results, write_html

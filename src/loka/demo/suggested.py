@@ -23,7 +23,7 @@ NOT_HERE = {
 
 def apply_suggested(model: nn.Module, report: ProbeReport, example: Any, *, name: str) -> ModSummary:
     """Rewrite the model in place; the summary says what was done, and what was left for another training."""
-    suggestions = mods.suggest(report)
+    suggestions = mods.suggest(report, model, example=example)
     found = {s.mod: s for s in suggestions}
     keep = [m for m in found if mods.find(m).effect != "architecture" and m not in NOT_HERE]
     chosen = list(dict.fromkeys([ALWAYS, *keep]))

@@ -1,7 +1,5 @@
 """dispatch: which kernel runs, and why. Recipes, performance database, policy, chains, Plan. Never computes."""
 
-from loka.dispatch.chain import ChainOp
-from loka.dispatch.chain_plan import plan_chain, refuse_by_report, with_chains
 from loka.dispatch.database import Database, Machine, bucket_of
 from loka.dispatch.export import export
 from loka.dispatch.plan import check, diff, explain, spell
@@ -12,7 +10,6 @@ from loka.dispatch.tune import TuneResult, jobs_of_report, tune
 __all__ = [
     "PREFERENCE",
     "RECIPES",
-    "ChainOp",
     "Database",
     "Machine",
     "Operands",
@@ -27,11 +24,8 @@ __all__ = [
     "export",
     "jobs_of_report",
     "make_plan",
-    "plan_chain",
     "recipe_named",
-    "refuse_by_report",
     "spell",
     "tune",
     "uniform_plan",
-    "with_chains",
 ]

@@ -58,6 +58,8 @@ def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
                 Spec.parse(choice.b),
                 fast_accum=choice.fast_accum,
             )
+            if choice.backend == "auto":  # settled when it is placed; the reference can run anything
+                continue
             verdict = registry.backend("scaled_mm", choice.backend).supports(call, device)
         except ValueError as error:
             problems.append(f"{place}: {error}")

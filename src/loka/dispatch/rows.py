@@ -41,7 +41,6 @@ _DISTRIBUTIONS = {
     "deepgemm": "sgl-deep-gemm",
     "fbgemm": "fbgemm-gpu-genai",
     "torchao": "torchao",
-    "transformer_engine": "transformer-engine",
 }
 
 

@@ -11,7 +11,7 @@ capture, by the warm-up run.
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +128,8 @@ class Glue:
                 out_dtype=h.dtype if plain else None,
                 backend=self.backends.get("norm_quantize", "auto"),
             )
-            return found.q, found.y, found.h
+            assert found.q is not None  # there is a spec
+            return found.q, found.y, cast(Tensor, found.h)
         if delta is not None and norm.kind == "rms":
             h, y = compiled_add_rms(norm.eps, self.compiler)(h, delta, norm.weight)
         else:

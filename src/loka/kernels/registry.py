@@ -1,7 +1,7 @@
 """Which backends exist for each op. Adding a kernel is one file and one row here.
 
 Nothing is imported until a backend is asked for. `pick` never substitutes: an explicit name that cannot run raises with its reason, and `auto`
-returns what it chose together with everything that refused.
+returns what it chose together with everything that refused. What is in BY_NAME `auto` never picks.
 """
 
 import warnings
@@ -17,18 +17,25 @@ from loka.kernels.backend import Backend, UnsupportedError, Verdict
 
 # In order of preference for `auto`: dispatch replaces this order by measured times, the order only decides where nothing was measured.
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "quantize": ("triton", "reference"),
+    "quantize": ("triton", "compiled", "reference"),
     "norm_quantize": ("triton", "reference"),
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
     "interaction": ("triton", "reference"),
-    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "transformer_engine", "reference"),
+    "dots": ("triton", "reference"),
+    "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
     "route": ("triton", "reference"),
+    "embedding_bag": ("triton", "torch", "reference"),
+    "embedding_update": ("triton", "reference"),
 }
 
+# Backends that `auto` passes over, and why: they are for callers who ask for them by name.
+BY_NAME: dict[tuple[str, str], str] = {
+    ("quantize", "compiled"): "is only asked for by name: it is fast inside torch.compile, and slow outside",
+}
 
 _LOADED: dict[str, ModuleType] = {}
 
@@ -118,6 +125,9 @@ def first(op: str, call: Any, device: torch.device) -> Selection:
 def _ask_in_order(op: str, call: Any, device: torch.device) -> Selection:
     refusals: dict[str, str] = {}
     for candidate in BACKENDS[op]:
+        if (op, candidate) in BY_NAME:
+            refusals[candidate] = BY_NAME[op, candidate]
+            continue
         verdict = backend(op, candidate).supports(call, device)
         if verdict:
             return Selection(candidate, backend(op, candidate), refusals)

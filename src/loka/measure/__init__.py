@@ -2,6 +2,7 @@
 
 from loka.measure.conformance import Conformance, check_quantized, check_scaled_mm, judge, law, tolerance
 from loka.measure.device import peaks, snapshot
+from loka.measure.gate import judge_backend, judge_quantizer
 from loka.measure.isolation import Outcome, map_isolated, run_isolated
 from loka.measure.timing import Candidate, RedKernelError, Timing, time_together
 
@@ -14,6 +15,8 @@ __all__ = [
     "check_quantized",
     "check_scaled_mm",
     "judge",
+    "judge_backend",
+    "judge_quantizer",
     "law",
     "map_isolated",
     "peaks",

@@ -17,12 +17,17 @@ from loka.kernels.backend import Backend
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
+from loka.measure.attention import Attention
 from loka.measure.beam import BeamAttention
 from loka.measure.conformance import Conformance
+from loka.measure.fused import compiled
 from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
+from loka.measure.interaction import Interaction
 from loka.measure.layer import FusedLinear
 from loka.measure.norm import NormQuantize
+from loka.measure.route import Route
+from loka.measure.tables import EmbeddingBag, EmbeddingUpdate
 from loka.measure.timing import Rival, Thunk
 from loka.measure.topk import Topk
 
@@ -205,8 +210,16 @@ class Quantize:
         return inputs.quantize_input(call, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Backend, call: QuantizeCall, operands: Tensor) -> Thunk:
-        """The quantiser; given scales are made once, outside the clock."""
+        """The quantiser; given scales are made once, outside the clock. A backend that is meant to be compiled is."""
         options = self._options(call, operands)
+
+        def tensors(x: Tensor) -> list[Tensor]:  # torch.compile returns tensors, not our records
+            made = backend.run(x, call.spec, **options)
+            return [part for q in made if q is not None for part in (q.data, q.scale)]
+
+        if getattr(backend, "COMPILE_TO_TIME", False):
+            fused = compiled(tensors, operands.device)
+            return lambda: fused(operands)
         return lambda: backend.run(operands, call.spec, **options)
 
     def _options(self, call: QuantizeCall, x: Tensor) -> dict[str, Any]:
@@ -253,7 +266,20 @@ class Quantize:
 
 ADAPTERS: dict[str, Adapter] = {
     adapter.op: adapter
-    for adapter in (ScaledMm(), Quantize(), NormQuantize(), FusedLinear(), GroupedMm(), BeamAttention(), Topk())
+    for adapter in (
+        ScaledMm(),
+        Quantize(),
+        NormQuantize(),
+        FusedLinear(),
+        GroupedMm(),
+        BeamAttention(),
+        Topk(),
+        Attention(),
+        Interaction(),
+        Route(),
+        EmbeddingBag(),
+        EmbeddingUpdate(),
+    )
 }
 
 

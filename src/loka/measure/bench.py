@@ -22,6 +22,7 @@ from loka.kernels import registry
 from loka.measure.adapter import Adapter, adapter_for
 from loka.measure.conformance import Conformance
 from loka.measure.device import peaks, snapshot
+from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
 from loka.measure.timing import DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
@@ -133,7 +134,7 @@ def _here(function: Callable[..., Any], case: dict[str, Any]) -> Outcome:
 def check_case(
     op: str, backend: str, call: dict[str, Any], distributions: Sequence[str], device: str
 ) -> dict[str, Any]:
-    """One backend on one call: {"supported": False, "reason"} or the worst conformance over the distributions."""
+    """One backend on one call: {"supported": False, "reason"} or the worst conformance over the distributions and in the gate."""
     adapter, target = adapter_for(op), torch.device(device)
     kernel, described = registry.backend(op, backend), adapter.decode(call)
     verdict = kernel.supports(described, target)
@@ -149,6 +150,8 @@ def check_case(
             break
     assert worst is not None
     reason = f"wrong on {distribution}: {worst.reason}" if not worst else ""
+    if worst and not (judged := judge_backend(op, kernel, described, target)):
+        worst, reason = judged, f"wrong {judged.reason}"
     return {"ok": worst.ok, "reason": reason, "error": _finite(worst.error), "tolerance": worst.tolerance}
 
 

@@ -61,6 +61,7 @@ class Conformance:
     error: float  # worst of the four looks over its allowance; inf where NaN or infinity is out of place
     tolerance: float
     reason: str = ""
+    raised: bool = False  # it ended in an exception, so there is no result to be wrong
 
     def __post_init__(self) -> None:
         if not self.ok and not self.reason:

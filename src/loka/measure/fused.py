@@ -7,23 +7,22 @@ shapes where there is a GPU, eager on a CPU. It has no affine parameters, which 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.kernels.fused_linear.call import ACTIVATIONS, NORM_BLOCK, NORM_EPS
+from loka.kernels.activation import ACTIVATIONS, activate
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.norm_quantize.call import EPS
 from loka.measure.conformance import Conformance, poisoned_allocations
 from loka.measure.rounding import worst_of
 
 FLOAT32 = 1e-5  # what sums in another order and an approximate reciprocal lose, relative to the row
 STEEPEST = 1.5  # no activation here has a larger slope
-ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z, "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish, "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "tanh": torch.tanh, "sigmoid": torch.sigmoid, "leaky_relu": F.leaky_relu,
-}  # fmt: skip
+ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {name: partial(activate, name=name) for name in ACTIVATIONS}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 

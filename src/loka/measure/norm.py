@@ -1,16 +1,17 @@
 """The benchmark's view of norm_quantize: norm + activation + quantise in one pass, beside the quantiser alone and a copy.
 
-A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`; options are an activation, affine, residual, and a type for the unquantised output.
+A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`; options are an activation, affine, residual, transpose,
+and a type for the unquantised output.
 Judged against float64 (`rounding`): the float32 reference and a kernel may put an element that lies between two codes on different sides.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from loka.formats import Spec, quantize
+from loka.formats import QTensor, Spec, quantize
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.fused_linear.call import NORMALIZED_SCALE
@@ -41,7 +42,7 @@ class NormQuantize:
     VARIANTS = tuple(
         f"{norm}>{spec}|hard_swish" for norm in ("rms", "layer", "block") for spec in ("e4m3:row", "e4m3:1x128", "e4m3:tensor:static")
     )  # fmt: skip
-    OPTIONS = frozenset({"affine", "residual", *DTYPES})
+    OPTIONS = frozenset({"affine", "residual", "transpose", *DTYPES})
 
     def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[NormCall]:
         """Every different (M, K) under every variant."""
@@ -54,12 +55,16 @@ class NormQuantize:
         outputs = [DTYPES[option] for option in options if option in DTYPES]
         return NormCall(
             m, k, Spec.parse(spec), norm, activation or "none", "affine" in options, "residual" in options,
-            out_dtype=outputs[0] if outputs else None,
+            out_dtype=outputs[0] if outputs else None, transpose="transpose" in options,
         )  # fmt: skip
+
+    def _spec(self, call: NormCall) -> Spec:
+        assert call.spec is not None  # no variant is without
+        return call.spec
 
     def encode(self, call: NormCall) -> dict[str, Any]:
         """As JSON."""
-        options = [call.activation, *(name for name in ("affine", "residual") if getattr(call, name))]
+        options = [call.activation, *(name for name in ("affine", "residual", "transpose") if getattr(call, name))]
         options += [name for name, dtype in DTYPES.items() if dtype == call.out_dtype]
         return {**self.shape(call), "variant": "|".join([f"{call.norm}>{call.spec}", *options])}
 
@@ -83,30 +88,32 @@ class NormQuantize:
         if call.affine:
             noise = inputs.draw(2, call.k, seed=3 * seed + 2, **options)
             made |= {"weight": 1 + 0.3 * noise[0], "bias": 0.3 * noise[1]}
-        if call.spec.mode != "dynamic":
+        if self._spec(call).mode != "dynamic":
             made["scale"] = torch.full((), NORMALIZED_SCALE, device=device)
         return made
 
     def thunk(self, backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
         """The fused norm."""
         x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
-        return lambda: backend.run(
-            x, call.spec, norm=call.norm, activation=call.activation, out_dtype=call.out_dtype, **rest
-        )
+        options = {"norm": call.norm, "activation": call.activation, "out_dtype": call.out_dtype}
+        return lambda: backend.run(x, call.spec, transpose=call.transpose, **options, **rest)
 
     def check(self, backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Conformance:
         """q, h and the 16-bit output against float64, plain and with poisoned allocations."""
 
         def judge(result: NormResult) -> Conformance:
-            y = self._exact(call, result.h, operands)
-            error = FLOAT32 * y.abs().nan_to_num(0.0).amax(1, keepdim=True) if y.numel() else y
-            verdicts = [judge_rounded(result.q, y, error, what="q")]
+            h = cast(Tensor, result.h)  # no operand here is FP8
+            y = self._exact(call, h, operands)
+            error = FLOAT32 * y.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(y) if y.numel() else y
+            verdicts = [judge_rounded(cast(QTensor, result.q), y, error, what="q")]
+            if call.transpose:
+                verdicts.append(judge_rounded(cast(QTensor, result.q_t), y.T, error.T, what="q_t"))
             if call.out_dtype is not None:
                 assert result.y is not None
                 verdicts.append(judge_rounded(result.y, y, error, what="y"))
             if operands["residual"] is not None and operands["x"] is not None:
                 total = operands["x"].double() + operands["residual"].double()
-                verdicts.append(judge_rounded(result.h, total, torch.zeros_like(total), what="h"))
+                verdicts.append(judge_rounded(h, total, torch.zeros_like(total), what="h"))
             return worst_of(verdicts)
 
         return judge_twice(self.thunk(backend, call, operands), judge)
@@ -144,15 +151,15 @@ class NormQuantize:
         backend = registry.backend("quantize", "triton")
         if backend.supports(alone, first.device):
             thunks = [_quantizer(backend, call, operands) for operands in sets]
-            expected = quantize(first, call.spec, scale=sets[0]["scale"])
+            expected = quantize(first, self._spec(call), scale=sets[0]["scale"])
             rivals.append(("quantize", thunks, conformance.check_quantized(thunks[0]()[0], expected)))
         return rivals
 
     def bytes_moved(self, call: NormCall) -> int:
-        """x in, FP8 out; the residual in and h out; y out."""
+        """x in, FP8 out, once more for the transpose; the residual in and h out; y out."""
         item = call.in_dtype.itemsize
         extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
-        return call.m * call.k * (item + 1 + extra)
+        return call.m * call.k * (item + 1 + call.transpose + extra)
 
     def flops(self, call: NormCall) -> int:
         """None on the matrix units."""

@@ -13,9 +13,9 @@ A Linear whose fprop and wgrad (dgrad and wgrad) are both quantised may make x a
 optimiser step for both GEMMs that read it. What that saves belongs to no single GEMM and is not credited here: times are on the careful side.
 wgrad has no weight among its operands, so both mean the same there. M, K, N are the *linear's* (rows, inputs, outputs) for every GEMM.
 
-Every candidate passes two gates before the clock starts: its quantised operands equal the law's bit for bit, and its product is within the
-tolerance of `conformance` (for results beyond 2^22 elements on evenly spaced rows, the first and last included). Then all candidates and bf16 are
-timed together by `timing`: CUDA graphs, operands rotated beyond L2, interleaved repeats. Backends of other people's libraries do all of this in
+Every candidate passes two gates before the clock starts: the backend on this very call (`gate`), and what will be timed, quantisation included: its
+quantised operands equal the law's bit for bit, and its product is within the tolerance of `conformance` (for results beyond 2^22 elements on evenly
+spaced rows, the first and last included). What is wrong is marked so, and no plan may take it, timed or not. Then all candidates and bf16 are timed together by `timing`: CUDA graphs, operands rotated beyond L2, interleaved repeats. Backends of other people's libraries do all of this in
 a child process, with a bf16 of their own to be paired with. What refuses, crashes, is wrong or had no time left is a SiteTiming with the reason.
 
 Without a GPU nothing is timed, and every answer says so. Not here: which candidate to take (`loka.dispatch`), errors on a site's own
@@ -37,6 +37,7 @@ from loka.kernels.quantize import quantize, quantize_transposed
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
+from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
 from loka.measure.timing import Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
@@ -92,6 +93,7 @@ class SiteTiming:
     microseconds: Interval | None = None  # quantisation included
     speedup: Interval | None = None  # over the bf16 GEMM timed with it, paired by repeat
     refusal: str | None = None
+    wrong: bool = False  # refused because its result is wrong: not a matter of speed
     baseline: Interval | None = None  # microseconds of that bf16 GEMM
     error: float | None = None  # of the conformance check; green when error <= tolerance
     tolerance: float | None = None
@@ -264,14 +266,19 @@ def _gate(
     if time.monotonic() > end:
         return {"refusal": "not timed: the time box was used up"}
     call = MatmulCall(*gemm_shape(job.gemm, job.m, job.k, job.n), candidate.a, candidate.b, torch.bfloat16, candidate.fast_accum)  # fmt: skip
-    verdict = registry.backend("scaled_mm", candidate.backend).supports(call, device)
+    backend = registry.backend("scaled_mm", candidate.backend)
+    verdict = backend.supports(call, device)
     if not verdict:
         return {"refusal": verdict.reason}
     try:
-        checked = _check(job, candidate, call, _draw(job, 0, "normal", device))
+        judged = judge_backend("scaled_mm", backend, call, device)
+        checked = judged and _check(job, candidate, call, _draw(job, 0, "normal", device))
+        if checked.raised:
+            return {"refusal": checked.reason}
         if not checked:
             return {
                 "refusal": f"wrong: {checked.reason}",
+                "wrong": True,
                 "tolerance": checked.tolerance,
                 **_finite("error", checked.error),
             }

@@ -13,21 +13,18 @@ Item 0 is padding and never a target.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.kernels import attention
-from loka.kernels.attention import reference, triton
 from loka.models.ranker import PLAIN, check_positive
 from loka.nn import EmbeddingTables, Style, compute_dtype, make_activation, make_norm
+from loka.nn.silu_attention import BACKENDS, AttentionBackend, SiluAttention, locate
 
 if TYPE_CHECKING:
     from loka.data.batch import Jagged
-
-AttentionKind = Literal["auto", "reference", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,7 @@ class HSTUConfig:
     bias_per_head: bool = False
     cosine: bool = True
     temperature: float = 0.05
-    attention: AttentionKind = "auto"
+    attention: AttentionBackend = "auto"
     style: Style = PLAIN
 
     def __post_init__(self) -> None:
@@ -55,54 +52,8 @@ class HSTUConfig:
             raise ValueError(f"HSTUConfig.items is {self.items}; item 0 is padding, so at least 2 are needed")
         if self.temperature <= 0:
             raise ValueError(f"HSTUConfig.temperature is {self.temperature}; expected a positive number")
-        if self.attention not in ("auto", "reference", "triton"):
-            raise ValueError(f"HSTUConfig.attention is {self.attention!r}; expected 'auto', 'reference' or 'triton'")
-
-
-class SiluAttention(nn.Module):
-    """The attention product, without parameters. "auto" is Triton on a GPU where it can, else the reference; see `backend_for`."""
-
-    def __init__(self, kind: AttentionKind, max_length: int) -> None:
-        super().__init__()
-        self.kind, self.max_length = kind, max_length
-        if kind == "triton" or (kind == "auto" and torch.cuda.is_available()):
-            triton.load()
-
-    def backend_for(self, q: Tensor, v: Tensor) -> str:
-        """The backend that forward runs for these operands."""
-        if self.kind != "auto":
-            return self.kind
-        return "triton" if q.is_cuda and triton.fits(q, v) else "reference"
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        offsets: Tensor,
-        position_bias: Tensor,
-        time_bias: Tensor | None,
-        times: Tensor | None,
-        query_times: Tensor | None,
-    ) -> Tensor:
-        """q, k [total, H, d_qk], v [total, H, d_v] -> [total, H, d_v]."""
-        return attention.silu_attention(
-            q,
-            k,
-            v,
-            offsets,
-            max_length=self.max_length,
-            position_bias=position_bias,
-            time_bias=time_bias,
-            times=times,
-            query_times=query_times,
-            divisor=float(self.max_length),
-            run=triton.run if self.backend_for(q, v) == "triton" else reference.run,
-        )
-
-    def extra_repr(self) -> str:
-        """Backend and length."""
-        return f"{self.kind}, max_length={self.max_length}"
+        if self.attention not in BACKENDS:
+            raise ValueError(f"HSTUConfig.attention is {self.attention!r}; expected one of {', '.join(BACKENDS)}")
 
 
 class RelativeBias(nn.Module):
@@ -132,7 +83,7 @@ class HSTULayer(nn.Module):
         self.activation = make_activation("hard_swish" if style.activation == "hard_swish" else "silu")
         self.position_bias = RelativeBias(config.max_length, h, per_head=config.bias_per_head)
         self.time_bias = RelativeBias(config.time_buckets, h, per_head=config.bias_per_head)
-        self.attention = SiluAttention(config.attention, config.max_length)
+        self.attention = SiluAttention(config.max_length, backend=config.attention)
         self.out_norm = make_norm(style.norm, h * config.d_v, bias=style.bias)
         self.dropout = nn.Dropout(style.dropout) if style.dropout else nn.Identity()
         self.out = nn.Linear(h * config.d_v, config.d, bias=style.bias)
@@ -195,7 +146,7 @@ class HSTU(nn.Module):
         self._check_lengths(offsets)
         if query_times is None and times is not None:
             query_times = next_times(times, offsets)
-        _, place = reference.locate(offsets, values.shape[0])
+        _, place = locate(offsets, values.shape[0])
         x = self.items.lookup(values[:, None]).squeeze(1) * self.config.d**0.5 + self.positions(place)
         x = self.dropout(x.to(compute_dtype(x)))
         for layer in self.layers:

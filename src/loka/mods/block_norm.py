@@ -6,7 +6,7 @@ Why: a block fits into one tile of a GEMM, so the norm can run in its epilogue; 
 scale safe. A width under 256 is one block, a ragged tail a block of its own width. A norm over d of (B, n, d) stays one over d.
 
 The gain and the shift of the old norm move into the linears that alone read it, W <- W diag(g), b <- b + W s, which is exact; where they cannot, they are
-dropped, and the summary says why. An RMSNorm over at most 256 features whose gain moved computes the same as before, up to rounding. Everything else is
+dropped, and the summary says why. Who reads it was seen on the example in both modes; where a forward may take other ways, nothing exact is claimed. An RMSNorm over at most 256 features whose gain moved computes the same as before, up to rounding. Everything else is
 another function.
 """
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Sink
 from loka.mods.journal import Fold
 from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_norm
 from loka.nn import BLOCK, EPS, BlockNorm
 from loka.records.mods import ModClass
+from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class UseBlockNorm:
             editor.fold(Fold(f"{name}.weight", sink.site, "gain", sink.repeat))
         into = ", ".join(sink.site for sink in sinks)
         lost = "; its shift is dropped (no bias to move it into)" if lost_shift else ""
-        return f"; its affine moved into {into}{lost}", not lost_shift
+        branch = editor.find_branch(name, *(sink.site for sink in sinks))
+        lost += f"; the same function only on the way the example took ({branch})" if branch else ""
+        return f"; its affine moved into {into}{lost}", not lost_shift and branch is None
 
 
 def _values(norm: nn.Module, attribute: str) -> Tensor | None:

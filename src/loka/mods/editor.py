@@ -1,57 +1,52 @@
 """Editor: what a mod is given to work with. It finds sites, makes changes through the journal, and writes down what was left and why.
 
 One editor serves one mod on one model. Flow (what feeds what) is recorded when a mod first asks for it, on the example or on the model's own
-`example_inputs`; where there is neither, a mod gets the reason instead and does without.
+`example_inputs`, in eval and in training mode; where there is neither, a mod gets the reason instead and does without.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from loka.mods.flow import Call, Flow, Sink, Unknown, follow, record
-from loka.mods.journal import Drop, Fold, Mark, Reclass, Step, Swap, journal_of, names_of, put_module
+from loka.mods.branching import find_branch
+from loka.mods.encoders import has_encoders, keep_ordinary_paths
+from loka.mods.journal import (
+    Drop,
+    Exchange,
+    Fold,
+    Hook,
+    Mark,
+    Reclass,
+    Step,
+    Swap,
+    journal_of,
+    names_of,
+    put_module,
+    undo_to,
+)
+from loka.mods.mixing import mix
+from loka.nn.wrapping import WRAPPER_SEGMENTS, plain_name
 from loka.records.mods import ModChange, ModClass, ModLeft
+from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+Judge = Callable[[ModClass, Sequence[Step]], str | None]  # of one change: why it must be undone
 FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is taken for a prediction layer
-# What stands between a prediction layer and the result: no weights, no products, no norms.
-_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
-_TAIL |= {
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "_to_copy",
-    "clone",
-    "alias",
-    "detach",
-    "select",
-    "slice",
-}
-_TAIL |= {
-    "cat",
-    "stack",
-    "add",
-    "Sigmoid",
-    "HardSigmoid",
-    "Softmax",
-    "LogSoftmax",
-    "Identity",
-    "Dropout",
-    "Flatten",
-    "permute",
-}
 
 
 class Editor:
     """The hands of one mod on one model."""
 
-    def __init__(self, model: nn.Module, mod: str, keep: ModuleFilter | None, example: Any) -> None:
+    def __init__(
+        self, model: nn.Module, mod: str, keep: ModuleFilter | None, example: Any, judge: Judge | None = None
+    ) -> None:
         self.model, self.mod = model, mod
-        self._keep, self._example = keep, example
+        self._keep, self._example, self._judge = keep, example, judge
+        self._encoders = has_encoders(model)
+        self._kept = len(journal_of(model))  # steps that no judge can take back any more
         self._flow: Flow | Unknown | None = None
+        self._training_flow: Flow | Unknown | None = None
         self._prediction: frozenset[str] | None = None
         self.changed: list[ModChange] = []
         self.left: list[ModLeft] = []
@@ -59,22 +54,68 @@ class Editor:
 
     # Looking
 
+    @property
+    def example(self) -> Any:
+        """The input the model may be run on, or None."""
+        return self._example
+
+    def keeps(self, module: nn.Module, name: str) -> bool:
+        """Whether the filter lets a module through."""
+        return self._keep is None or self._keep(module, name)
+
     def modules(self, *kinds: type[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         """Every module of these kinds (all without any) under its first name; what the filter rejects is left, with that reason."""
         for name, module in list(self.model.named_modules()):
-            if kinds and not isinstance(module, kinds):
+            if (kinds and not isinstance(module, kinds)) or any(part in module._modules for part in WRAPPER_SEGMENTS):
                 continue
-            if self._keep is None or self._keep(module, name):
+            if self._lets_through(module, name):
                 yield name, module
             else:
                 self.leave(name, "module_filter_fn does not let it through")
+
+    def _lets_through(self, module: nn.Module, name: str) -> bool:
+        return self._keep is None or self._keep(module, plain_name(name))
 
     @property
     def flow(self) -> Flow | Unknown:
         """What feeds what, or why that is not known."""
         if self._flow is None:
             self._flow = record(self.model, self._example)
+            if isinstance(self._flow, Unknown) and self._example is not None:
+                self._flow = self.training_flow  # a model that runs in training mode only
         return self._flow
+
+    @property
+    def training_flow(self) -> Flow | Unknown:
+        """The same in training mode."""
+        if self._training_flow is None:
+            self._training_flow = record(self.model, self._example, training=True)
+        return self._training_flow
+
+    def find_branch(self, *sites: str) -> str | None:
+        """Why the modules at these sites may be passed on other ways than the example's; None where they are always passed together.
+
+        What decides is the forward of every module from the innermost that holds them all down to the ones that call them.
+        """
+        common = sites[0].split(".")[:-1]
+        for site in sites[1:]:
+            parts = site.split(".")[:-1]
+            same = [a == b for a, b in zip(common, parts, strict=False)]
+            common = common[: same.index(False) if False in same else len(same)]
+        while common and isinstance(self.model.get_submodule(".".join(common)), (nn.ModuleList, nn.ModuleDict)):
+            common.pop()  # its parts are called by the module that holds it
+        frames = {
+            ".".join(site.split(".")[:count]) for site in sites for count in range(len(common), site.count(".") + 1)
+        }
+        for frame in sorted(frames):
+            module = self.model.get_submodule(frame)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or any(
+                part in module._modules for part in WRAPPER_SEGMENTS
+            ):
+                continue
+            if why := find_branch(module):
+                return f"{frame or 'the model'}: {why}"
+        return None
 
     def calls(self, name: str) -> list[Call]:
         """The calls of an atom that were seen, none where nothing was seen."""
@@ -90,10 +131,25 @@ class Editor:
         found = follow(self.flow, calls[0].outputs[0], shift=shift)
         if isinstance(found, str):
             return found
+        if why := self._refuse_in_training(name, found, shift=shift):
+            return why
         for sink in found:
             if why := self._refuse_sink(sink):
                 return f"{sink.site} {why}"
         return found
+
+    def _refuse_in_training(self, name: str, sinks: list[Sink], *, shift: bool) -> str | None:
+        """What else training mode does with it; a model that cannot be run in it, on this example, is believed."""
+        flow = self.training_flow
+        if isinstance(flow, Unknown):
+            return None
+        calls = flow.calls_of(name)
+        if len(calls) != 1:
+            return f"in training it is used {len(calls)} times"
+        found = follow(flow, calls[0].outputs[0], shift=shift)
+        if isinstance(found, str):
+            return f"in training {found}"
+        return None if set(found) == set(sinks) else "in training other linears read it"
 
     def _refuse_sink(self, sink: Sink) -> str | None:
         assert isinstance(self.flow, Flow)
@@ -102,7 +158,7 @@ class Editor:
             return "is used more than once"
         if any(f"{sink.site}.{p}" in self.flow.outside_reads for p in ("weight", "bias")) or self.is_tied(linear):
             return "shares its weight"
-        if self._keep is not None and not self._keep(linear, sink.site):
+        if not self._lets_through(linear, sink.site):
             return "is excluded by module_filter_fn"
         return None
 
@@ -110,7 +166,7 @@ class Editor:
         """Whether a module that was found by its flow may be swapped: the filter lets it through, and nobody watches it."""
         module = self.model.get_submodule(name)
         watched = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        return not watched and (self._keep is None or self._keep(module, name))
+        return not watched and self._lets_through(module, name)
 
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""
@@ -128,7 +184,7 @@ class Editor:
 
     def _find_prediction(self) -> frozenset[str]:
         if isinstance(self.flow, Flow):
-            return frozenset(_ends(self.flow))
+            return frozenset(prediction_linears(self.flow))
         linears = [(name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Linear)]
         few = [name for name, m in linears if m.out_features <= FEW_OUTPUTS] or [name for name, _ in linears[-1:]]
         if few:
@@ -145,72 +201,70 @@ class Editor:
         new.train(old.training)
         for every in names:
             put_module(self.model, every, new)
-        self._log(Swap(names, old, lost))
+        self.log(Swap(names, old, lost))
         self.change(name, what, effect)
 
-    def reclass(self, name: str, new: type[nn.Module], what: str, effect: ModClass, **attributes: Any) -> None:
-        """The same module with a forward of its subclass `new`; attributes go beside its parameters, outside of the state_dict."""
+    def mix(self, name: str, mixin: type[nn.Module], **attributes: Any) -> None:
+        """Put a class in front of the module's own; attributes go beside its parameters, outside of the state_dict."""
         module = self.model.get_submodule(name)
-        self._log(Reclass(name, type(module), tuple(attributes)))
-        module.__class__ = new
+        self.log(Reclass(name, mixin, tuple(attributes)))
+        module.__class__ = mix(type(module), mixin)
         module.__dict__.update(attributes)
-        self.change(name, what, effect)
+
+    def hook(self, name: str, hook: Callable[..., Any], *, before: bool) -> None:
+        """Change what goes into a module (before) or comes out of it."""
+        step = Hook(name, hook, before)
+        step.apply_to(self.model)
+        self.log(step)
+
+    def exchange(self, first: str, second: str) -> None:
+        """Two modules under each other's names."""
+        step = Exchange(first, second)
+        step.apply_to(self.model)
+        self.log(step)
 
     def drop(self, name: str, attribute: str) -> None:
         """A parameter that is no more; the mod says why with `change`."""
         module = self.model.get_submodule(name)
         old = getattr(module, attribute)
-        self._log(Drop(names_of(self.model, module), attribute, old))
+        self.log(Drop(names_of(self.model, module), attribute, old))
         setattr(module, attribute, None)
 
     def fold(self, fold: Fold) -> None:
         """Move values from one parameter into another."""
         fold.apply_to(self.model)
-        self._log(fold)
+        self.log(fold)
 
     def mark(self, name: str, attribute: str, value: Any) -> None:
         """Leave a note on a module for other tools."""
         module = self.model.get_submodule(name)
-        self._log(Mark(name, attribute, module.__dict__.get(attribute)))
+        self.log(Mark(name, attribute, module.__dict__.get(attribute)))
         module.__dict__[attribute] = value
 
-    def _log(self, step: Step) -> None:
+    def log(self, step: Step) -> None:
+        """A change that can be undone."""
         journal_of(self.model).append(step)
 
     # Telling
 
     def change(self, name: str, what: str, effect: ModClass) -> None:
-        """A site was rewritten."""
-        self.changed.append(ModChange(mod=self.mod, site=name, effect=effect, what=what))
+        """A site was rewritten, by the steps since the last change; where there is a judge who refuses, they are undone."""
+        if self._encoders:
+            keep_ordinary_paths(self.model)
+        steps = journal_of(self.model)
+        why = None if self._judge is None else self._judge(effect, steps[self._kept :])
+        if why is not None:
+            undo_to(self.model, self._kept)
+            self.leave(name, f"was undone: {why}")
+            return
+        self._kept = len(steps)
+        self.changed.append(ModChange(mod=self.mod, site=plain_name(name), effect=effect, what=what))
 
     def leave(self, name: str, why: str) -> None:
         """A site was not rewritten."""
-        self.left.append(ModLeft(mod=self.mod, site=name, why=why))
+        self.left.append(ModLeft(mod=self.mod, site=plain_name(name), why=why))
 
     def note(self, text: str) -> None:
         """Something a reader must know."""
         if text not in self.notes:
             self.notes.append(text)
-
-
-def _ends(flow: Flow) -> Iterator[str]:
-    """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
-    makers = {out: call for call in flow.calls for out in call.outputs}
-    waiting, seen = list(flow.results), set(flow.results)
-    while waiting:
-        call = makers.get(waiting.pop())
-        if call is None:
-            continue
-        if call.site is not None and call.linear:
-            yield call.site
-        elif call.op in _TAIL and not _is_residual(flow, call):
-            waiting.extend(value for value in call.inputs if value not in seen)
-            seen.update(call.inputs)
-
-
-def _is_residual(flow: Flow, call: Call) -> bool:
-    """An addition of something to what was made from it."""
-    if call.op not in ("add", "add_") or len(call.inputs) != 2:
-        return False
-    first, second = call.inputs
-    return first in flow.ancestors(second) or second in flow.ancestors(first)

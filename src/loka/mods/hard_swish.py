@@ -17,9 +17,9 @@ from typing import ClassVar
 from torch import nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow, Unknown
 from loka.nn import HardSigmoid, HardSwish, Sigmoid
 from loka.records.mods import ModClass
+from loka.units.flow import Flow, Unknown
 
 _SWISHES = ("Swish", "SiLU", "GELU", "MemoryEfficientSwish", "QuickGELU", "NewGELUActivation", "GELUActivation")
 _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")

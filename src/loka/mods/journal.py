@@ -1,21 +1,29 @@
 """Journal: every single change a mod makes, as a value that can be undone and that knows what it does to a checkpoint.
 
     Swap      another module under the same name
-    Reclass   the same module with another forward: its class is replaced by a subclass of it, children and parameters stay
+    Reclass   the same module with another forward: a class is put in front of its own, children and parameters stay
+    Exchange  two modules under each other's names
+    Hook      what goes into a module or comes out of it is changed, its forward runs as it was written
     Drop      a parameter that is no more
     Fold      the values of one parameter moved into another: a gain into the weight of the next linear, a shift into its bias
     Mark      a note on a module that other tools read
+    PlacedUnit   linears that run in a chain
 
 The journal lives on the model, outside of its state_dict. `undo` restores in the opposite order. A fold is undone by bits while nobody has trained the
 target; afterwards the trained target keeps what it absorbed, and the source comes back neutral (gain 1, shift 0): the same function, no training lost.
 """
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from loka.lowp.chain import chain_of
+from loka.lowp.interaction import release_interaction
+from loka.mods.mixing import unmix
+from loka.nn.wrapping import named_sites
 
 ATTRIBUTE = "_loka_mods"
 
@@ -49,18 +57,65 @@ class Swap:
 
 @dataclass
 class Reclass:
-    """The module `name` was of class `old`."""
+    """`mixin` was put in front of the class of the module `name`."""
 
     name: str
-    old: type[nn.Module]
-    added: tuple[str, ...] = ()  # attributes the new class brought
+    mixin: type[nn.Module]
+    added: tuple[str, ...] = ()  # attributes it brought
 
     def undo(self, model: nn.Module) -> None:
         """The old forward again."""
         module = model.get_submodule(self.name)
-        module.__class__ = self.old
+        module.__class__ = unmix(type(module), self.mixin)
         for attribute in self.added:
             module.__dict__.pop(attribute, None)
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+@dataclass
+class Exchange:
+    """The modules of two names changed places; neither has anything in the state_dict."""
+
+    first: str
+    second: str
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Change places."""
+        first, second = model.get_submodule(self.first), model.get_submodule(self.second)
+        put_module(model, self.first, second)
+        put_module(model, self.second, first)
+
+    undo = apply_to
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+@dataclass
+class Hook:
+    """A hook was registered on the module `name`: before its forward, with keyword arguments, or behind it."""
+
+    name: str
+    hook: Callable[..., Any]
+    before: bool
+
+    def apply_to(self, model: nn.Module) -> None:
+        """Register it."""
+        module = model.get_submodule(self.name)
+        if self.before:
+            module.register_forward_pre_hook(self.hook, with_kwargs=True)
+        else:
+            module.register_forward_hook(self.hook)
+
+    def undo(self, model: nn.Module) -> None:
+        """Remove it; found by identity, because a copy of the model has the hook and not the handle."""
+        module = model.get_submodule(self.name)
+        hooks = module._forward_pre_hooks if self.before else module._forward_hooks
+        for number in [number for number, hook in hooks.items() if hook is self.hook]:
+            del hooks[number]
+            module._forward_pre_hooks_with_kwargs.pop(number, None)
 
     def adapt(self, state: MutableMapping[str, Tensor]) -> None:
         """No parameter is touched."""
@@ -160,7 +215,28 @@ class Mark:
         """No parameter is touched."""
 
 
-Step = Swap | Reclass | Drop | Fold | Mark
+@dataclass
+class PlacedUnit:
+    """These linears run in chains, perhaps with the interactions of a layer around them; Guard may have split what was placed."""
+
+    linears: tuple[str, ...]
+    around: str | None = None
+
+    def undo(self, model: nn.Module) -> None:
+        """High precision again."""
+        modules = dict(named_sites(model))  # units are spelled in plain names
+        if self.around is not None:
+            release_interaction(modules[self.around])
+        for name in self.linears:
+            chain = chain_of(modules[name])
+            if chain is not None:
+                chain.release()
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+Step = Swap | Reclass | Exchange | Hook | Drop | Fold | Mark | PlacedUnit
 
 
 def journal_of(model: nn.Module) -> list[Step]:
@@ -197,11 +273,13 @@ def _follow(old: nn.Module, model: nn.Module) -> None:
         old.to(like.device)
 
 
-def undo_all(model: nn.Module) -> Iterator[Step]:
-    """Undo every step, newest first, and give each back."""
+def undo_to(model: nn.Module, length: int = 0) -> int:
+    """Undo every step beyond the first `length`, newest first; returns how many those were."""
     steps = journal_of(model)
-    while steps:
-        step = steps.pop()
-        step.undo(model)
-        yield step
-    model.__dict__.pop(ATTRIBUTE, None)
+    count = 0
+    while len(steps) > length:
+        steps.pop().undo(model)
+        count += 1
+    if not steps:
+        model.__dict__.pop(ATTRIBUTE, None)
+    return count

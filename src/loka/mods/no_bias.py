@@ -16,10 +16,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Sink
 from loka.mods.journal import Fold
 from loka.mods.norms import find_norms, refuse_norm
 from loka.records.mods import ModClass
+from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class NoBias:
         editor.drop(name, "bias")
         into = ", ".join(sink.site for sink in sinks)
         final = [sink.site for sink in sinks if sink.site not in dropped]
-        effect: ModClass = "rounding" if len(final) == len(sinks) else "architecture"
-        editor.change(name, f"bias folded into that of {into}", effect)
+        branch = editor.find_branch(name, *(sink.site for sink in sinks))
+        effect: ModClass = "rounding" if len(final) == len(sinks) and branch is None else "architecture"
+        only = f"; the same function only on the way the example took ({branch})" if branch else ""
+        editor.change(name, f"bias folded into that of {into}{only}", effect)
 
     @staticmethod
     def _has_bias(editor: Editor, sink: Sink) -> bool:

@@ -7,20 +7,27 @@
 "epilogue" is the default: it is what lets `fuse` take the three as one kernel, and the result is still bounded by sqrt(256), so a static scale holds. Which
 of the first two is better is a matter of training; pre-norm stacks usually want one norm behind the last block, which this mod does not add.
 
-The forward of the module that holds the norm is traced and rewritten (torch.fx), in an nn.Sequential too. Each is an architecture change: the parameters
-stay, under their names, but compute another function. A norm between two widths (x and f(x) of different sizes) cannot move and is left.
+No forward is rewritten: the user's own keeps running, with its branches, flags and random numbers. In an nn.Sequential the parts run in another order; two parts without
+parameters change places; otherwise the norm hands on what it is given, and a hook runs it at its new place: behind the linear, on what the branch's modules read, or on
+what the block returns. Where the sum is read by an operation of the forward itself, no hook reaches it, and the norm is left.
+
+Each is an architecture change: the parameters stay, under their names, but compute another function. What is moved where is read off one run on the example, so a
+forward that may take other ways (`loka.mods.branching`) is left, and so is a norm between two widths.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import fx, nn
+from torch import nn
 
 from loka.mods.editor import Editor
-from loka.mods.graph import compile_forward, depends_on, is_addition, module_at, split_residual, trace
+from loka.mods.graph import other_entries
+from loka.mods.interception import Elsewhere, Key, NormalizeInputs, NormalizeOutput, Reordered
+from loka.mods.journal import names_of
 from loka.mods.norms import find_norms, refuse_norm
 from loka.nn import BlockNorm, HardSwish
 from loka.records.mods import ModClass
+from loka.units.flow import Call, Flow, Span
 
 Order = Literal["epilogue", "pre", "post"]
 _ACTIVATIONS = (nn.ReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.Mish, HardSwish)
@@ -39,112 +46,204 @@ class NormOrder:
             raise ValueError(f"norm_order(to={self.to!r}): expected 'epilogue', 'pre' or 'post'")
 
     def rewrite(self, editor: Editor) -> None:
-        """Every module that has a norm among its children."""
-        kinds = (*find_norms(editor.model), BlockNorm)
-        for name, module in editor.modules():
-            norms = [child for child, part in module.named_children() if isinstance(part, kinds)]
-            if not norms or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        """Every norm that stands where this order moves it away from."""
+        flow = editor.flow
+        for name, norm in editor.modules(*find_norms(editor.model), BlockNorm):
+            if not isinstance(flow, Flow):
+                editor.leave(name, flow.reason)
                 continue
-            graph = trace(module)
-            if isinstance(graph, str):
-                for child in norms:
-                    editor.leave(f"{name}.{child}".lstrip("."), graph)
+            calls = flow.calls_of(name)
+            if isinstance(norm, Elsewhere):
+                editor.leave(name, str(refuse_norm(norm)))
                 continue
-            moved = [
-                what for node in list(graph.nodes) if (what := self._move(editor, name, module, graph, node, kinds))
-            ]
-            if moved:
-                editor.reclass(name, compile_forward(module, graph), "; ".join(moved), "architecture")
-
-    def _move(
-        self,
-        editor: Editor,
-        name: str,
-        module: nn.Module,
-        graph: fx.Graph,
-        node: fx.Node,
-        kinds: tuple[type[nn.Module], ...],
-    ) -> str | None:
-        """Move one norm; what was done, or None where it stands in no such place."""
-        norm = module_at(module, node)
-        if not isinstance(norm, kinds) or len(node.all_input_nodes) != 1:
-            return None
-        move = {"epilogue": _before_activation, "pre": _before_branch, "post": _behind_sum}[self.to]
-        why = refuse_norm(norm) or _refuse_shared(graph, node)
-        done = None if why else move(graph, node, module)
-        if done is None and _stands(module, node, self.to):
-            editor.leave(f"{name}.{node.target}".lstrip("."), why or _SHAPES[self.to])
-        return done
+            place = _PLACES[self.to](editor, flow, calls[0]) if calls and calls[0].inputs else None
+            if place is None:
+                continue
+            why = refuse_norm(norm) or _refuse_use(editor, name, norm, len(calls))
+            if why is None and isinstance(place, _Place):
+                why = _refuse_frame(editor, calls[0].inside) or editor.find_branch(name, *place.passed)
+            if why is None and isinstance(place, str):
+                why = place
+            if why is None and isinstance(place, _Place):
+                place.move(editor, name)
+            elif why is not None:
+                editor.leave(name, why)
 
 
-_SHAPES = {
-    "epilogue": "the activation before it does not follow a linear, or is read elsewhere too",
-    "pre": "the sum before it is no x + f(x), or is read elsewhere too",
-    "post": "what it normalises is read by more than the branch",
-}
+def _refuse_use(editor: Editor, name: str, norm: nn.Module, calls: int) -> str | None:
+    if len(names_of(editor.model, norm)) > 1:
+        return "it is registered under several names"
+    if not name:
+        return "the model is itself a norm"
+    return f"it is used {calls} times in this forward" if calls > 1 else None
 
 
-def _refuse_shared(graph: fx.Graph, node: fx.Node) -> str | None:
-    calls = [n for n in graph.nodes if n.op == "call_module" and n.target == node.target]
-    return f"it is used {len(calls)} times in this forward" if len(calls) > 1 else None
+def _refuse_frame(editor: Editor, frame: str) -> str | None:
+    """Other methods of the module that calls the norm, which may use its parts in another order."""
+    kind = type(editor.model.get_submodule(frame))
+    others = other_entries(kind)
+    return f"{kind.__name__} has other entry points ({', '.join(others)}) that may use its parts in another order" if others else None  # fmt: skip
 
 
-def _stands(module: nn.Module, node: fx.Node, to: Order) -> bool:
-    """Whether the norm is where this order would move it away from."""
-    source = node.all_input_nodes[0]
-    if to == "epilogue":
-        return isinstance(module_at(module, source), _ACTIVATIONS)
-    return is_addition(source) if to == "pre" else _find_sum(node) is not None
+@dataclass(frozen=True)
+class _Place:
+    """What a norm is moved past: sites that must always be passed together with it."""
+
+    passed: tuple[str, ...]
+
+    def move(self, editor: Editor, norm: str) -> None:
+        raise NotImplementedError
+
+    def _hand_over(self, editor: Editor, norm: str) -> nn.Module:
+        """The norm's own call does nothing from now on; a hook runs it."""
+        editor.mix(norm, Elsewhere)
+        return editor.model.get_submodule(norm)
 
 
-def _before_activation(graph: fx.Graph, node: fx.Node, module: nn.Module) -> str | None:
-    act = node.all_input_nodes[0]
-    linear = act.all_input_nodes[0] if isinstance(module_at(module, act), _ACTIVATIONS) else None
-    if linear is None or not isinstance(module_at(module, linear), nn.Linear) or len(act.users) > 1:
+@dataclass(frozen=True)
+class _BeforeActivation(_Place):
+    linear: str
+    activation: str
+    frame: str
+
+    def move(self, editor: Editor, norm: str) -> None:
+        model = editor.model
+        frame, prefix = model.get_submodule(self.frame), f"{self.frame}." if self.frame else ""
+        inside = {f"{prefix}{child}": child for child in frame._modules}
+        if type(frame).forward in (nn.Sequential.forward, Reordered.forward) and {norm, self.activation} <= set(inside):
+            self._reorder(editor, frame, inside[norm], inside[self.activation])
+        elif self._may_exchange(editor, norm):
+            editor.exchange(norm, self.activation)
+        else:
+            editor.hook(self.linear, NormalizeOutput(self._hand_over(editor, norm)), before=False)
+        editor.change(norm, f"now stands before {self.activation}", "architecture")
+
+    def _reorder(self, editor: Editor, frame: nn.Module, norm: str, activation: str) -> None:
+        order = list(frame.__dict__.get("loka_order", frame._modules))
+        first, second = order.index(activation), order.index(norm)
+        order[first], order[second] = norm, activation
+        if isinstance(frame, Reordered):
+            editor.mark(self.frame, "loka_order", tuple(order))
+        else:
+            editor.mix(self.frame, Reordered, loka_order=tuple(order))
+
+    def _may_exchange(self, editor: Editor, norm: str) -> bool:
+        """Two modules of one use and one name each, with nothing in the state_dict."""
+        modules = [editor.model.get_submodule(name) for name in (norm, self.activation)]
+        alone = all(len(names_of(editor.model, m)) == 1 and not m.state_dict() for m in modules)
+        return alone and len(editor.calls(self.activation)) == 1
+
+
+@dataclass(frozen=True)
+class _BeforeBranch(_Place):
+    readers: tuple[tuple[str, tuple[Key, ...]], ...]
+
+    def move(self, editor: Editor, norm: str) -> None:
+        moved = self._hand_over(editor, norm)
+        for reader, keys in self.readers:
+            editor.hook(reader, NormalizeInputs(moved, keys), before=True)
+        editor.change(norm, "now stands before the branch (pre-norm)", "architecture")
+
+
+@dataclass(frozen=True)
+class _BehindSum(_Place):
+    frame: str
+
+    def move(self, editor: Editor, norm: str) -> None:
+        editor.hook(self.frame, NormalizeOutput(self._hand_over(editor, norm)), before=False)
+        editor.change(norm, "now stands behind the sum (post-norm)", "architecture")
+
+
+def _find_activation(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
+    """norm(act(linear(x))): None where no activation stands before it, a reason where nothing can be moved."""
+    act = flow.maker(norm.inputs[0])
+    if act is None or act.site is None or not isinstance(editor.model.get_submodule(act.site), _ACTIVATIONS):
         return None
-    # norm(act(h)) -> act(norm(h)): the two nodes change places.
-    node.replace_all_uses_with(act)
-    node.args = (linear,)
-    act.args = (node,)
-    linear.append(node)
-    return f"{node.target} now stands before {act.target}"
+    linear = flow.maker(act.inputs[0])
+    if linear is None or linear.site is None or not linear.linear or _is_shared(flow, act, linear):
+        return "the activation before it does not follow a linear, or is read elsewhere too"
+    if len(flow.calls_of(linear.site)) > 1:
+        return f"{linear.site} is used {len(flow.calls_of(linear.site))} times"
+    return _BeforeActivation((linear.site, act.site), linear.site, act.site, norm.inside)
 
 
-def _before_branch(graph: fx.Graph, node: fx.Node, module: nn.Module) -> str | None:
-    add = node.all_input_nodes[0]
-    sides = split_residual(add) if is_addition(add) and len(add.users) == 1 else None
-    if sides is None:
+def _is_shared(flow: Flow, *calls: Call) -> bool:
+    """Whether the one value of a call is read more than once, or is a result."""
+    return any(len(flow.readers(call.outputs[0])) != 1 or call.outputs[0] in flow.results for call in calls)
+
+
+def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
+    """norm(x + f(x)): the modules of the block that read x."""
+    add = flow.maker(norm.inputs[0])
+    if add is None or not is_addition(add) or add.inside != norm.inside:
         return None
-    stream, branch = sides
-    node.replace_all_uses_with(add)
-    node.args = (stream,)
-    for user in list(stream.users):
-        if user is not node and user is not add and (user is branch or depends_on(branch, user)):
-            user.replace_input_with(stream, node)
-    stream.append(node)
-    return f"{node.target} now stands before the branch (pre-norm)"
+    stream = _find_stream(flow, add)
+    if stream is None or _is_shared(flow, add):
+        return "the sum before it is no x + f(x), or is read elsewhere too"
+    branch = next(value for value in add.inputs if value != stream)
+    into = flow.ancestors(branch)
+    found: dict[str, tuple[Key, ...]] = {}
+    for reader in flow.readers(stream):
+        if reader is add or not (set(reader.outputs) & into or branch in reader.outputs):
+            continue
+        span = _find_span(flow, norm.inside, reader, stream)
+        if span is None:
+            return f"its branch reads x by an operation ({reader.op}), which nothing can stand before"
+        if len(flow.spans_of(span.name)) > 1 or len(names_of(editor.model, editor.model.get_submodule(span.name))) > 1:
+            return f"{span.name}, which reads x, is used more than once"
+        found[span.name] = tuple(key for key, value in span.arguments if value == stream)
+    return _BeforeBranch(tuple(found), tuple(found.items()))
 
 
-def _find_sum(node: fx.Node) -> fx.Node | None:
-    """The addition x + f(norm(x)) that a norm's branch ends in, where the norm feeds nothing else."""
-    stream = node.all_input_nodes[0]
-    for user in stream.users:
-        if is_addition(user) and user is not node:
-            other = [a for a in user.args[:2] if a is not stream]
-            if len(other) == 1 and isinstance(other[0], fx.Node) and depends_on(other[0], node):
-                return user
+def _find_span(flow: Flow, frame: str, reader: Call, value: int) -> Span | None:
+    """The module called by the frame itself that was given a value, and in which a call read it."""
+    for span in flow.spans:
+        inside = span.name in (reader.site, reader.inside) or reader.inside.startswith(f"{span.name}.")
+        if span.inside == frame and inside and any(value == given for _, given in span.arguments):
+            return span
     return None
 
 
-def _behind_sum(graph: fx.Graph, node: fx.Node, module: nn.Module) -> str | None:
-    add = _find_sum(node)
+def _find_sum(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
+    """x + f(norm(x)), which the block returns."""
+    stream, normed = norm.inputs[0], norm.outputs[0]
+    sums = [call for call in flow.readers(stream) if is_addition(call) and call.inside == norm.inside]
+    add = next(
+        (call for call in sums if _find_stream(flow, call) == stream and _depends(flow, call, stream, normed)), None
+    )
     if add is None:
         return None
-    stream = node.all_input_nodes[0]
-    if any(not (user is add or depends_on(add, user)) for user in node.users):
-        return None
-    node.replace_all_uses_with(stream)
-    add.replace_all_uses_with(node)
-    node.args = (add,)
-    add.append(node)
-    return f"{node.target} now stands behind the sum (post-norm)"
+    ahead = flow.ancestors(add.outputs[0])
+    if (
+        any(not set(call.outputs) & (ahead | set(add.outputs)) for call in flow.readers(normed))
+        or normed in flow.results
+    ):
+        return "what it normalises is read by more than the branch"
+    spans = flow.spans_of(norm.inside)
+    inside = [
+        c for c in flow.readers(add.outputs[0]) if c.inside == norm.inside or c.inside.startswith(f"{norm.inside}.")
+    ]
+    if len(spans) != 1 or not spans[0].sole or spans[0].outputs != add.outputs or (inside and norm.inside):
+        return "the sum is not what its module returns, and nothing can stand behind an addition; hint: give each x + f(x) a module of its own"
+    return _BehindSum((norm.inside,) if norm.inside else (), norm.inside)
+
+
+def _depends(flow: Flow, add: Call, stream: int, value: int) -> bool:
+    other = next(side for side in add.inputs if side != stream)
+    return other == value or value in flow.ancestors(other)
+
+
+def is_addition(call: Call) -> bool:
+    """Whether a call of the flow adds two tensors."""
+    return call.site is None and call.op in ("add", "add_") and len(set(call.inputs)) == 2
+
+
+def _find_stream(flow: Flow, add: Call) -> int | None:
+    """The x of x + f(x)."""
+    first, second = add.inputs
+    if first in flow.ancestors(second):
+        return first
+    return second if second in flow.ancestors(first) else None
+
+
+_PLACES = {"epilogue": _find_activation, "pre": _find_branch, "post": _find_sum}

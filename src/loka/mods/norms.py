@@ -7,8 +7,9 @@ by the length of its `weight`, or, where it has none, by what it was given when 
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
+from loka.mods.interception import Elsewhere
 from loka.nn import BlockNorm
+from loka.units.flow import Flow
 
 _TRACKED = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 _KNOWN = (nn.LayerNorm, nn.RMSNorm)
@@ -22,6 +23,8 @@ def find_norms(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 def refuse_norm(norm: nn.Module) -> str | None:
     """Why a norm must stay as it is; None where it may be rewritten."""
+    if isinstance(norm, Elsewhere):
+        return "norm_order has moved it; mods.revert(model), then this mod before norm_order"
     if isinstance(norm, nn.modules.batchnorm._NormBase):
         return f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace"
     if isinstance(norm, _TRACKED):

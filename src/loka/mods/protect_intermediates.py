@@ -19,11 +19,12 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
 from loka.nn import DotInteraction, DotProductAttention, FactorizationMachine, HardSigmoid, Sigmoid
 from loka.records.mods import ModClass
+from loka.units.flow import Flow
 
 Protection = Literal["prediction", "product", "attention", "gate"]
 MARK = "loka_protected"
@@ -42,8 +43,8 @@ _DECISIONS = {"sigmoid", "topk", "_softmax", "argmax", "sort"}
 class Protected(nn.Module):
     """Mixed in front of a module's own class: its forward in higher precision."""
 
-    protected_dtype: ClassVar[torch.dtype]
-    keeps_result: ClassVar[bool]
+    protected_dtype: torch.dtype
+    keeps_result: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, on raised inputs, without autocast."""
@@ -52,12 +53,18 @@ class Protected(nn.Module):
         if seen is None:
             return super().forward(*args, **kwargs)
         kind = seen.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+        autocast = (
+            kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
+        )  # which autocast leaves alone
         narrow = torch.get_autocast_dtype(kind) if autocast else seen.dtype
-        raised = torch.promote_types(narrow, dtype)
+        raised = torch.promote_types(narrow, self._least(dtype))
         with torch.autocast(kind if kind != "meta" else "cpu", enabled=False):
             out = super().forward(*_cast(args, raised), **_cast(kwargs, raised))
         return out if self.keeps_result else _cast(out, narrow)
+
+    def _least(self, dtype: torch.dtype) -> torch.dtype:
+        """What the module's own parameters ask for."""
+        return dtype
 
 
 class ProtectedLinear(Protected):
@@ -68,21 +75,22 @@ class ProtectedLinear(Protected):
         dtype = self.protected_dtype
         weight: Tensor = self.weight  # type: ignore[assignment]
         if torch.promote_types(weight.dtype, dtype) == weight.dtype:
-            return super().forward(*args, **kwargs)
-        (x,) = args
+            return super().forward(*args, **kwargs)  # inputs are raised to its type
+        x = args[0] if args else kwargs["input"]
         bias: Tensor | None = self.bias  # type: ignore[assignment]
         with torch.autocast(x.device.type, enabled=False):
             return nn.functional.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
+    def _least(self, dtype: torch.dtype) -> torch.dtype:
+        weight: Tensor = self.weight  # type: ignore[assignment]
+        return torch.promote_types(weight.dtype, dtype)
+
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(part, dtype) for key, part in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(part, dtype) for part in value)
-    return value
+    """Every floating-point tensor in any nest of containers (named tuples and a library's own outputs too) in a type."""
+    return tree_map(
+        lambda part: part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part, value
+    )
 
 
 def is_protected(module: nn.Module, name: str = "") -> bool:
@@ -102,6 +110,7 @@ class ProtectIntermediates:
     kinds: tuple[Protection, ...] = get_args(Protection)
     precision: Literal["needed", "float32", "bfloat16"] = "needed"
     name: ClassVar[str] = "protect_intermediates"
+    under_autocast: ClassVar[bool] = True  # where it is checked, too
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:
@@ -128,14 +137,10 @@ class ProtectIntermediates:
     def _protect(self, editor: Editor, name: str, module: nn.Module, kind: Protection) -> None:
         dtype: torch.dtype = NEEDED[kind] if self.precision == "needed" else getattr(torch, self.precision)
         guard = ProtectedLinear if isinstance(module, nn.Linear) else Protected
-        body = {
-            "__module__": type(module).__module__,
-            "protected_dtype": dtype,
-            "keeps_result": kind == "prediction",
-        }
         editor.mark(name, MARK, kind)
+        editor.mix(name, guard, protected_dtype=dtype, keeps_result=kind == "prediction")
         what = f"{kind}: computed in {str(dtype).removeprefix('torch.')} or better, and kept out of conversion"
-        editor.reclass(name, type(type(module).__name__, (guard, type(module)), body), what, "rounding")
+        editor.change(name, what, "rounding")
 
     @staticmethod
     def _find(editor: Editor) -> Iterator[tuple[str, Protection]]:

@@ -6,44 +6,64 @@ Why: the stream is a sum over all layers. In 16 bits every addition rounds it to
 first; the branches, which are normalised, do not need more. The sum comes out in float32 and stays so until the next branch's linears, which cast what
 they read under autocast. Without autocast in a float32 model nothing changes.
 
-Additions are found by tracing the forward of the module they are in (torch.fx): x + f(x), two ways from one input (a projected shortcut), and the
-cross x + x_0 f(x) of DCN. A module whose forward cannot be traced, or that has other methods that do the same work (a
-decoder's `step`), gets its stream raised at the entrance instead, where the stream is its first input; otherwise it is left.
+A sum is as wide as the wider of its sides, so it suffices that one side is raised. Additions are found by running the model on the example: x + f(x), two ways
+from one input (a projected shortcut), and the cross x + x_0 f(x) of DCN. Where a side is an argument of the module that adds, that argument is raised as it
+enters; where a module of it made the side, what that module returns is raised. Both are hooks: no forward is rewritten, so nothing that it decides, draws or is told later
+is lost, and on ways that the example did not take a wider input is still the same input.
 
 A model whose parameters are 16-bit themselves is refused: without autocast its linears could not read a float32 stream.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, fx, nn
 
 from loka.mods.editor import Editor
-from loka.mods.flow import Flow
-from loka.mods.graph import compile_forward, is_addition, trace
+from loka.mods.interception import Key, WidenInputs, WidenOutputs
 from loka.records.mods import ModClass
+from loka.units.flow import Call, Flow, Span
 
-
-def add_wide(stream: Tensor, branch: Tensor) -> Tensor:
-    """The sum in float32 (float64 stays)."""
-    wide = torch.promote_types(stream.dtype, torch.float32)
-    return stream.to(wide) + branch.to(wide)
-
-
-def add_product_wide(stream: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """stream + first * second in float32 (float64 stays)."""
-    wide = torch.promote_types(stream.dtype, torch.float32)
-    return torch.addcmul(stream.to(wide), first.to(wide), second.to(wide))
-
-
-class WideEntrance(nn.Module):
-    """Mixed in front of a module's own class: its first input in float32, so that what is added to it is promoted."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
-        first, *rest = args
-        return super().forward(first.to(torch.promote_types(first.dtype, torch.float32)), *rest, **kwargs)
+_SUMS = ("add", "add_", "addcmul", "addcmul_")
+# Operations whose result is as wide as the widest of what they read.
+_PROMOTING = {
+    *_SUMS,
+    "sub",
+    "mul",
+    "div",
+    "cat",
+    "stack",
+    "where",
+    "native_dropout",
+    "clone",
+    "alias",
+    "detach",
+    "neg",
+    "relu",
+}
+_PROMOTING |= {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "_reshape_alias",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "flatten",
+    "contiguous",
+}
+_PROMOTING |= {
+    "t",
+    "transpose",
+    "permute",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "index",
+    "index_select",
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,7 @@ class ProtectResidual:
     """No options."""
 
     name: ClassVar[str] = "protect_residual"
+    under_autocast: ClassVar[bool] = True  # where it is checked, too
     effect: ClassVar[ModClass] = "rounding"
 
     def rewrite(self, editor: Editor) -> None:
@@ -59,73 +80,102 @@ class ProtectResidual:
         if narrow:
             editor.leave("", f"its parameters are {narrow.pop()}: keep them in float32 and use autocast")
             return
-        for name, module in editor.modules():
-            if next(module.children(), None) is None or type(module).forward in _FORWARDS:
-                continue
-            found = trace(module)
-            if isinstance(found, str):
-                self._raise_entrance(editor, name, module, found)
-            else:
-                self._rewrite_additions(editor, name, module, found)
-
-    @staticmethod
-    def _rewrite_additions(editor: Editor, name: str, module: nn.Module, graph: fx.Graph) -> None:
-        additions = [node for node in graph.nodes if _adds_to_stream(node)]
-        for node in additions:
-            function = add_product_wide if node.target is torch.addcmul else add_wide
-            with graph.inserting_after(node):
-                wide = graph.call_function(function, node.args)
-            node.replace_all_uses_with(wide)
-            graph.erase_node(node)
-        if additions:
-            what = f"{len(additions)} residual addition{'s' * (len(additions) > 1)} in float32"
-            editor.reclass(name, compile_forward(module, graph), what, "rounding")
-
-    @staticmethod
-    def _raise_entrance(editor: Editor, name: str, module: nn.Module, why: str) -> None:
-        """Only where the example showed a residual directly in this module."""
         flow = editor.flow
         if not isinstance(flow, Flow):
+            editor.leave("", flow.reason)
             return
-        additions = [c for c in flow.calls if c.site is None and c.op in ("add", "add_") and c.inside == name]
-        residual = [c for c in additions if len(c.inputs) == 2 and _related(flow, *c.inputs)]
-        if not residual:
+        sums = [call for call in flow.calls if call.site is None and call.op in _SUMS and _is_residual(flow, call)]
+        frames = {call.inside for call in sums}
+        raised: set[str] = set()
+        for name, module in editor.modules():
+            if name in frames and next(module.children(), None) is not None:
+                _raise_sums(editor, flow, name, [call for call in sums if call.inside == name], raised)
+
+
+def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised: set[str]) -> None:
+    """Raise one side of every sum of a module, or say why that cannot be."""
+    sources = _Sources(flow, frame)
+    keys: list[Key] = []
+    exits: list[str] = []
+    for call in sums:
+        if sources.is_wide(call):
+            continue
+        source = sources.find(call)
+        if source is None:
+            editor.leave(frame, f"neither side of its {call.op} is an input of it or comes out of one of its modules")
             return
-        if not name or not isinstance(module, nn.Module) or not _streams_first(flow, name, residual):
-            editor.leave(name, f"{why}; and its stream is not its first input")
-            return
-        new = type(type(module).__name__, (WideEntrance, type(module)), {"__module__": type(module).__module__})
-        editor.reclass(name, new, "its stream is raised to float32 where it enters", "rounding")
+        sources.widen(source)
+        if isinstance(source, Span):
+            exits.append(source.name)
+        else:
+            keys += [key for key, value in sources.arguments if value == source]
+    if keys:
+        editor.hook(frame, WidenInputs(tuple(dict.fromkeys(keys))), before=True)
+    for name in exits:
+        if name not in raised:
+            editor.hook(name, WidenOutputs(), before=False)
+            raised.add(name)
+    if keys or exits:
+        where = [*(["where it enters"] if keys else []), *(f"as {name} returns it" for name in exits)]
+        what = f"{len(sums)} residual addition{'s' * (len(sums) > 1)} in float32: a side is raised {', '.join(where)}"
+        editor.change(frame, what, "rounding")
 
 
-_FORWARDS = (nn.Sequential.forward, nn.ModuleList.forward, nn.Module.forward)
+class _Sources:
+    """Where the sides of a module's sums come from, and which of its values are wide already."""
+
+    def __init__(self, flow: Flow, frame: str) -> None:
+        self.flow, self.frame = flow, frame
+        spans = flow.spans_of(frame)
+        self.arguments = spans[0].arguments if spans else ()
+        self._children = {value: span for span in flow.spans if span.inside == frame for value in span.outputs}
+        self._wide: set[int] = set()
+
+    def widen(self, source: "int | Span") -> None:
+        self._wide |= set(source.outputs) if isinstance(source, Span) else {source}
+
+    def is_wide(self, call: Call) -> bool:
+        """Whether a side of a sum is made, by operations that keep the width, from something that was raised. In place it must be the first."""
+        sides = call.inputs[:1] if call.op.endswith("_") else call.inputs
+        return any(not self._wide.isdisjoint(self._reach(side)) for side in sides)
+
+    def find(self, call: Call) -> "int | Span | None":
+        """What to raise: an argument of the module before a module it calls, one with parts of its own before an atom."""
+        in_place = call.op.endswith("_")
+        reached = [value for side in (call.inputs[:1] if in_place else call.inputs) for value in self._reach(side)]
+        given = {value for _, value in self.arguments}
+        if (
+            not in_place
+        ):  # a copy of the argument would take the sum away from the caller, who sees it in his own tensor
+            for value in reached:
+                if value in given:
+                    return value
+        spans = [self._children[value] for value in reached if value in self._children]
+        atoms = {c.site for c in self.flow.calls if c.site is not None}
+        return next((span for span in spans if span.name not in atoms), spans[0] if spans else None)
+
+    def _reach(self, value: int) -> list[int]:
+        """A value and what it is made from by operations of the module itself that keep the width, nearest first."""
+        found, waiting = [value], [value]
+        while waiting:
+            at = waiting.pop(0)
+            call = self.flow.maker(at)
+            if at in self._children or call is None or call.site is not None or call.op not in _PROMOTING:
+                continue
+            fresh = [source for source in call.inputs if source not in found]
+            found += fresh
+            waiting += fresh
+        return found
 
 
-def _adds_to_stream(node: fx.Node) -> bool:
-    """Whether a node adds two values that come from the same input."""
-    if node.target is torch.addcmul and len(node.args) == 3 and not node.kwargs:
-        sides = [a for a in node.args if isinstance(a, fx.Node)]
-        return len(sides) == 3 and bool(_inputs_of(sides[0]) & (_inputs_of(sides[1]) | _inputs_of(sides[2])))
-    if not is_addition(node):
+def _is_residual(flow: Flow, call: Call) -> bool:
+    """Whether a sum joins two ways from one value: x + f(x), or g(x) + f(x) with x an input of the module."""
+    if len(set(call.inputs)) < 2:
         return False
-    first, second = (_inputs_of(a) for a in node.args[:2] if isinstance(a, fx.Node))
-    return bool(first & second)
-
-
-def _inputs_of(node: fx.Node) -> set[fx.Node]:
-    seen, waiting = set(), [node]
-    while waiting:
-        at = waiting.pop()
-        seen.add(at)
-        waiting.extend(n for n in at.all_input_nodes if n not in seen)
-    return {n for n in seen if n.op == "placeholder"}
-
-
-def _related(flow: Flow, first: int, second: int) -> bool:
-    return first in flow.ancestors(second) or second in flow.ancestors(first)
-
-
-def _streams_first(flow: Flow, name: str, residual: list[Any]) -> bool:
-    """Whether the first residual of the module adds to something made outside of it."""
-    inside = {v for c in flow.calls if c.inside == name or (c.inside or "").startswith(f"{name}.") for v in c.outputs}
-    return any(value not in inside for value in residual[0].inputs)
+    first, *others = call.inputs
+    own = flow.ancestors(first) | {first}
+    ways = [flow.ancestors(side) | {side} for side in others]
+    if any(first in way or side in own for side, way in zip(others, ways, strict=True)):
+        return True
+    given = {value for span in flow.spans_of(call.inside) for _, value in span.arguments}
+    return any(given & own & way for way in ways)

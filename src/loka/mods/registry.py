@@ -1,10 +1,14 @@
 """The mods by name; adding one is one file and one row."""
 
+import ast
 from collections.abc import Iterable
 
 from loka.mods.align_shapes import AlignShapes
+from loka.mods.attention_layout import AttentionLayout
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.feature_layout import FeatureLayout
 from loka.mods.fuse import Fuse
+from loka.mods.fused_dots import FuseDots
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod
 from loka.mods.no_bias import NoBias
@@ -20,8 +24,16 @@ MODS: dict[str, type[Mod]] = {
     "protect_residual": ProtectResidual,
     "protect_intermediates": ProtectIntermediates,
     "align_shapes": AlignShapes,
+    "feature_layout": FeatureLayout,
+    "fused_dots": FuseDots,
+    "attention_layout": AttentionLayout,
     "fuse": Fuse,
 }
+FREE = (
+    "feature_layout",
+    "fused_dots",
+    "attention_layout",
+)  # the same function up to rounding, and never slower: taken without asking
 CORE = ("no_bias", "block_norm", "hard_swish")
 
 
@@ -41,6 +53,28 @@ def find(mod: "str | Mod") -> Mod:
             f"expected the name of a mod or a mod, got {type(mod).__name__}; the mods are {', '.join(MODS)}"
         )
     return mod
+
+
+def parse(text: str) -> Mod:
+    """A mod as it is spelled in records: `block_norm` or `block_norm(block=128)`.
+
+    Args:
+        text: what `spell` returns.
+
+    Returns:
+        The mod with its options.
+
+    Example:
+        >>> parse("block_norm(block=128)")
+        UseBlockNorm(block=128)
+    """
+    call = ast.parse(text, mode="eval").body
+    if isinstance(call, ast.Name):
+        return find(call.id)
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError(f"{text!r} is no mod with options; expected e.g. block_norm(block=128)")
+    plain = type(find(call.func.id))
+    return plain(**{str(option.arg): ast.literal_eval(option.value) for option in call.keywords})
 
 
 def find_all(mods: "str | Mod | Iterable[str | Mod]") -> list[Mod]:

@@ -5,25 +5,33 @@
     mods.revert(model)                        the original modules and state_dict
 
 Mods work in place, in the order given, each on what the ones before left. They may be applied again later; `revert` undoes all. A model already converted
-to low precision is refused: mods come first, because they decide what there is to convert.
+to low precision is refused: mods come first, because they decide what there is to convert. Wrappers (DistributedDataParallel, torch.compile, TorchRec's
+DistributedModelParallel) are seen through, and sites are named as in the plain model.
+
+With an example every change that claims to keep the function is checked on it (`loka.mods.trial`), a whole mod at once; where that fails, change by change, and
+those that fail are undone and listed as left.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from loka.lowp.chain import chains_of
+from loka.lowp.linear import Linear
 from loka.mods.editor import Editor, ModuleFilter
-from loka.mods.fuse import ChainForward
-from loka.mods.journal import journal_of, undo_all
+from loka.mods.journal import Drop, Fold, Mark, PlacedUnit, Step, journal_of, undo_to
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
-from loka.nn import FusedTower
-from loka.nn.linear import Linear
+from loka.mods.trial import Trial
+from loka.nn.wrapping import plain_name, unwrap
 from loka.records import capture_environment
 from loka.records.mods import ModClass, ModSummary
+from loka.units.undisturbed import is_compiled, same_randomness
+
+__all__ = ["Applied", "applied_to", "apply", "revert"]
 
 APPLIED = "_loka_mod_names"
 
@@ -58,40 +66,141 @@ def apply(
     example: Any = None,
     model_name: str | None = None,
 ) -> Applied:
-    """Rewrite a model in place. Mods are names or objects with options; `module_filter_fn(module, name)` says which modules may be touched.
+    """Rewrite a model in place.
 
-    `example` is one input (a tuple is *args, a dict **kwargs): the model is run on it once, to see which module feeds which. Without it, a model with
-    `example_inputs()` is run without storage; otherwise mods that need the order say so for every site they leave.
+    Args:
+        model: any module, wrapped or not, that is not in low precision yet.
+        mods: names or objects with options, in order; a string may hold several names with commas.
+        module_filter_fn: `(module, name) -> bool`, which modules may be touched.
+        example: one input of the model (a tuple is *args, a dict **kwargs). It is run, in eval and in training mode, to see which module feeds which and to check
+            that what claims to keep the function does; the model, its gradients and the random state are left as they were. Without it, a model with
+            `example_inputs()` is run without storage; otherwise mods that need the order say so for every site they leave, and nothing is checked.
+        model_name: for the summary.
+
+    Returns:
+        What changed where, what was left and why.
+
+    Raises:
+        ValueError: an unknown mod, an example that the model cannot run, a model that is converted, fused or not initialised yet.
+
+    Example:
+        >>> applied = apply(model, ["align_shapes", "protect_residual"], example=batch)
     """
     chosen = find_all(mods)
-    refuse_converted(model)
-    before = set(model.state_dict())
-    editors = []
-    for mod in chosen:
-        editors.append(Editor(model, mod.name, module_filter_fn, example))
-        mod.rewrite(editors[-1])
-        model.__dict__.setdefault(APPLIED, []).append(spell(mod))
-    device = next((str(p.device) for p in model.parameters()), "cpu")
+    inner = unwrap(model)
+    refuse_converted(inner)
+    _refuse_lazy(inner)
+    before = set(inner.state_dict())
+    with same_randomness(inner):
+        trial = None if example is None else Trial(inner, example)
+        editors = [_rewrite(_Job(inner, mod, module_filter_fn, example, trial, _is_ddp(model))) for mod in chosen]
+    if is_compiled(model) and any(editor.changed for editor in editors):
+        torch.compiler.reset()  # graphs made before know nothing of what changed
+    device = next((str(p.device) for p in inner.parameters()), "cpu")
+    notes = [*(trial.notes if trial else []), *(note for editor in editors for note in editor.notes)]
     summary = ModSummary(
-        model=model_name or type(model).__name__,
+        model=model_name or type(inner).__name__,
         mods=[spell(mod) for mod in chosen],
         changed=[change for editor in editors for change in editor.changed],
         left=[left for editor in editors for left in editor.left],
-        removed=sorted(before - set(model.state_dict())),
-        notes=list(dict.fromkeys(note for editor in editors for note in editor.notes)),
+        removed=sorted(plain_name(key) for key in before - set(inner.state_dict())),
+        notes=list(dict.fromkeys(notes)),
         environment=capture_environment(device=device, threads=torch.get_num_threads()),
     )
     return Applied(summary)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One mod, what it works on, and who judges it."""
+
+    model: nn.Module
+    mod: Mod
+    keep: ModuleFilter | None
+    example: Any
+    trial: Trial | None
+    ddp: bool
+
+    def edit(self, *, one_by_one: bool = False) -> Editor:
+        editor = Editor(self.model, self.mod.name, self.keep, self.example, self.judge if one_by_one else None)
+        self.mod.rewrite(editor)
+        return editor
+
+    def judge(self, effect: ModClass, steps: Sequence[Step]) -> str | None:
+        """Why steps must be undone."""
+        lost = [step for step in steps if isinstance(step, Drop) or getattr(step, "lost", ())]
+        if self.ddp and lost:
+            return "DistributedDataParallel waits for the gradients of every parameter it was given; apply the mods before wrapping"
+        low = getattr(self.mod, "precision", None) == "fp8"
+        why = None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=low)
+        return None if why is None else why + self._explain(steps)
+
+    @staticmethod
+    def _explain(steps: Sequence[Step]) -> str:
+        """What else the steps did: without its fused path torch's encoder no longer sets padded positions to zero."""
+        unpacked = [step for step in steps if isinstance(step, Mark) and step.attribute == "use_nested_tensor"]
+        if not unpacked:
+            return ""
+        return (
+            f"; {unpacked[0].name} packs padded batches in eval mode and returns zeros for padding, which only torch's own layers can do; "
+            "hint: nn.TransformerEncoder(..., enable_nested_tensor=False)"
+        )
+
+    def _touched(self, steps: Sequence[Step]) -> set[int]:
+        """Parameters whose values a step changed: their gradients change with them."""
+        targets = {step.target for step in steps if isinstance(step, Fold)}
+        return {id(p) for name in targets for p in self.model.get_submodule(name).parameters()}
+
+
+def _rewrite(job: _Job) -> Editor:
+    """Let a mod do its work, judge it as a whole, and where that fails change by change."""
+    start = len(journal_of(job.model))
+    if job.trial is not None:
+        job.trial.prepare(autocast=getattr(job.mod, "under_autocast", False))
+    editor = job.edit()
+    if editor.changed:
+        effects = {change.effect for change in editor.changed}
+        mixed = "architecture" in effects and len(effects) > 1 and job.trial is not None
+        strongest: ModClass = next(e for e in ("architecture", "rounding", "exact") if e in effects)  # type: ignore[misc]
+        separable = getattr(job.mod, "separable", True)
+        one_by_one = separable and mixed
+        why = None if one_by_one else job.judge(strongest, journal_of(job.model)[start:])
+        if why is not None or one_by_one:
+            undo_to(job.model, start)
+            editor = job.edit(one_by_one=True) if separable else _leave_all(job, editor, why)
+        if job.trial is None and effects != {"architecture"}:
+            editor.note("nothing was checked: pass example= to have every claim tried on it")
+    job.model.__dict__.setdefault(APPLIED, []).append(spell(job.mod))
+    return editor
+
+
+def _leave_all(job: _Job, done: Editor, why: str | None) -> Editor:
+    """A mod whose changes only make sense together."""
+    editor = Editor(job.model, job.mod.name, job.keep, job.example)
+    editor.left = list(done.left)
+    for change in done.changed:
+        editor.leave(change.site, f"was undone: {why}")
+    return editor
+
+
+def _is_ddp(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise ValueError(f"not initialised yet: {', '.join(lazy[:5])}; run the model once on a batch before its mods")
+
+
 def refuse_converted(model: nn.Module) -> None:
     """Mods come before conversion, and fuse comes last."""
-    converted = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    converted = [plain_name(name) for name, module in model.named_modules() if isinstance(module, Linear)]
     if converted:
         raise ValueError(
             f"already in low precision: {', '.join(converted[:5])}; call loka.revert(model) before its mods"
         )
-    fused = [name for name, module in model.named_modules() if isinstance(module, (FusedTower, ChainForward))]
+    fused = [plain_name(name) for name, _ in chains_of(model)]
     if fused:
         raise ValueError(
             f"already fused: {', '.join(fused[:5])}; mods.revert(model), then apply all mods with fuse last"
@@ -99,17 +208,39 @@ def refuse_converted(model: nn.Module) -> None:
 
 
 def applied_to(model: nn.Module) -> tuple[str, ...]:
-    """The mods a model carries, as spelled, oldest first."""
-    return tuple(model.__dict__.get(APPLIED, ()))
+    """The mods a model carries.
+
+    Args:
+        model: any module, wrapped or not.
+
+    Returns:
+        The mods as spelled, oldest first.
+    """
+    return tuple(unwrap(model).__dict__.get(APPLIED, ()))
 
 
 def revert(model: nn.Module) -> int:
-    """Undo every mod; returns how many changes that were. What was trained meanwhile stays trained."""
-    converted = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    if converted and journal_of(model):
+    """Undo every mod. What was trained meanwhile stays trained.
+
+    Args:
+        model: any module, wrapped or not, that is not in low precision any more.
+
+    Returns:
+        How many changes that were.
+
+    Raises:
+        ValueError: the model is still in low precision.
+    """
+    inner = unwrap(model)
+    converted = [name for name, module in inner.named_modules() if isinstance(module, Linear)]
+    fused = {name for step in journal_of(inner) if isinstance(step, PlacedUnit) for name in step.linears}
+    converted += [name for name, chain in chains_of(inner) if chain.links[0].linear not in fused]
+    if converted and journal_of(inner):
         raise ValueError(
             f"still in low precision: {', '.join(converted[:5])}; call loka.revert(model) before mods.revert"
         )
-    count = sum(1 for _ in undo_all(model))
-    model.__dict__.pop(APPLIED, None)
+    count = undo_to(inner)
+    inner.__dict__.pop(APPLIED, None)
+    if count and is_compiled(model):
+        torch.compiler.reset()
     return count

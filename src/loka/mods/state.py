@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from loka.mods.journal import Fold, journal_of
+from loka.nn.wrapping import unwrap
 
 
 def adapt_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -20,6 +21,7 @@ def adapt_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dic
 
     A state_dict of the modified model itself is returned as it is.
     """
+    model = unwrap(model)
     wanted = set(model.state_dict())
     adapted = dict(state)
     if set(adapted) == wanted:
@@ -44,7 +46,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     """Load a state_dict of the original or of the modified model; returns what was lost or moved."""
     adapted, notes = adapt_state_dict(model, state)
     try:
-        model.load_state_dict(adapted)
+        unwrap(model).load_state_dict(adapted)
     except RuntimeError as error:
         raise ValueError(f"the checkpoint does not fit the modified model: {error}") from error
     return notes

@@ -1,19 +1,25 @@
 """Suggest: from what Probe saw at each site, the mods that would make more of the model safe or fast.
 
-    outlier channels or heavy tails in the input     block_norm    the values of a block become bounded
-    an input far from zero                           no_bias       the mean of x is a bias of the layer before (or of its norm)
+    outlier channels or heavy tails in the input     block_norm    the values of a block become bounded, where a norm makes the input
+    an input far from zero                           no_bias       where the mean of x is a bias of the layer before (or of its norm), not the data's own
     an unsafe GEMM with few outputs                  protect_intermediates    a prediction layer is cheap and decides the metric
     a non-finite value, sigmoid-like amplification   hard_swish
     K or N that kernels refuse or pad                align_shapes
     safe, but slow                                   fuse          quantisation is the cost; fused into the layer before it is free
+
+Statistics do not say what feeds a site, and two of these depend on it: a mean that raw data has is no bias, and without a norm there is none to replace. So both are
+proposed only with the model at hand, where a run on the example shows a bias or a norm before the site; `unjudged` lists what waits for that.
 
 A suggestion is a reading of statistics, not a promise: apply, train or fine-tune, probe again.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from torch import nn
+
+from loka.mods.feeding import NEEDS_FEEDING, Feeding
 from loka.mods.registry import MODS
 from loka.records import ProbeReport, Site, TensorStats
 
@@ -44,16 +50,50 @@ class Suggestion:
         return f"{self.mod}: {self.why} ({len(self.sites)} sites: {', '.join(self.sites[:4])}{', ...' if len(self.sites) > 4 else ''})"
 
 
-def suggest(report: "ProbeReport | HasRecord") -> list[Suggestion]:
-    """The mods that Probe's findings speak for, those that concern the most FLOPs first."""
-    record = report if isinstance(report, ProbeReport) else report.record
+def suggest(
+    report: "ProbeReport | HasRecord", model: nn.Module | None = None, *, example: Any = None
+) -> list[Suggestion]:
+    """The mods that Probe's findings speak for, those that concern the most FLOPs first.
+
+    Args:
+        report: what `Probe.evaluate` returned, or its record.
+        model: the model that was probed, wrapped or not. Without it, mods whose use depends on what feeds a site are not proposed.
+        example: one input of it, as for `apply`.
+
+    Returns:
+        One suggestion for each mod, with the sites it is for.
+
+    Example:
+        >>> for suggestion in suggest(report, model, example=batch):
+        ...     print(suggestion)
+    """
+    record, feeding = _record(report), None if model is None else Feeding.of(model, example)
     found: dict[str, dict[str, str]] = {}
     for site in record.sites:
         for mod, why in _read(site).items():
-            found.setdefault(mod, {})[site.name] = why
+            if mod not in NEEDS_FEEDING or (feeding is not None and feeding.fits(mod, site.name)):
+                found.setdefault(mod, {})[site.name] = why
     shares = {site.name: site.flops_share for site in record.sites}
     ranked = sorted(found, key=lambda mod: (-sum(shares[name] for name in found[mod]), mod))
     return [Suggestion(mod, tuple(found[mod]), _join(found[mod])) for mod in ranked]
+
+
+def unjudged(report: "ProbeReport | HasRecord") -> dict[str, tuple[str, ...]]:
+    """The mods that a report alone cannot decide about: their sites, for which `suggest` wants the model.
+
+    Args:
+        report: what `Probe.evaluate` returned, or its record.
+
+    Returns:
+        Sites by mod; empty where nothing of the kind was found.
+    """
+    sites = _record(report).sites
+    found = {mod: tuple(site.name for site in sites if mod in _read(site)) for mod in NEEDS_FEEDING}
+    return {mod: names for mod, names in found.items() if names}
+
+
+def _record(report: "ProbeReport | HasRecord") -> ProbeReport:
+    return report if isinstance(report, ProbeReport) else report.record
 
 
 def _read(site: Site) -> dict[str, str]:

@@ -20,14 +20,10 @@ from loka.nn.attention import (
 )
 from loka.nn.embedding import EmbeddingTables, Seeds, pad_recent
 from loka.nn.experts import MixtureOfExperts, SwiGLU
-from loka.nn.fused_interaction import FusedInteraction, refuse_interaction
-from loka.nn.fused_projection import FusedProjection
-from loka.nn.fused_tower import FusedTower, freeze
 from loka.nn.grouped import GroupedLinear, grouped_linear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix, compute_dtype, multiply_transposed
 from loka.nn.norm import BLOCK, EPS, BlockNorm, LayerNorm, NormKind, RMSNorm, make_norm, rms_normalize
 from loka.nn.tower import MLP, Layer, Style, make_head
-from loka.nn.tower_function import Link, TowerPrecision
 
 __all__ = [
     "BLOCK",
@@ -40,16 +36,12 @@ __all__ = [
     "EmbeddingTables",
     "FactorizationMachine",
     "FeatureMix",
-    "FusedInteraction",
-    "FusedProjection",
-    "FusedTower",
     "GateKind",
     "GroupedLinear",
     "HardSigmoid",
     "HardSwish",
     "Layer",
     "LayerNorm",
-    "Link",
     "MixtureOfExperts",
     "NormKind",
     "RMSNorm",
@@ -58,10 +50,8 @@ __all__ = [
     "Sigmoid",
     "Style",
     "SwiGLU",
-    "TowerPrecision",
     "check_heads",
     "compute_dtype",
-    "freeze",
     "gate_for",
     "grouped_linear",
     "make_activation",
@@ -71,7 +61,6 @@ __all__ = [
     "merge_heads",
     "multiply_transposed",
     "pad_recent",
-    "refuse_interaction",
     "rms_normalize",
     "rotate",
     "split_heads",

@@ -6,7 +6,7 @@ The projections are `nn.Linear` children (`qkv`, `out`); the two batched product
 computation finds three names. Queries, keys and values of one input are one GEMM. Rotary angles are made from positions in forward: there is no
 table to go stale.
 
-Not here: the SiLU attention of HSTU (loka.kernels.attention), dropout of attention weights, caches.
+Not here: the SiLU attention of HSTU (`silu_attention`), dropout of attention weights, caches.
 """
 
 import torch

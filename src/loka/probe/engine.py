@@ -3,14 +3,13 @@
 An engine is a quantiser and a GEMM of the kernels' registry under one name. Anything else with the same two verbs can be evaluated too:
 a kernel of one's own, or a broken one, to see that it is found.
 
-The gate asks whether the engine computes what it claims, at the site's own widths, since a kernel can be right at one shape and wrong
-at the next:
+The gate asks whether the engine computes what it claims, at the rows and widths the site really has, since a kernel can be right at one shape and
+wrong at the next (`loka.measure.gate`):
 
-    quantiser   equal to the law, bit for bit
-    GEMM        within `loka.measure.tolerance` of the law on the same quantised operands, twice (the second time on poisoned memory)
+    quantiser   equal to the law, bit for bit, on float32 and bf16 inputs
+    GEMM        within the accumulation's error of the law on the same quantised operands, every element of it, in every one of 36 calls
 
-on zero-mean inputs of three kinds and two sizes: N(0, 1); rows of very different size; a few large columns, times 2^12. It says nothing about
-whether FP8 is accurate enough. That is measured on the site's own distributions, and neither replaces the other: a scale that is 10 % off
+It says nothing about whether FP8 is accurate enough. That is measured on the site's own distributions, and neither replaces the other: a scale that is 10 % off
 passes a bound of 0.2, and a kernel that is right on zero-mean inputs may still lose a sum of one sign.
 """
 
@@ -23,16 +22,13 @@ from torch import Tensor
 
 from loka.dispatch import Operands
 from loka.formats import QTensor, Spec
-from loka.formats import quantize as quantize_by_law
 from loka.kernels import registry
 from loka.kernels.backend import Backend
-from loka.kernels.quantize import quantize
+from loka.kernels.quantize import QuantizeCall, quantize
 from loka.kernels.scaled_mm import MatmulCall
-from loka.measure import Conformance, check_quantized, check_scaled_mm, inputs
+from loka.measure.gate import judge_backend, judge_quantizer
 
-GATE_INPUTS = (("normal", 1.0), ("lognormal_rows", 1.0), ("outlier_channels", 2.0**12))
-GATE_ELEMENTS = 1 << 20  # of the largest operand of the gate: rows are cut to it, widths never
-GATE_ROWS = 256
+GATE_DTYPES = (torch.float32, torch.bfloat16)  # what Probe's samples are, and what a model hands on
 
 
 @dataclass(frozen=True)
@@ -61,54 +57,31 @@ def out_dtype(device: torch.device) -> torch.dtype:
 
 
 class Gate:
-    """Checks every (engine, call) once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, MatmulCall], str | None] = {}
+    """Asks `loka.measure.gate` about engines, which judges every kernel on every call once."""
 
     def refuse(
         self, engine: Engine, operands: Operands, shape: tuple[int, int, int], device: torch.device
     ) -> str | None:
-        """Why a candidate may not be evaluated on a GEMM of shape (rows, contracted, columns), or None."""
-        call = MatmulCall(*fit_rows(shape), operands.a, operands.b, out_dtype(device), operands.fast_accum)
+        """Why a candidate may not run a GEMM, or None.
+
+        Args:
+            engine: the candidate's quantiser and product.
+            operands: the Specs of a and b, and how their product is added up.
+            shape: rows, contracted length and columns, as they will be run.
+            device: where.
+
+        Returns:
+            The reason, in words, whether the backend declines the call itself or is wrong on it.
+        """
+        m, k, n = shape
+        call = MatmulCall(m, k, n, operands.a, operands.b, out_dtype(device), operands.fast_accum)
         verdict = engine.matmul.supports(call, device)
         if not verdict:
             return verdict.reason
-        key = (id(engine.matmul), call)
-        if key not in self._known:
-            self._known[key] = _explain(engine, call, device)
-        return self._known[key]
-
-
-def fit_rows(shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Fewer rows, with the same remainder by 128: a kernel's tail is where it goes wrong."""
-    m, k, n = shape
-    limit = max(16, min(GATE_ROWS, GATE_ELEMENTS // max(k, n, 1)))
-    if m <= limit:
-        return shape
-    return max(1, limit - limit % 128) + m % 128 if limit >= 128 else limit, k, n
-
-
-def _explain(engine: Engine, call: MatmulCall, device: torch.device) -> str | None:
-    try:
-        for distribution, size in GATE_INPUTS:
-            found = check_engine(engine, call, distribution, size, device)
-            if not found:
-                return f"fails the conformance gate on {distribution} inputs: {found.reason}"
-    except Exception as error:  # a backend that crashes is a refusal like any other
-        return f"fails in the conformance gate: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return None
-
-
-@torch.no_grad()
-def check_engine(engine: Engine, call: MatmulCall, distribution: str, size: float, device: torch.device) -> Conformance:
-    """Quantiser, then GEMM, on inputs of one kind."""
-    quantized = []
-    for part, (rows, spec) in enumerate(((call.m, call.a), (call.n, call.b))):
-        x = size * inputs.draw(rows, call.k, distribution=distribution, seed=part, device=device)
-        q = engine.quantize(x, spec)
-        same = check_quantized(q, quantize_by_law(x, spec))
-        if not same:
-            return Conformance(False, same.error, same.tolerance, f"quantising to {spec}: {same.reason}")
-        quantized.append(q)
-    return check_scaled_mm(engine.matmul, call, *quantized)
+        for rows, spec in ((m, operands.a), (n, operands.b)):
+            for dtype in GATE_DTYPES:
+                found = judge_quantizer(engine.quantize, QuantizeCall(rows, k, spec, dtype), device)
+                if not found:
+                    return f"fails the conformance gate, quantising {dtype} to {spec}: {found.reason}"
+        found = judge_backend("scaled_mm", engine.matmul, call, device)
+        return None if found else f"fails the conformance gate {found.reason}"

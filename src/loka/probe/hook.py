@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.probe.loss import LossWatch
 from loka.probe.seeing import NO_TICKET, Tap, probe_see
 from loka.probe.watch import Watch
 
@@ -15,31 +16,51 @@ class Switch:
 
     def __init__(self) -> None:
         self.on = False
+        self.ungraded = True  # whether calls without gradients count: until training is seen
 
 
-def make_hook(switch: Switch, watch: Watch) -> Callable[..., Tensor | None]:
+def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Tensor | None]:
     """The forward hook of a site. What it reads besides the switch is constant, so a compiled model has two graphs and no more."""
-    adapter = watch.adapter
+    adapter, sharded = watch.adapter, watch.sharded
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        x, right = adapter.operands(module, args, kwargs)
+        if adapter.kind == "lookup":
+            x = output
+        weight = adapter.weight(module) if sharded and adapter.weight is not None else None
+        number = watch.see_forward(
+            x,
+            right,
+            x.requires_grad,
+            compute_dtype(x),
+            weight=weight,
+            graded=torch.is_grad_enabled(),
+            call=loss.calls,
+        )
+        if number != NO_TICKET and adapter.gradient and output.requires_grad:
+            # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.
+            output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled() or not switch.on:
+        if not (torch.is_grad_enabled() or switch.ungraded) or not switch.on:
+            return None
+        if not torch.compiler.is_compiling():
+            try:
+                look(module, args, kwargs, output)
+            except Exception as error:  # an observer must not raise into a training loop
+                watch.switch_off("looking at a call", error)
             return None
         x, right = adapter.operands(module, args, kwargs)
         if adapter.kind == "lookup":
             x = output
-        dtype = compute_dtype(x)
-        tapped = adapter.gradient and output.requires_grad
-        if torch.compiler.is_compiling():
-            with (
-                torch.no_grad()
-            ):  # not detach(), which would keep the compiler from seeing that the GEMM casts x just so
-                ticket = probe_see(watch.token, x.to(dtype), right, watch.number, x.requires_grad)
-            return Tap.apply(output, ticket, watch.grad_token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
-        number = watch.see_forward(x, right, x.requires_grad, dtype)
-        if tapped and number != NO_TICKET:
-            # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.
-            output.register_hook(lambda dy: watch.see_backward(number, dy))  # type: ignore[no-untyped-call]
-        return None
+        weight = adapter.weight(module) if sharded and adapter.weight is not None else None
+        graded = torch.is_grad_enabled()
+        with torch.no_grad():  # not detach(), which would keep the compiler from seeing that the GEMM casts x just so
+            ticket = probe_see(
+                watch.token, x.to(compute_dtype(x)), right, weight, watch.number, x.requires_grad, graded
+            )
+        tapped = graded and adapter.gradient and output.requires_grad
+        return Tap.apply(output, ticket, watch.grad_token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
 
     return hook
 

@@ -19,15 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from loka.nn.wrapping import named_sites, unwrap
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
 from loka.probe.hook import Switch, make_hook
 from loka.probe.ledger import DEFAULT_BUDGET, Ledger
+from loka.probe.loss import LossWatch, make_output_hook
 from loka.probe.saving import Saver, read_state
 from loka.probe.seeing import make_hooks_count
+from loka.probe.unseen import find_unseen, inside_attention, make_counting_hook
 from loka.probe.watch import Watch
+from loka.probe.weights import shape_of_weight
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 MAX_STAGGER = 4
+MAX_NOTES = 20
 SLOT_STEPS = 25  # at least so many steps lie between two looks, unless `stagger` says otherwise
 
 
@@ -57,7 +62,7 @@ class Observer:
             raise ValueError(f"window={window}: expected at least every={every} steps, so that a window holds a look")
         if stagger is not None and not 1 <= stagger <= every:
             raise ValueError(f"stagger={stagger}: expected between 1 and every={every} groups of sites")
-        self.model, self.every, self.rows = model, every, rows
+        self.model, self.every, self.rows = unwrap(model), every, rows
         self.snapshot_every, self.save_to = snapshot_every, save_to
         self.steps = self.sampled_steps = 0
         self._seed, self._saver = seed, Saver()
@@ -69,11 +74,22 @@ class Observer:
         )
         self._switch = Switch()
         self._device = next((watch.device for watch in self._watches.values()), torch.device("cpu"))
+        self._loss = LossWatch(self._device)
+        self.notes: list[str] = []  # what went wrong besides sites, once each
         make_hooks_count()
+        # Before other hooks: FSDP2's own would take the whole weight away.
         self._handles: list[RemovableHandle] = [
-            watch.module.register_forward_hook(make_hook(self._switch, watch), with_kwargs=True)
+            watch.module.register_forward_hook(
+                make_hook(self._switch, watch, self._loss), with_kwargs=True, prepend=True
+            )
             for watch in self._watches.values()
         ]
+        self._handles += [
+            unseen.module.register_forward_hook(make_counting_hook(self._switch, unseen), with_kwargs=True)
+            for unseen in self._unseen
+        ]
+        output = make_output_hook(self._switch, self._loss)
+        self._handles.append(self.model.register_forward_hook(output, with_kwargs=True))
         self._turn()
 
     def _find_sites(self, keep: ModuleFilter | None, kinds: Sequence[Kind]) -> dict[str, Watch]:
@@ -81,14 +97,23 @@ class Observer:
         if unknown:
             raise ValueError(f"kinds={sorted(unknown)}: expected some of {', '.join(KINDS)}")
         found: list[tuple[str, nn.Module, Adapter]] = []
-        for name, module in self.model.named_modules():
+        uncalled = inside_attention(self.model)
+        outside: set[int] = set()
+        seen: set[int] = set()
+        for name, module in named_sites(self.model):
             adapter = find_adapter(module)
-            if adapter is not None and adapter.kind in kinds and (keep is None or keep(module, name)):
-                found.append((name, module, adapter))
+            if adapter is None or id(module) in seen or id(module) in uncalled:
+                continue
+            if adapter.kind not in kinds or (keep is not None and not keep(module, name)):
+                outside.add(id(module))
+                continue
+            seen.add(id(module))
+            found.append((name, module, adapter))
         if not found:
             raise ValueError(
                 f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn lets through"
             )
+        self._unseen = find_unseen(self.model, {*seen, *uncalled}, outside)
         self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
         return {
             name: Watch(
@@ -127,25 +152,45 @@ class Observer:
                 watch.on = due
         self._switch.on = any(watch.on for watch in self._watches.values())
 
-    def step(self) -> None:
-        """Say that a training step is over."""
-        self.absorb()
-        self.steps += 1
-        if self.steps >= self.snapshot_every and self._handles:
-            for number, watch in enumerate(self._watches.values()):
-                if self.steps % self.snapshot_every == number % self.snapshot_every:
-                    watch.snapshot()
-            if self.save_to is not None and self.steps % self.snapshot_every == 0:
-                self.save(self.save_to)
+    def step(self, loss: Tensor | float | None = None) -> None:
+        """Say that a training step is over. Never raises: what goes wrong is in `notes`, and in the report.
+
+        Args:
+            loss: what was differentiated in this step. Only needed where it is no cross-entropy of the model's output (`loka.probe.loss`).
+
+        Example:
+            >>> loss.backward(); optimizer.step(); probe.step()
+        """
+        try:
+            self.absorb(loss)
+            self.steps += 1
+            self._take_snapshots()
+        except Exception as error:
+            self._note(f"step {self.steps}: {type(error).__name__}: {error}")
         self._turn()
 
-    def absorb(self) -> None:
+    def _take_snapshots(self) -> None:
+        if self.steps < self.snapshot_every or not self._handles:
+            return
+        for number, watch in enumerate(self._watches.values()):
+            if self.steps % self.snapshot_every == number % self.snapshot_every:
+                watch.snapshot()
+        if self.save_to is not None and self.steps % self.snapshot_every == 0:
+            self.save(self.save_to)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes and len(self.notes) < MAX_NOTES:
+            self.notes.append(text)
+
+    def absorb(self, loss: Tensor | float | None = None) -> None:
         """Learn from what the running step has shown so far."""
         if not self._switch.on:
             return
         with torch.autocast(self._device.type, enabled=False):
-            shown = [watch.absorb(self.steps) for watch in self._watches.values()]
+            loss_of = self._loss.settle(loss)
+            shown = [watch.absorb(self.steps, loss_of) for watch in self._watches.values()]
         self.sampled_steps += any(shown)
+        self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -181,6 +226,7 @@ class Observer:
         self.steps, self.sampled_steps = state["counts"].tolist()[:2]
         for name, watch in self._watches.items():
             watch.load_state_dict(parts[name])
+        self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
         self._turn()
 
     def _split(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -230,11 +276,11 @@ class Observer:
 
 def shape_of(module: nn.Module, adapter: Adapter) -> tuple[int, int, bool] | None:
     """Width of x, width of dy, whether the weight is learned; None where only a call will tell."""
-    weight = None if adapter.weight is None else adapter.weight(module)
-    if weight is None:
+    shape = shape_of_weight(module, adapter.weight)
+    if shape is None:
         return None
-    width = weight.shape[-1]
-    return (width, width, False) if adapter.kind == "lookup" else (width, weight.shape[-2], True)
+    width = shape[-1]
+    return (width, width, False) if adapter.kind == "lookup" else (width, shape[-2], True)
 
 
 def assign_slots(watches: Sequence[Watch], count: int) -> list[list[Watch]]:

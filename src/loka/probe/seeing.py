@@ -17,21 +17,31 @@ the identity asks for is fused away. CUDA graphs leave these ops out of the reco
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from loka.probe.watch import Watch
+
+class Seer(Protocol):
+    """What a graph shows its tensors to: the watch of a site, or that of the model's output."""
+
+    def see_forward(
+        self, x: Tensor, right: Tensor | None, needs_dgrad: bool, *, weight: Tensor | None, graded: bool
+    ) -> int:
+        """The operands of one call; returns a ticket."""
+
+    def see_backward(self, ticket: int, dy: Tensor) -> None:
+        """The gradient of the call with this ticket."""
+
 
 _NUMBERS = itertools.count()
-_WATCHES: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionary()
+_WATCHES: "weakref.WeakValueDictionary[int, Seer]" = weakref.WeakValueDictionary()
 _TAGS = (torch._C.Tag.cudagraph_unsafe,) if hasattr(torch._C.Tag, "cudagraph_unsafe") else ()
 NO_TICKET = -1
 
 
-def enroll(watch: "Watch") -> int:
+def enroll(watch: Seer) -> int:
     """A number under which graphs find the watch; a watch that is gone is not seen for."""
     number = next(_NUMBERS)
     _WATCHES[number] = watch
@@ -53,15 +63,19 @@ def inside_backward() -> bool:
 
 
 @torch.library.custom_op("loka::probe_see", mutates_args={"token"}, tags=_TAGS)
-def probe_see(token: Tensor, x: Tensor, right: Tensor | None, site: int, needs_dgrad: bool) -> Tensor:
-    """Show the operands of one call; the ticket is an int64 on the CPU."""
+def probe_see(
+    token: Tensor, x: Tensor, right: Tensor | None, weight: Tensor | None, site: int, needs_dgrad: bool, graded: bool
+) -> Tensor:
+    """Show the operands of one call; the ticket is an int64 on the CPU. `graded`: whether gradients were being recorded."""
     watch = _WATCHES.get(site)
-    ticket = NO_TICKET if watch is None else watch.see_forward(x, right, needs_dgrad)
+    ticket = NO_TICKET if watch is None else watch.see_forward(x, right, needs_dgrad, weight=weight, graded=graded)
     return torch.tensor(ticket)
 
 
 @probe_see.register_fake
-def _(token: Tensor, x: Tensor, right: Tensor | None, site: int, needs_dgrad: bool) -> Tensor:
+def _(
+    token: Tensor, x: Tensor, right: Tensor | None, weight: Tensor | None, site: int, needs_dgrad: bool, graded: bool
+) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 

@@ -1,6 +1,7 @@
 """Speed of a site's candidates, through `loka.measure.site`: quantisation included, paired with bf16 repeat by repeat.
 
-Only candidates whose error was measured are timed: how fast a wrong product is, nobody needs to know. Without a GPU nothing is timed and every
+Only candidates whose error was measured are timed: how fast a wrong product is, nobody needs to know. A candidate that turns out wrong here (what is timed is a
+whole, quantisation and transposes included) is refused, with the reason, as if it had failed before: a plan that asks for no speed may not take it either. Without a GPU nothing is timed and every
 candidate says "not measured: no GPU"; a time on a CPU would be that of an emulation.
 
 Where nothing is faster, `explain_slow` asks why: it times the bare product of the best candidate, operands quantised beforehand, beside bf16.
@@ -75,7 +76,15 @@ def _note(candidate: Candidate, note: str) -> Candidate:
     return replace(candidate, speed_note=note)
 
 
+def _refuse(candidate: Candidate, reason: str) -> Candidate:
+    """The candidate as one that was never measured: an error or a time of something wrong says nothing."""
+    c = candidate
+    return Candidate(gemm=c.gemm, recipe=c.recipe, backend=c.backend, a=c.a, b=c.b, refusal=reason)
+
+
 def _add(candidate: Candidate, timing: SiteTiming) -> Candidate:
+    if timing.wrong:
+        return _refuse(candidate, f"fails the conformance gate while timed, {timing.refusal}")
     if timing.speedup is None:
         return _note(candidate, timing.refusal or "not measured")
     return replace(candidate, microseconds=timing.microseconds, speedup=timing.speedup)

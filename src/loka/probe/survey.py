@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from loka.dispatch import recipe_named
 from loka.measure.site import SiteTiming, Weights
-from loka.probe.cause import find_causes, operands_from
+from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
+from loka.probe.offset import find_offsets
+from loka.probe.score import GIVEN_SCALES, MARGIN, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
-from loka.probe.verdict import judge
-from loka.probe.watch import Watch
-from loka.records import SOURCES, Candidate, Cause, Gemm, GemmVerdict, Site, Source
+from loka.probe.verdict import Allowed, judge
+from loka.probe.watch import UNKNOWN_LOSS, Watch
+from loka.records import SOURCES, Alarm, Candidate, Cause, Gemm, GemmVerdict, Site, Source
 
 DEFAULT_RECIPES = ("tensorwise", "rowwise", "blockwise")
 MAX_ERROR, MAX_GRADIENT_ERROR, MIN_SPEEDUP = 0.2, 0.1, 1.05
@@ -35,6 +38,7 @@ class Settings:
     max_error: float = MAX_ERROR
     max_gradient_error: float = MAX_GRADIENT_ERROR
     min_speedup: float = MIN_SPEEDUP
+    margin: float = MARGIN  # relative change of the loss that the whole model may have; units share it
     gate: bool = True  # without it a kernel's errors are measured whatever it computes: to see what the gate is worth
     weights: Weights = "dynamic"
     repeats: int = 15
@@ -45,7 +49,7 @@ class Settings:
             raise ValueError(f"samples={self.samples}: an interval needs at least one resample")
         if not self.recipes or not self.backends:
             raise ValueError("nothing to evaluate: name at least one recipe and one backend")
-        for name in ("max_error", "max_gradient_error", "min_speedup", "seconds"):
+        for name in ("max_error", "max_gradient_error", "min_speedup", "margin", "seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}, expected a positive number")
         check_sources(self.sources, self.judged_on)
@@ -72,12 +76,16 @@ class Survey:
             judged_on=settings.judged_on,
             seed=seed,
             gate=settings.gate,
+            limits={"fprop": settings.max_error},
         )
 
-    def visit(self, watch: Watch, flops_share: float) -> Site:
-        """Everything about one site."""
+    def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:
+        """Everything about one site, which shares the margin with so many units."""
         gemms = watch.gemms if watch.reservoir.kept else []
+        alarms = find_offsets(watch.reservoir.x) if watch.is_raw and watch.reservoir.kept else []
         candidates = [c for gemm in gemms for c in self._measure(watch, gemm)]
+        verdicts = self._judge(watch, candidates, units, alarms)
+        watch.release()
         return Site(
             name=watch.name,
             type=watch.type,
@@ -89,15 +97,19 @@ class Survey:
             gemms=watch.gemms,
             stats=watch.describe(),
             candidates=candidates,
-            verdicts=self._judge(watch, candidates),
+            verdicts=verdicts,
             covariance=watch.covariance_kind,
             groups=watch.groups,
+            kept=watch.kept,
+            unscored=None if any(c.harm and c.gemm == "fprop" for c in candidates) else why_unscored(watch),
+            off=watch.off,
+            alarms=alarms,
         )
 
     def _measure(self, watch: Watch, gemm: Gemm) -> list[Candidate]:
         asked = self.settings
-        found = self._evaluator.evaluate(watch, gemm)
-        return time_candidates(
+        found = [add_harm(watch, candidate) for candidate in self._evaluator.evaluate(watch, gemm)]
+        timed = time_candidates(
             watch,
             gemm,
             found,
@@ -106,10 +118,13 @@ class Survey:
             seconds=asked.seconds,
             timed=self._timed,
         )
+        return timed + chain_candidates(watch, gemm)
 
-    def _judge(self, watch: Watch, candidates: Sequence[Candidate]) -> list[GemmVerdict]:
-        if not watch.calls:
-            reason = "never called on a sampled step"
+    def _judge(
+        self, watch: Watch, candidates: Sequence[Candidate], units: int, alarms: Sequence[Alarm]
+    ) -> list[GemmVerdict]:
+        if not watch.gemms:
+            reason = watch.off or watch.kept or "never called on a sampled step"
             return [GemmVerdict(gemm="fprop", safety="not measured", speed="not measured", reason=reason)]
         stats = watch.describe()
         return [
@@ -117,7 +132,9 @@ class Survey:
                 gemm,
                 candidates,
                 stats,
-                limit=self.settings.limit(gemm),
+                allowed=Allowed(self.settings.margin, units, self.settings.limit(gemm)),
+                unscored=why_unscored(watch),
+                alarms=alarms if gemm != "dgrad" else (),
                 min_speedup=self.settings.min_speedup,
                 outputs=watch.n,
                 explain=lambda best: self._explain(watch, best),
@@ -135,4 +152,32 @@ class Survey:
         generator = torch.Generator().manual_seed(self._seed)
         problem = operands_from(watch, best.gemm, source, generator)
         trial = Trial(best.recipe, operands, self._engines[best.backend])
-        return find_causes(problem, trial, self.settings.limit(best.gemm))
+        causes = find_causes(problem, trial, self.settings.limit(best.gemm))
+        # Nothing of the model feeds a raw input, so there is no bias to drop.
+        return [replace(c, mod=None) if watch.is_raw and c.mod == MODS["no_bias"] else c for c in causes]
+
+
+def add_harm(watch: Watch, candidate: Candidate) -> Candidate:
+    """The candidate with what the score says about it; a refused one has none."""
+    found = None if candidate.refusal is not None else watch.tally.harm(candidate.gemm, candidate.recipe)
+    return candidate if found is None else replace(candidate, harm=found[0], drift=found[1])
+
+
+def why_unscored(watch: Watch) -> str | None:
+    """Why a site that was seen has no harm."""
+    if watch.forward_only:
+        return "all that was seen ran without gradients"
+    return watch.unscored or (UNKNOWN_LOSS if watch.calls else None)
+
+
+def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
+    """The same GEMM under scales that are given beforehand, as a chain would have it: judged by the score alone."""
+    candidates = []
+    for recipe in GIVEN_SCALES:
+        operands, found = operands_of(recipe, gemm), watch.tally.harm(gemm, recipe)
+        if operands is not None and found is not None:
+            a, b = str(operands.a), str(operands.b)
+            candidates.append(
+                Candidate(gemm=gemm, recipe=recipe, backend="reference", a=a, b=b, harm=found[0], drift=found[1])
+            )
+    return candidates

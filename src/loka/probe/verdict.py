@@ -1,17 +1,25 @@
 """Safe or not, fast or not, and why, in words.
 
-A GEMM is safe when some candidate's error is under the limit at the upper end of its interval; fast when some safe candidate's speed-up
-exceeds the limit at the lower end. What was not measured is called that.
+A GEMM is safe when some candidate's harm (the error weighed by the gradient, `loka.probe.score`) is within its share of the margin at the upper end of the
+interval; fast when some safe candidate's speed-up exceeds the limit at the lower end. The margin is a relative change of the loss, 0.02 % by default, of the
+whole model; errors of independent units add in squares, so each of n units may cost margin / sqrt(n). "Unsafe" means: not shown to be within it.
+
+Without a harm (no gradient, a loss nobody knows) nothing is called safe: the error that was measured is named, and what it does to the loss is not measured. An
+error of a product above its limit is unsafe all the same.
 
 The reason says what was seen and what decided. For an unsafe GEMM it names causes that were tested (`loka.probe.cause`): which operand, what
 about it, and how far the error falls without it. For a slow one it says where the time goes (`loka.probe.speed`).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from loka.dispatch import error_of
 from loka.probe.cause import MODS, NAMES, OPERANDS
-from loka.records import Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
+from loka.probe.score import GIVEN_SCALES, share_of_margin
+from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
 
 MUCH_UNDERFLOW = 0.05
 PREDICTIONS = 8  # a linear with so few outputs is a prediction layer: little to gain, and the loss reads it directly
@@ -21,38 +29,143 @@ Explain = Callable[[Candidate], list[Cause]]
 ExplainSlow = Callable[[Candidate], str | None]
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """What a GEMM is allowed: a relative change of the loss for the whole model, shared by so many units; an error of the product where that is not known."""
+
+    margin: float
+    units: int
+    error: float
+
+    @property
+    def share(self) -> float:
+        """Of one unit."""
+        return share_of_margin(self.margin, self.units)
+
+    def spell(self) -> str:
+        """With how it comes about."""
+        many = f", {spell_share(self.margin)} over the root of {self.units} units" if self.units > 1 else ""
+        return f"its share of the margin is {spell_share(self.share)}{many}"
+
+
 def judge(
     gemm: Gemm,
     candidates: Sequence[Candidate],
     stats: Sequence[TensorStats],
     *,
-    limit: float,
+    allowed: Allowed,
     min_speedup: float,
     outputs: int,
+    unscored: str | None = None,
+    alarms: Sequence[Alarm] = (),
     explain: Explain | None = None,
     explain_slow: ExplainSlow | None = None,
 ) -> GemmVerdict:
-    """The verdict for one GEMM of a site with `outputs` output features. `explain` is asked about the best of unsafe candidates only."""
-    measured = [(c, error) for c in candidates if c.gemm == gemm and (error := error_of(c)) is not None]
+    """The verdict for one GEMM of a site with `outputs` output features. `explain` is asked about the best of unsafe candidates only.
+
+    Args:
+        gemm: which one.
+        candidates: of the site; those of other GEMMs and those whose scales are given beforehand (chains) do not count.
+        stats: of its operands, for what is said beside.
+        allowed: what it may cost.
+        min_speedup: least speed-up over bf16.
+        outputs: columns of the site.
+        unscored: why there is no harm, where there is none.
+        alarms: hazards at the input, which are named whatever the verdict.
+        explain: finds causes of an error.
+        explain_slow: says where the time goes.
+
+    Returns:
+        Safety, speed and the reason.
+    """
+    found = _judge(gemm, candidates, stats, allowed, min_speedup, outputs, unscored, explain, explain_slow)
+    if not alarms:
+        return found
+    named = "; ".join(f"{alarm.text}; what helps: {alarm.help}" for alarm in alarms)
+    return replace(found, reason=f"{found.reason}; {named}")
+
+
+def _judge(
+    gemm: Gemm,
+    candidates: Sequence[Candidate],
+    stats: Sequence[TensorStats],
+    allowed: Allowed,
+    min_speedup: float,
+    outputs: int,
+    unscored: str | None,
+    explain: Explain | None,
+    explain_slow: ExplainSlow | None,
+) -> GemmVerdict:
+    measured = [
+        (c, error)
+        for c in candidates
+        if c.gemm == gemm and c.recipe not in GIVEN_SCALES and (error := error_of(c)) is not None
+    ]
     if not measured:
         return _judge_nothing(gemm, candidates)
-    safe = [(c, error) for c, error in measured if error.high <= limit]
-    best, error = min(safe or measured, key=lambda pair: pair[1].high)
-    seen = f"{_name(best)}: {_spell(gemm, error)}{_spell_origin(best)}"
-    speed, speed_reason, slow_mod = _judge_speed([c for c, _ in safe or measured], min_speedup, explain_slow)
+    scored = [(c, c.harm) for c, _ in measured if c.harm is not None]
+    if not scored:
+        return _judge_by_error(gemm, measured, stats, allowed, min_speedup, outputs, unscored, explain, explain_slow)
+    safe = [(c, harm) for c, harm in scored if harm.high <= allowed.share]
+    best, harm = min(safe or scored, key=lambda pair: pair[1].high)
+    seen = f"{_name(best)}: {spell_harm(harm)}"
+    speed, speed_reason, slow_mod = _judge_speed([c for c, _ in safe or scored], min_speedup, explain_slow)
+    error = error_of(best)
+    beside = f"; {_spell(gemm, error)}{_spell_origin(best)}" if error is not None else ""
     if safe:
         others = list(dict.fromkeys(_name(c) for c, _ in safe if c is not best))
-        also = f"; also under it: {', '.join(others)}" if others else ""
-        reason = f"{seen}, limit {limit:g}{also}{speed_reason}"
+        also = f"; also within it: {', '.join(others)}" if others else ""
+        reason = f"{seen}; {allowed.spell()}{also}{beside}{speed_reason}"
         return GemmVerdict(gemm=gemm, safety="safe", speed=speed, reason=reason, suggested_mod=slow_mod)
+    causes = explain(best) if explain is not None else []
+    words = [*(_spell_cause(c) for c in causes), *_side_notes(gemm, best, stats)]
+    because = f": {'; '.join(words)}" if words else ""
+    reason = f"the best, {seen}; {allowed.spell()}{beside}{because}{speed_reason}"
+    mod = _suggest_mod(causes, outputs)
+    return GemmVerdict(gemm=gemm, safety="unsafe", speed=speed, reason=reason, suggested_mod=mod, causes=causes)
+
+
+def _judge_by_error(
+    gemm: Gemm,
+    measured: Sequence[tuple[Candidate, Interval]],
+    stats: Sequence[TensorStats],
+    allowed: Allowed,
+    min_speedup: float,
+    outputs: int,
+    unscored: str | None,
+    explain: Explain | None,
+    explain_slow: ExplainSlow | None,
+) -> GemmVerdict:
+    """No harm is known: too large an error is unsafe, a small one says nothing about the loss."""
+    under = [(c, error) for c, error in measured if error.high <= allowed.error]
+    best, error = min(under or measured, key=lambda pair: pair[1].high)
+    seen = f"{_name(best)}: {_spell(gemm, error)}{_spell_origin(best)}"
+    speed, speed_reason, slow_mod = _judge_speed([c for c, _ in under or measured], min_speedup, explain_slow)
+    if under:
+        others = list(dict.fromkeys(_name(c) for c, _ in under if c is not best))
+        also = f"; also under it: {', '.join(others)}" if others else ""
+        reason = f"{seen}, limit {allowed.error:g}{also}; what that does to the loss was not measured: {unscored or 'no step was scored'}"
+        return GemmVerdict(
+            gemm=gemm, safety="not measured", speed=speed, reason=f"{reason}{speed_reason}", suggested_mod=slow_mod
+        )
     causes = explain(best) if explain is not None else []
     words = [*(_spell_cause(c) for c in causes), *_side_notes(gemm, best, stats)]
     if explain is not None and not causes:
         words.insert(0, "none of the tested causes explains it alone")
-    reason = f"the best, {seen}, exceeds {limit:g}" + (f": {'; '.join(words)}" if words else "") + speed_reason
+    reason = f"the best, {seen}, exceeds {allowed.error:g}" + (f": {'; '.join(words)}" if words else "") + speed_reason
     unsafe: Safety = "unsafe"
     mod = _suggest_mod(causes, outputs)
     return GemmVerdict(gemm=gemm, safety=unsafe, speed=speed, reason=reason, suggested_mod=mod, causes=causes)
+
+
+def spell_share(value: float) -> str:
+    """A share of the loss in percent, with two digits that say something."""
+    return f"{100 * value:.2g} %"
+
+
+def spell_harm(harm: Interval) -> str:
+    """What may happen to the loss."""
+    return f"may change the loss by {spell_share(harm.value)}, at most {spell_share(harm.high)}"
 
 
 def _judge_nothing(gemm: Gemm, candidates: Sequence[Candidate]) -> GemmVerdict:

@@ -5,17 +5,23 @@ backward takes the same rows of dy; both are copies. Nothing is computed from th
 gathers. Rows are drawn from a generator seeded by the site and the number of the look: a probe changes no random state, and continues after
 a crash as if there had been none.
 
-    calls under no_grad, or in a module never called      nothing is recorded
+    a module never called                                 nothing is recorded
+    calls under no_grad                                   recorded, x and W alone, until a step with gradients was seen: then only those count, since
+                                                          a validation between training steps must leave no trace
     a module called twice in a step                       two looks, each x with its own dy
     recomputation by activation checkpointing             recognised (autograd is running) and not counted again; with reentrant checkpoints,
                                                           whose first forward runs without gradients, the recomputation is the look
     empty batches                                         counted as calls of no rows
     non-finite values                                     counted; their rows stay out of the covariance
 
-Weights change slowly: their statistics are taken at every tenth step with a look, the matrix normal only at snapshots.
+Weights change slowly: their statistics are taken at every tenth step with a look, the matrix normal only at snapshots. How they are read is a matter of its own
+(`loka.probe.weights`). The first two looks and then one in four are scored: what every recipe would do to the loss (`loka.probe.tally`).
+
+An observer must not raise into a training loop: whatever goes wrong switches the site off, with the reason in `off` and in the report.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,12 +32,19 @@ from loka.probe.adapter import Adapter
 from loka.probe.learned import Learned
 from loka.probe.ledger import Ledger
 from loka.probe.reservoir import Reservoir
-from loka.probe.rows import choose_rows, take_example, take_rows
+from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
+from loka.probe.score import Shown
 from loka.probe.seeing import NO_TICKET, enroll, inside_backward
 from loka.probe.source import Source
+from loka.probe.tally import FEW, ROWS, Tally
+from loka.probe.weights import is_sharded, read_weight, shape_of_weight, why_kept
 from loka.records import GEMMS, Gemm, Role, TensorStats
 
 WEIGHT_EVERY = 10
+SCORED_KINDS = ("linear", "mixed")
+MAX_UNGRADED = 8  # calls of one step without gradients
+UNKNOWN_LOSS = "the loss is not known: it is no cross-entropy of what the model returned; hint: probe.step(loss)"
+LossOf = Callable[[int], tuple[Tensor, Tensor] | None]
 
 
 @dataclass
@@ -41,6 +54,14 @@ class Look:
     x: Tensor
     index: Tensor | None  # which rows of how many; None: all
     right: Tensor | None  # the second operand of one example, where that is an activation
+    count: int  # rows of the call
+    examples: int
+    together: int  # rows of one example that lie next to each other in x
+    call: int  # of the model, in this step
+    largest: dict[str, Tensor]  # of all rows, by role
+    weight: Tensor | None = (
+        None  # as it was in this call, where the look is scored: the optimizer changes it before the step is over
+    )
     dy: Tensor | None = None
 
 
@@ -64,21 +85,30 @@ class Watch:
         self._rows, self._seed, self._ledger, self._window = rows, seed, ledger, window
         self.calls = self.rows_seen = self.largest = self.steps = 0
         self.needs_dgrad = False
+        self.forward_only = False  # all that was seen so far ran without gradients
+        self.off: str | None = None  # why it is not looked at any more
+        self.kept = why_kept(module)
+        self.unscored: str | None = None  # why the last look that could have been scored was not
         self.learned: Learned | None = None
+        self.tally = Tally()
         self._pending: dict[int, Look] = {}
+        self._ungraded: list[Look] = []
+        self._whole: Tensor | None = None  # the last weight of a sharded site
         self._shape = (0, 0)
         self._outside = 0  # calls of this step that were no recomputation
         self.number = enroll(self)
         parameter = next(module.parameters(), None)
         self.token = torch.zeros(1, dtype=torch.int32, device=None if parameter is None else parameter.device)
         self.grad_token = self.token.clone()
-        if (weight := self.weight) is not None:
-            self._prepare(weight.shape[-1], weight.shape[-2], weight.device)
+        self.sharded = is_sharded(parameter)
+        shape = shape_of_weight(module, adapter.weight)
+        if shape is not None:
+            self._prepare(shape[-1], shape[-2], self.token.device)
 
     @property
     def weight(self) -> Tensor | None:
-        """The parameter, [N, K] or [experts, N, K]; None where both operands are activations."""
-        return None if self.adapter.weight is None else self.adapter.weight(self.module)
+        """The parameter, [N, K] or [experts, N, K]; None where both operands are activations, or where it must not be read."""
+        return self._whole if self.sharded else read_weight(self.module, self.adapter.weight)
 
     @property
     def k(self) -> int:
@@ -122,42 +152,120 @@ class Watch:
     @property
     def gemms(self) -> list[Gemm]:
         """The GEMMs that happened."""
-        if self.learned is None or not self.calls or self.adapter.kind == "lookup":
+        if self.learned is None or not self.calls or self.adapter.kind == "lookup" or not self._readable:
             return []
         absent = set() if self.learned.reservoir.has_dy else {"dgrad", "wgrad"}
         if not self.needs_dgrad:
             absent.add("dgrad")
-        weight = self.weight
+        weight = next(self.module.parameters(), None) if self.adapter.weight is not None else None
         if weight is not None and not weight.requires_grad:
             absent.add("wgrad")
         return [gemm for gemm in GEMMS if gemm not in absent]
 
-    @torch.no_grad()
-    def see_forward(self, x: Tensor, right: Tensor | None, needs_dgrad: bool, dtype: torch.dtype | None = None) -> int:
-        """One call: its operands. Returns the ticket to bring with the gradient; `dtype` is what the GEMM casts x to."""
-        if not self.on:
+    @property
+    def is_raw(self) -> bool:
+        """Whether its input comes from the data: nothing before it is trained."""
+        return not self.needs_dgrad and self.adapter.kind in SCORED_KINDS
+
+    @property
+    def _readable(self) -> bool:
+        return self.adapter.weight is None or self.weight is not None
+
+    def switch_off(self, doing: str, error: BaseException) -> None:
+        """Look no more, and remember why."""
+        self.off = f"switched off while {doing}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.on, self._pending, self._ungraded = False, {}, []
+
+    def see_forward(
+        self,
+        x: Tensor,
+        right: Tensor | None,
+        needs_dgrad: bool,
+        dtype: torch.dtype | None = None,
+        *,
+        weight: Tensor | None = None,
+        graded: bool = True,
+        call: int = 0,
+    ) -> int:
+        """One call: its operands. Returns the ticket to bring with the gradient; `dtype` is what the GEMM casts x to.
+
+        `weight` is given where it is whole only now, `graded` says whether gradients are recorded, `call` which call of the model this is.
+        """
+        if not self.on or self.off is not None:
             return NO_TICKET
+        try:
+            with torch.no_grad():
+                if weight is not None:
+                    self._whole = weight.detach().clone()
+                if not graded and not inside_backward():
+                    self._see_ungraded(x, right, dtype)
+                    return NO_TICKET
+                return self._see_graded(x, right, needs_dgrad, dtype, call)
+        except Exception as error:
+            self.switch_off("looking at a forward pass", error)
+            return NO_TICKET
+
+    def _see_graded(
+        self, x: Tensor, right: Tensor | None, needs_dgrad: bool, dtype: torch.dtype | None, call: int
+    ) -> int:
         if inside_backward():
             if self._outside:
                 return self._recall(x.detach())
         else:
             self._outside += 1
-        if self.learned is None:
-            assert right is not None
-            self._prepare(x.shape[-1], right.shape[-2], x.device)
-        count = x.numel() // max(x.shape[self.adapter.channel], 1)
-        ticket, self.calls = self.calls, self.calls + 1
-        self.rows_seen += count
-        self.largest = max(self.largest, count)
+        if self.forward_only:
+            self._forget()
+        ticket = self.calls
+        look = self._take(x.detach(), right, dtype, ticket, call)
+        self._count(look)
         self.needs_dgrad |= needs_dgrad
-        if count == 0:
+        if look.count == 0:
             return NO_TICKET
-        generator = self._generator(ticket)
-        index = choose_rows(count, self._rows, generator)
-        rows = take_rows(x.detach(), self.adapter.channel, index)
-        example = None if right is None else take_example(right.detach(), generator)
-        self._pending[ticket] = Look(rows if dtype is None else rows.to(dtype), index, example)
+        self._pending[ticket] = look
         return ticket
+
+    def _see_ungraded(self, x: Tensor, right: Tensor | None, dtype: torch.dtype | None) -> None:
+        """A call without gradients: kept until the step is over, and only while no step has had any."""
+        if (self.forward_only or not self.calls) and len(self._ungraded) < MAX_UNGRADED:
+            self._ungraded.append(self._take(x.detach(), right, dtype, self.calls + len(self._ungraded), 0))
+
+    def _take(self, x: Tensor, right: Tensor | None, dtype: torch.dtype | None, ticket: int, call: int) -> Look:
+        """Copies of some rows of a call."""
+        if is_sharded(x):
+            x = x.to_local()  # type: ignore[attr-defined]
+        if self.learned is None:
+            self._prepare(x.shape[-1], self._columns(right), x.device)
+        count = x.numel() // max(x.shape[self.adapter.channel], 1)
+        examples = x.shape[0] if x.dim() > 2 and x.shape[0] else count
+        generator = self._generator(ticket)
+        index, together = choose_clusters(examples, count // max(examples, 1), self._rows, generator)
+        rows = take_rows(x, self.adapter.channel, index) if count else x.reshape(0, x.shape[self.adapter.channel])
+        example = None if right is None or not count else take_example(right.detach(), generator)
+        largest = {"x": torch.linalg.vector_norm(x, torch.inf).float()} if count else {}
+        rows = rows if dtype is None else rows.to(dtype)
+        weight = self.weight if self.adapter.kind in SCORED_KINDS and self.tally.due(self.steps) else None
+        kept = weight.detach().clone() if weight is not None and weight.dim() == 2 else None
+        return Look(rows, index, example, count, examples, together, call, largest, kept)
+
+    def _columns(self, right: Tensor | None) -> int:
+        if right is not None:
+            return int(right.shape[-2])
+        shape = shape_of_weight(self.module, self.adapter.weight)
+        if shape is None:
+            raise ValueError("the weight has no shape although the module has run")
+        return int(shape[-2])
+
+    def _count(self, look: Look) -> None:
+        self.calls += 1
+        self.rows_seen += look.count
+        self.largest = max(self.largest, look.count)
+
+    def _forget(self) -> None:
+        """Training has begun: what ran without gradients before it does not count."""
+        self.forward_only = False
+        self.calls = self.rows_seen = self.largest = self.steps = 0
+        if self.learned is not None:
+            self.learned = self._make_learned(self.learned.widths, self.device)
 
     def _recall(self, x: Tensor) -> int:
         """The ticket of a recomputed call. Of several that wait for a gradient it is the one with the same rows: the only time a look waits for the device."""
@@ -172,29 +280,89 @@ class Watch:
 
         return min(waiting, key=distance)
 
-    @torch.no_grad()
     def see_backward(self, ticket: int, dy: Tensor) -> None:
         """The gradient of a call's output; a second one for the same call is not counted."""
         look = self._pending.get(ticket)
-        if look is not None and look.dy is None:
-            look.dy = take_rows(dy.detach(), self.adapter.channel, look.index)
+        if look is None or look.dy is not None:
+            return
+        try:
+            with torch.no_grad():
+                dy = dy.detach().to_local() if is_sharded(dy) else dy.detach()  # type: ignore[attr-defined]
+                look.dy = take_rows(dy, self.adapter.channel, look.index)
+                look.largest["dy"] = torch.linalg.vector_norm(dy, torch.inf).float()
+        except Exception as error:
+            self.switch_off("looking at a backward pass", error)
 
     def _generator(self, look: int) -> torch.Generator:
         return torch.Generator().manual_seed((self._seed * 1_000_003 + look) % 2**63)
 
-    @torch.no_grad()
-    def absorb(self, step: int) -> bool:
+    def absorb(self, step: int, loss_of: LossOf | None = None) -> bool:
         """The step is over: learn from what it showed. Returns whether it showed anything."""
+        try:
+            with torch.no_grad():
+                return self._absorb(step, loss_of)
+        except Exception as error:
+            self.switch_off("learning from a step", error)
+            return False
+
+    def _absorb(self, step: int, loss_of: LossOf | None) -> bool:
         looks, self._pending, called = self._pending, {}, self._outside or self._pending
-        self._outside = 0
+        ungraded, self._ungraded, self._outside = self._ungraded, [], 0
+        if not called and ungraded:
+            looks = {self.calls + number: look for number, look in enumerate(ungraded)}
+            self.forward_only = called = True
+            for look in ungraded:
+                self._count(look)
         if not called or self.learned is None:
             return bool(called)
         if self.steps % WEIGHT_EVERY == 0 and (weight := self.weight) is not None:
             self.learned.see_weight(self._sampled_weight(weight), step)
+        due = self.tally.due(self.steps)
         self.steps += 1
         for ticket, look in looks.items():
+            if look.count == 0:
+                continue
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
+            if due:
+                self._try_to_score(look, step, loss_of)
+            self.tally.remember(look.largest)
         return True
+
+    def _try_to_score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
+        try:
+            self._score(look, step, loss_of)
+        except Exception as error:  # what else was seen of the site still counts
+            self.unscored = f"scoring failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+    def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
+        """What every recipe would have done to the loss in this call."""
+        weight = look.weight
+        if weight is None:
+            self.unscored = f"sites of the kind {self.adapter.kind!r} have no score"
+            return
+        if look.dy is None:
+            self.unscored = "no gradient was seen"
+            return
+        loss = None if loss_of is None else loss_of(look.call)
+        if loss is None:
+            self.unscored = UNKNOWN_LOSS
+            return
+        groups = look.x.shape[0] // look.together
+        wanted = max(1, min(ROWS, max(FEW, look.count // 4)) // look.together)
+        pick = torch.arange(look.x.shape[0], device=look.x.device).view(groups, look.together)
+        rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
+        shown = Shown(
+            look.x[rows],
+            look.dy[rows],
+            weight,
+            *loss,
+            examples=look.examples,
+            together=look.together,
+            per_example=look.count // look.examples,
+            largest=look.largest,
+            before=self.tally.largest,
+        )
+        self.tally.see(shown, step)
 
     def _sampled_weight(self, weight: Tensor) -> Tensor:
         """Of a GEMM's weight everything; of a table, which may be huge, some rows."""
@@ -208,6 +376,11 @@ class Watch:
         """Take the weight into its matrix normal."""
         if self.learned is not None and self.adapter.kind != "lookup":
             self.learned.snapshot(self.weight)
+
+    def release(self) -> None:
+        """Give back what only drawing needed: factors of covariances, as large as those themselves. They are made again when needed."""
+        if self.learned is not None:
+            self.learned.release()
 
     def describe(self) -> list[TensorStats]:
         """The statistics that have seen anything."""
@@ -235,6 +408,7 @@ class Watch:
         then = copy.copy(self)
         then.learned = self._make_learned(learned.widths, self.device)
         then.learned.recall(rows, learned, self._generator(0))
+        then.tally = Tally()  # the score is of all looks: a window alone is judged by its errors
         then.on = False
         return then
 
@@ -247,12 +421,18 @@ class Watch:
         """Everything, as flat named tensors."""
         counts = [self.calls, self.rows_seen, self.largest, int(self.needs_dgrad), self.steps, *self._shape]
         state = {} if self.learned is None else self.learned.state_dict()
-        return {**state, "counts": torch.tensor(counts)}
+        state |= {f"score.{key}": value for key, value in self.tally.state_dict().items()}
+        if self._whole is not None:
+            state["whole"] = self._whole.cpu().clone()
+        return {**state, "counts": torch.tensor(counts), "forward_only": torch.tensor(self.forward_only)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put back what `state_dict` gave."""
         self.calls, self.rows_seen, self.largest, dgrad, self.steps, k, n = state["counts"].tolist()
-        self.needs_dgrad = bool(dgrad)
+        self.needs_dgrad, self.forward_only = bool(dgrad), bool(state.get("forward_only", False))
+        if "whole" in state:
+            self._whole = state["whole"].to(self.device, copy=True)
+        self.tally.load_state_dict(_part(state, "score."), self.device)
         if (k, n) == (0, 0):
             return
         if self.learned is None:
@@ -269,6 +449,13 @@ class Watch:
             other = self._make_learned(mine.widths, torch.device("cpu"))
             other.load_state_dict(state)
             mine.merge(other, self._generator(self.calls + calls))
+        theirs = Tally()
+        theirs.load_state_dict(_part(state, "score."), self.device)
+        self.tally.merge(theirs)
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
         self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
         self.needs_dgrad |= bool(dgrad)
+
+
+def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

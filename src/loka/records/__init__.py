@@ -12,14 +12,16 @@ from loka.records.ablation import (
     TowerLatency,
 )
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
+from loka.records.conversion import Conversion
 from loka.records.drift import DriftReport, Feature, Move, VerdictChange
 from loka.records.engine import EngineBar, EngineBench, EngineProfile, EngineRow
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
-from loka.records.plan import ChainPlan, ChainStep, Choice, Plan, SitePlan
+from loka.records.plan import Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
     SOURCES,
+    Alarm,
     Candidate,
     Cause,
     DistributionError,
@@ -34,6 +36,7 @@ from loka.records.probe import (
     Source,
     Speed,
     TensorStats,
+    Unseen,
 )
 from loka.records.quantized import Quantized, QuantizedSite
 from loka.records.record import (
@@ -50,6 +53,8 @@ from loka.records.record import (
     write_atomically,
 )
 from loka.records.run import Comparison, Outcome, Point, Progress, Run
+from loka.records.serving import Guardrail, LoadBin, LoadTest, OnlineMetric, OnlineTest, RankerColumn, RankerInfo
+from loka.records.unit import KernelBucket, LinkPlan, Magnitude, UnitEvidence, UnitPlan
 
 __all__ = [
     "GEMMS",
@@ -58,14 +63,14 @@ __all__ = [
     "AblationCell",
     "AblationLatency",
     "AblationRun",
+    "Alarm",
     "Analysis",
     "BundleInfo",
     "Candidate",
     "Cause",
-    "ChainPlan",
-    "ChainStep",
     "Choice",
     "Comparison",
+    "Conversion",
     "DistributionError",
     "DriftReport",
     "EngineBar",
@@ -79,9 +84,15 @@ __all__ = [
     "Gemm",
     "GemmVerdict",
     "GroupRange",
+    "Guardrail",
     "Interval",
+    "KernelBucket",
     "LayerStats",
     "Likeness",
+    "LinkPlan",
+    "LoadBin",
+    "LoadTest",
+    "Magnitude",
     "MissingRun",
     "ModChange",
     "ModClass",
@@ -89,6 +100,8 @@ __all__ = [
     "ModSummary",
     "ModelStats",
     "Move",
+    "OnlineMetric",
+    "OnlineTest",
     "Outcome",
     "Overlap",
     "PairedChange",
@@ -101,6 +114,8 @@ __all__ = [
     "Progress",
     "Quantized",
     "QuantizedSite",
+    "RankerColumn",
+    "RankerInfo",
     "Record",
     "RecordError",
     "Recovery",
@@ -116,6 +131,9 @@ __all__ = [
     "SplitCheck",
     "TensorStats",
     "TowerLatency",
+    "UnitEvidence",
+    "UnitPlan",
+    "Unseen",
     "VerdictChange",
     "append",
     "capture_environment",

@@ -6,6 +6,7 @@ the `seal` accepts the file as it stands. In memory the seal follows the content
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ import msgspec
 from loka.records import prose
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf, Gemm
-from loka.records.record import Part, Record
+from loka.records.record import Part, Record, load, save
+from loka.records.unit import UnitPlan
 
 
 class Choice(Part, frozen=True):
@@ -61,26 +63,6 @@ class SitePlan(Part, frozen=True):
         return self.flops_share * sum(c.quantized for c in self.choices) / len(self.choices) if self.choices else 0.0
 
 
-class ChainStep(Part, frozen=True):
-    """One kernel of a chain: the ops it covers, and the representation it reads and writes."""
-
-    ops: list[str]  # names of the chain's ops, in order; several: fused into one kernel
-    kernel: str
-    reads: str
-    writes: str
-    microseconds: float
-
-
-class ChainPlan(Part, frozen=True):
-    """How a chain of ops runs: the cheapest path over measured costs, conversions included."""
-
-    ops: list[str]
-    steps: list[ChainStep]
-    microseconds: float
-    baseline_microseconds: float | None  # the same chain in bf16; None: a part of it was not measured
-    refusals: list[str] = msgspec.field(default_factory=list)
-
-
 class Seal(Part, frozen=True):
     """Digest of a plan's meaning, as a file carries it."""
 
@@ -107,7 +89,9 @@ class Plan(Record, frozen=True, tag="plan"):
     weights: str | None = None  # speeds are for weights quantised in every call ("dynamic") or before ("cached")
     max_metric_change: float | None = None  # budget of the end metric, relative; None: none was set
     expected_metric_change: float | None = None  # sum of the upper ends measured one site at a time
-    chains: list[ChainPlan] = msgspec.field(default_factory=list)
+    mods: list[str] = msgspec.field(default_factory=list)  # applied before anything is placed, as spelled
+    units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains; a linear in none of them is a unit of its own
+    margin: float | None = None  # relative change of the metric that counts as none
     seal: Seal | None = None
 
     def __post_init__(self) -> None:
@@ -120,10 +104,63 @@ class Plan(Record, frozen=True, tag="plan"):
             )
         msgspec.structs.force_setattr(self, "seal", _Computed(sha256=digest))
 
+        self._check_units()
+
+    def _check_units(self) -> None:
+        """Every linear is in at most one unit, and a linear of a chain is not also told to run alone."""
+        owner: dict[str, str] = {}
+        for unit in self.units:
+            for name in unit.linears:
+                if name in owner:
+                    raise ValueError(f"{name} is in two units, {owner[name]} and {unit.name}")
+                owner[name] = unit.name
+
+    def unit_of(self, site: str) -> UnitPlan | None:
+        """The unit a linear belongs to; None for one that is decided alone.
+
+        Args:
+            site: the linear's name.
+
+        Returns:
+            The unit, or None.
+        """
+        return next((unit for unit in self.units if site in unit.linears), None)
+
     @property
     def low_precision_share(self) -> float:
         """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
-        return sum(site.low_precision_share for site in self.sites)
+        chained = {name for unit in self.units for name in unit.linears}
+        return sum(s.flops_share if s.site in chained else s.low_precision_share for s in self.sites)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan to a file, whole or not at all.
+
+        Args:
+            path: a JSON file; its folder is made where it is missing.
+
+        Returns:
+            The path.
+
+        Example:
+            >>> plan.save("plan.json")
+        """
+        save(self, path)
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a plan from a file; refuses one that was changed after it was made, and one of another kind, saying what to do.
+
+        Args:
+            path: what `save` wrote.
+
+        Returns:
+            The plan.
+
+        Example:
+            >>> loka.convert(model, loka.Plan.load("plan.json"))
+        """
+        return load(path, cls)
 
     def diff(self, other: "Plan") -> str:
         """What changes from this plan to another, one line per difference; empty when they run the same."""

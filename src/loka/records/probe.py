@@ -60,8 +60,9 @@ class DistributionError(Part, frozen=True):
 class Candidate(Part, frozen=True):
     """One way to run one GEMM of a site, and how it did.
 
-    `errors` has one entry per origin of the operands. `mere` to `underflowed` repeat the entry the candidate is judged by, the worst of
-    those that count (`ProbeReport.judged_on`), which `distribution` names.
+    `harm` is what it is judged by: the error weighed by the gradient (`loka.probe.score`). `errors` has one entry per origin of the operands. `mere` to
+    `underflowed` repeat the worst of those that count (`ProbeReport.judged_on`), which `distribution` names. The recipes "static" and "delayed" (chains: one
+    E4M3 scale per tensor that is given beforehand) have a harm and nothing else.
     """
 
     gemm: Gemm
@@ -81,6 +82,12 @@ class Candidate(Part, frozen=True):
     speedup: Interval | None = None  # over bf16
     errors: list[DistributionError] = msgspec.field(default_factory=list)
     speed_note: str | None = None  # why there is no speed-up
+    harm: Interval | None = (
+        None  # size of the relative change of the loss, as a share: the usual one, and what it may be; verdicts go by `high`
+    )
+    drift: float | None = (
+        None  # fprop: signed first-order mean on the sampled examples; gradients: share of a step's progress that is lost
+    )
 
 
 class Cause(Part, frozen=True):
@@ -103,6 +110,27 @@ class GemmVerdict(Part, frozen=True):
     causes: list[Cause] = msgspec.field(default_factory=list)  # of an unsafe verdict, the strongest first
 
 
+class Alarm(Part, frozen=True):
+    """A column of a raw input whose mean is large against its spread: rounding at the size of the mean destroys what varies."""
+
+    column: int
+    mean: float
+    spread: float  # standard deviation
+    text: str  # what was seen, and why it matters
+    help: str  # what would help
+
+
+class Unseen(Part, frozen=True):
+    """A product that Probe cannot look at."""
+
+    name: str
+    type: str
+    reason: str
+    flops: (
+        float  # of a training step, estimated from its parameters and the rows it was given; 0 where it was not called
+    )
+
+
 class Site(Part, frozen=True):
     """One place in the model where a GEMM happens."""
 
@@ -121,6 +149,12 @@ class Site(Part, frozen=True):
     metric_change: Interval | None = None  # relative change of the end metric with this site alone in low precision
     metric_recipe: str | None = None  # the recipe of that measurement
     covariance: str | None = None  # how the covariance of the rows was kept: in full, or approximated, and how
+    kept: str | None = (
+        None  # why it stays as it is whatever its error (a parametrised weight, a mod that protects it); not to be planned
+    )
+    unscored: str | None = None  # why its candidates have no harm
+    off: str | None = None  # why Probe stopped looking at it
+    alarms: list["Alarm"] = msgspec.field(default_factory=list)  # hazards at its input, by column
 
 
 class ProbeReport(Record, frozen=True, tag="probe"):
@@ -143,3 +177,7 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     combined_sites: list[str] = msgspec.field(default_factory=list)
     judged_on: list[Source] = msgspec.field(default_factory=list)  # the worst of these counts
     data: str | None = None  # what the model was trained on while it was watched
+    margin: float = 0.0002  # relative change of the loss the whole model may have
+    units: int = 0  # that share it: errors of independent units add in squares, so each may cost margin / sqrt(units)
+    unseen: list[Unseen] = msgspec.field(default_factory=list)  # products that were not looked at
+    notes: list[str] = msgspec.field(default_factory=list)  # what went wrong while looking

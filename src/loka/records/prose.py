@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from loka.records.plan import ChainPlan, Choice, Plan, SitePlan
+    from loka.records.plan import Choice, Plan, SitePlan
+    from loka.records.unit import LinkPlan, UnitPlan
 
-__all__ = ["diff", "explain", "spell"]
+__all__ = ["diff", "explain", "spell", "spell_unit"]
 
 _SETTINGS = (
     "model",
@@ -16,6 +17,8 @@ _SETTINGS = (
     "max_gradient_error",
     "min_speedup",
     "max_metric_change",
+    "margin",
+    "mods",
 )
 
 
@@ -42,20 +45,38 @@ def diff(before: "Plan", after: "Plan") -> str:
             lines.append(f"+ {name}: new, {_spell_site(new_sites[name])}")
         else:
             lines += _diff_site(old_sites[name], new_sites[name])
-    return "\n".join([*lines, *_diff_chains(before, after)])
+    return "\n".join([*lines, *_diff_units(before, after)])
 
 
-def _diff_chains(before: "Plan", after: "Plan") -> list[str]:
-    old, new = ({" -> ".join(chain.ops): _spell_chain(chain) for chain in plan.chains} for plan in (before, after))
+def _diff_units(before: "Plan", after: "Plan") -> list[str]:
+    old, new = ({unit.name: spell_unit(unit) for unit in plan.units} for plan in (before, after))
     names = [*old, *(name for name in new if name not in old)]
     changed = [
         (name, old.get(name, "absent"), new.get(name, "absent")) for name in names if old.get(name) != new.get(name)
     ]
-    return [f"~ chain {name}: {was} => {now}" for name, was, now in changed]
+    return [f"~ unit {name}: {was} => {now}" for name, was, now in changed]
 
 
-def _spell_chain(chain: "ChainPlan") -> str:
-    return ", ".join(f"{step.kernel} ({step.reads} -> {step.writes})" for step in chain.steps)
+def spell_unit(unit: "UnitPlan") -> str:
+    """A unit in one line: `chain top.0 relu -> top.2, delayed scales, delayed gradients`.
+
+    Args:
+        unit: of a plan.
+
+    Returns:
+        What runs, without the evidence.
+    """
+    links = " -> ".join(_spell_link(link) for link in unit.links)
+    kernels = "".join(
+        f", up to {b.rows} rows: {' '.join(f'{op}={name}' for op, name in b.kernels.items())}" for b in unit.kernels
+    )
+    around = "" if unit.around is None else f", interactions of {unit.around} fused around it"
+    return f"{unit.kind} {links}, {unit.scales} scales, {unit.gradient} gradients{around}{kernels}"
+
+
+def _spell_link(link: "LinkPlan") -> str:
+    norm = "" if link.norm == "none" else f" {link.norm} norm"
+    return f"{link.linear}{norm}{'' if link.activation == 'none' else f' {link.activation}'}"
 
 
 def _spell_site(site: "SitePlan") -> str:
@@ -75,11 +96,12 @@ def _diff_site(before: "SitePlan", after: "SitePlan") -> list[str]:
 
 def explain(plan: "Plan", site: str) -> str:
     """Why one site runs what it runs."""
-    for planned in plan.sites:
-        if planned.site == site:
-            break
-    else:
-        known = ", ".join(s.site for s in plan.sites)
+    planned = next((s for s in plan.sites if s.site == site), None)
+    unit = plan.unit_of(site) or next((u for u in plan.units if u.name == site), None)
+    if planned is None:
+        if unit is not None:
+            return "\n".join([*_explain_unit(unit), *(f"  note: {note}" for note in plan.notes)])
+        known = ", ".join(dict.fromkeys([*(s.site for s in plan.sites), *(n for u in plan.units for n in u.linears)]))
         raise ValueError(f"the plan has no site {site!r}; its sites are {known}")
     shape = f"M {planned.m}, K {planned.k}, N {planned.n}"
     of = "the model's" if plan.flops_of == "model" else "the probed sites'"
@@ -92,9 +114,8 @@ def explain(plan: "Plan", site: str) -> str:
         lines += _explain_numbers(choice)
         if choice.quantized:
             lines += [f"    refused {refusal}" for refusal in choice.refusals]
-    for chain in plan.chains:
-        if site in chain.ops:
-            lines += _explain_chain(chain)
+    if unit is not None:
+        lines += _explain_unit(unit)
     lines += [f"  note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
@@ -112,10 +133,19 @@ def _explain_numbers(choice: "Choice") -> list[str]:
     ]
 
 
-def _explain_chain(chain: "ChainPlan") -> list[str]:
-    bf16 = f", bf16 {chain.baseline_microseconds:.1f}" if chain.baseline_microseconds is not None else ""
-    lines = [f"  in the chain {' -> '.join(chain.ops)}: {chain.microseconds:.1f} us{bf16}"]
-    return lines + [
-        f"    {' + '.join(step.ops) or 'convert'}: {step.kernel}, {step.reads} -> {step.writes}, {step.microseconds:.1f} us"
-        for step in chain.steps
+def _explain_unit(unit: "UnitPlan") -> list[str]:
+    """What a unit runs, why, what was measured about it, and what else was tried."""
+    lines = [
+        f"  in the unit {unit.name}: {spell_unit(unit)}",
+        f"    because {unit.reason or 'it was asked for, without evidence'}",
     ]
+    if (known := unit.evidence) is not None:
+        for name, interval, how in (
+            ("speed-up over compiled 16 bits", known.speedup, "{:.2f}x"),
+            ("predicted change of the loss", known.harm, "{:+.4%}"),
+            ("measured change of the metric, this unit alone", known.metric_change, "{:+.4%}"),
+        ):
+            if interval is not None:
+                low, value, high = (how.format(v) for v in (interval.low, interval.value, interval.high))
+                lines.append(f"    {name}: {value} [{low}, {high}]")
+    return [*lines, *(f"    refused {refusal}" for refusal in unit.refusals)]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loka.convert import load_scale_state, scale_state
-from loka.nn.guard import Decide, Guard, GuardConfig, GuardEvent
+from loka.lowp.guard import Decide, Guard, GuardConfig, GuardEvent
+from loka.placing import load_scale_state, scale_state
 from loka.training.callbacks import Callback, CallbackState, LogLine
 
 if TYPE_CHECKING:

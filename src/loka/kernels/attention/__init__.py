@@ -1,14 +1,17 @@
 """attention: silu(alpha Q K^T + bias) V over ragged rows, the attention of HSTU; forward and backward."""
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from loka.kernels.attention import reference
+from loka.kernels import registry
 from loka.kernels.attention.call import AttentionCall
+from loka.kernels.attention.reference import locate
+from loka.kernels.backend import require_library
+from loka.kernels.registry import Selection, pick
 
-__all__ = ["AttentionCall", "describe", "silu_attention"]
+__all__ = ["AttentionCall", "choose", "describe", "load", "locate", "silu_attention"]
 
 
 def silu_attention(
@@ -24,15 +27,33 @@ def silu_attention(
     query_times: Tensor | None = None,
     divisor: float | None = None,
     alpha: float = 1.0,
-    run: Any = reference.run,
+    backend: str = "auto",
 ) -> Tensor:
-    """q, k [total, H, d_qk] and v [total, H, d_v] of ragged rows -> [total, H, d_v]; `run` is the backend's.
+    """SiLU attention over ragged rows, with gradients.
 
-    position_bias [H, entries] is indexed by i - j, time_bias [H, buckets] by the bucket of query_times[i] - times[j] (int64 [total]);
-    query_times defaults to times. divisor: what the sum is divided by, None for the length of the row. Rows are at most max_length long.
+    Args:
+        q: [total, H, d_qk], all rows after one another.
+        k: [total, H, d_qk].
+        v: [total, H, d_v].
+        offsets: int64 [rows + 1], where each row starts and the last one ends.
+        max_length: no row is longer.
+        position_bias: [H, entries], indexed by i - j.
+        time_bias: [H, buckets], indexed by the bucket of query_times[i] - times[j].
+        times: int64 [total], with a time_bias.
+        query_times: int64 [total], None for times.
+        divisor: what the sum is divided by, None for the length of the row.
+        alpha: what scores are multiplied by.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [total, H, d_v], in v's type.
+
+    Example:
+        >>> out = silu_attention(q, k, v, offsets, max_length=200, divisor=200.0)
     """
     _check(q, k, v, offsets, position_bias, time_bias, times, query_times)
-    out: Tensor = run(
+    chosen = choose(q, v, offsets, max_length, backend=backend)
+    out = chosen.backend.run(
         q,
         k,
         v,
@@ -45,7 +66,19 @@ def silu_attention(
         divisor=divisor,
         alpha=alpha,
     )
-    return out
+    return cast(Tensor, out)
+
+
+def choose(q: Tensor, v: Tensor, offsets: Tensor, max_length: int, *, backend: str = "auto") -> Selection:
+    """The backend that runs for these operands, and why those before it do not; a named one that cannot raises."""
+    return pick("attention", backend, describe(q, v, offsets, max_length), q.device)
+
+
+def load() -> None:
+    """Import all backends now: torch.compile cannot trace an import."""
+    registry.load("attention")
+    if require_library("triton", "dev"):
+        from loka.kernels.attention import triton_ops  # noqa: F401
 
 
 def describe(q: Tensor, v: Tensor, offsets: Tensor, max_length: int) -> AttentionCall:

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from loka.kernels.attention.call import AttentionCall
-from loka.kernels.backend import YES, Verdict, no, require_library
+from loka.kernels.backend import Verdict, no
 from loka.kernels.strides import unit_rows
+from loka.kernels.triton_device import triton_multiplies_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 256
@@ -17,17 +18,7 @@ def supports(call: AttentionCall, device: torch.device) -> Verdict:
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if max(call.d_qk, call.d_v) > WIDEST:
         return no(f"head widths go up to {WIDEST}, got qk {call.d_qk} and v {call.d_v}")
-    available = require_library("triton", "dev")
-    if not available or device.type == "cuda":
-        return available
-    import triton
-
-    if device.type == "cpu" and triton.knobs.runtime.interpret:
-        wrong = "Triton's interpreter multiplies bf16 by its bit patterns; test in fp16 or fp32"
-        return no(wrong) if call.dtype == torch.bfloat16 else YES
-    return no(
-        f"Triton needs a CUDA device, not {device.type} (on the CPU only its interpreter runs: TRITON_INTERPRET=1)"
-    )
+    return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
 
 
 def run(
@@ -65,13 +56,3 @@ def run(
         alpha,
     )
     return out
-
-
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernel takes operands of these dtypes and widths: the part of `supports` that torch.compile can trace."""
-    return q.dtype in _DTYPES and max(q.shape[2], v.shape[2]) <= WIDEST
-
-
-def load() -> None:
-    """Import the kernels now: torch.compile cannot trace an import."""
-    from loka.kernels.attention import triton_ops  # noqa: F401

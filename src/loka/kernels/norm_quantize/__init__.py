@@ -5,16 +5,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from loka.formats import Spec
-from loka.kernels.norm_quantize.call import NormCall, NormResult
+from loka.formats import QTensor, Spec
+from loka.kernels.norm_quantize.call import NormCall, NormGradient, NormGradientCall, NormResult
 from loka.kernels.registry import pick
 
-__all__ = ["NormCall", "NormResult", "norm_gradient", "norm_quantize"]
+__all__ = ["NormCall", "NormGradient", "NormGradientCall", "NormResult", "norm_gradient", "norm_quantize"]
 
 
 def norm_quantize(
-    x: Tensor,
-    spec: Spec,
+    x: Tensor | QTensor,
+    spec: Spec | None,
     *,
     norm: str,
     weight: Tensor | None = None,
@@ -24,35 +24,99 @@ def norm_quantize(
     eps: float | None = None,
     scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    transpose: bool = False,
+    amax: Tensor | None = None,
     backend: str = "auto",
 ) -> NormResult:
-    """q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K]."""
-    affine = weight is not None or bias is not None
+    """q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K].
+
+    Args:
+        x: 16 or 32 bits, or FP8 with one scale or one a row.
+        spec: how the output is quantised; None writes `out_dtype` alone.
+        norm: "layer", "rms" (both over the whole row), or "block" (RMS of each 256 columns, without parameters).
+        weight: [K], for layer and rms.
+        bias: [K], for layer and rms.
+        residual: [M, K], added to x first.
+        activation: one of loka.kernels.activation.ACTIVATIONS.
+        eps: None is 1e-5 for layer, 1e-6 for rms and block.
+        scale: the given scale of a static or delayed spec, a float32 scalar.
+        out_dtype: also write the output before quantisation, in this type.
+        transpose: also write q^T [K, M], contiguous along M, under the same given scale.
+        amax: a float32 scalar, raised in place to the largest finite |output| before quantisation.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        The output both ways, h = x + residual, and mean and rstd for `norm_gradient`.
+
+    Example:
+        >>> kept = norm_quantize(x, Spec.parse("e4m3:row"), norm="layer", weight=w, bias=b, activation="silu")
+    """
+    _check_amax(amax)
     m, k = x.shape
-    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, x.dtype, out_dtype)
+    affine = weight is not None or bias is not None
+    kept = x.spec if isinstance(x, QTensor) else None
+    dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
+    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, dtype, out_dtype, transpose, kept)
     chosen = pick("norm_quantize", backend, call, x.device)
     result = chosen.backend.run(
-        x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype
+        x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype,
+        transpose=transpose, amax=amax,
     )  # fmt: skip
     return cast(NormResult, result)
 
 
 def norm_gradient(
     dy: Tensor,
-    kept: NormResult,
+    h: Tensor | QTensor,
+    mean: Tensor | None,
+    rstd: Tensor,
     *,
     norm: str,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "none",
     dh: Tensor | None = None,
+    spec: Spec | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx (= dresidual), dweight and dbias from the gradient of the output and, where there is a residual stream, of h."""
+) -> NormGradient:
+    """The gradient of `norm_quantize` from what it kept; with a `spec` dx is written in FP8 both ways, and never in 16 bits.
+
+    Args:
+        dy: [M, K], the gradient of the output, 16 or 32 bits.
+        h: what was normalised, as forward kept it: 16 or 32 bits, or FP8.
+        mean: [M, 1] of forward, for layer norm.
+        rstd: [M, 1] of forward, or [M, blocks].
+        norm: as in forward.
+        weight: as in forward.
+        bias: as in forward.
+        activation: as in forward.
+        dh: the gradient that reaches h from the residual stream, added to dx.
+        spec: FP8 with one given scale (static or delayed), for dx [M, K] and dx^T [K, M].
+        scale: that scale, a float32 scalar.
+        amax: a float32 scalar, raised in place to the largest finite |dx|.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        dx (= dresidual), its transpose where there is a spec, dweight and dbias.
+
+    Example:
+        >>> back = norm_gradient(dy, kept.h, kept.mean, kept.rstd, norm="layer", weight=w, bias=b, activation="silu")
+    """
+    _check_amax(amax)
     m, k = dy.shape
-    call = NormCall(m, k, kept.q.spec, norm, activation, weight is not None, dh is not None, kept.h.dtype)
+    affine = weight is not None or bias is not None
+    call = NormGradientCall(
+        m, k, norm, activation, affine, dh is not None, dy.dtype, spec, h.spec if isinstance(h, QTensor) else None
+    )
     chosen: Any = pick("norm_quantize", backend, call, dy.device).backend
     result = chosen.gradient(
-        dy, kept.h, kept.mean, kept.rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh
-    )
-    return cast(tuple[Tensor, Tensor | None, Tensor | None], result)
+        dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax
+    )  # fmt: skip
+    return cast(NormGradient, result)
+
+
+def _check_amax(amax: Tensor | None) -> None:
+    if amax is not None and (amax.numel() != 1 or amax.dtype != torch.float32):
+        raise ValueError(f"amax is a float32 scalar that is raised in place, got {amax.dtype} {tuple(amax.shape)}")

@@ -1,50 +1,113 @@
-"""Normalise, activate and quantise in one pass, described without tensors."""
+"""Normalise, activate and quantise in one pass, and the gradient of it, described without tensors."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, Spec
+from loka.formats import TENSOR, QTensor, Spec
+from loka.kernels.activation import ACTIVATIONS, check_activation
+
+__all__ = ["ACTIVATIONS", "EPS", "NORMS", "NORM_BLOCK", "NormCall", "NormGradient", "NormGradientCall", "NormResult"]
 
 NORMS = ("layer", "rms", "block")
-ACTIVATIONS = ("none", "relu", "silu", "hard_swish")
 NORM_BLOCK = 256
 EPS = {"layer": 1e-5, "rms": 1e-6, "block": 1e-6}
 
 
 @dataclass(frozen=True)
 class NormCall:
-    """q = quantize(activation(norm(x + residual))); with `out_dtype` also the same in 16 or 32 bits."""
+    """q = quantize(activation(norm(x + residual))); with `out_dtype` also, or (spec None) only, the same in 16 or 32 bits.
+
+    `kept` is the Spec of an x that is FP8 itself. `transpose`: also q^T [K, M] for a weight gradient, under the same given scale.
+    """
 
     m: int
     k: int
-    spec: Spec
+    spec: Spec | None
     norm: str
     activation: str = "none"
     affine: bool = False
     residual: bool = False
     in_dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype | None = None
+    transpose: bool = False
+    kept: Spec | None = None
 
     def __post_init__(self) -> None:
-        if self.norm not in NORMS:
-            raise ValueError(f"norm {self.norm!r} is not one of {', '.join(NORMS)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r} is not one of {', '.join(ACTIVATIONS)}")
-        if self.norm == "block" and self.affine:
-            raise ValueError("block norm has no parameters; hint: fold an affine into the next linear (loka.mods)")
+        _check(self.norm, self.activation, affine=self.affine, kept=self.kept)
+        if self.spec is None and self.out_dtype is None:
+            raise ValueError("norm_quantize was asked for nothing: give a spec, an out_dtype, or both")
+        if self.kept is not None and self.residual:
+            raise ValueError(f"x is {self.kept}: a sum with a residual is no FP8 tensor; hint: dequantize x first")
+        if self.transpose and not _given(self.spec):
+            raise ValueError(
+                f"the transpose shares one given scale with q, {self.spec} does not; hint: e4m3:tensor:static"
+            )
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.k} {'residual+' if self.residual else ''}{self.norm} {self.activation} -> {self.spec}"
+        x = f" {self.kept}" if self.kept else ""
+        out = self.spec or str(self.out_dtype).removeprefix("torch.")
+        sources = f"{x} {'residual+' if self.residual else ''}{self.norm} {self.activation}"
+        return f"{self.m}x{self.k}{sources} -> {out}{' + T' if self.transpose else ''}"
+
+
+@dataclass(frozen=True)
+class NormGradientCall:
+    """From dy to dx, in x's own 16 bits or, with a `spec`, in FP8 both ways under one given scale; and to dweight, dbias."""
+
+    m: int
+    k: int
+    norm: str
+    activation: str = "none"
+    affine: bool = False
+    residual: bool = False
+    in_dtype: torch.dtype = torch.bfloat16
+    spec: Spec | None = None
+    kept: Spec | None = None
+
+    def __post_init__(self) -> None:
+        _check(self.norm, self.activation, affine=self.affine, kept=self.kept)
+        if self.spec is not None and not _given(self.spec):
+            raise ValueError(f"an FP8 gradient takes one given scale, {self.spec} does not; hint: e4m3:tensor:delayed")
+
+    def __str__(self) -> str:
+        x = f" {self.kept}" if self.kept else ""
+        out = f"{self.spec} + T" if self.spec else "16 bits"
+        return f"{self.m}x{self.k}{x} gradient {self.norm} {self.activation}{' +dh' if self.residual else ''} -> {out}"
+
+
+def _check(norm: str, activation: str, *, affine: bool, kept: Spec | None) -> None:
+    if norm not in NORMS:
+        raise ValueError(f"norm {norm!r} is not one of {', '.join(NORMS)}")
+    check_activation(activation)
+    if norm == "block" and affine:
+        raise ValueError("block norm has no parameters; hint: fold an affine into the next linear (loka.mods)")
+    if kept is not None and kept.block not in (TENSOR, Spec.parse("e4m3:row").block):
+        raise ValueError(f"an x in FP8 has one scale, or one a row, not {kept}")
+
+
+def _given(spec: Spec | None) -> bool:
+    return spec is not None and spec.block == TENSOR and spec.mode != "dynamic"
 
 
 @dataclass(frozen=True)
 class NormResult:
-    """The quantised output, and what backward and the residual stream need."""
+    """The output, and what backward and the residual stream need."""
 
-    q: QTensor
+    q: QTensor | None  # quantised, unless no spec was given
     y: Tensor | None  # the same values before quantisation, where asked
-    h: Tensor  # x + residual, in x's type (x itself without a residual)
+    h: Tensor | QTensor  # x + residual, in x's type (x itself without a residual)
     mean: Tensor | None  # [M, 1] for layer norm
     rstd: Tensor  # [M, 1], or [M, blocks] for block norm
+    q_t: QTensor | None = None  # q^T [K, M], where asked
+
+
+@dataclass(frozen=True)
+class NormGradient:
+    """dx (= dresidual) in 16 bits, or in FP8 together with dx^T [K, M]; the gradients of the parameters in their own types."""
+
+    dx: Tensor | QTensor
+    dx_t: QTensor | None
+    weight: Tensor | None
+    bias: Tensor | None

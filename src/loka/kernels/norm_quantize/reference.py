@@ -1,24 +1,28 @@
 """The law of norm + activation + quantise, forward and backward, in plain torch.
 
-h    = x + residual                                    rounded to x's type: it is the residual stream
+h    = x + residual                                    rounded to x's type: it is the residual stream; an x in FP8 is dequantised
 xhat = (h - mean) * rstd                               layer;  h * rstd for rms (per row) and block (per 256 columns)
 p    = xhat * weight + bias
-y    = activation(p);   q = quantize(y)
+y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|)
 
 dp   = dy * activation'(p)
 dx   = rstd * (dxhat - [mean(dxhat)] - xhat * mean(dxhat * xhat)),   dxhat = dp * weight;  the bracket for layer norm only
+
+Backward sees x as it was kept: an x in FP8 is the rounded one, while mean and rstd are those of forward.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from loka.formats import Spec, quantize
+from loka.formats import TENSOR, QTensor, Spec, block_amax, quantize
+from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
-from loka.kernels.fused_linear.reference import activation_slope, apply_activation
-from loka.kernels.norm_quantize.call import EPS, NORM_BLOCK, NormCall, NormResult
+from loka.kernels.norm_quantize.call import EPS, NORM_BLOCK, NormCall, NormGradient, NormGradientCall, NormResult
 
 
-def supports(call: NormCall, device: torch.device) -> Verdict:
+def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict:
     """Everything: this is plain torch."""
     return YES
 
@@ -34,6 +38,10 @@ def _spread(value: Tensor, norm: str, columns: int) -> Tensor:
     return value.repeat_interleave(NORM_BLOCK, 1)[:, :columns] if norm == "block" else value
 
 
+def _wide(x: Tensor | QTensor) -> Tensor:
+    return x.dequantize() if isinstance(x, QTensor) else x.float()
+
+
 def _normalize(h: Tensor, norm: str, eps: float) -> tuple[Tensor, Tensor | None, Tensor]:
     mean = _mean(h, norm) if norm == "layer" else None
     centred = h if mean is None else h - mean
@@ -41,9 +49,20 @@ def _normalize(h: Tensor, norm: str, eps: float) -> tuple[Tensor, Tensor | None,
     return centred * _spread(rstd, norm, h.shape[1]), mean, rstd
 
 
+def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    p = xhat if weight is None else xhat * weight.float()
+    return p if bias is None else p + bias.float()
+
+
+def _raise(amax: Tensor | None, values: Tensor) -> None:
+    """In place, as every backend: the buffer outlives the step."""
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, block_amax(values, TENSOR).to(amax.device)))
+
+
 def run(
-    x: Tensor,
-    spec: Spec,
+    x: Tensor | QTensor,
+    spec: Spec | None,
     *,
     norm: str,
     weight: Tensor | None = None,
@@ -53,19 +72,22 @@ def run(
     eps: float | None = None,
     scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    transpose: bool = False,
+    amax: Tensor | None = None,
 ) -> NormResult:
     """Forward."""
-    h = x if residual is None else (x.float() + residual.float()).to(x.dtype)
-    xhat, mean, rstd = _normalize(h.float(), norm, EPS[norm] if eps is None else eps)
-    p = xhat if weight is None else xhat * weight.float()
-    p = p if bias is None else p + bias.float()
-    y = apply_activation(p, activation)
-    return NormResult(quantize(y, spec, scale=scale), None if out_dtype is None else y.to(out_dtype), h, mean, rstd)
+    h: Any = x if residual is None else (_wide(x) + residual.float()).to(x.dtype)  # type: ignore[union-attr]
+    xhat, mean, rstd = _normalize(_wide(h), norm, EPS[norm] if eps is None else eps)
+    y = activate(_affine(xhat, weight, bias), activation)
+    _raise(amax, y)
+    q = None if spec is None else quantize(y, spec, scale=scale)
+    q_t = quantize(y.T.contiguous(), spec, scale=scale) if transpose and spec is not None else None
+    return NormResult(q, None if out_dtype is None else y.to(out_dtype), h, mean, rstd, q_t)
 
 
 def gradient(
     dy: Tensor,
-    h: Tensor,
+    h: Tensor | QTensor,
     mean: Tensor | None,
     rstd: Tensor,
     *,
@@ -74,19 +96,26 @@ def gradient(
     bias: Tensor | None = None,
     activation: str = "none",
     dh: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx (= dresidual), dweight, dbias. `dh` is the gradient that reaches h from the residual stream."""
-    columns = h.shape[1]
-    centred = h.float() if mean is None else h.float() - mean
+    spec: Spec | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> NormGradient:
+    """Backward. `dh` is the gradient that reaches h from the residual stream."""
+    columns = dy.shape[1]
+    wide = _wide(h)
+    centred = wide if mean is None else wide - mean
     xhat = centred * _spread(rstd, norm, columns)
-    p = xhat if weight is None else xhat * weight.float()
-    p = p if bias is None else p + bias.float()
-    dp = dy.float() * activation_slope(p, activation)
+    dp = dy.float() * activation_slope(_affine(xhat, weight, bias), activation)
     dxhat = dp if weight is None else dp * weight.float()
     dx = dxhat - xhat * _spread(_mean(dxhat * xhat, norm), norm, columns)
     if norm == "layer":
         dx = dx - _mean(dxhat, norm)
     dx = dx * _spread(rstd, norm, columns)
     dx = dx if dh is None else dx + dh.float()
+    _raise(amax, dx)
     dweight = None if weight is None else (dp * xhat).sum(0).to(weight.dtype)
-    return dx.to(h.dtype), dweight, None if bias is None else dp.sum(0).to(bias.dtype)
+    dbias = None if bias is None else dp.sum(0).to(bias.dtype)
+    if spec is None:
+        return NormGradient(dx.to(dy.dtype if isinstance(h, QTensor) else h.dtype), None, dweight, dbias)
+    turned = quantize(dx.T.contiguous(), spec, scale=scale)
+    return NormGradient(quantize(dx, spec, scale=scale), turned, dweight, dbias)

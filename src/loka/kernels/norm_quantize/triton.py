@@ -1,39 +1,77 @@
-"""Our fused norm + activation + quantise, rows up to 16384 wide."""
+"""Our fused norm + activation + quantise. Rows up to 16384 wide; of any width where FP8 is written both ways."""
 
 import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
-from loka.kernels.backend import Verdict, no
-from loka.kernels.norm_quantize.call import ACTIVATIONS, EPS, NORMS, NormCall, NormResult
+from loka.kernels.backend import YES, Verdict, no
+from loka.kernels.norm_quantize.call import (
+    ACTIVATIONS,
+    EPS,
+    NORMS,
+    NormCall,
+    NormGradient,
+    NormGradientCall,
+    NormResult,
+)
 from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 WIDEST = 16384
 _SOURCES = {TENSOR: 1, ROW: 2, Block(1, 128): 3}
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_WIDER = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def supports(call: NormCall, device: torch.device) -> Verdict:
-    """FP8 with a static scale per tensor, or dynamic scales per row or 1x128."""
-    spec = call.spec
+def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict:
+    """FP8 with a static scale per tensor, or dynamic scales per row or 1x128; 16 bits; both ways under a static scale."""
+    both = call.transpose if isinstance(call, NormCall) else call.spec is not None
+    for said in (_output(call.spec), _both(call) if both else _width(call.k), _operand(call)):
+        if not said:
+            return said
+    return triton_runs_on(device)
+
+
+def _output(spec: Spec | None) -> Verdict:
+    if spec is None:
+        return YES
     if spec.format not in (E4M3, E5M2) or spec.rounding != "nearest" or spec.scale == "e4m3":
         return no(f"writes e4m3 or e5m2 rounded to nearest, not {spec}")
     if spec.block not in _SOURCES:
         return no(f"scales are per tensor, row or 1x128, not {spec.block}")
     if (spec.block == TENSOR) == (spec.mode == "dynamic"):
         return no(f"{spec}: a tensor's scale must be given (a row cannot know it); row and 1x128 scales are made here")
-    if call.k > WIDEST:
-        return no(f"a row must fit in registers: at most {WIDEST} wide, not {call.k}")
+    return YES
+
+
+def _width(k: int) -> Verdict:
+    if k > WIDEST:
+        return no(f"a row must fit in registers: at most {WIDEST} wide, not {k}")
+    return YES
+
+
+def _both(call: NormCall | NormGradientCall) -> Verdict:
+    if call.norm == "block":
+        return no("block norm is not written both ways here; hint: fused_linear has it in the GEMM's epilogue")
+    if call.residual:
+        return no("a residual stream in 16 bits is not written together with FP8 both ways")
+    if isinstance(call, NormCall) and call.out_dtype is not None:
+        return no(f"writes FP8 both ways, not {call.out_dtype} beside it")
+    return YES
+
+
+def _operand(call: NormCall | NormGradientCall) -> Verdict:
     if call.k == 0:
         return no("a norm over nothing")
-    if call.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return no(f"reads bf16, fp16 and fp32, not {call.in_dtype}")
-    return triton_runs_on(device)
+    if call.kept is not None and call.kept.format.dtype not in _FP8:
+        return no(f"reads an x in e4m3 or e5m2, not {call.kept}")
+    wider = call.in_dtype in _WIDER or (isinstance(call, NormCall) and call.kept is not None)
+    return YES if wider else no(f"reads bf16, fp16 and fp32, not {call.in_dtype}")
 
 
 def run(
-    x: Tensor,
-    spec: Spec,
+    x: Tensor | QTensor,
+    spec: Spec | None,
     *,
     norm: str,
     weight: Tensor | None = None,
@@ -43,33 +81,40 @@ def run(
     eps: float | None = None,
     scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    transpose: bool = False,
+    amax: Tensor | None = None,
 ) -> NormResult:
     """Forward."""
-    if (spec.mode == "dynamic") != (scale is None):
+    if spec is not None and (spec.mode == "dynamic") != (scale is None):
         raise ValueError(f"{spec} {'makes its own scale' if scale is not None else 'needs a scale'}")
     if x.shape[0] == 0:
         from loka.kernels.norm_quantize import reference
 
         return reference.run(
-            x,
-            spec,
-            norm=norm,
-            weight=weight,
-            bias=bias,
-            residual=residual,
-            activation=activation,
-            eps=eps,
-            scale=scale,
-            out_dtype=out_dtype,
-        )  # nothing to compute: the law defines what an empty result looks like
+            x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype,
+            transpose=transpose, amax=amax,
+        )  # fmt: skip  # nothing to compute: the law defines what an empty result looks like
     from loka.kernels.norm_quantize import triton_ops
 
+    data, x_scale = _operands(x)
+    w, b = _dense(weight), _dense(bias)
+    options = NORMS.index(norm), ACTIVATIONS.index(activation), EPS[norm] if eps is None else eps
+    if spec is not None and transpose:
+        assert scale is not None  # a spec of both ways has one
+        q, q_t, mean, rstd = triton_ops.norm_quantize_both(
+            data, x_scale, w, b, scale, amax, *options, spec.format.dtype
+        )
+        given = scale.float().reshape(())
+        kept = mean if norm == "layer" else None
+        return NormResult(QTensor(q, given, spec), None, x, kept, rstd, QTensor(q_t, given, spec))
+    added = None if residual is None else unit_rows(residual)
+    kind = torch.float8_e4m3fn if spec is None else spec.format.dtype
+    source, pow2 = (0, False) if spec is None else (_SOURCES[spec.block], spec.scale in ("pow2", "e8m0"))
     q, made, h, y, mean, rstd = triton_ops.norm_quantize(
-        unit_rows(x), None if residual is None else unit_rows(residual), _dense(weight), _dense(bias), scale, NORMS.index(norm), ACTIVATIONS.index(activation),
-        EPS[norm] if eps is None else eps, spec.format.dtype, _SOURCES[spec.block], spec.scale in ("pow2", "e8m0"), out_dtype,
-    )  # fmt: skip
+        data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, out_dtype
+    )
     return NormResult(
-        QTensor(q, made if scale is None else scale.float().reshape(()), spec),
+        None if spec is None else QTensor(q, made if scale is None else scale.float().reshape(()), spec),
         None if out_dtype is None else y,
         x if residual is None else h,
         mean if norm == "layer" else None,
@@ -81,9 +126,14 @@ def _dense(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.contiguous()
 
 
+def _operands(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None]:
+    """Rows without gaps, and the scale of an x in FP8."""
+    return (unit_rows(x.data), x.scale.contiguous()) if isinstance(x, QTensor) else (unit_rows(x), None)
+
+
 def gradient(
     dy: Tensor,
-    h: Tensor,
+    h: Tensor | QTensor,
     mean: Tensor | None,
     rstd: Tensor,
     *,
@@ -92,15 +142,32 @@ def gradient(
     bias: Tensor | None = None,
     activation: str = "none",
     dh: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx (= dresidual), dweight, dbias."""
+    spec: Spec | None = None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> NormGradient:
+    """Backward."""
+    if (spec is None) != (scale is None):
+        raise ValueError(f"{spec} needs a scale" if spec else "a scale was given, and no spec to write dx in")
     if dy.shape[0] == 0:
         from loka.kernels.norm_quantize import reference
 
-        return reference.gradient(dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh)
+        return reference.gradient(
+            dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax
+        )  # fmt: skip
     from loka.kernels.norm_quantize import triton_ops
 
-    dx, dw, db = triton_ops.norm_gradient(
-        unit_rows(dy), h.contiguous(), _dense(weight), _dense(bias), mean, rstd, None if dh is None else unit_rows(dh), NORMS.index(norm), ACTIVATIONS.index(activation)
-    )  # fmt: skip
-    return dx, None if weight is None else dw, None if bias is None else db
+    data, h_scale = _operands(h)
+    kept = unit_rows(dy), data, h_scale, _dense(weight), _dense(bias), mean, rstd
+    options = NORMS.index(norm), ACTIVATIONS.index(activation)
+    if spec is None or scale is None:
+        dx, dw, db = triton_ops.norm_gradient(*kept, None if dh is None else unit_rows(dh), amax, *options)
+        return NormGradient(dx, None, None if weight is None else dw, None if bias is None else db)
+    dx, dx_t, dw, db = triton_ops.norm_gradient_both(*kept, scale, amax, *options, spec.format.dtype)
+    given = scale.float().reshape(())
+    return NormGradient(
+        QTensor(dx, given, spec),
+        QTensor(dx_t, given, spec),
+        None if weight is None else dw,
+        None if bias is None else db,
+    )

@@ -2,7 +2,7 @@
 
 A program keeps whole rows in registers (up to 16384 wide), so mean, rstd and the quantiser's amax are reductions in registers. Block norm and 1x128
 scales are the same reductions over a reshaped row. Backward walks rows in a persistent loop and sums the parameter gradients in registers; one small
-reduction over programs ends it, in a fixed order: deterministic.
+reduction over programs ends it, in a fixed order: deterministic. What is also written transposed is in `triton_both`: a row alone cannot be.
 """
 
 import torch
@@ -10,18 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.norm_quantize.call import NORM_BLOCK
-from loka.kernels.quantize.triton_kernels import aligned, block_scales
+from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
+from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, activate, activation_slope, finite_magnitude, inverse, scale_of, to_fp8
 
 LAYER, RMS, BLOCK = 0, 1, 2
-SCALAR, VECTOR, GROUPED = 1, 2, 3
+# Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.
+UNSCALED, SCALAR, VECTOR, GROUPED = 0, 1, 2, 3
+_UNSCALED = tl.constexpr(0)
 _LAYER = tl.constexpr(0)
 _BLOCK = tl.constexpr(2)
 _SCALAR = tl.constexpr(1)
 _VECTOR = tl.constexpr(2)
 _WIDTH = tl.constexpr(NORM_BLOCK)
+_SIGMOID = tl.constexpr(ACTIVATIONS.index("sigmoid"))
 
 
 @triton.jit
@@ -47,6 +50,28 @@ def _spread(value, ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def to_values(x, xs_ptr, row, M, X_SCALE: tl.constexpr):
+    """x in float32; an x in FP8 times its scale."""
+    if X_SCALE == _UNSCALED:
+        return x.to(tl.float32)
+    elif X_SCALE == _SCALAR:
+        return x.to(tl.float32) * tl.load(xs_ptr)
+    else:
+        return x.to(tl.float32) * tl.load(xs_ptr + row, row < M, other=0.0)[:, None]
+
+
+@triton.jit
+def raise_amax(amax_ptr, largest):
+    """*amax = max(*amax, largest). Nearly all programs find a larger value there already, and need no atomic on the one address all share.
+
+    Floats that are not negative are ordered as their bits are.
+    """
+    seen = tl.load(amax_ptr)
+    bits = largest.to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), bits, mask=largest > seen, sem="relaxed")
+
+
+@triton.jit
 def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.constexpr):
     if NORM == _BLOCK:
         block = tl.arange(0, WIDE // _WIDTH)
@@ -57,43 +82,12 @@ def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.con
 
 
 @triton.jit
-def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr,
-             M, K, blocks, stride_x, stride_r, stride_q, eps,
-             ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
-             WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-             FULL: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDE)
-    if FULL:
-        inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
-    else:
-        inside = (row < M)[:, None] & (column < K)[None, :]
-    offset = row[:, None] * K + column[None, :]
-    h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
-    if RESIDUAL:
-        kind = h.dtype
-        h = h.to(tl.float32) + tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0).to(
-            tl.float32
-        )
-        h = h.to(kind)
-        tl.store(h_ptr + offset, h, inside)
-    h = h.to(tl.float32)
-    if NORM == _LAYER:
-        mean = _mean(h, K, ROWS, WIDE, NORM)
-        tl.store(mean_ptr + row, mean, row < M)
-        h = h - mean[:, None] if FULL else tl.where(inside, h - mean[:, None], 0.0)
-    rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
-    _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
-    y = h * _spread(rstd, ROWS, WIDE, NORM)
-    if WEIGHT:
-        y *= tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
-    if BIAS:
-        y += tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
-    y = activate(y, ACTIVATION, PREROUND)
-    if OUT:
-        tl.store(y_ptr + offset, y, inside)
-    # After a norm nothing is infinite (an Inf in x makes its block NaN), unless a parameter is; and a maximum skips NaN.
-    CLEAN: tl.constexpr = not (WEIGHT or BIAS)
+def _quantize(y, s_ptr, row, M, K, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+              CLEAN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Whole rows in FP8; scales that are made here are stored.
+
+    After a norm nothing is infinite (an Inf in x makes its block NaN), unless a parameter is: CLEAN says that there is none. A maximum skips NaN.
+    """
     PLAIN: tl.constexpr = CLEAN and not PREROUND
     if SCALE == _SCALAR:
         q = to_fp8(y, inverse(tl.load(s_ptr)), 0, E5M2, False, PREROUND, CLEAN)
@@ -111,17 +105,78 @@ def _forward(x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, r
         there = (row < M)[:, None] & (group < tl.cdiv(K, 128))[None, :]
         tl.store(s_ptr + row[:, None] + group[None, :] * M, scale, there)
         q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND, CLEAN), (ROWS, WIDE))
-    tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, inside)
+    return q
 
 
 @triton.jit
-def _backward(dy_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, M, K, blocks, stride_dy, stride_dh,
+def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, amax_ptr,
+             M, K, blocks, stride_x, stride_r, stride_q, eps,
+             ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
+             WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_x, stride_r = (
+        K // ALIGN * ALIGN,
+        stride_x // ALIGN * ALIGN,
+        stride_r // ALIGN * ALIGN,
+    )  # as in quantize: whole vectors
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDE)
+    if FULL:
+        inside = tl.broadcast_to((row < M)[:, None], (ROWS, WIDE))
+    else:
+        inside = (row < M)[:, None] & (column < K)[None, :]
+    offset = row[:, None] * K + column[None, :]
+    h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
+    if RESIDUAL:
+        kind = h.dtype
+        h = h.to(tl.float32) + tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0).to(
+            tl.float32
+        )
+        h = h.to(kind)
+        tl.store(h_ptr + offset, h, inside)
+    h = to_values(h, xs_ptr, row, M, X_SCALE)
+    if NORM == _LAYER:
+        mean = _mean(h, K, ROWS, WIDE, NORM)
+        tl.store(mean_ptr + row, mean, row < M)
+        h = h - mean[:, None] if FULL else tl.where(inside, h - mean[:, None], 0.0)
+    rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
+    _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
+    y = h * _spread(rstd, ROWS, WIDE, NORM)
+    if WEIGHT:
+        y *= tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        y += tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+    y = activate(y, ACTIVATION, PREROUND)
+    if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
+        y = tl.where(inside, y, 0.0)
+    if OUT:
+        tl.store(y_ptr + offset, y, inside)
+    if AMAX:
+        raise_amax(amax_ptr, tl.max(tl.max(finite_magnitude(tl.where(inside, y, 0.0)), 1)))
+    if SCALE != _UNSCALED:
+        q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
+        tl.store(
+            q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < stride_q)[None, :]
+        )
+
+
+@triton.jit
+def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, amax_ptr,
+              M, K, blocks, stride_dy, stride_h, stride_dh,
               ROWS: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-              WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+              WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+              X_SCALE: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_dy, stride_h, stride_dh = (
+        K // ALIGN * ALIGN,
+        stride_dy // ALIGN * ALIGN,
+        stride_h // ALIGN * ALIGN,
+        stride_dh // ALIGN * ALIGN,
+    )
     program = tl.program_id(0)
     column = tl.arange(0, WIDE)
     dw = tl.zeros((WIDE,), tl.float32)
     db = tl.zeros((WIDE,), tl.float32)
+    largest = tl.zeros((WIDE,), tl.float32)
     if WEIGHT:
         w = tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
     if BIAS:
@@ -130,7 +185,8 @@ def _backward(dy_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, d
         row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < M)[:, None] & (column < K)[None, :]
         offset = row[:, None] * K + column[None, :]
-        xhat = tl.load(h_ptr + offset, inside, other=0.0).to(tl.float32)
+        xhat = tl.load(h_ptr + row[:, None] * stride_h + column[None, :], inside, other=0.0)
+        xhat = to_values(xhat, hs_ptr, row, M, X_SCALE)
         if NORM == _LAYER:
             xhat = tl.where(inside, xhat - tl.load(mean_ptr + row, row < M, other=0.0)[:, None], 0.0)
         if NORM == _BLOCK:
@@ -161,6 +217,10 @@ def _backward(dy_ptr, h_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, d
         if RESIDUAL:
             dx += tl.load(dh_ptr + row[:, None] * stride_dh + column[None, :], inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + offset, dx, inside)
+        if AMAX:
+            largest = tl.maximum(largest, tl.max(finite_magnitude(tl.where(inside, dx, 0.0)), 0))
+    if AMAX:
+        raise_amax(amax_ptr, tl.max(largest))
     if WEIGHT:
         tl.store(dw_ptr + program * K + column, dw, column < K)
     if BIAS:
@@ -171,8 +231,13 @@ def _rows_per_program(wide: int) -> int:
     return max(1, min(16, 4096 // wide))
 
 
+def scale_source(scale: Tensor | None) -> int:
+    """Where the scales of an x come from: it has none, one, or one a row."""
+    return UNSCALED if scale is None else VECTOR if scale.numel() > 1 or scale.dim() == 2 else SCALAR
+
+
 def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
+    x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     *, norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the forward kernel; x [M, K] with unit stride along K."""
@@ -180,8 +245,8 @@ def forward(
     wide = max(256, triton.next_power_of_2(k))
     blocks = triton.cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
     new = {"device": x.device}
-    q = aligned(m, k, dtype, x.device)
-    if source != SCALAR:
+    q = aligned(m, k, dtype, x.device) if source != UNSCALED else None
+    if source in (VECTOR, GROUPED):
         scale = (
             block_scales(m, k, source, x.device) if source == GROUPED else torch.empty(m, 1, dtype=torch.float32, **new)
         )
@@ -191,28 +256,28 @@ def forward(
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
     rows = _rows_per_program(wide)
     _forward[(triton.cdiv(m, rows),)](
-        x, residual, h, weight, bias, q, scale, y, mean, rstd, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
-        q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, k == wide, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+        x, x_scale, residual, h, weight, bias, q, scale, y, mean, rstd, amax, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
+        0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, alignment(x, residual), INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
     )  # fmt: skip
-    return {"q": q, "scale": scale if source != SCALAR else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
+    return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
 
 
 def backward(
-    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
-    *, norm: int, activation: int,
+    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
+    amax: Tensor | None, *, norm: int, activation: int,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Launch the backward kernel."""
+    """Launch the backward kernel; dx has the type of h, or of dy where h is FP8."""
     m, k = dy.shape
     wide = max(256, triton.next_power_of_2(k))
     rows = max(1, _rows_per_program(wide) // 2)
     programs = min(processors(dy.device) * 8, triton.cdiv(m, rows))
-    dx = torch.empty(m, k, device=dy.device, dtype=h.dtype)
+    dx = torch.empty(m, k, device=dy.device, dtype=h.dtype if h_scale is None else dy.dtype)
     dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
-        dy, h, weight, bias, mean, rstd, dh, dx, dw, db, m, k, rstd.shape[1], dy.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None, INTERPRETED,
+        dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
+        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), INTERPRETED,
         num_warps=4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {

@@ -1,36 +1,45 @@
-"""norm_quantize as torch ops. Absent outputs come back empty: an op's signature is fixed."""
+"""norm_quantize as torch ops. Absent outputs come back empty: an op's signature is fixed. `amax` is raised in place.
+
+The four ops come as pairs: with and without the transpose, forward and backward.
+"""
 
 import torch
 from torch import Tensor
 
+from loka.kernels.norm_quantize import triton_both as both
 from loka.kernels.norm_quantize import triton_kernels as kernels
 
 
 def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0, dtype=torch.float32) if results[name] is None else results[name] for name in names)
+    return tuple(_nothing(like) if results[name] is None else results[name] for name in names)
 
 
-@torch.library.custom_op("loka::norm_quantize", mutates_args=())
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.float32)
+
+
+@torch.library.custom_op("loka::norm_quantize", mutates_args=("amax",))
 def norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
+    x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """q, scale, h, y, mean, rstd."""
     results = kernels.forward(
-        x, residual, weight, bias, scale, norm=norm, activation=activation, eps=eps, dtype=dtype, source=source, pow2=pow2, out_dtype=out_dtype
+        x, x_scale, residual, weight, bias, scale, amax,
+        norm=norm, activation=activation, eps=eps, dtype=dtype, source=source, pow2=pow2, out_dtype=out_dtype,
     )  # fmt: skip
     return _dense(results, x, ("q", "scale", "h", "y", "mean", "rstd"))
 
 
 @norm_quantize.register_fake
-def _(x, residual, weight, bias, scale, norm, activation, eps, dtype, source, pow2, out_dtype):  # type: ignore[no-untyped-def]
+def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype):  # type: ignore[no-untyped-def]
     m, k = x.shape
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return x.new_empty(shape, dtype=dtype)
 
     return (
-        kernels.aligned(m, k, dtype, x.device),
+        kernels.aligned(m, k, dtype, x.device) if source != kernels.UNSCALED else empty(0),
         kernels.block_scales(m, k, source, x.device)
         if source == kernels.GROUPED
         else empty(*((m, 1) if source == kernels.VECTOR else (0,))),
@@ -41,21 +50,62 @@ def _(x, residual, weight, bias, scale, norm, activation, eps, dtype, source, po
     )
 
 
-@torch.library.custom_op("loka::norm_gradient", mutates_args=())
+@torch.library.custom_op("loka::norm_gradient", mutates_args=("amax",))
 def norm_gradient(
-    dy: Tensor, h: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
-    norm: int, activation: int,
+    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
+    amax: Tensor | None, norm: int, activation: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx, dweight, dbias."""
-    results = kernels.backward(dy, h, weight, bias, mean, rstd, dh, norm=norm, activation=activation)
+    results = kernels.backward(dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm=norm, activation=activation)
     return _dense(results, dy, ("dx", "dw", "db"))
 
 
 @norm_gradient.register_fake
-def _(dy, h, weight, bias, mean, rstd, dh, norm, activation):  # type: ignore[no-untyped-def]
-    nothing = dy.new_empty(0, dtype=torch.float32)
+def _(dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm, activation):  # type: ignore[no-untyped-def]
+    return (dy.new_empty(dy.shape, dtype=h.dtype if h_scale is None else dy.dtype), *_fake_parameters(dy, weight, bias))
+
+
+def _fake_parameters(dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     return (
-        h.new_empty(h.shape),
-        nothing if weight is None else weight.new_empty(weight.shape),
-        nothing.clone() if bias is None else bias.new_empty(bias.shape),
+        _nothing(dy) if weight is None else weight.new_empty(weight.shape),
+        _nothing(dy) if bias is None else bias.new_empty(bias.shape),
     )
+
+
+@torch.library.custom_op("loka::norm_quantize_both", mutates_args=("amax",))
+def norm_quantize_both(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
+    norm: int, activation: int, eps: float, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """q, q^T, mean, rstd."""
+    results = both.forward_both(
+        x, x_scale, weight, bias, scale, amax, norm=norm, activation=activation, eps=eps, dtype=dtype
+    )
+    return _dense(results, x, ("q", "q_t", "mean", "rstd"))
+
+
+@norm_quantize_both.register_fake
+def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype):  # type: ignore[no-untyped-def]
+    m, k = x.shape
+    statistics = x.new_empty((m, 1), dtype=torch.float32)
+    mean = torch.empty_like(statistics) if norm == kernels.LAYER else _nothing(x)
+    return kernels.aligned(m, k, dtype, x.device), kernels.aligned(k, m, dtype, x.device), mean, statistics
+
+
+@torch.library.custom_op("loka::norm_gradient_both", mutates_args=("amax",))
+def norm_gradient_both(
+    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
+    amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dx^T, dweight, dbias."""
+    results = both.backward_both(
+        dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm=norm, activation=activation, dtype=dtype
+    )
+    return _dense(results, dy, ("dx", "dx_t", "dw", "db"))
+
+
+@norm_gradient_both.register_fake
+def _(dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm, activation, dtype):  # type: ignore[no-untyped-def]
+    m, k = dy.shape
+    turned = kernels.aligned(k, m, dtype, dy.device)
+    return kernels.aligned(m, k, dtype, dy.device), turned, *_fake_parameters(dy, weight, bias)

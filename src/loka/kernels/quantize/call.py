@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.formats import Spec
+from loka.formats import Spec, scale_shape
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,16 @@ class QuantizeCall:
     def __str__(self) -> str:
         wanted = [str(self.spec)] * (self.spec is not None) + [f"T {self.transpose}"] * (self.transpose is not None)
         return f"{self.m}x{self.k} {str(self.in_dtype).removeprefix('torch.')} -> {' + '.join(wanted)}"
+
+
+def check_scale(spec: Spec, scale: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Before the kernel reads it: a scale of another shape would be read out of bounds."""
+    if spec.mode == "dynamic" and scale is not None:
+        raise ValueError(
+            f"{spec} computes its scale from x; hint: a given scale needs {spec.format}:{spec.block}:static"
+        )
+    if spec.mode != "dynamic" and scale is None:
+        raise ValueError(f"{spec} needs a scale: its scales do not come from x")
+    if scale is not None and scale.shape != scale_shape(shape, spec.block):
+        expected = tuple(scale_shape(shape, spec.block))
+        raise ValueError(f"{spec} of shape {tuple(shape)} needs scales of {expected}, got {tuple(scale.shape)}")

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec, scale_shape
+from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
-from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.quantize.call import QuantizeCall, check_scale
 from loka.kernels.triton_device import triton_runs_on
 
 _BLOCKS = (TENSOR, ROW, Block(1, 128), Block(128, 128))
@@ -41,9 +41,9 @@ def run(
 ) -> tuple[QTensor | None, QTensor | None]:
     """Quantise x [M, K], its transpose [K, M], or both."""
     if spec is not None:
-        _check_scale(spec, scale, x.shape)
+        check_scale(spec, scale, x.shape)
     if transpose is not None:
-        _check_scale(transpose, transpose_scale, (x.shape[1], x.shape[0]))
+        check_scale(transpose, transpose_scale, (x.shape[1], x.shape[0]))
     x = x.detach()
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -57,19 +57,6 @@ def run(
     if transpose is None:
         return result, None
     return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
-
-
-def _check_scale(spec: Spec, scale: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Before the kernel reads it: a scale of another shape would be read out of bounds."""
-    if spec.mode == "dynamic" and scale is not None:
-        raise ValueError(
-            f"{spec} computes its scale from x; hint: a given scale needs {spec.format}:{spec.block}:static"
-        )
-    if spec.mode != "dynamic" and scale is None:
-        raise ValueError(f"{spec} needs a scale: its scales do not come from x")
-    if scale is not None and scale.shape != scale_shape(shape, spec.block):
-        expected = tuple(scale_shape(shape, spec.block))
-        raise ValueError(f"{spec} of shape {tuple(shape)} needs scales of {expected}, got {tuple(scale.shape)}")
 
 
 def _seed(spec: Spec | None, transpose: Spec | None, generator: torch.Generator | None, device: torch.device) -> int:

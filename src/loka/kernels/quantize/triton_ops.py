@@ -23,8 +23,10 @@ def quantize(
     want, want_t = (Spec.parse(text) if text else None for text in (spec, transpose))
     if want_t is None:
         return *_quantize_alone(x, Spec.parse(spec), scale, seed), *_nothing(x)
-    scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
     turned = (x.shape[1], x.shape[0])
+    if want is not None and _rows_come_first(x, want, want_t):
+        return _rows_then_transpose(x, want, want_t, transpose_scale, seed)
+    scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
     if want is None:
         qt, t_made = kernels.quantize_transposed(x, source=_source(want_t), scale=transpose_scale, seed=seed, **_options(want_t))  # fmt: skip
         return *_nothing(x), qt, _made(t_made, turned, want_t)
@@ -35,6 +37,35 @@ def quantize(
     )  # fmt: skip
     t_made = t_made.clone() if t_made is made else t_made  # an op's outputs may not alias one another
     return q, _made(made, x.shape, want), qt, _made(t_made, turned, want_t)
+
+
+def _rows_come_first(x: Tensor, spec: Spec, spec_t: Spec) -> bool:
+    """Whether two passes without a pass for maxima do it: rows, then the transpose; where the transpose needs its columns' maxima, rows keep them."""
+    columns = spec_t.block == ROW and spec_t.mode == "dynamic"
+    tensor = spec_t.block == TENSOR and spec_t.mode == "dynamic"
+    return (
+        spec.block == ROW
+        and spec.mode == "dynamic"
+        and not tensor
+        and not (columns and x.shape[1] > kernels.WIDEST_ROW)
+    )
+
+
+def _rows_then_transpose(
+    x: Tensor, spec: Spec, spec_t: Spec, scale_t: Tensor | None, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options, turned = _options(spec_t), (x.shape[1], x.shape[0])
+    if spec_t.block == ROW and spec_t.mode == "dynamic":
+        q, made, scale_t = kernels.quantize_rows_and_columns(
+            x, seed=seed, t_e5m2=options["e5m2"], t_pow2=options["pow2"], **_options(spec)
+        )
+    else:
+        q, made = kernels.quantize_rows(x, seed=seed, **_options(spec))
+        scale_t = None if scale_t is None else scale_t.to(x.device, torch.float32).contiguous()
+    qt, t_made = kernels.quantize_transposed(
+        x, source=_source(spec_t), scale=scale_t, seed=seed, backwards=True, **options
+    )
+    return q, _made(made, x.shape, spec), qt, _made(t_made, turned, spec_t)
 
 
 def _quantize_alone(x: Tensor, spec: Spec, scale: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:

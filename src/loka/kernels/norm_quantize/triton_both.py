@@ -1,0 +1,324 @@
+"""Norm + activation + quantise, and the gradient of it, where FP8 is written both ways under one given scale: [M, K] and its transpose [K, M].
+
+A transpose needs some rows together, and whole rows of them fit no register file. So a program takes a few rows and walks their columns twice, a chunk at a time: once for what a
+row must know (mean and rstd; backward, two means of the gradient), once to write. The second read should find its rows in L2: 132 multiprocessors with two programs of 16 rows of
+3072 bf16 (one, backward, with two tensors) hold 26 MB, an H200's L2 has 50. Then memory sees x once, 2 + 1 + 1 bytes an element forward and 2 + 2 + 1 + 1 backward; beyond it 2 or 4 more.
+
+As in `quantize`, four consecutive rows are four tiles of one layout: their bytes pack into words inside a thread, and words are transposed. Neighbouring programs
+complete one another's sectors of the transpose.
+
+Sums of a layer norm are taken around the mean of the row's first chunk. Little is lost by cancellation: (shift - mean)^2 is at most var K / chunk.
+Column sums for the parameters are written once per program and added by a second, small reduction in a fixed order: deterministic.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
+from loka.kernels.quantize.triton_kernels import aligned, alignment
+from loka.kernels.scaled_mm.triton_kernels import processors
+from loka.kernels.tile import (
+    INTERPRETED,
+    activate,
+    activation_slope,
+    finite_magnitude,
+    inverse,
+    nan_for_inf,
+    pack_rows,
+    pack_rows_checked,
+    to_fp8,
+)
+
+_NEAR = 100 << 10  # bytes of a program's rows, so that two programs fit the L1 of a multiprocessor
+# Elements of a chunk. ptxas gives forward 128 registers, two programs a multiprocessor, and backward 241, one: 32 KB in flight either way.
+_TILE = 8192
+_LAUNCH = {"num_warps": 8}
+_LAYER = tl.constexpr(LAYER)
+
+
+@triton.jit
+def _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE: tl.constexpr):
+    """x in float32, 0 outside."""
+    inside = (row < M)[:, None] & (column < K)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
+    return to_values(x, xs_ptr, row, M, X_SCALE)
+
+
+@triton.jit
+def _first_mean(x_ptr, xs_ptr, row, M, K, stride_x, BK: tl.constexpr, X_SCALE: tl.constexpr):
+    return tl.sum(_values(x_ptr, xs_ptr, row, tl.arange(0, BK), M, K, stride_x, X_SCALE), 1) / tl.minimum(K, BK)
+
+
+@triton.jit
+def _deviation(x_ptr, xs_ptr, shift, row, column, M, K, stride_x, NORM: tl.constexpr, X_SCALE: tl.constexpr):
+    x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
+    if NORM == _LAYER:
+        x = tl.where((column < K)[None, :], x - shift[:, None], 0.0)
+    return x
+
+
+@triton.jit
+def _moments(total, squares, shift, mean_ptr, rstd_ptr, row, M, K, eps, NORM: tl.constexpr):
+    """Mean (0 for rms) and rstd of some rows, also stored."""
+    mean = shift
+    variance = tl.sum(squares, 1) / K
+    if NORM == _LAYER:
+        off = tl.sum(total, 1) / K
+        mean = shift + off
+        variance -= off * off
+        variance = tl.where(variance < 0.0, 0.0, variance)  # a maximum would turn NaN into 0
+        tl.store(mean_ptr + row, mean, row < M)
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(rstd_ptr + row, rstd, row < M)
+    return mean, rstd
+
+
+@triton.jit
+def _parameter(ptr, column, K, GIVEN: tl.constexpr, BK: tl.constexpr, ELSE: tl.constexpr):
+    if GIVEN:
+        return tl.load(ptr + column, column < K, other=0.0).to(tl.float32)
+    else:
+        return tl.full((BK,), ELSE, tl.float32)
+
+
+@triton.jit
+def _affine(xhat, w, b, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    p = xhat
+    if WEIGHT:
+        p = p * w[None, :]
+    if BIAS:
+        p = p + b[None, :]
+    return p
+
+
+@triton.jit
+def _output(x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, stride_x, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+            ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """activation(norm(x)) of some rows and columns, 0 outside."""
+    x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
+    y = activate(_affine((x - mean[:, None]) * rstd[:, None], w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
+    return tl.where((row < M)[:, None] & (column < K)[None, :], y, 0.0)
+
+
+@triton.jit
+def _store_both(y0, y1, y2, y3, inv, q_ptr, qt_ptr, word, column, M, K, stride_q, words, E5M2: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Rows 4i .. 4i + 3 and, packed into words, the transpose. Values are made FP8 twice: one FP8 tensor in two layouts was seen to go wrong."""
+    FAST: tl.constexpr = not (E5M2 or PREROUND)
+    if FAST:
+        y0, y1, y2, y3 = nan_for_inf(y0), nan_for_inf(y1), nan_for_inf(y2), nan_for_inf(y3)
+    wide = (column < stride_q)[None, :]  # up to the pitch, which is ours to write
+    row = 4 * word
+    target = q_ptr + row[:, None] * stride_q + column[None, :]
+    tl.store(target, to_fp8(y0, inv, 0, E5M2, False, PREROUND, FAST), (row < M)[:, None] & wide)
+    tl.store(target + stride_q, to_fp8(y1, inv, 0, E5M2, False, PREROUND, FAST), (row + 1 < M)[:, None] & wide)
+    tl.store(target + 2 * stride_q, to_fp8(y2, inv, 0, E5M2, False, PREROUND, FAST), (row + 2 < M)[:, None] & wide)
+    tl.store(target + 3 * stride_q, to_fp8(y3, inv, 0, E5M2, False, PREROUND, FAST), (row + 3 < M)[:, None] & wide)
+    if FAST:
+        packed = pack_rows(y0 * inv, y1 * inv, y2 * inv, y3 * inv)
+    else:
+        packed = pack_rows_checked(y0, y1, y2, y3, inv, 0, 0, 0, 0, E5M2, False, PREROUND)
+    there = (column < K)[:, None] & (word < words)[None, :]
+    tl.store(qt_ptr + column.to(tl.int64)[:, None] * words + word[None, :], tl.trans(packed), there)
+
+
+@triton.jit
+def _larger_of_rows(largest, y0, y1, y2, y3):
+    low = tl.maximum(finite_magnitude(y0), finite_magnitude(y1))
+    return tl.maximum(largest, tl.maximum(low, tl.maximum(finite_magnitude(y2), finite_magnitude(y3))))
+
+
+@triton.jit
+def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, q_ptr, qt_ptr, mean_ptr, rstd_ptr, amax_ptr, M, K, stride_x, stride_q, words, eps,
+                  ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
+                  BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
+                  PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4  # as in quantize: whole vectors
+    Q: tl.constexpr = ROWS // 4
+    word = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
+    row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
+    if NORM == _LAYER:
+        shift0 = _first_mean(x_ptr, xs_ptr, row0, M, K, stride_x, BK, X_SCALE)
+        shift1 = _first_mean(x_ptr, xs_ptr, row1, M, K, stride_x, BK, X_SCALE)
+        shift2 = _first_mean(x_ptr, xs_ptr, row2, M, K, stride_x, BK, X_SCALE)
+        shift3 = _first_mean(x_ptr, xs_ptr, row3, M, K, stride_x, BK, X_SCALE)
+    else:
+        shift0 = tl.zeros((Q,), tl.float32)
+        shift1, shift2, shift3 = shift0, shift0, shift0
+    total0 = tl.zeros((Q, BK), tl.float32)
+    total1, total2, total3 = total0, total0, total0
+    squares0, squares1, squares2, squares3 = total0, total0, total0, total0
+    for start in range(0, K, BK):
+        column = start + tl.arange(0, BK)
+        d0 = _deviation(x_ptr, xs_ptr, shift0, row0, column, M, K, stride_x, NORM, X_SCALE)
+        d1 = _deviation(x_ptr, xs_ptr, shift1, row1, column, M, K, stride_x, NORM, X_SCALE)
+        d2 = _deviation(x_ptr, xs_ptr, shift2, row2, column, M, K, stride_x, NORM, X_SCALE)
+        d3 = _deviation(x_ptr, xs_ptr, shift3, row3, column, M, K, stride_x, NORM, X_SCALE)
+        if NORM == _LAYER:
+            total0, total1, total2, total3 = total0 + d0, total1 + d1, total2 + d2, total3 + d3
+        squares0, squares1 = squares0 + d0 * d0, squares1 + d1 * d1
+        squares2, squares3 = squares2 + d2 * d2, squares3 + d3 * d3
+    mean0, rstd0 = _moments(total0, squares0, shift0, mean_ptr, rstd_ptr, row0, M, K, eps, NORM)
+    mean1, rstd1 = _moments(total1, squares1, shift1, mean_ptr, rstd_ptr, row1, M, K, eps, NORM)
+    mean2, rstd2 = _moments(total2, squares2, shift2, mean_ptr, rstd_ptr, row2, M, K, eps, NORM)
+    mean3, rstd3 = _moments(total3, squares3, shift3, mean_ptr, rstd_ptr, row3, M, K, eps, NORM)
+    inv = inverse(tl.load(s_ptr))
+    largest = tl.zeros((Q, BK), tl.float32)
+    for start in range(0, K, BK):
+        column = start + tl.arange(0, BK)
+        w, b = _parameter(w_ptr, column, K, WEIGHT, BK, 1.0), _parameter(b_ptr, column, K, BIAS, BK, 0.0)
+        y0 = _output(x_ptr, xs_ptr, mean0, rstd0, w, b, row0, column, M, K, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        y1 = _output(x_ptr, xs_ptr, mean1, rstd1, w, b, row1, column, M, K, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        y2 = _output(x_ptr, xs_ptr, mean2, rstd2, w, b, row2, column, M, K, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        y3 = _output(x_ptr, xs_ptr, mean3, rstd3, w, b, row3, column, M, K, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        if AMAX:
+            largest = _larger_of_rows(largest, y0, y1, y2, y3)
+        _store_both(y0, y1, y2, y3, inv, q_ptr, qt_ptr, word, column, M, K, stride_q, words, E5M2, PREROUND)
+    if AMAX:
+        raise_amax(amax_ptr, tl.max(tl.max(largest, 1)))
+
+
+@triton.jit
+def _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, stride_dy, stride_x, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+                  ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """xhat and dp = dy * activation'(p) of some rows and columns, 0 outside."""
+    inside = (row < M)[:, None] & (column < K)[None, :]
+    x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
+    xhat = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
+    dy = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
+    return xhat, dy * activation_slope(_affine(xhat, w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
+
+
+@triton.jit
+def _kept(mean_ptr, rstd_ptr, row, M, ROWS: tl.constexpr, NORM: tl.constexpr):
+    """Mean (0 for rms) and rstd of forward."""
+    mean = tl.zeros((ROWS,), tl.float32)
+    if NORM == _LAYER:
+        mean = tl.load(mean_ptr + row, row < M, other=0.0)
+    return mean, tl.load(rstd_ptr + row, row < M, other=0.0)
+
+
+@triton.jit
+def _gradient(xhat, dp, w, rstd, plain, product, row, column, M, K, NORM: tl.constexpr, WEIGHT: tl.constexpr):
+    dx = dp * w[None, :] if WEIGHT else dp
+    if NORM == _LAYER:
+        dx -= plain[:, None]
+    dx = (dx - xhat * product[:, None]) * rstd[:, None]
+    return tl.where((row < M)[:, None] & (column < K)[None, :], dx, 0.0)
+
+
+@triton.jit
+def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_ptr, dx_ptr, dxt_ptr, dw_ptr, db_ptr, amax_ptr,
+                   M, K, stride_dy, stride_x, stride_q, words,
+                   ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
+                   BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
+                   PREROUND: tl.constexpr):  # fmt: skip
+    K, stride_dy, stride_x, words = (
+        K // ALIGN * ALIGN,
+        stride_dy // ALIGN * ALIGN,
+        stride_x // ALIGN * ALIGN,
+        words // 4 * 4,
+    )
+    Q: tl.constexpr = ROWS // 4
+    program = tl.program_id(0).to(tl.int64)
+    word = program * Q + tl.arange(0, Q)
+    row0, row1, row2, row3 = 4 * word, 4 * word + 1, 4 * word + 2, 4 * word + 3
+    mean0, rstd0 = _kept(mean_ptr, rstd_ptr, row0, M, Q, NORM)
+    mean1, rstd1 = _kept(mean_ptr, rstd_ptr, row1, M, Q, NORM)
+    mean2, rstd2 = _kept(mean_ptr, rstd_ptr, row2, M, Q, NORM)
+    mean3, rstd3 = _kept(mean_ptr, rstd_ptr, row3, M, Q, NORM)
+    plain0 = tl.zeros((Q, BK), tl.float32)
+    plain1, plain2, plain3 = plain0, plain0, plain0
+    product0, product1, product2, product3 = plain0, plain0, plain0, plain0
+    for start in range(0, K, BK):
+        column = start + tl.arange(0, BK)
+        w, b = _parameter(w_ptr, column, K, WEIGHT, BK, 1.0), _parameter(b_ptr, column, K, BIAS, BK, 0.0)
+        h0, p0 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean0, rstd0, w, b, row0, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h1, p1 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean1, rstd1, w, b, row1, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h2, p2 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean2, rstd2, w, b, row2, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h3, p3 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean3, rstd3, w, b, row3, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        if WEIGHT:
+            tl.store(dw_ptr + program * K + column, tl.sum((p0 * h0 + p1 * h1) + (p2 * h2 + p3 * h3), 0), column < K)
+        if BIAS:
+            tl.store(db_ptr + program * K + column, tl.sum((p0 + p1) + (p2 + p3), 0), column < K)
+        if WEIGHT:
+            p0, p1, p2, p3 = p0 * w[None, :], p1 * w[None, :], p2 * w[None, :], p3 * w[None, :]
+        if NORM == _LAYER:
+            plain0, plain1, plain2, plain3 = plain0 + p0, plain1 + p1, plain2 + p2, plain3 + p3
+        product0, product1 = product0 + p0 * h0, product1 + p1 * h1
+        product2, product3 = product2 + p2 * h2, product3 + p3 * h3
+    c0, c1, c2, c3 = tl.sum(plain0, 1) / K, tl.sum(plain1, 1) / K, tl.sum(plain2, 1) / K, tl.sum(plain3, 1) / K
+    d0, d1, d2, d3 = tl.sum(product0, 1) / K, tl.sum(product1, 1) / K, tl.sum(product2, 1) / K, tl.sum(product3, 1) / K
+    inv = inverse(tl.load(s_ptr))
+    largest = tl.zeros((Q, BK), tl.float32)
+    for start in range(0, K, BK):
+        column = start + tl.arange(0, BK)
+        w, b = _parameter(w_ptr, column, K, WEIGHT, BK, 1.0), _parameter(b_ptr, column, K, BIAS, BK, 0.0)
+        h0, p0 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean0, rstd0, w, b, row0, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h1, p1 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean1, rstd1, w, b, row1, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h2, p2 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean2, rstd2, w, b, row2, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h3, p3 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean3, rstd3, w, b, row3, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        g0 = _gradient(h0, p0, w, rstd0, c0, d0, row0, column, M, K, NORM, WEIGHT)
+        g1 = _gradient(h1, p1, w, rstd1, c1, d1, row1, column, M, K, NORM, WEIGHT)
+        g2 = _gradient(h2, p2, w, rstd2, c2, d2, row2, column, M, K, NORM, WEIGHT)
+        g3 = _gradient(h3, p3, w, rstd3, c3, d3, row3, column, M, K, NORM, WEIGHT)
+        if AMAX:
+            largest = _larger_of_rows(largest, g0, g1, g2, g3)
+        _store_both(g0, g1, g2, g3, inv, dx_ptr, dxt_ptr, word, column, M, K, stride_q, words, E5M2, PREROUND)
+    if AMAX:
+        raise_amax(amax_ptr, tl.max(tl.max(largest, 1)))
+
+
+def rows_of(m: int, k: int, bytes_an_element: int, device: torch.device) -> int:
+    """Rows of a program: 32, a sector of the transpose, where they stay near and there are programs enough for two a multiprocessor; else 16."""
+    near = 32 * k * bytes_an_element <= _NEAR
+    return 32 if near and triton.cdiv(m, 32) >= 2 * processors(device) else 16
+
+
+def _as_words(turned: Tensor) -> Tensor:
+    """The rows of a transpose, padding included, as words of four bytes."""
+    rows, stride = turned.shape[0], turned.stride(0)
+    return torch.as_strided(turned, (rows, stride), (stride, 1)).view(torch.int32)
+
+
+def forward_both(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
+    *, norm: int, activation: int, eps: float, dtype: torch.dtype,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Launch the forward kernel; x [M, K] with unit stride along K."""
+    m, k = x.shape
+    q, q_t = aligned(m, k, dtype, x.device), aligned(k, m, dtype, x.device)
+    mean, rstd = (torch.empty(m, 1, dtype=torch.float32, device=x.device) for _ in range(2))
+    rows = rows_of(m, k, x.element_size(), x.device)
+    _forward_both[(triton.cdiv(m, rows),)](
+        x, x_scale, weight, bias, scale, q, _as_words(q_t), mean, rstd, amax, m, k, x.stride(0), q.stride(0), q_t.stride(0) // 4, eps,
+        rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(x_scale), dtype == torch.float8_e5m2, amax is not None,
+        alignment(x), INTERPRETED, **_LAUNCH,
+    )  # fmt: skip
+    return {"q": q, "q_t": q_t, "mean": mean if norm == LAYER else None, "rstd": rstd}
+
+
+def backward_both(
+    dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
+    amax: Tensor | None, *, norm: int, activation: int, dtype: torch.dtype,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Launch the backward kernel."""
+    m, k = dy.shape
+    dx, dx_t = aligned(m, k, dtype, dy.device), aligned(k, m, dtype, dy.device)
+    rows = rows_of(m, k, dy.element_size() + h.element_size(), dy.device)
+    programs = triton.cdiv(m, rows)
+    dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
+    db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
+    _backward_both[(programs,)](
+        dy, h, h_scale, weight, bias, mean, rstd, scale, dx, _as_words(dx_t), dw, db, amax,
+        m, k, dy.stride(0), h.stride(0), dx.stride(0), dx_t.stride(0) // 4,
+        rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(h_scale), dtype == torch.float8_e5m2, amax is not None,
+        alignment(dy, h), INTERPRETED, **_LAUNCH,
+    )  # fmt: skip
+    return {
+        "dx": dx,
+        "dx_t": dx_t,
+        "dw": None if dw is None else dw.sum(0).to(weight.dtype),
+        "db": None if db is None else db.sum(0).to(bias.dtype),
+    }

@@ -1,0 +1,92 @@
+"""What `auto` comes to for the GEMMs of a linear on the device it is on, written down when the linear is bound: a summary and a repr name kernels.
+
+The binding keeps saying `auto`, so that a linear which is moved to another device runs what that device has. What a backend supports may depend on the type it writes: under autocast
+that is another one than the weight's, so both are asked, and where they differ both kernels are named.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loka.kernels import registry
+from loka.kernels.scaled_mm import MatmulCall
+from loka.kernels.scaled_mm.call import OUT_DTYPES
+from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.measure.site import gemm_shape
+from loka.records import GEMMS, Gemm
+
+__all__ = ["ROWS", "Pick", "is_emulation", "moved", "settle", "spell_refusals"]
+
+ROWS = 1024  # the rows a linear is asked for where nobody knows them; the choice hardly ever depends on it
+
+
+@dataclass(frozen=True)
+class Pick:
+    """What auto took on a device, and who refused before it."""
+
+    kernel: str
+    device: torch.device
+    refusals: tuple[tuple[str, str], ...]
+
+    @property
+    def emulated(self) -> bool:
+        """Whether this is emulation where nobody expects it."""
+        return any(is_emulation(name, self.device) for name in self.kernel.split())
+
+    def __str__(self) -> str:
+        return f"{self.kernel} on {self.device}"
+
+
+def is_emulation(backend: str, device: torch.device) -> bool:
+    """The reference on anything with kernels of its own. On a CPU it is what there is."""
+    return backend == "reference" and device.type not in ("cpu", "meta")
+
+
+def settle(binding: LinearBinding, weight: Tensor, rows: int = ROWS) -> tuple[LinearBinding, list[Pick]]:
+    """The binding with what auto picks for this weight written into its GEMMs; nothing is picked where there is no device yet."""
+    if weight.device.type == "meta":
+        return binding, []
+    bound: dict[str, BoundGemm] = {}
+    picks: list[Pick] = []
+    for gemm in GEMMS:
+        now: BoundGemm | None = getattr(binding, gemm)
+        if now is not None and now.backend == "auto":
+            pick = _pick(gemm, now, weight, rows)
+            bound[gemm] = replace(now, picked=str(pick))
+            picks.append(pick)
+    return (replace(binding, **bound) if bound else binding), picks  # type: ignore[arg-type]
+
+
+def moved(binding: LinearBinding, weight: Tensor, before: torch.device) -> LinearBinding:
+    """The binding of a linear whose weight was elsewhere before: `auto` written down anew, and emulation that began with the move said aloud."""
+    binding, picks = settle(binding, weight)
+    named = any(is_emulation(g.backend, weight.device) for g in (binding.fprop, binding.dgrad, binding.wgrad) if g)
+    if weight.device != before and (named or any(pick.emulated for pick in picks)):
+        warnings.warn(
+            f"linears that were converted on {before} are emulated on {weight.device}: right, and slow; hint: loka.revert(model) and convert there", stacklevel=2
+        )  # fmt: skip
+    return binding
+
+
+def _pick(gemm: Gemm, bound: BoundGemm, weight: Tensor, rows: int) -> Pick:
+    n, k = weight.shape
+    own = weight.dtype if weight.dtype in OUT_DTYPES else torch.bfloat16
+    dtypes = [own] if gemm == "wgrad" or own != torch.float32 else [own, torch.bfloat16]
+    shape, operands = gemm_shape(gemm, rows, k, n), bound.operands
+    found = [
+        registry.first("scaled_mm", MatmulCall(*shape, operands.a, operands.b, dtype, operands.fast_accum), weight.device)
+        for dtype in dtypes
+    ]  # fmt: skip
+    names = dict.fromkeys(selection.name for selection in found)
+    return Pick(" or ".join(names), weight.device, tuple(found[0].refusals.items()))
+
+
+def spell_refusals(refusals: Mapping[str, str]) -> str:
+    """Who refused and why, those with one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())

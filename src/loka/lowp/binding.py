@@ -1,0 +1,188 @@
+"""What each of a linear's three GEMMs runs, decided before the first step and never in the middle of one.
+
+    fprop   y  = x  W^T      a = x  [M, K]     b = W   [N, K]
+    dgrad   dx = dy W        a = dy [M, N]     b = W^T [K, N]
+    wgrad   dW = dy^T x      a = dy^T [N, M]   b = x^T [K, M]
+
+Scales of x and dy may be dynamic, or delayed or static with one scale per tensor (`loka.lowp.scaling`). A weight's scales always come from the weight: it is quantised
+once per optimizer step, so there is nothing to save by guessing them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from loka.dispatch.recipe import Operands
+from loka.formats import FORMATS, TENSOR, Format, Spec
+from loka.kernels import registry
+from loka.lowp.scaling import Scaling, check_mode
+from loka.lowp.weight_cache import POLICIES, Form, WeightPolicy
+
+__all__ = ["BoundGemm", "LinearBinding", "LinearOptions", "Save"]
+
+Save = Literal["auto", "fp8", "high"]
+
+
+@dataclass(frozen=True)
+class BoundGemm:
+    """A GEMM in low precision: on which backend, with which operands. `picked`: what `auto` came to where it was bound (`loka.lowp.auto`)."""
+
+    backend: str
+    operands: Operands
+    picked: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.backend != "auto":
+            registry.backend("scaled_mm", self.backend)  # an unknown name raises here, not in the first forward
+        registry.load("quantize")
+        registry.load("scaled_mm")
+
+    @property
+    def weight_form(self) -> Form:
+        """What this GEMM wants of a weight that is its second operand."""
+        return Form(self.operands.b, self.operands.a, self.backend)
+
+    def __str__(self) -> str:
+        backend = self.backend if self.picked is None else f"{self.backend} ({self.picked})"
+        return f"{self.operands.a}@{self.operands.b}/{backend}"
+
+
+@dataclass(frozen=True)
+class LinearBinding:
+    """What each GEMM of a Linear runs; None is high precision.
+
+    save: what backward keeps of x. `fp8` keeps x^T as wgrad's operand: half the bytes of bf16 and the same result, since wgrad quantises x anyway.
+    `high` keeps x, which costs nothing where the op before keeps it too. `auto` is fp8 where fprop and wgrad are quantised.
+    weights: when weights are quantised, see `loka.lowp.weight_cache`. quantizer: the backend of `kernels.quantize`.
+    """
+
+    fprop: BoundGemm | None = None
+    dgrad: BoundGemm | None = None
+    wgrad: BoundGemm | None = None
+    save: Save = "auto"
+    weights: WeightPolicy = "step"
+    scaling: Scaling = field(default_factory=Scaling)
+    quantizer: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.save not in ("auto", "fp8", "high"):
+            raise ValueError(f"save={self.save!r}: expected auto, fp8 or high")
+        if self.weights not in POLICIES:
+            raise ValueError(f"weights={self.weights!r}: expected {', '.join(POLICIES)}")
+        if self.quantizer != "auto":
+            registry.backend("quantize", self.quantizer)
+        for name, spec in self.weight_specs.items():
+            if spec.mode != "dynamic":
+                raise ValueError(f"{name}: {spec} of a weight; a weight's scale comes from the weight, once per step")
+        for name, spec in {**self.x_specs, **self.dy_specs}.items():
+            check_mode(spec, name)
+        for name, spec in self.dy_specs.items():
+            if spec.mode == "static":
+                raise ValueError(
+                    f"{name}: {spec} of a gradient; gradients have no bound, so their scale is dynamic or delayed"
+                )
+        if self.save == "fp8" and not self._can_save_fp8:
+            raise ValueError(
+                "save='fp8' keeps x as wgrad's FP8 operand, so fprop and wgrad must both be quantised; "
+                "with wgrad in high precision it would not be high any more"
+            )
+
+    @property
+    def _can_save_fp8(self) -> bool:
+        return self.fprop is not None and self.wgrad is not None
+
+    @property
+    def saves_fp8(self) -> bool:
+        """Whether backward keeps x^T in low precision instead of x."""
+        return self.save != "high" and self._can_save_fp8
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any GEMM runs in low precision."""
+        return any((self.fprop, self.dgrad, self.wgrad))
+
+    @property
+    def weight_specs(self) -> dict[str, Spec]:
+        """Specs of W and W^T, by the GEMM that reads them."""
+        bound = {"fprop b": self.fprop, "dgrad b": self.dgrad}
+        return {name: gemm.operands.b for name, gemm in bound.items() if gemm is not None}
+
+    @property
+    def x_specs(self) -> dict[str, Spec]:
+        """Specs of x and x^T."""
+        found = {"fprop a": self.fprop.operands.a} if self.fprop is not None else {}
+        return {**found, "wgrad b": self.wgrad.operands.b} if self.wgrad is not None else found
+
+    @property
+    def dy_specs(self) -> dict[str, Spec]:
+        """Specs of dy and dy^T."""
+        found = {"dgrad a": self.dgrad.operands.a} if self.dgrad is not None else {}
+        return {**found, "wgrad a": self.wgrad.operands.a} if self.wgrad is not None else found
+
+    def with_scales(self, mode: str) -> "LinearBinding":
+        """The same GEMMs with delayed scales for x and dy, or static ones for x; each must be scaled per tensor."""
+
+        def remembered(spec: Spec) -> Spec:
+            if spec.block != TENSOR:
+                raise ValueError(
+                    f"{mode} scales are one per tensor; this binding has {spec}; hint: recipe='tensorwise'"
+                )
+            return Spec(spec.format, spec.block, spec.scale, mode, spec.rounding)  # type: ignore[arg-type]
+
+        if mode not in ("dynamic", "delayed", "static"):
+            raise ValueError(f"scales are dynamic, delayed or static, got {mode!r}")
+        if mode == "dynamic":
+            return self
+        return self._map(remembered, remembered if mode == "delayed" else _same)
+
+    def with_gradients(self, name: str) -> "LinearBinding":
+        """The same GEMMs with dy in another format: e5m2 has the range of float16, e4m3 one more bit."""
+        if name not in ("e4m3", "e5m2"):
+            raise ValueError(f"gradients are e4m3 or e5m2, got {name!r}")
+        wanted: Format = FORMATS[name]
+        return self._map(_same, lambda s: Spec(wanted, s.block, s.scale, s.mode, s.rounding))
+
+    def _map(self, x: Callable[[Spec], Spec], dy: Callable[[Spec], Spec]) -> "LinearBinding":
+        """The binding with other Specs of x and of dy."""
+        return replace(
+            self, fprop=_changed(self.fprop, x, _same), dgrad=_changed(self.dgrad, dy, _same), wgrad=_changed(self.wgrad, dy, x)
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name) or 'high'}" for name in ("fprop", "dgrad", "wgrad")]
+        defaults = LinearBinding.__dataclass_fields__
+        parts += [f"{n}={getattr(self, n)}" for n in ("save", "weights", "quantizer") if getattr(self, n) != defaults[n].default]  # fmt: skip
+        return ", ".join(parts)
+
+
+def _same(spec: Spec) -> Spec:
+    return spec
+
+
+def _changed(gemm: BoundGemm | None, a: Callable[[Spec], Spec], b: Callable[[Spec], Spec]) -> BoundGemm | None:
+    if gemm is None:
+        return None
+    return replace(gemm, operands=replace(gemm.operands, a=a(gemm.operands.a), b=b(gemm.operands.b)))
+
+
+@dataclass(frozen=True)
+class LinearOptions:
+    """How converted linears run, beside what their GEMMs are: see `LinearBinding` and `Scaling`.
+
+    scales: dynamic; delayed (x and dy); static (x, after a calibration). gradients: format of dy, None for the recipe's.
+    """
+
+    scales: Literal["dynamic", "delayed", "static"] = "dynamic"
+    gradients: Literal["e4m3", "e5m2"] | None = None
+    save: Save = "auto"
+    weights: WeightPolicy = "step"
+    scaling: Scaling = field(default_factory=Scaling)
+    quantizer: str = "auto"
+
+    def apply(self, binding: LinearBinding) -> LinearBinding:
+        """The binding with these options."""
+        if self.gradients is not None:
+            binding = binding.with_gradients(self.gradients)
+        return replace(
+            binding.with_scales(self.scales), save=self.save, weights=self.weights, scaling=self.scaling, quantizer=self.quantizer
+        )  # fmt: skip

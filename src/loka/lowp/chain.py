@@ -1,0 +1,667 @@
+"""A chain of linears in FP8 from layer to layer, placed in a model that nobody rewrote.
+
+    [linear -> norm -> activation]*  (-> last linear)            one autograd node; what it computes is in `loka.lowp.chain_function`
+
+The modules of a chain stay where they are and what they are to everybody else: the same objects, parameters, names and state_dict. They change their class, as `loka.lowp.linear` does:
+
+    head      the first linear; its forward runs the whole chain
+    passed    every later linear, norm, activation and dropout; its forward returns its input, which the head has computed already
+
+So a chain may lie in an nn.Sequential, in an MLP of one's own, or across attributes that a forward calls one after another: wherever one module's output is read by the next one alone, which
+is what `loka.units` looks for. One node and not one per layer, because FP8 tensors cannot travel along autograd's edges: a gradient has its tensor's type.
+
+`Chain` is a plain object beside the modules, not a module: nothing of it enters a state_dict. It holds the links, the scales that are remembered between steps, the frozen weights of a serving
+model and the counters that Guard reads.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.formats import QTensor, scale_from_amax
+from loka.kernels.activation import activate
+from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED_SCALE
+from loka.kernels.quantize import quantize
+from loka.lowp.chain_function import (
+    STATIC_SPEC,
+    TENSOR_SPEC,
+    ChainFunction,
+    ChainPrecision,
+    ChainTensors,
+    Layout,
+    Link,
+    quantize_input,
+    run_link,
+)
+from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.scaling import AmaxState, Scaling, find_amax
+from loka.lowp.step import follow, unfollow
+from loka.nn.norm import BlockNorm
+
+__all__ = ["Chain", "Part", "chain_of", "chains_of", "is_watched"]
+
+CHAIN = "loka_chain"  # on every module of a chain: the chain
+HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One link and the modules it consists of.
+
+    Args:
+        link: what it computes.
+        linear: the nn.Linear.
+        norm: the module whose weight, bias and eps the norm has; None without a norm.
+        passed: modules that hand on their input from now on: the norm, the activation, dropouts without effect, identities.
+        functions: (owner, attribute) of activations that are plain functions on a module, as in nn.TransformerEncoderLayer.
+    """
+
+    link: Link
+    linear: nn.Linear
+    norm: nn.Module | None = None
+    passed: tuple[nn.Module, ...] = ()
+    functions: tuple[tuple[nn.Module, str], ...] = ()
+
+
+@dataclass
+class _Replaced:
+    """A function that stood in an attribute."""
+
+    owner: nn.Module
+    attribute: str
+    function: Any
+
+
+def _hand_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stands where an activation function stood that now runs inside a chain."""
+    return x
+
+
+class Chain:
+    """Linears that run in FP8 from one to the next.
+
+    Args:
+        name: of the unit, for records and messages.
+        parts: first to last.
+        precision: how it computes.
+        bounded_input: x comes out of a BlockNorm: it has a static scale.
+        scaling: how scales are remembered between steps.
+
+    Example:
+        >>> chain = Chain("top", [Part(Link("top.0", activation="relu"), model.top[0], passed=(model.top[1],)), Part(Link("top.2"), model.top[2])])
+        >>> chain.place()
+        >>> model(x)  # runs in FP8
+        >>> chain.release()
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Part],
+        precision: ChainPrecision | None = None,
+        *,
+        bounded_input: bool = False,
+        scaling: Scaling = HEADROOM,
+    ) -> None:
+        _check(name, parts)
+        self.name, self.parts, self.precision = name, tuple(parts), precision or ChainPrecision()
+        self.bounded_input, self.scaling = bounded_input, scaling
+        self.links = tuple(part.link for part in parts)
+        self.linears = tuple(part.linear for part in parts)
+        device = self.device
+        last = len(parts) - 1
+        self.out = [
+            None if i == last or link.bounded else AmaxState(scaling, device, floor=link.floor)
+            for i, link in enumerate(self.links)
+        ]
+        delayed = self.precision.gradient == "delayed"
+        self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
+        self.static = torch.full((), NORMALIZED_SCALE, device=device)
+        self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
+        self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
+        self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
+        self.frozen: list[QTensor] | None = None
+        self.placed = False
+        self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
+        self.watching = False
+        self.tap: Callable[[str, str, Tensor], None] | None = None
+        self._replaced: list[_Replaced] = []
+        self.handed_on: weakref.ReferenceType[Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.linears[0].weight.device
+
+    @property
+    def training(self) -> bool:
+        """As its head."""
+        return self.linears[0].training
+
+    @property
+    def remembered(self) -> list[AmaxState]:
+        """The magnitudes that its scales come from."""
+        return [state for state in (*self.out, *self.grad) if state is not None]
+
+    def followed_weights(self) -> list[Tensor]:
+        """The weights, as whoever owns them knows them."""
+        return [weight for linear in self.linears if (weight := linear._parameters.get("weight")) is not None]
+
+    def weights_changed(self, *, owned: bool) -> None:
+        """An optimizer has made its step: nothing to do, weights that train are quantised in every forward."""
+
+    # Placing
+
+    def place(self) -> "Chain":
+        """Change the classes of its modules. Refuses modules that somebody watches, naming them."""
+        modules = [m for part in self.parts for m in (part.linear, *part.passed)]
+        watched = [part.link.linear for part in self.parts if is_watched(part.linear)]
+        watched += [
+            f"{type(m).__name__} behind {part.link.linear}" for part in self.parts for m in part.passed if is_watched(m)
+        ]
+        if watched:
+            raise ValueError(f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: remove them first")  # fmt: skip
+        if len({id(m) for m in modules}) < len(modules):
+            raise ValueError(f"{self.name}: one module stands in it twice; a module of a chain is called once")
+        if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:
+            raise ValueError(f"{self.name}: {', '.join(taken)} is in a chain already; hint: loka.revert(model) first")
+        for index, module in enumerate(modules):
+            _reclass(module, _Head if index == 0 else _Passed)
+            module.__dict__[CHAIN] = self
+        for part in self.parts:
+            for owner, attribute in part.functions:
+                self._replaced.append(_Replaced(owner, attribute, getattr(owner, attribute)))
+                setattr(owner, attribute, _hand_on)
+        self.placed = True
+        follow(self)
+        return self
+
+    def release(self) -> None:
+        """The modules are what they were; parameters keep what was trained."""
+        self.thaw()
+        unfollow(self)
+        for part in self.parts:
+            for module in (part.linear, *part.passed):
+                module.__dict__.pop(CHAIN, None)
+                _reclass(module, None)
+        for was in reversed(self._replaced):
+            setattr(was.owner, was.attribute, was.function)
+        self._replaced.clear()
+        self.placed = False
+
+    def split(self, site: str) -> list["Chain"]:
+        """Put one linear back to high precision; what stands before and behind it stays in FP8.
+
+        Args:
+            site: the linear's name.
+
+        Returns:
+            The chains that are placed now: none, one or two. Scales go on from where they were.
+        """
+        names = [link.linear for link in self.links]
+        if site not in names:
+            raise ValueError(f"{self.name} has no linear {site!r}; it has {', '.join(names)}")
+        at, placed = names.index(site), self.placed
+        if placed:
+            self.release()
+        made: list[Chain] = []
+        for begin, end in ((0, at), (at + 1, len(names))):
+            if begin == end:
+                continue
+            bounded = self.bounded_input if begin == 0 else self.links[at].bounded
+            parts = (*self.parts[begin : end - 1], _as_last(self.parts[end - 1]))
+            half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
+            half.primed, half.gradients_primed = self.primed, self.gradients_primed
+            for mine, theirs in ((half.out, self.out), (half.grad, self.grad)):
+                for index, state in enumerate(mine):
+                    old = theirs[begin + index]
+                    if state is not None and old is not None:
+                        state.load(old.state())
+                        state.saturated.copy_(old.saturated)
+            made.append(half.place() if placed else half)
+        return made
+
+    # Running
+
+    @property
+    def input_scale(self) -> Tensor | None:
+        """The scale of x that is known before x comes; None: it is found from x."""
+        if self.bounded_input:
+            return self.static
+        return None if self.input is None else self.input.scale
+
+    def fix_input(self, amax: float) -> None:
+        """Give the input a scale for the largest magnitude that calibration saw: serving needs no pass over x to find one."""
+        self.input = AmaxState(self.scaling, self.device)
+        self.input.start_from(amax)
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        """The chain without its tensors."""
+        types = tuple(linear.weight.dtype for linear in self.linears)
+        biases = tuple(None if linear.bias is None else linear.bias.dtype for linear in self.linears)
+        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None)  # fmt: skip
+
+    def tensors(self) -> ChainTensors:
+        """Its tensors, as they are now. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
+        norms = [part.norm for part in self.parts]
+        counts = self.training or self.frozen is not None or not self.primed
+        return ChainTensors(
+            tuple(linear.weight for linear in self.linears),
+            tuple(linear.bias for linear in self.linears),
+            tuple(getattr(norm, "weight", None) for norm in norms),
+            tuple(getattr(norm, "bias", None) for norm in norms),
+            tuple(bound if link.bounded else None if s is None else s.scale for link, s, bound in zip(self.links, self.out, self.bounds, strict=True)),
+            tuple(None if s is None or not counts else s.pending for s in self.out),
+            tuple(None if s is None else s.scale for s in self.grad),
+            tuple(None if s is None else s.pending for s in self.grad),
+        )  # fmt: skip
+
+    def run(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N] in the input's type, or autocast's where it is on."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        width = self.linears[0].in_features
+        if x.shape[-1] != width:
+            raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
+        flat = x.reshape(-1, width)
+        with torch.autocast(kind, enabled=False):
+            if flat.shape[0] == 0:
+                y = self.run_exactly(flat.to(dtype))
+            elif self.needs_gradient(x):
+                scale = self.input_scale
+                y = ChainFunction.apply(flat, scale, self.layout(dtype), *self.tensors().flatten())  # type: ignore[no-untyped-call]
+            else:
+                y = self.infer(flat.detach(), dtype)
+            if self.watching and self.health is not None:
+                self.look(flat, y)
+        return y.reshape(*x.shape[:-1], self.linears[-1].out_features)
+
+    def needs_gradient(self, x: Tensor) -> bool:
+        """Whether to run the differentiable form; a frozen chain has none, and says so where a gradient is asked for."""
+        if self.frozen is None:
+            return torch.is_grad_enabled()
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(f"{self.name} is frozen for serving and has no gradient, and its input asks for one; hint: torch.no_grad(), or model.train()")  # fmt: skip
+        return False
+
+    def infer(self, x: Tensor | QTensor, dtype: torch.dtype) -> Tensor:
+        """Without gradients, from [M, K] in high precision or quantised already."""
+        layout, tensors = self.layout(dtype), self.tensors()
+        a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout)
+        y: Tensor | None = None
+        for at, weight in enumerate(self._quantized_weights()):
+            step = run_link(a, weight, at, layout, tensors, training=False)
+            a, y = (a if step.a is None else step.a), step.y
+        assert y is not None
+        return y
+
+    def run_exactly(self, x: Tensor) -> Tensor:
+        """The same layers in the precision of x."""
+        for at in range(len(self.links)):
+            x = self.run_link_exactly(x, at)
+        return x
+
+    def run_link_exactly(self, x: Tensor, at: int) -> Tensor:
+        """One layer in the precision of x."""
+        link, part = self.links[at], self.parts[at]
+        linear, norm = part.linear, part.norm
+        x = F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
+        if link.norm == "block":
+            x = BlockNorm.forward(BlockNorm(x.shape[-1], block=NORM_BLOCK), x)
+        elif link.norm != "none":
+            weight, bias = (
+                None if (p := getattr(norm, n, None)) is None else p.to(x.dtype) for n in ("weight", "bias")
+            )
+            size = (x.shape[-1],)
+            x = F.layer_norm(x, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(x, size, weight, link.eps)  # fmt: skip
+        return activate(x, link.activation, link.slope)
+
+    # Weights for serving
+
+    def _quantized_weights(self) -> list[QTensor]:
+        if self.frozen is not None:
+            return self.frozen
+        return [self._quantize(linear) for linear in self.linears]
+
+    def _quantize(self, linear: nn.Linear) -> QTensor:
+        return quantize(linear.weight.detach(), TENSOR_SPEC, backend=self.precision.quantize_backend)
+
+    def freeze(self, *, offload: bool = False) -> None:
+        """Quantise the weights once, for serving; they are not followed any more until `thaw`.
+
+        Args:
+            offload: move the weights in high precision to the host meanwhile: a frozen chain then takes half the memory of a 16-bit one, not one and a half.
+        """
+        if not self.primed:
+            raise ValueError(f"{self.name} has no scales yet; hint: with loka.placing.calibrating(model): model(batch)")
+        self.thaw()
+        self.frozen = [self._quantize(linear) for linear in self.linears]
+        if offload:
+            self._move_weights(torch.device("cpu"))
+
+    def thaw(self) -> None:
+        """Follow the weights again."""
+        if self.frozen is not None:
+            self._move_weights(self.frozen[0].device)
+        self.frozen = None
+
+    def refresh(self) -> None:
+        """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
+        if self.frozen is not None:
+            devices = [q.device for q in self.frozen]
+            self.frozen = [
+                quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
+                for linear, device in zip(self.linears, devices, strict=True)
+            ]
+
+    def _move_weights(self, device: torch.device) -> None:
+        for linear in self.linears:
+            if linear.weight.device != device:
+                linear.weight.data = linear.weight.data.to(device)
+
+    # Scales
+
+    def start_from(self, magnitudes: Mapping[str, tuple[float, float]]) -> bool:
+        """Take the first scales from magnitudes that were measured before.
+
+        Args:
+            magnitudes: for a linear's name, the largest |output before the activation| and the largest |gradient of it|.
+
+        Returns:
+            Whether all were there, so that the first step runs as all others will.
+        """
+        for link, out, grad in zip(self.links, self.out, self.grad, strict=True):
+            known = magnitudes.get(link.linear, (0.0, 0.0))
+            for state, amax in ((out, known[0]), (grad, known[1])):
+                if state is not None and amax > 0:
+                    state.start_from(amax)
+        self.find_primed()
+        return self.primed and self.gradients_primed
+
+    def find_primed(self) -> None:
+        """Whether all scales are known, forward and backward. Waits for the device."""
+        self.primed, self.gradients_primed = (
+            all(bool(s.largest > 0) for s in states if s is not None) for states in (self.out, self.grad)
+        )
+
+    def after_step(self) -> None:
+        """Called when a step's magnitudes are filed. Waits for the device until all scales are known, and never again."""
+        if self.primed and self.gradients_primed:
+            return
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.find_primed()
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Batches run in this block set the scales between layers; one that ends in an exception changes nothing."""
+        states = [state for state in self.out if state is not None]
+        before, primed = [state.state() for state in states], self.primed
+        self.primed = not states
+        for state in states:
+            state.pending.zero_()
+        try:
+            yield
+            seen = [float(state.pending) for state in states]
+            if not all(seen):
+                raise ValueError(
+                    f"calibration saw no finite value other than zero in the chain {self.name}; run more batches"
+                )
+            for state, amax in zip(states, seen, strict=True):
+                state.start_from(amax)
+                state.pending.zero_()
+            self.primed = True
+        except BaseException:
+            for state, old in zip(states, before, strict=True):
+                state.load(old)
+            self.primed = primed
+            raise
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameters."""
+        for state in (*self.remembered, *([] if self.input is None else [self.input])):
+            state.to(device)
+        self.static, self.bounds = self.static.to(device), [bound.to(device) for bound in self.bounds]
+        if self.health is not None:
+            self.health = [vector.to(device) for vector in self.health]
+        if self.frozen is not None:
+            self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
+
+    # Being looked at
+
+    @torch.no_grad()
+    def look(self, x: Tensor, y: Tensor) -> None:
+        """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size."""
+        assert self.health is not None
+        dtype, turn = y.dtype, turn_of(self.health[0], FORWARD)
+        layout, tensors = self.layout(dtype), self.tensors()._replace(pending=(None,) * len(self.links))
+        rows = sampled_rows(x.shape[0], turn)
+        exact = x.index_select(0, rows)
+        scale = self.input_scale
+        if scale is None:
+            scale = scale_from_amax(find_amax(x), STATIC_SPEC)
+        a = quantize(
+            exact, STATIC_SPEC, scale=scale
+        )  # as training has it: one scale for all rows, which a huge row takes from the others
+        exact = exact.float()
+        for at, weight in enumerate(self._quantized_weights()):
+            wanted = self.run_link_exactly(exact, at)
+            step = run_link(a, weight, at, layout, tensors, training=False)
+            got = y.index_select(0, rows) if step.a is None else step.a.dequantize()
+            error = row_error(got, wanted) if self.primed or step.a is None else torch.zeros_like(turn)
+            last = step.a is None
+            # what went into this layer; the last one's output is that of the whole batch, and so is what it is blamed for
+            given = torch.stack([_extent(exact), _extent(x)]) if last or at == 0 else exact
+            record(self.health[at], FORWARD, given, self.linears[at].weight, (y if last else got,), error)
+            if step.a is not None:
+                a, exact = step.a, step.a.dequantize()
+
+    def count_saturated(self) -> list[Tensor | None]:
+        """For every link, how many steps' magnitudes did not fit their scale since the beginning; in serving, whether any has not. None where scales cannot saturate."""
+        counts: list[Tensor | None] = []
+        for out, grad in zip(self.out, self.grad, strict=True):
+            states = [state for state in (out, grad) if state is not None]
+            now = [
+                (s.pending > s.scale * STATIC_SPEC.format.max).float() if self.frozen is not None else s.saturated
+                for s in states
+            ]
+            counts.append(torch.stack(now).sum() if now else None)
+        return counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "handed_on": None, "tap": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.placed:
+            follow(self)
+
+    def __repr__(self) -> str:
+        widths = [self.linears[0].in_features, *(linear.out_features for linear in self.linears)]
+        primed = self.primed and self.gradients_primed
+        state = ", frozen" if self.frozen is not None else "" if primed else ", scales not known yet"
+        return f"Chain({self.name}: {' -> '.join(map(str, widths))}, {self.precision}{state})"
+
+
+def _extent(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, float("inf")).float()
+
+
+def _check(name: str, parts: Sequence[Part]) -> None:
+    if not parts:
+        raise ValueError(f"{name}: a chain needs at least one linear")
+    width: int | None = None
+    for index, part in enumerate(parts):
+        linear, link = part.linear, part.link
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"{name}: {link.linear} is a {type(linear).__name__}, expected nn.Linear")
+        if width is not None and linear.in_features != width:
+            raise ValueError(f"{name}: {link.linear} takes {linear.in_features} features, the layer before it gives {width}")  # fmt: skip
+        if link.norm in ("layer", "rms") and index == len(parts) - 1:
+            raise ValueError(
+                f"{name}: {link.linear} is the last linear; its {link.norm} norm stays outside of the chain"
+            )
+        width = linear.out_features
+
+
+def _as_last(part: Part) -> Part:
+    """A part that ends a chain: a norm over the whole row runs as a module of its own, and what follows it."""
+    return Part(Link(part.link.linear), part.linear) if part.link.norm in ("layer", "rms") else part
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody's hooks see what goes in or out, forward or backward.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True where it has a hook of any kind.
+    """
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+# Classes. A pickle names classes, and those made here have no importable name: it names the original and the role.
+
+
+class _InChain(nn.Module):
+    """What every module of a chain does beside its forward."""
+
+    loka_original: type[nn.Module]
+    loka_role: type["_InChain"]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        chain = self.__dict__[CHAIN]
+        if isinstance(self, _Head):
+            # its own weight: later linears have not moved yet; offloaded weights say nothing
+            chain.to(self.weight.device if chain.frozen is None else fn(chain.static).device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        chain = self.__dict__[CHAIN]
+        if chain.frozen is not None and isinstance(self, nn.Linear):  # made from other weights
+            chain.refresh()
+
+    def train(self, mode: bool = True) -> Any:
+        """Training mode thaws: frozen weights have no gradient."""
+        if mode and self.__dict__[CHAIN].frozen is not None:
+            self.__dict__[CHAIN].thaw()
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        """As the module's own, and where it runs."""
+        own, chain = super().extra_repr(), self.__dict__[CHAIN]
+        what = repr(chain) if isinstance(self, _Head) else f"runs in chain {chain.name}"
+        return f"{own}, {what}" if own else what
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        return (_rebuild, (self.loka_original, self.loka_role), *made[2:])
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise ValueError("the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, or loka.revert(model) first")  # fmt: skip
+
+
+class _Head(_InChain):
+    """The first linear: runs the chain."""
+
+    weight: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The whole chain."""
+        chain = self.__dict__[CHAIN]
+        result: Tensor = chain.run(input)
+        if not torch.compiler.is_compiling():
+            chain.handed_on = weakref.ref(result)
+        return result
+
+
+class _Passed(_InChain):
+    """A later module: the head has done its work."""
+
+    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What came in, which must be what the head made: a forward that takes another path than the example did is an error, never another number."""
+        if not torch.compiler.is_compiling():
+            chain = self.__dict__[CHAIN]
+            if chain.handed_on is None or chain.handed_on() is not input:
+                raise RuntimeError(
+                    f"a module of the chain {chain.name} was called with something other than what the chain made: this forward takes another path "
+                    "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
+                )
+        return input
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[_InChain]], type[nn.Module]] = {}
+
+
+def _class_for(kind: type[nn.Module], role: type[_InChain]) -> type[nn.Module]:
+    if (kind, role) not in _CLASSES:
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "loka_original": kind, "loka_role": role}
+        _CLASSES[kind, role] = type(kind.__name__, (role, kind), body)
+    return _CLASSES[kind, role]
+
+
+def _rebuild(kind: type[nn.Module], role: type[_InChain]) -> nn.Module:
+    made = _class_for(kind, role)
+    return made.__new__(made)
+
+
+def _reclass(module: nn.Module, role: type[_InChain] | None) -> None:
+    """Give a module its class in a chain, or back its own; a class that a wrapper (FSDP2) put on top stays there."""
+    now = type(module)
+    if role is not None:
+        module.__class__ = _class_for(now, role)
+        return
+    if not isinstance(module, _InChain):
+        return
+    original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
+    if now is ours:
+        module.__class__ = original
+    else:
+        bases = tuple(original if base is ours else base for base in now.__bases__)
+        names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
+        module.__class__ = type(now.__name__, bases, names)
+
+
+def chain_of(module: nn.Module) -> Chain | None:
+    """The chain a module runs in, or None.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Its chain; the same object for every module of it.
+
+    Example:
+        >>> chain_of(model.top[0]).name
+        'top.0'
+    """
+    found: Chain | None = module.__dict__.get(CHAIN)
+    return found
+
+
+def chains_of(model: nn.Module) -> Iterator[tuple[str, Chain]]:
+    """Every chain placed in a model, by the name of its first linear.
+
+    Args:
+        model: converted or not.
+
+    Returns:
+        Pairs of the head's name in this model and the chain.
+
+    Example:
+        >>> for name, chain in chains_of(model): print(name, chain)
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _Head):
+            chain = chain_of(module)
+            assert chain is not None
+            yield name, chain

@@ -1,0 +1,129 @@
+"""How a low-precision linear is doing, counted on the device: no value is read by the host while a step runs.
+
+One float32 vector a site. For fprop, and again for backward:
+
+    calls       how many times it was looked at
+    bad in      calls whose input (x; dy) had a NaN or an Inf
+    bad weight  calls whose weight had one
+    bad out     calls whose output (y; dx, dW) had one
+    error       sum over the calls of the sampled error
+    turn        how many times it was looked at since the beginning: the others start anew at every check, this one moves the sample on
+
+The error is that of the GEMM itself: 16 rows and 64 columns of the output, computed again in float32 from the operands in high precision. Which rows and columns
+moves on by one from call to call. It is the largest of three, because each hides what another shows:
+
+    ||out - exact|| / ||exact|| over the sample       what large values lose; one huge row hides all others
+    the mean over its rows of the same, at most 1     rows that vanish beside a huge one
+    the mean over its columns                         channels that vanish beside a large one
+
+A row or a column that happens to cancel is no error of the GEMM's: the latter two divide by no less than the root of the summed squares of the products, which is what
+the output would be if signs were random. It costs 2 x 16 x 64 x K products. wgrad contracts over all rows, so its output cannot be sampled cheaply: what is measured
+for it is the quantisation of dy's sampled rows.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BACKWARD",
+    "FIELDS",
+    "FORWARD",
+    "clear",
+    "new_health",
+    "quantization_error",
+    "record",
+    "row_error",
+    "sampled_error",
+    "sampled_rows",
+    "turn_of",
+]
+
+FIELDS = ("calls", "bad_in", "bad_weight", "bad_out", "error", "turn")
+FORWARD, BACKWARD = 0, len(FIELDS)
+ROWS, COLUMNS = 16, 64
+
+
+def new_health(device: torch.device) -> Tensor:
+    """A vector of zeros for one site."""
+    return torch.zeros(2 * len(FIELDS), device=device)
+
+
+def clear(health: Tensor) -> None:
+    """Start counting anew; the sample goes on from where it is."""
+    health.view(2, len(FIELDS))[:, : FIELDS.index("turn")].zero_()
+
+
+def turn_of(health: Tensor, place: int) -> Tensor:
+    """How many samples were drawn before."""
+    return health[place + FIELDS.index("turn")]
+
+
+def _sample(size: int, wanted: int, turn: Tensor) -> Tensor:
+    """Indices spread evenly over an extent, shifted by one each turn."""
+    step = max(size // wanted, 1)
+    taken = min(size, wanted)
+    return (torch.arange(taken, device=turn.device) * step + turn.long()) % size
+
+
+def _ratio(wrong: Tensor, dim: tuple[int, ...], *sizes: Tensor) -> Tensor:
+    """||wrong|| along dimensions over the largest of ||size||; 0 for nothing, and for what is not finite (counted elsewhere)."""
+    norms = torch.stack([torch.linalg.vector_norm(size, dim=dim) for size in sizes])
+    error = torch.linalg.vector_norm(wrong, dim=dim) / norms.amax(0).clamp(min=1e-30)
+    return torch.where(error.isfinite(), error, torch.zeros_like(error))
+
+
+def _error(got: Tensor, exact: Tensor, random: Tensor) -> Tensor:
+    """The largest of the error of all, the mean error of the rows, and that of the columns."""
+    wrong = got.float() - exact
+    rows, columns = (_ratio(wrong, dim, exact, random).clamp(max=1).mean() for dim in ((1,), (0,)))
+    return torch.maximum(_ratio(wrong, (0, 1), exact), torch.maximum(rows, columns))
+
+
+def sampled_error(a: Tensor, b: Tensor, out: Tensor, turn: Tensor) -> Tensor:
+    """Error of out [M, N] = a [M, K] @ b [K, N] on a sample of rows and columns."""
+    if out.numel() == 0 or a.shape[1] == 0:
+        return torch.zeros((), device=out.device)
+    rows, columns = _sample(out.shape[0], ROWS, turn), _sample(out.shape[1], COLUMNS, turn)
+    a, b = a.index_select(0, rows).float(), b.index_select(1, columns).float()
+    exact = a @ b
+    random = (a.square() @ b.square()).sqrt().nan_to_num(posinf=0.0)  # squares may overflow where products do not
+    return _error(out.index_select(0, rows).index_select(1, columns), exact, random)
+
+
+def quantization_error(x: Tensor, dequantized: Tensor, turn: Tensor) -> Tensor:
+    """Error of a quantised operand on a sample of its rows."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    rows = _sample(x.shape[0], ROWS, turn)
+    exact = x.index_select(0, rows).float()
+    return _error(dequantized.index_select(0, rows), exact, exact)
+
+
+def sampled_rows(size: int, turn: Tensor) -> Tensor:
+    """Indices of the rows that are looked at in this turn."""
+    return _sample(size, ROWS, turn)
+
+
+def row_error(got: Tensor, exact: Tensor) -> Tensor:
+    """Error of rows [R, N] beside the same rows in float32."""
+    return _error(got, exact, exact)
+
+
+def is_bad(x: Tensor | None, like: Tensor) -> Tensor:
+    """1 where a tensor has a NaN or an Inf, else 0; one read."""
+    if x is None or x.numel() == 0:
+        return torch.zeros_like(like)
+    largest = torch.linalg.vector_norm(x, float("inf")).float()
+    return torch.where(largest < float("inf"), torch.zeros_like(largest), torch.ones_like(largest))
+
+
+def record(
+    health: Tensor, place: int, given: Tensor, weight: Tensor | None, results: tuple[Tensor | None, ...], error: Tensor
+) -> None:
+    """Add one call to a site's vector; `weight` where the results depend on it."""
+    one = torch.ones_like(error)
+    bad_out = torch.zeros_like(error)
+    for result in results:
+        bad_out = torch.maximum(bad_out, is_bad(result, error))
+    added = torch.stack([one, is_bad(given, error), is_bad(weight, error), bad_out, error, one])
+    health[place : place + len(FIELDS)].add_(added)

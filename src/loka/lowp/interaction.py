@@ -1,0 +1,194 @@
+"""A whole Wukong layer as one autograd node: its interactions in two kernels around an FP8 chain, x read once (loka.kernels.interaction).
+
+It runs in the place of a module with the children `mix` (FeatureMix: n_l, k and perhaps residual rows), `fmb` (with `norm` and a tower `mlp` that is a chain) and `norm`. The module
+changes its class and keeps everything else (as in `loka.lowp.chain`).
+
+    forward     interact(x) -> FP8 products, half of next;   chain;   finish -> next
+    backward    norm_gradient(d next) -> dS;   chain backward of dS's first half;   interact_gradient -> dx, dW
+
+For backward a layer keeps x, next (which the layer after it keeps anyway as its x), one rstd a vector, and what its chain keeps in FP8: the products and mixtures are
+computed again from x.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from loka.kernels import registry
+from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
+from loka.kernels.interaction.triton import fits
+from loka.kernels.quantize import transpose
+from loka.lowp.chain import Chain, chain_of
+from loka.lowp.chain_function import ChainTensors, Layout, restore_chain, run_forward, save_chain, spread
+from loka.nn.mix import FeatureMix, compute_dtype
+from loka.nn.norm import BLOCK, BlockNorm
+
+__all__ = ["interactions_of", "place_interaction", "refuse_interaction", "release_interaction"]
+
+_INTERACTION = "loka_interaction"  # on a layer whose interactions are fused: the class it had
+
+
+class _Layer(torch.autograd.Function):
+    """x [B, n, d], the rows of the mix, scale [], then the chain's tensors -> next [B, n_f + n_l, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mix: Tensor, scale: Tensor, call: InteractionCall, layout: Layout, *flat: Any
+    ) -> Tensor:
+        tensors = ChainTensors.unflatten(flat, len(layout.links))
+        made = interact(x, mix, call, scale, keep=True)
+        turned = transpose(made.products, backend=layout.precision.quantize_backend)
+        y, saved = run_forward(made.products, turned, layout, tensors)
+        following = finish(made, y, call)
+        save_chain(ctx, layout, tensors, saved, x, mix, following, made.rstd)
+        ctx.call = call
+        return following
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mix, following, rstd, *kept = ctx.saved_tensors
+        call = ctx.call
+        ds = norm_gradient(grads[0], following, rstd, call)
+        dy = ds.flatten(1)[:, : call.n_f * call.d]
+        made = restore_chain(ctx, dy, kept, needs_input=True, needs=ctx.needs_input_grad[5:])
+        assert made.x is not None
+        dx, dmix = interact_gradient(x, mix, made.x, ds, call)
+        dmix = dmix if dmix.dtype == mix.dtype else dmix.to(mix.dtype)
+        return dx, dmix, None, None, None, *spread(made)
+
+
+@torch.no_grad()
+def _look(chain: Chain, products: Any, dtype: torch.dtype) -> None:
+    """Count for Guard what the chain does inside of the node: once more, in the one step of many that is looked at."""
+    chain.look(products.dequantize().to(dtype), chain.infer(products, dtype))
+
+
+class _Fused(nn.Module):
+    """Mixed in front of a layer's own class."""
+
+    mix: FeatureMix
+    fmb: Any
+    norm: BlockNorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, n, d] -> [B, n_f + n_l, d]."""
+        x = x.to(compute_dtype(x))
+        chain = _tower_of(self)
+        assert chain is not None
+        call = _describe(self, x.shape[0], x.dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            if chain.watching and chain.health is not None:
+                _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, x.dtype)
+            if not chain.needs_gradient(x):
+                made = interact(x, self.mix.weight, call, chain.static)
+                return finish(made, chain.infer(made.products, x.dtype), call)
+            layout, tensors = chain.layout(x.dtype), chain.tensors()
+            out: Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
+                x.contiguous(), self.mix.weight, chain.static, call, layout, *tensors.flatten()
+            )
+        return out
+
+    def extra_repr(self) -> str:
+        """What runs when."""
+        return "interactions fused around the chain"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        return (_rebuild, (self.__dict__[_INTERACTION],), *made[2:])
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (_Fused, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return _CLASSES[kind]
+
+
+def _rebuild(kind: type[nn.Module]) -> nn.Module:
+    made = _class_for(kind)
+    return made.__new__(made)
+
+
+def _describe(layer: Any, rows: int, dtype: torch.dtype = torch.bfloat16) -> InteractionCall:
+    n_l, k, *rest = layer.mix.rows
+    n_f, d = layer.fmb.shape
+    return InteractionCall(rows, layer.mix.n, d, k, n_l, n_f, bool(rest), dtype)
+
+
+def _tower_of(layer: Any) -> Chain | None:
+    """The chain that a layer's tower is, all of it."""
+    tower = getattr(getattr(layer, "fmb", None), "mlp", None)
+    linears = [m for m in tower.modules() if isinstance(m, nn.Linear)] if isinstance(tower, nn.Module) else []
+    chain = chain_of(linears[0]) if linears else None
+    return chain if chain is not None and list(chain.linears) == linears else None
+
+
+def place_interaction(layer: nn.Module) -> None:
+    """Fuse the interactions of a layer around its chain, in place.
+
+    Args:
+        layer: a Wukong layer whose tower is a chain already.
+
+    Raises:
+        ValueError: it is something else; the message says what.
+    """
+    chain = _tower_of(layer)
+    linears, bounded = ([], False) if chain is None else (list(chain.linears), chain.bounded_input)
+    if reason := refuse_interaction(layer, linears, bounded_input=bounded):
+        raise ValueError(f"{type(layer).__name__} cannot be fused: {reason}")
+    registry.load("interaction")
+    layer.__dict__[_INTERACTION] = type(layer)
+    layer.__class__ = _class_for(type(layer))
+
+
+def release_interaction(layer: nn.Module) -> None:
+    """The layer runs its own forward again.
+
+    Args:
+        layer: one that `place_interaction` changed; any other is left as it is.
+    """
+    if _INTERACTION in layer.__dict__:
+        layer.__class__ = layer.__dict__.pop(_INTERACTION)
+
+
+def interactions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer whose interactions are fused, by name.
+
+    Args:
+        model: converted or not.
+
+    Returns:
+        Pairs of name and layer.
+    """
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, _Fused))
+
+
+def refuse_interaction(layer: Any, linears: Sequence[nn.Module], *, bounded_input: bool) -> str | None:
+    """Why a layer's interactions cannot be fused around a chain, its size on a GPU included.
+
+    Args:
+        layer: any module.
+        linears: those of the chain, first to last.
+        bounded_input: whether the chain reads what a BlockNorm made.
+
+    Returns:
+        The reason, or None where they can.
+    """
+    mix, fmb, norm = (getattr(layer, name, None) for name in ("mix", "fmb", "norm"))
+    if not isinstance(mix, FeatureMix) or fmb is None or norm is None or not isinstance(getattr(fmb, "mlp", None), nn.Module):  # fmt: skip
+        return "it has no children mix, fmb with a tower mlp, and norm"
+    if [m for m in fmb.mlp.modules() if isinstance(m, nn.Linear)] != list(linears):
+        return "its tower fmb.mlp is not one FP8 chain, first linear to last"
+    if not bounded_input:
+        return "nothing bounds what its tower reads"
+    for name, found in (("norm", norm), ("fmb.norm", fmb.norm)):
+        if not isinstance(found, BlockNorm) or found.block != min(BLOCK, found.width):
+            return f"its {name} is {found}, expected BlockNorm over blocks of {BLOCK}; hint: the block_norm mod"
+    verdict = fits(_describe(layer, 1))
+    return None if verdict else verdict.reason

@@ -1,0 +1,351 @@
+"""Linear whose three GEMMs each run on their own kernel in their own precision.
+
+    fprop   y  = x  W^T        dgrad   dx = dy W        wgrad   dW = dy^T x
+
+It is an nn.Linear with the original's parameters, so a state_dict is the same before and after the swap. What runs is bound once (`loka.lowp.binding`). A backend that
+cannot run what it is bound to raises in forward; nothing else is run in its place.
+
+Every tensor is quantised once, along the axis the GEMM contracts, and together with its transpose where two GEMMs want both: x and x^T in forward, dy and dy^T in
+backward, W and W^T once per optimizer step. Nothing is transposed in memory for that. The bias is added in the output's type after the GEMM, where a compiler joins it
+to what follows.
+
+Widths that are no multiple of 16 are the backends' business (they pad); the result has the shape that was asked for.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+from loka.kernels.prepared import layout_of
+from loka.lowp.auto import moved
+from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.chain import chains_of
+from loka.lowp.health import FORWARD, record, sampled_error, turn_of
+from loka.lowp.linear_function import Given, Layouts, LinearFunction, parts_of
+from loka.lowp.linear_state import LinearState, can_cache
+from loka.lowp.scaling import AmaxState, find_amax
+from loka.lowp.step import file_magnitudes, follow, unfollow
+from loka.lowp.weight_cache import WeightCache, quantize_weight
+
+__all__ = ["BoundGemm", "Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "refuse"]
+
+
+class Linear(nn.Linear):
+    """An nn.Linear in low precision. Make one with `Linear.replacing(module, binding)`, or turn a module into one with `Linear.adopt`."""
+
+    binding: LinearBinding
+    state: LinearState
+
+    @staticmethod
+    def replacing(module: nn.Linear, binding: LinearBinding) -> "Linear":
+        """A Linear that shares the module's parameters and its hooks."""
+        twin = nn.Linear.__new__(nn.Linear)
+        twin.__dict__.update(
+            {k: v.copy() if k in ("_parameters", "_buffers", "_modules") else v for k, v in vars(module).items()}
+        )
+        if isinstance(module, Linear):
+            twin.__dict__.pop("state"), twin.__dict__.pop("binding")
+        elif reason := refuse(module):
+            raise ValueError(f"{module} cannot run in low precision: {reason}")
+        return Linear.adopt(twin, binding)
+
+    @staticmethod
+    def adopt(module: nn.Linear, binding: LinearBinding, name: str = "") -> "Linear":
+        """Turn a module into a Linear in place: parameters, hooks, wrappers and whoever holds the module see the same object."""
+        if reason := refuse(module):
+            raise ValueError(f"{name or module} cannot run in low precision: {reason}")
+        state = LinearState(binding, module.weight)
+        state.name, state.original = name, type(module)
+        module.__dict__["state"], module.__dict__["binding"] = state, binding
+        module.__class__ = _class_for(type(module))
+        assert isinstance(module, Linear)
+        try:
+            module._allocate()
+        except Exception:
+            module.release()
+            raise
+        follow(module)
+        return module
+
+    def release(self) -> nn.Linear:
+        """The counterpart of `adopt`: the module it was, in place."""
+        unfollow(self)
+        original, ours, now = self.state.original, _class_for(self.state.original), type(self)
+        if now is ours:
+            self.__class__ = original  # type: ignore[assignment]
+        elif (
+            ours in now.__bases__
+        ):  # a wrapper (FSDP2) put its own class on top of ours: keep it, on top of the original
+            bases = tuple(original if base is ours else base for base in now.__bases__)
+            names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
+            self.__class__ = type(now.__name__, bases, names)
+        else:
+            raise ValueError(
+                f"{self.state.name or 'this Linear'} became a {now.__name__} after its conversion; cannot revert it"
+            )
+        del self.__dict__["state"], self.__dict__["binding"]
+        return self
+
+    def restored(self) -> nn.Linear:
+        """A plain nn.Linear beside this one, sharing the parameters."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight, plain.bias = self.weight, self.bias
+        return plain.train(self.training)
+
+    def rebind(self, binding: LinearBinding, note: str = "") -> None:
+        """Run something else from the next step on. Compiled code notices and compiles once more."""
+        name, original, watching = self.state.name, self.state.original, self.state.watching
+        state = LinearState(binding, self.weight)
+        state.name, state.original, state.note = name, original, note
+        state.health, state.watching = self.state.health, watching
+        self.__dict__["state"], self.__dict__["binding"] = state, binding
+        self._allocate()
+
+    def refresh(self) -> None:
+        """Quantise the weight now; for edits that no version counter shows."""
+        if self.state.weights is None:
+            self._allocate()
+        else:
+            self.state.weights.rewrite(self.weight)
+
+    @property
+    def remembered(self) -> list[AmaxState]:
+        """The magnitudes that its scales come from; none once it was reverted."""
+        state: LinearState | None = vars(self).get("state")
+        return [] if state is None else list(state.amax_states.values())
+
+    def followed_weights(self) -> list[Tensor]:
+        """The weight, as whoever owns it knows it."""
+        weight = self._parameters.get("weight")
+        return [] if weight is None or "state" not in vars(self) else [weight]
+
+    def weights_changed(self, *, owned: bool) -> None:
+        """An optimizer has made its step; `owned`: it may have changed this weight."""
+        state: LinearState | None = vars(self).get("state")
+        weights = None if state is None else state.weights
+        if weights is None:
+            return
+        if weights.manual:
+            if owned:
+                weights.rewrite(self.weight)
+        elif owned:
+            weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
+        elif self.training:
+            weights.renew()
+
+    def after_step(self) -> None:
+        """Nothing is left to do when the step's magnitudes are filed."""
+
+    def _allocate(self) -> None:
+        """Make the quantised weight's buffers, where it can be cached."""
+        weight, binding = self._parameters.get("weight"), self.binding
+        self.state.weights = None
+        if binding.weights == "fresh" or not can_cache(weight, binding):
+            return
+        assert weight is not None
+        w, w_t = (None if gemm is None else gemm.weight_form for gemm in (binding.fprop, binding.dgrad))
+        if w_t is not None and not self.training:
+            w_t = None  # inference never needs the transpose; `train()` makes it
+        if w is not None or w_t is not None:
+            self.state.weights = WeightCache(
+                weight, w, w_t, quantizer=binding.quantizer, manual=binding.weights == "manual"
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        with torch.autocast(kind, enabled=False):
+            if input.shape[-1] != self.in_features:
+                raise ValueError(f"Linear takes [..., {self.in_features}], got {tuple(input.shape)}")
+            matrix = input.dim() == 2
+            x = input if matrix else input.reshape(math.prod(input.shape[:-1]), self.in_features)
+            y = self._multiply(x, dtype)
+            if self.bias is not None:
+                y = y + self.bias.to(dtype)
+        # as nn.Linear: the result is no view, so that an in-place operation on it is nobody's business
+        return y if matrix else torch.ops.aten._unsafe_view(y, [*input.shape[:-1], self.out_features])
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """y [M, N] without the bias."""
+        weight, state = self.weight, self.state
+        if type(weight) not in (nn.Parameter, Tensor):
+            raise ValueError(
+                f"the weight is a {type(weight).__name__}, expected a plain tensor; {_explain_weight(weight)}"
+            )
+        needs = (torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
+        health = state.health if state.watching else None
+        with torch.no_grad():
+            given, layouts = self._operands(x, weight, needs, health)
+        y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
+        if health is not None:
+            with torch.no_grad():
+                turn, low = turn_of(health, FORWARD), self.binding.fprop is not None
+                error = sampled_error(x, weight.T, y, turn) if low else torch.zeros_like(turn)
+                record(health, FORWARD, x, weight, (y,), error)
+        return y
+
+    def _operands(
+        self, x: Tensor, weight: Tensor, needs: tuple[bool, bool], health: Tensor | None
+    ) -> tuple[Given, Layouts]:
+        """Everything that is known before the GEMM: the quantised weight, how it is laid out, and remembered scales."""
+        binding, state = self.binding, self.state
+        w_spec = None if binding.fprop is None else binding.fprop.operands.b
+        t_spec = binding.dgrad.operands.b if binding.dgrad is not None and needs[0] else None
+        w = w_t = None
+        if state.weights is not None:
+            w, w_t = state.weights.get(weight, training=self.training)
+        missing = (w_spec if w is None else None, t_spec if w_t is None else None)
+        if missing[0] is not None or missing[1] is not None:
+            made = quantize_weight(weight, *missing, binding.quantizer)
+            w, w_t = made[0] if w is None else w, made[1] if w_t is None else w_t
+        scales = (None, None) if state.x is None else self._x_scales(x, state.x)
+        largest, pending = (None, None) if state.dy is None else (state.dy.largest, state.dy.pending)
+        given = Given(*parts_of(w), *parts_of(w_t if needs[0] else None))
+        return given._replace(
+            x_scale=scales[0], xt_scale=scales[1], dy_largest=largest, dy_pending=pending, health=health
+        ), (layout_of(w), layout_of(w_t))
+
+    def _x_scales(self, x: Tensor, amax: AmaxState) -> tuple[Tensor | None, Tensor | None]:
+        """Given scales of x and x^T."""
+        now = find_amax(x)
+        if amax.calibrating:
+            amax.calibrate(now)
+        elif not amax.calibrated and any(spec.mode == "static" for spec in self.binding.x_specs.values()):
+            raise ValueError(
+                f"{self.state.name or 'Linear'}: the static scale of x is not calibrated; "
+                "hint: with loka.placing.calibrating(model): model(batch)"
+            )
+        if self.training:
+            amax.observe(now)
+        gemms = (self.binding.fprop, self.binding.wgrad)
+        specs = [None if g is None else (g.operands.a, g.operands.b)[i] for i, g in enumerate(gemms)]
+        return amax.scale_for(specs[0], now), amax.scale_for(specs[1], now)
+
+    def extra_repr(self) -> str:
+        """Precision and kernel of each GEMM."""
+        note = f", {self.state.note}" if self.state.note else ""
+        return f"{super().extra_repr()}, {self.binding}{note}"
+
+    def train(self, mode: bool = True) -> "Linear":
+        """A change of mode is where weights are swapped by hand (EMA); the cache does not survive it."""
+        changed = mode != self.training
+        super().train(mode)
+        weights = self.state.weights
+        if changed and weights is not None:
+            if mode and self.binding.dgrad is not None and weights.data_t is None:
+                self._allocate()
+            if self.state.weights is not None and not weights.manual:
+                self.state.weights.renew()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
+        if self.state.weights is not None:
+            self.state.weights.invalidate()  # torch swaps no tensor that somebody holds a weak reference to
+        before = self.weight.device, self.weight.dtype
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.state.to(self.weight.device)
+        if (self.weight.device, self.weight.dtype) != before:
+            self.__dict__["binding"] = moved(self.binding, self.weight, before[0])
+        self._allocate()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.weights is not None:
+            self.state.weights.invalidate()
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.state.weights is None or self.state.weights.manual:
+            self.refresh()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and "state" in self.__dict__:
+            self.state.weights = (
+                None  # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
+            )
+        super().__setattr__(name, value)
+
+    def _replicate_for_data_parallel(self) -> "Linear":
+        raise ValueError(
+            f"{self.state.name or 'Linear'} is converted: the replicas of nn.DataParallel would share its quantised weight and its scales; "
+            "hint: DistributedDataParallel, or loka.revert(model) first"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle names classes, and the class made for a subclass has none that can be imported: name the subclass."""
+        made = super().__reduce_ex__(protocol)
+        kind = self.state.original
+        if kind is nn.Linear or made[1][:1] != (_class_for(kind),):
+            return made
+        return (_new, (kind,), *made[2:])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._allocate()
+        follow(self)
+
+
+_CLASSES: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
+
+
+def _class_for(kind: type[nn.Linear]) -> type[Linear]:
+    """A Linear that is also a `kind`: Linear itself for nn.Linear, otherwise one that keeps the subclass's other methods."""
+    if kind not in _CLASSES:
+        _CLASSES[kind] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__doc__": Linear.__doc__})
+    return _CLASSES[kind]
+
+
+def _new(kind: type[nn.Linear]) -> Linear:
+    """A Linear of a subclass without anything in it yet, for pickles and copies."""
+    ours = _class_for(kind)
+    return ours.__new__(ours)
+
+
+def _explain_weight(weight: Tensor) -> str:
+    """Why a tensor of a special kind cannot be this weight."""
+    if type(weight).__name__ == "FakeTensor":
+        return "torch.export cannot trace a converted linear, whose quantised weight is no part of its state_dict; hint: torch.compile, or loka.revert(model) first"  # fmt: skip
+    return "a sharded linear cannot run in low precision"
+
+
+def refuse(module: nn.Module) -> str | None:
+    """Why a module cannot become a Linear; None where it can."""
+    if not isinstance(module, nn.Linear):
+        return f"is a {type(module).__name__}, expected an nn.Linear"
+    if isinstance(module, Linear):
+        return "already converted; hint: loka.revert(model) first"
+    if parametrize.is_parametrized(module):
+        return "has parametrised weights; hint: remove the parametrisation"
+    forward = type(module).forward
+    if forward is not nn.Linear.forward and not getattr(forward, "loka_is_linear", False):  # the mod align_shapes
+        return f"is a {type(module).__name__} with a forward of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if "weight" not in module._parameters:
+        return "its weight is not a parameter (weight_norm, spectral_norm?)"
+    if isinstance(module.weight, nn.UninitializedParameter):
+        return "its weight is not initialised yet (lazy module)"
+    if not module.weight.is_floating_point():
+        return f"its weight is {module.weight.dtype}, expected a floating-point type"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention reads its weight without calling it"
+    return None
+
+
+def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """The converted linears of a model by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield name, module
+
+
+def refresh(model: nn.Module) -> int:
+    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too; returns how many linears there are."""
+    linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    for placed in (*linears, *chains):
+        placed.refresh()
+    file_magnitudes([*linears, *chains])
+    return len(linears) + sum(len(chain.links) for chain in chains)

@@ -1,0 +1,181 @@
+"""The autograd function of a low-precision linear: x [M, K], weight [N, K] -> y [M, N], three GEMMs with their own bindings.
+
+Forward quantises x, and x^T for wgrad where backward is to keep FP8; backward quantises dy and dy^T. The quantised weight is given (`loka.lowp.weight_cache`), and so are
+scales that are remembered from earlier steps. Both raise counters on the device that they are given; nothing here waits for the device.
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from loka.formats import QTensor, Spec
+from loka.kernels import prepared, registry
+from loka.kernels.prepared import Layout
+from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
+from loka.kernels.scaled_mm import MatmulCall, scaled_mm
+from loka.kernels.scaled_mm.call import OUT_DTYPES
+from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.health import BACKWARD, quantization_error, record, sampled_error, turn_of
+from loka.lowp.scaling import delayed_scale, find_amax
+
+__all__ = ["Given", "Layouts", "LinearFunction", "parts_of"]
+
+_OTHER_INPUTS = 4  # binding, dtype, needs, layouts: arguments of the autograd function that are no tensors
+
+Layouts = tuple[Layout | None, Layout | None]  # what W and W^T are laid out for
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Given(NamedTuple):
+    """Tensors the autograd function is given beside x and the weight; none has a gradient."""
+
+    w: Tensor | None = None
+    w_scale: Tensor | None = None
+    w_laid: Tensor | None = None  # the scales as the backend reads them, where they are others
+    w_two: Tensor | None = None  # second level of the scales (NVFP4)
+    wt: Tensor | None = None
+    wt_scale: Tensor | None = None
+    wt_laid: Tensor | None = None
+    wt_two: Tensor | None = None
+    x_scale: Tensor | None = None
+    xt_scale: Tensor | None = None
+    dy_largest: Tensor | None = None
+    dy_pending: Tensor | None = None
+    health: Tensor | None = None
+
+
+def parts_of(q: QTensor | None) -> Parts:
+    """A quantised operand as the tensors it consists of."""
+    return (None, None, None, None) if q is None else (*prepared.parts_of(q), q.tensor_scale)
+
+
+def _whole(parts: Parts, spec: Spec, shape: tuple[int, ...] = (), layout: Layout | None = None) -> QTensor:
+    """The inverse; a weight that was laid out needs its shape, since the laid out data may be larger."""
+    data, scale, laid, two = parts
+    assert data is not None
+    assert scale is not None
+    if layout is not None:
+        return prepared.assemble(data, scale, laid, spec, shape, layout)
+    return QTensor(data, scale, spec, two)
+
+
+def _pair(
+    x: Tensor, spec: Spec | None, transpose: Spec | None, scale: Tensor | None, scale_t: Tensor | None, quantizer: str
+) -> tuple[QTensor | None, QTensor | None]:
+    """x and x^T, each quantised where a spec asks for it, from one read where the quantiser can."""
+    if spec is not None and transpose is not None:
+        return quantize_both(x, spec, transpose, scale=scale, transpose_scale=scale_t, backend=quantizer)
+    if transpose is None:
+        return (None if spec is None else quantize(x, spec, scale=scale, backend=quantizer)), None
+    return None, quantize_transposed(x, transpose, scale=scale_t, backend=quantizer)
+
+
+def _gemm(a: QTensor, b: QTensor, bound: BoundGemm, dtype: torch.dtype) -> Tensor:
+    return scaled_mm(a, b, out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum)
+
+
+def _gradient_dtype(shape: tuple[int, int, int], bound: BoundGemm, dtype: torch.dtype, wanted: torch.dtype, device: torch.device) -> torch.dtype:  # fmt: skip
+    """The parameter's own type where the backend can write it, so that a float32 gradient is neither rounded nor cast afterwards."""
+    if wanted == dtype or wanted not in OUT_DTYPES:
+        return dtype
+    if bound.backend == "auto":
+        return wanted
+    call = MatmulCall(*shape, bound.operands.a, bound.operands.b, wanted, bound.operands.fast_accum)
+    return wanted if registry.backend("scaled_mm", bound.backend).supports(call, device) else dtype
+
+
+class LinearFunction(torch.autograd.Function):
+    """Autograd of x [M, K], weight [N, K] -> y [M, N] with three separate bindings."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, binding: LinearBinding, dtype: torch.dtype, needs: tuple[bool, bool], layouts: Layouts, *rest: Any) -> Tensor:  # fmt: skip
+        """y, keeping what the needed gradients need."""
+        given = Given(*rest)
+        fprop, dgrad, wgrad = binding.fprop, binding.dgrad, binding.wgrad
+        keeps_fp8 = needs[1] and binding.saves_fp8
+        x_t = None
+        if fprop is None:
+            y = torch.matmul(x.to(dtype), weight.to(dtype).T)
+        else:
+            transpose = wgrad.operands.b if keeps_fp8 and wgrad is not None else None
+            q, x_t = _pair(x, fprop.operands.a, transpose, given.x_scale, given.xt_scale, binding.quantizer)
+            assert q is not None
+            w = _whole(given[:4], fprop.operands.b, weight.shape, layouts[0])
+            y = _gemm(q, w, fprop, dtype)
+        kept_x = x if needs[1] and not keeps_fp8 else None
+        kept_weight = weight if needs[0] and (dgrad is None or given.health is not None) else None
+        ctx.save_for_backward(
+            kept_x, *parts_of(x_t), given.xt_scale, kept_weight, *given[4:8], given.dy_largest
+        )  # fmt: skip
+        # raised by every backward of this linear, in any order: not for autograd's check of versions
+        ctx.pending, ctx.health = given.dy_pending, given.health
+        ctx.binding, ctx.dtype, ctx.needs, ctx.types = binding, dtype, needs, (x.dtype, weight.dtype)
+        ctx.transposed, ctx.layout = (weight.shape[1], weight.shape[0]), layouts[1]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """dx and dW, once."""
+        # A backward may be called under autocast. Not so when it is traced: its products are in ctx.dtype already, and dynamo, which traces a backward
+        # that asks for strides a second time, would leave the first trace's context open.
+        traced = torch.compiler.is_compiling()
+        with contextlib.nullcontext() if traced else torch.autocast(grads[0].device.type, enabled=False):
+            dx, dw = _differentiate(ctx, grads[0])
+        return dx, dw, *([None] * (_OTHER_INPUTS + len(Given._fields)))
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """dx and dW, as far as they are needed."""
+    x, *xt, xt_scale, weight, wt, wt_made, wt_laid, wt_two, largest = ctx.saved_tensors
+    binding: LinearBinding = ctx.binding
+    dgrad, wgrad = (binding.dgrad if ctx.needs[0] else None), (binding.wgrad if ctx.needs[1] else None)
+    spec = None if dgrad is None else dgrad.operands.a
+    transpose = None if wgrad is None else wgrad.operands.a
+    scales = _dy_scales(dy, (spec, transpose), (largest, ctx.pending), 2.0**binding.scaling.margin)
+    q, q_t = _pair(dy, spec, transpose, *scales, binding.quantizer)
+    dx = dw = None
+    if ctx.needs[0]:
+        dx = torch.matmul(dy.to(ctx.dtype), weight.to(ctx.dtype)) if dgrad is None or q is None else (
+            _gemm(q, _whole((wt, wt_made, wt_laid, wt_two), dgrad.operands.b, ctx.transposed, ctx.layout), dgrad, ctx.dtype)
+        )  # fmt: skip
+    if ctx.needs[1]:
+        if wgrad is None or q_t is None:
+            dw = torch.matmul(dy.to(ctx.dtype).T, x.to(ctx.dtype))
+        else:
+            x_t = _whole((xt[0], xt[1], None, xt[3]), wgrad.operands.b) if x is None else _pair(
+                x, None, wgrad.operands.b, None, xt_scale, binding.quantizer)[1]  # fmt: skip
+            assert x_t is not None
+            shape = (q_t.shape[0], q_t.shape[1], x_t.shape[0])
+            dw = _gemm(q_t, x_t, wgrad, _gradient_dtype(shape, wgrad, ctx.dtype, ctx.types[1], dy.device))
+    if ctx.health is not None:
+        _record_backward(ctx.health, dy, q, q_t, dx, dw, weight)
+    x_dtype, w_dtype = ctx.types
+    return None if dx is None else dx.to(x_dtype), None if dw is None else dw.to(w_dtype)
+
+
+def _dy_scales(
+    dy: Tensor, specs: tuple[Spec | None, Spec | None], state: tuple[Tensor | None, ...], headroom: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """Given scales of dy and dy^T; the step's largest magnitude is raised on the way."""
+    largest, pending = state
+    if largest is None or pending is None:
+        return None, None
+    now = find_amax(dy)
+    pending.copy_(torch.maximum(pending, now))
+    return delayed_scale(specs[0], largest, now, headroom), delayed_scale(specs[1], largest, now, headroom)
+
+
+def _record_backward(
+    health: Tensor, dy: Tensor, q: QTensor | None, q_t: QTensor | None, dx: Tensor | None, dw: Tensor | None, weight: Tensor | None
+) -> None:  # fmt: skip
+    turn = turn_of(health, BACKWARD)
+    error = torch.zeros_like(turn)
+    if q is not None and dx is not None and weight is not None:
+        error = sampled_error(dy, weight, dx, turn)
+    elif q_t is not None:
+        error = quantization_error(dy, q_t.dequantize().T, turn)
+    record(health, BACKWARD, dy, None if dx is None else weight, (dx, dw), error)

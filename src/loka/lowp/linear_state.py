@@ -1,0 +1,50 @@
+"""What a converted linear remembers beside its parameters: quantised weights, magnitudes, counters. None of it is in a state_dict."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.lowp.binding import LinearBinding
+from loka.lowp.scaling import AmaxState
+from loka.lowp.weight_cache import WeightCache
+
+__all__ = ["LinearState", "can_cache"]
+
+
+class LinearState:
+    """What a Linear remembers beside its parameters. A plain object: no buffer, so no state_dict, no DDP broadcast."""
+
+    def __init__(self, binding: LinearBinding, weight: Tensor) -> None:
+        device = weight.device
+        self.name = ""
+        self.note = ""  # why it runs other than it was bound
+        self.original: type[nn.Linear] = nn.Linear
+        self.weights: WeightCache | None = None
+        self.health: Tensor | None = None
+        self.watching = False
+        remembered = [any(s.mode != "dynamic" for s in specs.values()) for specs in (binding.x_specs, binding.dy_specs)]
+        self.x = AmaxState(binding.scaling, device) if remembered[0] else None
+        self.dy = AmaxState(binding.scaling, device) if remembered[1] else None
+
+    @property
+    def amax_states(self) -> dict[str, AmaxState]:
+        """The operands with remembered scales."""
+        return {name: state for name, state in (("x", self.x), ("dy", self.dy)) if state is not None}
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameters to a device; quantised weights are made there anew."""
+        for state in self.amax_states.values():
+            state.to(device)
+        if self.health is not None:
+            self.health = self.health.to(device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "weights": None}  # a copy of the module makes its own
+
+
+def can_cache(weight: Tensor | None, binding: LinearBinding) -> bool:
+    """Plain tensors with storage, one level of scales."""
+    if weight is None or type(weight) is not nn.Parameter or weight.device.type == "meta":
+        return False
+    return all(spec.scale != "e4m3" for spec in binding.weight_specs.values())

@@ -1,0 +1,173 @@
+"""Scales that do not come from the tensor they scale: delayed ones from earlier steps, static ones from a calibration.
+
+A dynamic scale needs the largest magnitude of a tensor before the tensor can be quantised: two reads. A scale known beforehand needs one, and lets the
+quantisation join the kernel that makes the tensor.
+
+    delayed    scale = 2^margin * max(last `history` steps' amax) / format.max
+    static     scale = 2^margin * amax seen while calibrating     / format.max          activations only: gradients have no bound
+
+Within a step a delayed scale does not move. Every call only raises `pending`, the largest magnitude of this step so far; `finish_step` files it. So
+micro-batches share one scale, and a forward pass that activation checkpointing runs again quantises exactly as the first time. Where there is no history yet
+(the first step, or nobody calls `finish_step`), the scale comes from the tensor itself: slower, never wrong.
+
+A tensor with a NaN or an Inf leaves no trace in the history. A value beyond the scale saturates; what that costs is part of the error that `Guard` watches.
+
+Scales are kept on each process: they follow the data a rank sees. They are no part of a state_dict; see `loka.placing.scale_state`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.formats import TENSOR, Spec, scale_from_amax
+
+__all__ = ["AmaxState", "Scaling", "check_mode", "delayed_scale", "find_amax", "finish_step"]
+
+
+_GIVEN = Spec.parse("e4m3:tensor:static")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How scales are remembered. `margin` is headroom in powers of two: 1 halves the range used and survives a doubling within a step."""
+
+    history: int = 16
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.history) is not int or not 1 <= self.history <= 4096:
+            raise ValueError(f"history={self.history!r}: expected 1 to 4096 steps")
+        if type(self.margin) is not int or not 0 <= self.margin <= 8:
+            raise ValueError(f"margin={self.margin!r}: expected 0 to 8 powers of two")
+
+
+def find_amax(x: Tensor) -> Tensor:
+    """Largest magnitude, float32, in one read; 0 where x is empty or has a NaN or an Inf."""
+    x = x.detach()
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    largest = torch.linalg.vector_norm(x, float("inf")).float()
+    return torch.where(largest < float("inf"), largest, torch.zeros_like(largest))  # NaN < inf is false
+
+
+def check_mode(spec: Spec, role: str) -> None:
+    """Refuse scales that cannot be remembered: only a tensor's one scale means the same thing in the next batch."""
+    if spec.mode != "dynamic" and spec.block != TENSOR:
+        raise ValueError(
+            f"{role}: {spec} has a {spec.mode} scale per {spec.block}; rows and blocks of the next batch are other examples, "
+            f"so a {spec.mode} scale is one per tensor; hint: {spec.format}:tensor:{spec.mode}"
+        )
+
+
+class AmaxState:
+    """The magnitudes of one operand over the steps. All tensors live beside the operand; none is a module's buffer.
+
+    history    the steps' largest magnitudes, newest first
+    largest    of the history; 0: none yet
+    pending    of this step so far; kernels raise it in place
+    scale      2^margin * largest / 448, for kernels that are given an E4M3 scale; the last one stays where a step saw nothing
+    saturated  steps whose largest magnitude did not fit the scale that was in force
+    static     from a calibration
+    """
+
+    _TENSORS = ("history", "largest", "pending", "scale", "saturated", "static")
+
+    def __init__(self, scaling: Scaling, device: torch.device, *, floor: float = 0.0) -> None:
+        self.scaling, self.floor = scaling, floor  # floor: a magnitude that every scale reaches, whatever was seen
+        self.headroom = 2.0**scaling.margin
+        self.history = torch.zeros(scaling.history, device=device)
+        for name in self._TENSORS[1:]:
+            setattr(self, name, torch.zeros((), device=device))
+        self.scale.fill_(1.0)
+        self.calibrating = False
+        self.calibrated = False
+
+    largest: Tensor
+    pending: Tensor
+    scale: Tensor
+    saturated: Tensor
+    static: Tensor
+
+    def observe(self, amax: Tensor) -> None:
+        """Raise this step's largest magnitude."""
+        self.pending.copy_(torch.maximum(self.pending, amax))
+
+    def start_from(self, amax: float) -> None:
+        """Begin with a magnitude that was measured before, so that the first step has a scale."""
+        self.history.zero_()
+        self.history[0] = amax
+        self.largest.fill_(amax)
+        self.scale.copy_(_given_scale(self.largest, self.headroom, self.floor))
+
+    def scale_for(self, spec: Spec | None, now: Tensor) -> Tensor | None:
+        """The scale of an operand under a spec; None where the quantiser makes it. `now` is the operand's own amax."""
+        if spec is not None and spec.mode == "static":
+            return scale_from_amax(self.static * self.headroom, spec)
+        return delayed_scale(spec, self.largest, now, self.headroom)
+
+    def calibrate(self, amax: Tensor) -> None:
+        """Raise the magnitude that static scales are made from."""
+        self.static.copy_(torch.maximum(self.static, amax))
+
+    def to(self, device: torch.device) -> None:
+        """Move everything."""
+        for name in self._TENSORS:
+            setattr(self, name, getattr(self, name).to(device))
+
+    def state(self) -> dict[str, Tensor]:
+        """What must survive a restart; the history newest first."""
+        return {
+            "history": self.history.clone(),
+            "pending": self.pending.clone(),
+            "static": self.static.clone()
+            if self.calibrated
+            else torch.full_like(self.static, -1),  # -1: not calibrated
+        }
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """The counterpart. A history of another length is cut, or filled with nothing."""
+        newest = state["history"].to(self.history)[: len(self.history)]
+        self.history.zero_()
+        self.history[: len(newest)].copy_(newest)
+        self.largest.copy_(self.history.max())
+        self.scale.copy_(_given_scale(self.largest, self.headroom, self.floor))
+        self.pending.copy_(state["pending"])
+        self.calibrated = bool(state["static"] > 0)
+        self.static.copy_(state["static"].clamp(min=0))
+
+
+def _given_scale(largest: Tensor, headroom: float, floor: float) -> Tensor:
+    """The E4M3 scale that kernels are given."""
+    return scale_from_amax((largest * headroom).clamp(min=floor), _GIVEN)
+
+
+def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: float) -> Tensor | None:
+    """The scale of an operand from its history, or from its own amax (`now`) where there is none; None where the quantiser makes the scale."""
+    if spec is None or spec.mode == "dynamic":
+        return None
+    return scale_from_amax(torch.where(largest > 0, largest, now) * headroom, spec)
+
+
+@torch.no_grad()
+def finish_step(states: Sequence[AmaxState]) -> None:
+    """File every state's pending amax and start the next step; a few kernels for all states together.
+
+    Only tensors change, no position is counted in Python: a CUDA graph that captured this files anew in every replay.
+    """
+    by_kind: dict[tuple[torch.device, int, float, float], list[AmaxState]] = {}
+    for state in states:
+        by_kind.setdefault((state.history.device, len(state.history), state.headroom, state.floor), []).append(state)
+    for (_, _, headroom, floor), group in by_kind.items():
+        history, pending = (torch.stack([getattr(state, name) for state in group]) for name in ("history", "pending"))
+        seen = pending > 0  # a step that saw nothing (an expert without tokens, an evaluation) files nothing
+        history = torch.where(seen[:, None], torch.cat([pending[:, None], history[:, :-1]], 1), history)
+        before, scale = (torch.stack([getattr(state, name) for state in group]) for name in ("largest", "scale"))
+        over = ((pending > scale * _GIVEN.format.max) & (before > 0)).float()  # without history the tensor had its own
+        largest = history.amax(1)
+        scale = torch.where(largest > 0, _given_scale(largest, headroom, floor), scale)
+        for name, rows in (("history", history), ("largest", largest), ("scale", scale)):
+            torch._foreach_copy_([getattr(state, name) for state in group], list(rows.unbind()))
+        torch._foreach_add_([state.saturated for state in group], list(over.unbind()))
+        torch._foreach_zero_([state.pending for state in group])

@@ -1,0 +1,220 @@
+"""Is a product the exact one, added up in hardware and rounded once? Every element of it, at any size.
+
+    y = sum_k (a_k s_a)(b_k s_b)                 in float64
+    T = sqrt( sum_k (a_k b_k)^2 + y^2 )          the size that errors of adding are measured in (`conformance`)
+    e = max(0, |out - y| - ulp(out) / 2) / T     what rounding the result once does not explain
+
+e is what the accumulation lost, a random number of about `conformance.accumulation_error` at most, whatever the output type: taking half an ulp off leaves
+nothing of the rounding to average over, so results that repeat (duplicate rows, sums of signs) have no luck to run out of.
+
+An error may sit anywhere, so root mean squares are taken over everything a kernel works in: all elements, each row, each column, strips of 64 along both,
+tiles of 8 x 8 and of 64 x 64. Each is allowed 1 + 5 / sqrt(n) times the bound, n elements of it; a single element 8 times. The worst
+counts. A bad row, column, tile or element cannot hide among good ones, nor a small row among large ones, since e is relative element by element.
+
+Results of any size are compared in slabs of rows, so that float64 copies of them need little memory.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.formats import QTensor, expand_scale
+from loka.formats import decode as decode_elements
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
+
+SLAB = 1 << 25  # elements of a result compared at a time
+STRIP, TILE = 64, 8
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Some rows of the exact product, and the size of its terms."""
+
+    y: Tensor  # float64
+    size: Tensor  # float32, T above
+
+
+class Product:
+    """The exact product of two quantised operands, some rows at a time; kept where it is small.
+
+    Args:
+        a, b: the operands, [M, K] and [N, K].
+        keep: whether to keep what was computed for the next comparison.
+    """
+
+    def __init__(self, a: QTensor, b: QTensor, *, keep: bool) -> None:
+        self.a, self.b, self._keep = a, b, keep
+        self._right = _normalised(b)
+        self._kept: dict[int, Exact] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """M, N."""
+        return self.a.shape[0], self.b.shape[0]
+
+    def slabs(self) -> Iterator[tuple[int, Exact]]:
+        """(first row, exact rows), from top to bottom."""
+        rows, columns = self.shape
+        height = max(STRIP, SLAB // max(columns, 1) // STRIP * STRIP)
+        for start in range(0, rows, height):
+            known = self._kept.get(start)
+            if known is None:
+                known = self._compute(start, min(rows, start + height))
+                if self._keep:
+                    self._kept[start] = known
+            yield start, known
+
+    def _compute(self, start: int, stop: int) -> Exact:
+        left, sizes = _normalised(_rows(self.a, start, stop))
+        right, columns = self._right
+        y = (left @ right.T).mul_(sizes).mul_(columns.T)
+        squares = (left.float().square() @ right.float().square().T).double()
+        size = squares.sqrt_().mul_(sizes).mul_(columns.T)
+        return Exact(y, torch.hypot(size, y).float())
+
+
+def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Elements and expanded scales of some rows, float64."""
+    elements = decode_elements(q.data[start:stop], q.spec.format).double()
+    scale = q.scale.double() if q.tensor_scale is None else q.scale.double() * q.tensor_scale.double()
+    if q.spec.block.rows == 1:
+        return elements, expand_scale(scale[start:stop], elements.shape, q.spec.block)
+    expanded = expand_scale(scale, q.shape, q.spec.block)
+    return elements, expanded[start:stop] if expanded.dim() == 2 and expanded.shape[0] == q.shape[0] else expanded
+
+
+def _normalised(operand: QTensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows over their largest element, and that element: squares of what is far from 1 do not fit into float32."""
+    elements, scale = operand if isinstance(operand, tuple) else _rows(operand, 0, operand.shape[0])
+    values = elements * scale
+    largest = (
+        values.abs().nan_to_num(0.0).amax(dim=1, keepdim=True) if values.shape[1] else values.new_ones(len(values), 1)
+    )
+    largest = torch.where(largest > 0, largest, 1.0)
+    return values / largest, largest
+
+
+def compare_product(
+    out: Tensor, exact: Product, *, allowed: float, dtype: torch.dtype, alike: bool = False
+) -> Conformance:
+    """Compare a result with the exact product.
+
+    Args:
+        out: the result [M, N].
+        exact: the operands' exact product.
+        allowed: what adding up may lose, as a share of T (`conformance.accumulation_error`).
+        dtype: the type the result must have.
+        alike: most rows are equal, and so are their errors: only single elements are looked at.
+
+    Returns:
+        The verdict; `error` is the worst look over its allowance, comparable with `tolerance`.
+    """
+    if tuple(out.shape) != exact.shape or out.dtype != dtype:
+        seen, wanted = f"{tuple(out.shape)} {out.dtype}", f"{exact.shape} {dtype}"
+        return Conformance(False, math.inf, allowed, f"result is {seen}, expected {wanted}")
+    if out.numel() == 0:
+        return Conformance(True, 0.0, allowed)
+    worst, where = 0.0, ""
+    columns = torch.zeros(out.shape[1], dtype=torch.float64, device=out.device)
+    for start, slab in exact.slabs():
+        some = out[start : start + slab.y.shape[0]]
+        misplaced = _find_misplaced(some, slab, allowed, start)
+        if misplaced:
+            return Conformance(False, math.inf, allowed, misplaced)
+        squares = _unexplained(some, slab).square_()
+        columns += squares.sum(dim=0, dtype=torch.float64)
+        for value, place in _looks(squares, start, alike):
+            worst, where = max((worst, where), (value, place))
+    if not alike:
+        for value, place in _columns(columns, out.shape[0]):
+            worst, where = max((worst, where), (value, place))
+    if worst <= allowed:
+        return Conformance(True, worst, allowed)
+    return Conformance(False, worst, allowed, f"{where}: error {worst:.3g} of the terms, allowed {allowed:.3g}")
+
+
+def _unexplained(out: Tensor, exact: Exact) -> Tensor:
+    """e above, float32; 0 where the law is not finite or overflows."""
+    error = (out.double() - exact.y).abs_()
+    wide = out.float()
+    binade = (wide.view(torch.int32) & 0x7F800000).view(torch.float32)  # 2^floor(log2 |out|), 0 for what is below
+    step = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
+    error = (error - (binade.double() * (ULP[out.dtype] / 2)).clamp_(min=step)).clamp_(min=0.0)
+    size = exact.size
+    ratio = (error / torch.where(size > 0, size, 1.0)).float()
+    ratio = torch.where((size == 0) & (error > 0), torch.inf, ratio)
+    return torch.where(exact.y.isfinite() & out.isfinite(), ratio, 0.0)
+
+
+def _find_misplaced(out: Tensor, exact: Exact, allowed: float, start: int) -> str | None:
+    """Where NaN or infinity is not what the law says, as a sentence."""
+    y, limit = exact.y, torch.finfo(out.dtype).max
+    finite = out.isfinite()
+    largest = float(y.abs().amax())  # NaN where the law has one
+    if largest < limit / 2 and bool(finite.all()):
+        return None
+    room = ELEMENT_ALLOWANCE * allowed * exact.size.double() + ULP[out.dtype] * y.abs()
+    infinite = out.isinf()
+    for what, wrong in (
+        ("differ in being NaN", out.isnan() != y.isnan()),
+        ("overflow differently", (y.abs() - room > limit) & ~infinite),
+        ("overflow differently", (y.abs() + room < limit) & infinite),
+        ("overflow differently", infinite & (out.sign() != y.sign())),
+    ):
+        if wrong.any():
+            row, column = (int(i) for i in wrong.nonzero()[0])
+            seen = f"{float(out[row, column])}, law {float(y[row, column])}"
+            return f"{int(wrong.sum())} elements {what}, first at [{start + row}, {column}]: {seen}"
+    return None
+
+
+def _looks(squares: Tensor, start: int, alike: bool) -> Iterator[tuple[float, str]]:
+    """The worst root mean square of each kind, over its allowance, and where it is."""
+    index = int(squares.argmax())
+    row, column = index // squares.shape[1], index % squares.shape[1]
+    element = math.sqrt(float(squares[row, column])) / ELEMENT_ALLOWANCE
+    yield element, f"element [{start + row}, {column}]"
+    if alike:
+        return
+    width, height = squares.shape[1], squares.shape[0]
+    means = squares.mean(dim=1, dtype=torch.float64).sqrt() / _allowance(width)
+    yield float(means.amax()), f"row {start + int(means.argmax())}"
+    yield _worst(_pool(squares, 1, STRIP), (height, width), (1, STRIP), start)
+    yield _worst(_pool(squares, STRIP, 1), (height, width), (STRIP, 1), start)
+    tiles = _pool(squares, TILE, TILE)
+    yield _worst(tiles, (height, width), (TILE, TILE), start)
+    yield _worst(_pool(tiles, STRIP // TILE, STRIP // TILE), (height, width), (STRIP, STRIP), start)
+
+
+def _columns(sums: Tensor, rows: int) -> Iterator[tuple[float, str]]:
+    means = (sums / rows).sqrt()
+    yield float(means.amax()) / _allowance(rows), f"column {int(means.argmax())}"
+    yield float((sums.mean() / rows).sqrt()) / _allowance(rows * len(sums)), "the whole result"
+
+
+def _pool(sums: Tensor, high: int, wide: int) -> Tensor:
+    """Sums over blocks; ragged ones hold what there is."""
+    rows, columns = sums.shape
+    padded = F.pad(sums, (0, -columns % wide, 0, -rows % high)) if rows % high or columns % wide else sums
+    return padded.reshape(-(-rows // high), high, -(-columns // wide), wide).sum(dim=(1, 3))
+
+
+def _worst(sums: Tensor, shape: tuple[int, int], block: tuple[int, int], start: int) -> tuple[float, str]:
+    rows, columns = (
+        torch.full((n,), float(extent), device=sums.device) for n, extent in zip(sums.shape, block, strict=True)
+    )
+    rows[-1], columns[-1] = ((total - 1) % extent + 1 for total, extent in zip(shape, block, strict=True))
+    counts = rows[:, None] * columns[None, :]
+    ratios = (sums / counts).sqrt() / (1 + 5 / counts.sqrt())
+    index = int(ratios.argmax())
+    row, column = index // ratios.shape[1] * block[0], index % ratios.shape[1] * block[1]
+    place = f"rows {start + row} to {start + min(row + block[0], shape[0]) - 1}, columns {column} to {min(column + block[1], shape[1]) - 1}"
+    return float(ratios.flatten()[index]), place
+
+
+def _allowance(count: int) -> float:
+    return 1 + 5 / math.sqrt(count)

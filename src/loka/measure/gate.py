@@ -1,0 +1,338 @@
+"""The gate: may this backend run this call? Judged at the very shape, Specs and types it will run, before anything else is asked of it.
+
+    judge_backend("scaled_mm", registry.backend("scaled_mm", "triton"), call, device)      ok, or the reason why not
+
+A GEMM runs on the twelve operand sets of `stress`, a quantiser on its six, every other op on the distributions of `inputs` through its benchmark's adapter.
+All sets are run in each of several rounds, so that between two calls on the same operands there are calls on others:
+
+    1  fresh operands; the memory the allocator will hand out is full of NaN
+    2  operands in the buffers of the call before, which held other values; every allocation torch makes is filled with NaN
+    3  operands at odd addresses and, by turns, other strides; that memory is full of large numbers
+
+with the weight prepared in every other call of rounds 2 and 3, where the backend does that. A quantiser, which has fewer sets, has rounds 2 and 3 twice.
+
+The first result of a set is compared with the law, element by element (`comparison`); later ones with the first, bit by bit, and with the law where they
+differ: a kernel may add in another order each time, but must be right each time. Results must be new memory, operands must stay as they were. A
+backend may raise on an odd address or stride, which is an honest no; it may not be wrong there.
+
+The bound is 1.5 times what fast accumulation over all of K loses (`conformance.accumulation_error`), whether the call permits it or not: emulations of it that round each sum to
+13 or 14 bits come to 1.0 times, and how a library adds is its accuracy, which Probe measures, and no defect.
+
+36 calls find a fault that hits a call with probability p with probability 1 - (1 - p)^36: 0.9997 at p = 0.2, 0.98 at 0.1, 0.30 at 0.01. Rarer faults are out
+of reach of any test that ends.
+
+Answers are kept for the life of the process: the same backend on the same call is judged once. The law itself (the reference backend, unless somebody
+replaced its function) cannot differ from itself: it is looked at on two sets and some of the rows.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+from loka.formats import quantize as quantize_by_law
+from loka.kernels.backend import Backend
+from loka.kernels.quantize import reference as quantize_reference
+from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.registry import prepare_for
+from loka.kernels.scaled_mm import reference as matmul_reference
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure.adapter import Quantize, adapter_for
+from loka.measure.arrangement import Arrangement, Place, unchanged
+from loka.measure.comparison import Product, compare_product
+from loka.measure.conformance import Conformance, accumulation_error, check_quantized, poisoned_allocations
+from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
+
+__all__ = ["Round", "forget_answers", "judge_backend", "judge_quantizer"]
+
+KEPT = 1 << 25  # elements of exact results kept between rounds
+ANSWERS = 4096
+OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows")
+OTHER_ROUNDS = 6
+HEADROOM = 1.5
+LAW_SHAPE = {"m": 256, "k": 1024}
+BLOCK = 128
+LAWS = (matmul_reference.run, quantize_reference.run, quantize_by_law)  # as they were when this was imported
+
+
+@dataclass(frozen=True)
+class Round:
+    """How the operands of a round lie, and what waits in memory."""
+
+    place: Place
+    leftover: float | None  # what freed memory holds
+    poison: bool = False  # whether torch fills every allocation with NaN
+
+    def at(self, number: int) -> "Round":
+        """The round as one of its calls has it: every other view has strides of its own."""
+        return replace(self, place="slices") if self.place == "shifted" and number % 2 else self
+
+
+FRESH, REUSED, MOVED = Round("fresh", math.nan), Round("reused", None, poison=True), Round("shifted", 1e4)
+
+_ANSWERS: dict[tuple[Any, ...], tuple[Conformance, Any]] = {}
+
+
+def judge_backend(op: str, backend: Backend, call: Any, device: torch.device | str) -> Conformance:
+    """Judge a backend on a call, at the call's own shape.
+
+    Args:
+        op: an op that `measure` has an adapter for, e.g. "scaled_mm" or "quantize".
+        backend: anything with `supports` and `run`: a module of the registry or a kernel of one's own.
+        call: the op's description of shapes, Specs and types.
+        device: where to run it.
+
+    Returns:
+        The verdict. A backend that does not support the call, raises, or is wrong in any round is red, with the reason.
+
+    Example:
+        >>> call = MatmulCall(2048, 1024, 512, Spec.parse("e4m3:row"), Spec.parse("e4m3:row"))
+        >>> judge_backend("scaled_mm", registry.backend("scaled_mm", "reference"), call, "cpu").ok
+        True
+    """
+    device = torch.device(device)
+    supported = backend.supports(call, device)
+    if not supported:
+        return Conformance(False, math.inf, 0.0, supported.reason)
+    judges: dict[str, Callable[[], Conformance]] = {
+        "scaled_mm": lambda: _judge_matmul(backend, call, device),
+        "quantize": lambda: _judge_quantize(backend, call, device),
+    }
+    judge = judges.get(op, lambda: _judge_other(op, backend, call, device))
+    return _once((op, _identity(backend), call, str(device)), judge, backend)
+
+
+def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device: torch.device | str) -> Conformance:
+    """Judge a quantiser that is a function of (x, spec) and no backend.
+
+    Args:
+        quantize: gives a QTensor.
+        call: shape, Spec and input type; no transpose.
+        device: where to run it.
+
+    Returns:
+        The verdict: the same bits as the law, in every round.
+    """
+    device = torch.device(device)
+    key = ("quantizer", _identity(quantize), call, str(device))
+    return _once(key, lambda: _judge_quantize(_Function(quantize), call, device), quantize)
+
+
+class _Function:
+    """A function of (x, spec) as a backend of quantize."""
+
+    def __init__(self, quantize: Callable[..., QTensor]) -> None:
+        self.quantize = quantize
+
+    def run(self, x: Tensor, spec: Any, **options: Any) -> tuple[QTensor, None]:
+        return self.quantize(x, spec, **options), None
+
+
+def forget_answers() -> None:
+    """Judge everything anew from here on: for kernels that were changed in place."""
+    _ANSWERS.clear()
+
+
+def _once(key: tuple[Any, ...], judge: Callable[[], Conformance], subject: Any) -> Conformance:
+    """The kept answer, or a new one. The subject is kept with it: the identity of what is gone could be given to another."""
+    known = _ANSWERS.get(key)
+    if known is None:
+        try:
+            verdict = judge()
+        except Exception as error:  # a backend that crashes is a refusal like any other
+            message = " ".join(str(error).split())[:300]
+            verdict = Conformance(False, math.inf, 0.0, f"{type(error).__name__}: {message}", raised=True)
+        if len(_ANSWERS) >= ANSWERS:
+            _ANSWERS.clear()
+        known = _ANSWERS[key] = (verdict, subject)
+    return known[0]
+
+
+def _identity(subject: Any) -> tuple[Any, ...]:
+    """What tells a backend or function from others: itself, and the code it runs, which a test may replace."""
+    if isinstance(subject, partial):
+        return (subject.func, subject.args, tuple(sorted(subject.keywords.items())))
+    run = getattr(subject, "run", subject)
+    return (id(subject), getattr(run, "__func__", run))
+
+
+def _is_law(backend: Any) -> bool:
+    if isinstance(backend, _Function):
+        function = backend.quantize
+        by_name = isinstance(function, partial) and function.keywords == {"backend": "reference"}
+        return function is quantize_by_law or (by_name and quantize_reference.run is LAWS[1])
+    return any(getattr(backend, "run", None) is law for law in LAWS)
+
+
+def _as_judged(backend: Any, call: Any) -> Any:
+    """The call, at its true shape; for the law alone a smaller one with the same remainders."""
+    if not _is_law(backend):
+        return call
+    return replace(call, **{name: _cut(getattr(call, name), limit) for name, limit in LAW_SHAPE.items()})
+
+
+def _cut(size: int, limit: int) -> int:
+    return size if size <= limit + BLOCK else limit + size % BLOCK
+
+
+def _steps(backend: Any, names: tuple[str, ...]) -> Iterator[tuple[int, Round, str]]:
+    """(number of the call, round, set) in the order they are run: each round begins with another set."""
+    if _is_law(backend):
+        yield from ((number, FRESH, name) for number, name in enumerate(("spread", "extreme")))
+        return
+    rounds = (FRESH, REUSED, MOVED) if len(names) > 8 else (FRESH, REUSED, MOVED, REUSED, MOVED)
+    for turn, round_ in enumerate(rounds):
+        for place, name in enumerate(names[5 * turn % len(names) :] + names[: 5 * turn % len(names)]):
+            number = turn * len(names) + place
+            yield number, round_.at(place // 2 + turn), name
+
+
+def _in_memory(round_: Round, size: int, device: torch.device) -> AbstractContextManager[None]:
+    """Leave what the round says in the memory that will be handed out next."""
+    if round_.leftover is not None:
+        blocks = [torch.full((max(size, 1),), round_.leftover, dtype=torch.float32, device=device) for _ in range(2)]
+        del blocks
+    return poisoned_allocations() if round_.poison else nullcontext()
+
+
+def _describe(round_: Round, name: str, reason: str) -> str:
+    places = {
+        "reused": " in reused buffers, poisoned memory",
+        "shifted": " at odd addresses",
+        "slices": " with odd strides",
+    }
+    where = places.get(round_.place, "")
+    return f"on {name} operands{where}: {reason}"
+
+
+def allow(call: MatmulCall) -> float:
+    """What adding up may lose of a product of this length, as a share of its terms.
+
+    Args:
+        call: its length and formats count; its shape, scales and permission for fast accumulation do not.
+
+    Returns:
+        The bound for `comparison.compare_product`.
+    """
+    whole = [
+        Spec(spec.format) for spec in (call.a, call.b)
+    ]  # no scales along K: nothing moves the sum to float32 before the end
+    return HEADROOM * accumulation_error(replace(call, a=whole[0], b=whole[1], fast_accum=True))
+
+
+class _Matmul:
+    """One backend of scaled_mm under judgement."""
+
+    def __init__(self, backend: Any, call: MatmulCall, device: torch.device) -> None:
+        self.backend, self.call, self.device = backend, call, device
+        self.allowed = allow(call)
+        self.arrangement = Arrangement()
+        keep = len(MATMUL_SETS) * call.m * call.n <= KEPT
+        names = {name for _, _, name in _steps(backend, MATMUL_SETS)}
+        self.sets = {name: matmul_set(call, name, seed=0, device=device) for name in MATMUL_SETS if name in names}
+        self.products = {name: Product(s.a, s.b, keep=keep) for name, s in self.sets.items()}
+        self.first: dict[str, Tensor] = {}
+
+    def step(self, number: int, round_: Round, name: str) -> Conformance:
+        """One call, and what is to be said about it."""
+        chosen = self.sets[name]
+        with _in_memory(round_, self.call.m * self.call.n, self.device):
+            out, a, b = self._run(chosen, round_, number)
+        if not (unchanged(a.data, chosen.a.data) and unchanged(b.data, chosen.b.data)):
+            return self._red("it writes into its operands")
+        if not (unchanged(a.scale, chosen.a.scale) and unchanged(b.scale, chosen.b.scale)):
+            return self._red("it writes into the scales of its operands")
+        if out.numel() and any(out.data_ptr() == known.data_ptr() for known in self.first.values()):
+            return self._red("the result lies in memory that an earlier result was returned in")
+        known = self.first.get(name)
+        if known is not None and unchanged(out, known):
+            return Conformance(True, 0.0, self.allowed)
+        verdict = compare_product(
+            out, self.products[name], allowed=self.allowed, dtype=self.call.out_dtype, alike=chosen.alike
+        )
+        if verdict and known is None:
+            self.first[name] = out
+        return verdict
+
+    def _red(self, reason: str) -> Conformance:
+        return Conformance(False, math.inf, self.allowed, reason)
+
+    def _run(self, chosen: OperandSet, round_: Round, number: int) -> tuple[Tensor, QTensor, QTensor]:
+        prepare = round_ is not FRESH and number % 2 == 0
+        try:
+            return self._run_in(chosen, round_.place, prepare, number)
+        except Exception:
+            if round_.place in ("fresh", "reused"):
+                raise
+            return self._run_in(chosen, "fresh", prepare, number)  # no to an odd address or stride is an answer
+
+    def _run_in(self, chosen: OperandSet, place: Place, prepare: bool, number: int) -> tuple[Tensor, QTensor, QTensor]:
+        a = self.arrangement.put_quantized(chosen.a, place, number, role="a")
+        b = self.arrangement.put_quantized(chosen.b, place, number + 5, role="b")
+        weight = prepare_for(self.backend, b, a.spec) if prepare else b
+        out = self.backend.run(a, weight, out_dtype=self.call.out_dtype, fast_accum=self.call.fast_accum)
+        return out, a, b
+
+
+@torch.no_grad()
+def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Conformance:
+    trial, worst = _Matmul(backend, _as_judged(backend, call), device), 0.0
+    for number, round_, name in _steps(backend, MATMUL_SETS):
+        verdict = trial.step(number, round_, name)
+        if not verdict:
+            return Conformance(False, verdict.error, trial.allowed, _describe(round_, name, verdict.reason))
+        worst = max(worst, verdict.error)
+    return Conformance(True, worst, trial.allowed)
+
+
+@torch.no_grad()
+def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> Conformance:
+    call = _as_judged(backend, call)
+    arrangement, options_of = Arrangement(), Quantize()._options
+    names = {name for _, _, name in _steps(backend, QUANTIZE_SETS)}
+    inputs_ = {
+        name: quantize_set(name, call.m, call.k, seed=seed, dtype=call.in_dtype, device=device)
+        for seed, name in enumerate(QUANTIZE_SETS)
+        if name in names
+    }
+    options = {name: options_of(call, x) for name, x in inputs_.items()}
+    expected = {name: LAWS[1](x, call.spec, **options[name]) for name, x in inputs_.items()}
+    for number, round_, name in _steps(backend, QUANTIZE_SETS):
+        x = arrangement.put(inputs_[name], round_.place, number, role="x")
+        with _in_memory(round_, call.m * call.k, device):
+            found = backend.run(x, call.spec, **options[name])
+        for q, law in zip(found, expected[name], strict=True):
+            verdict = Conformance(True, 0.0, 0.0) if law is None else _same_quantized(q, law)
+            if not verdict:
+                return Conformance(False, verdict.error, 0.0, _describe(round_, name, verdict.reason))
+        if not unchanged(x, inputs_[name]):
+            return Conformance(False, math.inf, 0.0, _describe(round_, name, "it writes into its input"))
+    return Conformance(True, 0.0, 0.0)
+
+
+def _same_quantized(q: QTensor, law: QTensor) -> Conformance:
+    if q.spec == law.spec and unchanged(q.data, law.data) and unchanged(q.scale, law.scale):
+        return Conformance(True, 0.0, 0.0)
+    return check_quantized(q, law)
+
+
+def _judge_other(op: str, backend: Any, call: Any, device: torch.device) -> Conformance:
+    """An op known by its adapter alone: the adapter's check on several distributions, again and again with others in between."""
+    adapter, worst = adapter_for(op), Conformance(True, 0.0, 0.0)
+    sets = {
+        name: adapter.operands(call, seed=seed, distribution=name, device=device)
+        for seed, name in enumerate(OTHER_SETS)
+    }
+    for _ in range(OTHER_ROUNDS):
+        for name, operands in sets.items():
+            verdict = adapter.check(backend, call, operands)
+            if not verdict:
+                return Conformance(False, verdict.error, verdict.tolerance, f"on {name} operands: {verdict.reason}")
+            worst = max(worst, verdict, key=lambda v: v.error)
+    return worst

@@ -1,0 +1,77 @@
+"""HSTU's attention as a named module without parameters: silu(Q K^T + bias) V over ragged rows, by a kernel of the registry.
+
+"auto" takes the first backend that can run the operands, and the module says which one it was and why others refused (`chosen`, `refusals`); where that
+is the reference on a GPU, the registry warns. A backend named and unable raises with its reason: nothing runs in its place.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from loka.kernels import attention
+from loka.kernels.attention import locate
+
+__all__ = ["BACKENDS", "AttentionBackend", "SiluAttention", "locate"]
+
+AttentionBackend = Literal["auto", "reference", "triton"]
+BACKENDS: tuple[str, ...] = get_args(AttentionBackend)
+
+
+class SiluAttention(nn.Module):
+    """The attention product; sums are divided by `max_length`.
+
+    Args:
+        max_length: no row is longer.
+        backend: "auto", or a backend of the registry's `attention`.
+
+    `chosen` is the backend that the latest call ran, and `refusals` what those before it said; both are kept by calls that are not being compiled.
+
+    Example:
+        >>> seen = SiluAttention(200)(q, k, v, offsets, position_bias, None, None, None)
+    """
+
+    def __init__(self, max_length: int, *, backend: AttentionBackend = "auto") -> None:
+        super().__init__()
+        if backend not in BACKENDS:
+            raise ValueError(f"SiluAttention has no backend {backend!r}; backends are {', '.join(BACKENDS)}")
+        self.max_length, self.backend = max_length, backend
+        self.chosen: str | None = None
+        self.refusals: dict[str, str] = {}
+        attention.load()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        position_bias: Tensor,
+        time_bias: Tensor | None,
+        times: Tensor | None,
+        query_times: Tensor | None,
+    ) -> Tensor:
+        """q, k [total, H, d_qk], v [total, H, d_v] -> [total, H, d_v]."""
+        name: str = self.backend
+        if not torch.compiler.is_compiling():
+            selection = attention.choose(q, v, offsets, self.max_length, backend=name)
+            self.chosen, self.refusals = selection.name, selection.refusals
+            name = selection.name
+        return attention.silu_attention(
+            q,
+            k,
+            v,
+            offsets,
+            max_length=self.max_length,
+            position_bias=position_bias,
+            time_bias=time_bias,
+            times=times,
+            query_times=query_times,
+            divisor=float(self.max_length),
+            backend=name,
+        )
+
+    def extra_repr(self) -> str:
+        """Length, and the backend that was asked for and that ran."""
+        ran = f", ran {self.chosen}" if self.chosen and self.chosen != self.backend else ""
+        return f"{self.max_length}, backend={self.backend}{ran}"

@@ -1,0 +1,437 @@
+"""Convert: a plan in, the same model in low precision out; whole, in place, and back again.
+
+    done = loka.convert(model, plan)                          what the plan says: its mods, its chains, its linears
+    done = loka.convert(model, plan, freeze=True)             for serving: weights quantised once, no gradients
+    done = loka.convert(model, recipe="tensorwise")           one recipe at every linear
+    loka.revert(model)                                        the original modules, keys and parameters, with what was trained
+
+Modules are converted in place: they change their class and keep their identity. Optimizers, tied weights and references held elsewhere stay valid, a state_dict does not change, and a model can
+be converted before or after DistributedDataParallel, fully_shard (FSDP2), torch.compile and TorchRec's DistributedModelParallel wrap it. FSDP1 is refused.
+
+A plan that does not fit the model is refused before anything is changed, and the refusal names every mismatch. Linears the plan does not mention, or keeps in high precision
+throughout, are left alone; so are those a recipe meets and cannot convert (subclasses with a forward of their own, parametrised weights), and the record says why.
+
+Scales that are remembered between steps are no part of a state_dict: `scale_state` and `load_scale_state` keep them in a section of their own.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from loka import mods
+from loka.dispatch import RECIPES, recipe_named
+from loka.kernels.registry import BACKENDS
+from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
+from loka.lowp.binding import BoundGemm, LinearBinding, LinearOptions
+from loka.lowp.chain import Chain, chains_of
+from loka.lowp.fast_path import close_fast_paths, open_fast_paths
+from loka.lowp.interaction import interactions_of, release_interaction
+from loka.lowp.linear import Linear, linears_of, refresh, refuse
+from loka.lowp.scaling import AmaxState, Scaling
+from loka.nn.grouped import GroupedLinear
+from loka.nn.wrapping import unwrap
+from loka.placing.flops import low_precision_share
+from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
+from loka.records import GEMMS, Conversion, KernelBucket, Plan, UnitPlan, capture_environment
+from loka.units import place, refuse_unit
+
+__all__ = [
+    "Conversion",
+    "LinearOptions",
+    "ModuleFilter",
+    "Scaling",
+    "calibrating",
+    "convert",
+    "freeze_model",
+    "load_scale_state",
+    "refresh",
+    "revert",
+    "scale_state",
+]
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+_MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
+
+
+def convert(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    recipe: str | None = None,
+    freeze: bool = False,
+    module_filter_fn: ModuleFilter | None = None,
+    backend: str | None = None,
+    options: LinearOptions | None = None,
+    example: Any = None,
+) -> Conversion:
+    """Convert a model in place: by a plan, or by one recipe at every linear that `module_filter_fn(module, name)` lets through.
+
+    Args:
+        model: any nn.Module, wrapped or not.
+        plan: what to run where, from `report.plan()`, `loka.tune` or `loka.Plan.load`. All of it is placed, or nothing.
+        recipe: without a plan, the one recipe to run everywhere: tensorwise, rowwise, rowwise_with_gw_hp, blockwise.
+        freeze: make it a serving model: eval mode, weights quantised once; a chain needs its scales, which a plan from evidence has.
+        module_filter_fn: with a recipe, which linears.
+        backend: runs the GEMMs of a recipe, `auto` where none is named. Beside a plan it replaces the plan's backends; without it they run as named, and a plan that names
+            `reference`, which is emulation, is refused on a GPU.
+        options: how single linears run beside their GEMMs: scales, saved activations, weight cache.
+        example: an input of the model, for mods that must see it run, and for the share of the model's GEMM FLOPs that now runs in low precision.
+
+    Returns:
+        The record of what runs where, what was kept, and why.
+
+    Raises:
+        ValueError: the plan does not fit this model or this device; the message has every reason, and nothing was changed.
+
+    Example:
+        >>> print(loka.convert(model, loka.Plan.load("plan.json")))
+        12 of 13 linears converted (9 in 3 chains), 1 kept; 96.1% of the model's GEMM FLOPs in low precision
+    """
+    _check_request(model, plan, recipe, options)
+    inner = unwrap(model)
+    already = [*(name for name, _ in linears_of(inner)), *(name for name, _ in chains_of(inner))]
+    if already:
+        raise ValueError(f"already converted: {', '.join(already[:5])}; call loka.revert(model) first")
+    chosen = options or LinearOptions()
+    if plan is not None:
+        _check_plan_options(module_filter_fn, chosen)
+    with ExitStack() as undo:
+        applied = [] if plan is None or not plan.mods else _apply_mods(inner, plan.mods, example, undo)
+        if plan is not None:
+            bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
+            units = _fit_units(plan.units, backend)
+            bound.notes += _compare_places(plan, inner)
+        else:
+            assert recipe is not None
+            bound, of = _bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen), None
+            units = []
+        share = bound.share
+        if example is not None:
+            members = {name for unit in units for name in unit.linears}
+            share, of = low_precision_share(inner, example, bound.bindings, members), "model"
+        _place(inner, bound, units, undo)
+        if freeze:
+            undo.callback(inner.train, inner.training)
+            freeze_model(inner)
+        undo.pop_all()
+    if applied:
+        inner.__dict__[_MODS] = applied
+    converted = {name: str(binding) for name, binding in bound.bindings.items()}
+    converted |= {name: f"in chain {unit.name}: {unit.scales} scales" for unit in units for name in unit.linears}
+    return Conversion(
+        model=type(inner).__name__,
+        converted=converted,
+        kept=bound.kept,
+        units=units,
+        mods=[mod for mod, _ in applied],
+        frozen=freeze,
+        low_precision_share=share,
+        flops_of=of,  # type: ignore[arg-type]
+        notes=list(bound.notes),
+        plan=None if plan is None or plan.seal is None else plan.seal.sha256,
+        environment=capture_environment(device=_device_name(inner), threads=torch.get_num_threads()),
+    )
+
+
+def _check_plan_options(keep: ModuleFilter | None, options: LinearOptions) -> None:
+    if keep is not None:
+        raise ValueError("a plan already says which modules: give no module_filter_fn beside it")
+    if options.scales != "dynamic" or options.gradients is not None:
+        raise ValueError("a plan already says how gradients and scales are kept; give neither beside it")
+
+
+def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: ExitStack) -> list[tuple[str, str]]:
+    """The plan's mods; every name with the strongest thing it did to the function."""
+    if present := mods.applied_to(model):
+        if list(present) == list(spelled):
+            return []
+        raise ValueError(f"the plan applies {', '.join(spelled)}, and the model has {', '.join(present)} already; hint: loka.mods.revert(model) first")  # fmt: skip
+    undo.callback(mods.revert, model)
+    done = mods.apply(model, [mods.parse(text) for text in spelled], example=example)
+    effects = {text: [c.effect for c in done.summary.changed if text.startswith(c.mod)] for text in spelled}
+    return [(text, "architecture" if "architecture" in found else "rounding") for text, found in effects.items()]
+
+
+def _fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
+    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
+    if backend is None:
+        return list(units)
+    ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
+    kernels = [KernelBucket(rows=2**31, kernels=dict.fromkeys(ops, backend))] if ops else []  # none: auto
+    return [msgspec.structs.replace(unit, kernels=kernels) for unit in units]
+
+
+def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
+    """What differs from where the plan was made; a speed measured there says nothing here."""
+    here, there = _device_name(model), plan.environment
+    notes = []
+    if plan.target is not None and plan.units and here != plan.target:
+        notes.append(f"the plan's speeds are of {plan.target}; this is {here}: measure again")
+    if torch.__version__.split("+")[0] != there.torch.split("+")[0] and plan.units:
+        notes.append(f"the plan was made with torch {there.torch}; this is {torch.__version__}: its speeds may differ")
+    return notes
+
+
+def _device_name(model: nn.Module) -> str:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: ExitStack) -> None:
+    """All of it, or nothing."""
+    if problems := [problem for unit in units for problem in refuse_unit(model, unit)]:
+        raise ValueError("the plan's units do not fit this model:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    _settle(model, bound)
+    undo.callback(_release, model)
+    for unit in units:
+        chain = place(model, unit)
+        if not (chain.primed and chain.gradients_primed):
+            bound.notes.append(f"{unit.name}: no magnitudes in the plan: its first step finds scales from the tensors, then it runs as planned")  # fmt: skip
+        for name in unit.linears:
+            bound.kept.pop(name, None)
+    _adopt(model, bound.bindings)
+    close_fast_paths(model)
+
+
+def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
+    """Make a converted model a serving model, in place: eval mode, no gradients, weights quantised once.
+
+    Args:
+        model: converted, wrapped or not; chains know their scales (from a plan with evidence, from training, or from `calibrating`).
+        offload: move the 16-bit weights of chains to the host, which serving does not need.
+
+    Returns:
+        How many linears run on quantised weights.
+
+    Raises:
+        ValueError: a chain has no scales yet.
+    """
+    inner = unwrap(model)
+    chains = [chain for _, chain in chains_of(inner)]
+    if unknown := [chain.name for chain in chains if not chain.primed]:
+        raise ValueError(f"no scales are known for {', '.join(unknown)}; hint: with loka.placing.calibrating(model): model(batch)")  # fmt: skip
+    inner.eval().requires_grad_(False)
+    for chain in chains:
+        chain.freeze(offload=offload)
+    return refresh(inner)
+
+
+def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if (plan is None) == (recipe is None):
+        raise ValueError("convert takes a plan or a recipe, exactly one of them")
+    if plan is not None and not isinstance(plan, Plan):
+        hint = (
+            f"recipe={plan!r}"
+            if isinstance(plan, str) and plan in RECIPES
+            else "loka.records.load(path, loka.records.Plan), or report.plan()"
+        )
+        raise ValueError(f"plan: expected a loka.records.Plan, got {type(plan).__name__} {str(plan)[:60]!r}; hint: {hint}")  # fmt: skip
+    if options is not None and not isinstance(options, LinearOptions):
+        raise ValueError(f"options: expected LinearOptions, got {type(options).__name__}; hint: loka.LinearOptions(scales='delayed')")  # fmt: skip
+
+
+def _settle(model: nn.Module, bound: Bound) -> None:
+    """Write down what `auto` comes to on the model's device, and who refused; emulation on a GPU is said aloud, asked for or not."""
+    picked: dict[Pick, list[str]] = {}
+    asked: list[str] = []
+    for name, binding in bound.bindings.items():
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        bound.bindings[name], picks = settle(binding, weight, bound.rows.get(name, ROWS))
+        for pick in dict.fromkeys(picks):
+            picked.setdefault(pick, []).append(name)
+        if any(gemm is not None and is_emulation(gemm.backend, weight.device) for gemm in (binding.fprop, binding.dgrad, binding.wgrad)):  # fmt: skip
+            asked.append(name)
+    for pick, names in picked.items():
+        refused = f"; refused: {spell_refusals(dict(pick.refusals))}" if pick.refusals else ""
+        bound.notes.append(f"auto is {pick} in {len(names)} linears{refused}")
+        if pick.emulated:
+            warnings.warn(f"{', '.join(names)}: emulated on {pick.device}, no kernel can{refused}", stacklevel=3)
+    if asked:
+        warnings.warn(f"{', '.join(asked)}: emulated on the GPU, as backend='reference' asks: right, and slow", stacklevel=3)  # fmt: skip
+
+
+def _bind_by_recipe(
+    model: nn.Module, name: str, keep: ModuleFilter | None, backend: str, options: LinearOptions
+) -> Bound:
+    recipe = recipe_named(name)
+    gemms = {g: BoundGemm(backend, o) if (o := recipe.operands(g)) is not None else None for g in GEMMS}
+    binding = options.apply(LinearBinding(gemms.get("fprop"), gemms.get("dgrad"), gemms.get("wgrad")))
+    bound, taken = Bound(), spoken_for(model)
+    for site, module in candidates(model):
+        if keep is not None and not keep(module, site):
+            bound.kept[site] = "module_filter_fn"
+        elif reason := taken.get(site) or _refuse_type(module) or refuse(module):
+            bound.kept[site] = reason
+        else:
+            bound.bindings[site] = binding
+    return bound
+
+
+def _refuse_type(module: nn.Module) -> str | None:
+    if isinstance(module, GroupedLinear):
+        return "grouped GEMMs have no backward in low precision"
+    if module.weight.dtype == torch.float64:
+        return "float64 weights: no low-precision GEMM writes float64"
+    return None
+
+
+def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    done: list[Linear] = []
+    try:
+        for name, binding in bindings.items():
+            module = modules[name]
+            assert isinstance(module, nn.Linear)
+            done.append(Linear.adopt(module, binding, name))
+    except Exception:
+        for linear in done:  # all or nothing
+            linear.release()
+        raise
+
+
+def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
+    """Take a conversion back: the original modules, keys and Parameter objects, with what was trained.
+
+    Args:
+        model: converted, wrapped or not.
+        discard: names of architecture mods that the plan applied and that are given up with what they learned; without their names such a model is not reverted.
+
+    Returns:
+        How many linears were converted.
+
+    Raises:
+        ValueError: the plan applied mods that change the architecture, and `discard` does not name them; nothing was changed.
+
+    Example:
+        >>> loka.revert(model)
+        12
+    """
+    inner = unwrap(model)
+    applied: list[tuple[str, str]] = inner.__dict__.get(_MODS, [])
+    lost = [name for name, effect in applied if effect == "architecture" and name.partition("(")[0] not in discard]
+    if lost:
+        raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: the original cannot have what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
+    count = _release(inner)
+    if inner.__dict__.pop(_MODS, None):
+        mods.revert(inner)
+    return count
+
+
+def _release(model: nn.Module) -> int:
+    for _, layer in list(interactions_of(model)):
+        release_interaction(layer)
+    linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    for placed in (*linears, *chains):
+        placed.release()
+    open_fast_paths(model)
+    return len(linears) + sum(len(chain.links) for chain in chains)
+
+
+def _remembered(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
+    """Everything that remembers magnitudes, by a name that stays."""
+    inner = unwrap(model)
+    for name, linear in linears_of(inner):
+        for role, amax in linear.state.amax_states.items():
+            yield f"{name}/{role}", amax
+    for _, chain in chains_of(inner):
+        for role, states in (("z", chain.out), ("g", chain.grad)):
+            for link, state in zip(chain.links, states, strict=True):
+                if state is not None:
+                    yield f"{link.linear}/{role}", state
+
+
+def scale_state(model: nn.Module) -> dict[str, Tensor]:
+    """What remembered scales need after a restart, as named tensors: `site/operand/part`. Empty where all scales are dynamic.
+
+    Args:
+        model: converted, wrapped or not.
+
+    Returns:
+        Tensors to keep beside the model's state_dict.
+
+    Example:
+        >>> safetensors.torch.save_file(loka.scale_state(model), "scales.safetensors")
+    """
+    return {f"{name}/{part}": tensor for name, amax in _remembered(model) for part, tensor in amax.state().items()}
+
+
+def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `scale_state` returned; refuses one of another conversion, naming the differences.
+
+    Args:
+        model: converted as the one the state is of.
+        state: what `scale_state` returned there.
+    """
+    expected = scale_state(model)
+    if problems := sorted(expected.keys() ^ state.keys()):
+        where = [f"{name}: {'missing' if name in expected else 'unknown'}" for name in problems]
+        hint = "hint: where a Guard switched sites, guard.load_state_dict(...) comes first"
+        raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}")  # fmt: skip
+    for name, amax in _remembered(model):
+        amax.load({part: state[f"{name}/{part}"] for part in amax.state()})
+    for _, chain in chains_of(unwrap(model)):
+        chain.find_primed()
+
+
+@contextmanager
+def calibrating(model: nn.Module) -> Iterator[None]:
+    """Batches run in this block set the fixed scales: the largest magnitude each site sees becomes its bound.
+
+    A block that ends in an exception changes nothing: earlier scales stay as they were.
+
+    Args:
+        model: converted with static scales, or with chains.
+
+    Example:
+        >>> with loka.placing.calibrating(model), torch.no_grad():
+        ...     for batch in batches:
+        ...         model(batch)
+    """
+    inner = unwrap(model)
+    states = {
+        name: linear.state.x
+        for name, linear in linears_of(inner)
+        if linear.state.x is not None and any(spec.mode == "static" for spec in linear.binding.x_specs.values())
+    }
+    chains: list[Chain] = [chain for _, chain in chains_of(inner)]
+    if not states and not chains:
+        raise ValueError(
+            "no converted linear has static scales; hint: convert(..., options=LinearOptions(scales='static'))"
+        )
+    with ExitStack() as stack:
+        for chain in chains:
+            stack.enter_context(chain.calibrating())
+        stack.enter_context(_calibrating_linears(states))
+        yield
+
+
+@contextmanager
+def _calibrating_linears(states: Mapping[str, AmaxState]) -> Iterator[None]:
+    before = {name: (state.static.clone(), state.calibrated) for name, state in states.items()}
+    for state in states.values():
+        state.static.zero_()
+        state.calibrating = True
+    try:
+        yield
+        for state in states.values():
+            state.calibrated = bool(state.static > 0)
+        if unseen := [name for name, state in states.items() if not state.calibrated]:
+            raise ValueError(
+                f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
+            )
+    except BaseException:  # the bounds of the last whole calibration stay, after Ctrl-C too
+        for name, state in states.items():
+            static, state.calibrated = before[name]
+            state.static.copy_(static)
+        raise
+    finally:
+        for state in states.values():
+            state.calibrating = False

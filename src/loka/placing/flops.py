@@ -1,0 +1,84 @@
+"""The share of a model's GEMM FLOPs that a set of bindings runs in low precision, counted on an example.
+
+The model is run once on the example, forward and, in training mode, backward. torch's counter gives the FLOPs of everything it multiplies (attention and grouped
+GEMMs included); hooks give the rows that each linear saw. A linear of M rows costs 2 M K N per GEMM, and has a dgrad only where its input needs a gradient.
+
+The example leaves no trace: gradients go nowhere, buffers and random generators are put back.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from loka.lowp.binding import LinearBinding
+from loka.units.flow import call_model
+
+__all__ = ["low_precision_share"]
+
+
+def low_precision_share(
+    model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding], whole: Collection[str] = ()
+) -> float:
+    """Share of the GEMM FLOPs of one step on `example`.
+
+    `whole`: linears all of whose GEMMs run in low precision, since a chain does. The example is a Tensor, a tuple of arguments, a dict of them, one argument of any other kind, or a function without arguments that runs the model itself.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    low = 0.0
+
+    def count_call(module: nn.Linear, inputs: tuple[Tensor, ...], binding: LinearBinding | None) -> None:
+        nonlocal low
+        x = inputs[0]
+        rows = x.numel() // max(x.shape[-1], 1)
+        backward = torch.is_grad_enabled()
+        happens = {
+            "fprop": True,
+            "dgrad": backward and x.requires_grad,
+            "wgrad": backward and module.weight.requires_grad,
+        }
+        gemms = sum(happens[name] and (binding is None or getattr(binding, name) is not None) for name in happens)
+        low += 2.0 * rows * module.in_features * module.out_features * gemms
+
+    handles = [
+        modules[name].register_forward_pre_hook(lambda m, i, b=binding: count_call(m, i, b))
+        for name, binding in (*bindings.items(), *((name, None) for name in whole))
+    ]
+    try:
+        with _without_trace(model), FlopCounterMode(display=False) as counter:
+            _run(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    total = int(counter.get_total_flops())
+    if total == 0:
+        raise ValueError("the example made the model multiply nothing: there is no share to tell")
+    return min(low / total, 1.0)
+
+
+def _run(model: nn.Module, example: Any) -> None:
+    with torch.set_grad_enabled(model.training):
+        if callable(example):
+            out = example()
+        else:
+            out = call_model(model, tuple(example) if isinstance(example, list) else example)
+        leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if leaves and parameters:
+            torch.autograd.grad([t.float().sum() for t in leaves], parameters, allow_unused=True)
+
+
+@contextmanager
+def _without_trace(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

@@ -1,0 +1,205 @@
+"""The loss of a step, from the outside: what the model returned and the gradient that came back say which loss it was, and how large.
+
+A score is a share of the loss, and nobody hands an observer the loss. Of the common ones it can be read off the model's output z and g = dL/dz:
+
+    z is a single number                    the model returns its loss:            L = z g
+    binary cross-entropy of logits          c g = sigmoid(z) - y,  y in {0, 1}     L = sum(softplus(z) - y z) / c
+    binary cross-entropy of probabilities   c g = (z - y) / (z (1 - z))            L = -sum(log(y ? z : 1 - z)) / c
+    cross-entropy of logits                 c g = softmax(z) - onehot(y)           L = sum(log sum exp(z) - z_y) / c
+
+The sign of g gives y, then every element gives c, which is the batch for a mean, 1 for a sum, and anything else for a scaled or accumulated loss. Only when the c of
+nine elements in ten agree within 5 % is the loss taken as recognised. L is what was differentiated, so that g / L is free of the reduction. Any other loss is told
+with `probe.step(loss)`; without that there is no score, and reports say so.
+
+Several outputs add up; one that is not recognised beside others that are (an auxiliary loss) is left out, which makes the loss smaller and the score
+larger. Everything stays on the device: nothing waits.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from loka.probe.rows import choose_rows, take_rows
+from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
+
+MAX_OUTPUTS = 8  # tensors of an output that are looked at
+MAX_ROWS = 4096  # of each
+AGREE, MOST = 0.05, 0.9
+SCALED = 4.0  # a loss that is told and one that is recognised differ by more than this where a GradScaler, or accumulation, stands between them
+Known = tuple[Tensor, Tensor]  # the loss that was differentiated, the mean loss of an example; NaN where not recognised
+
+
+class LossWatch:
+    """Sees what the model returns on sampled steps, and its gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = True
+        self.calls = 0  # of the model, in this step
+        self._pending: dict[int, tuple[int, Tensor, int, Tensor | None, Tensor | None]] = {}
+        self._tickets = 0
+        self.number = enroll(self)
+        self.token = torch.zeros(1, dtype=torch.int32, device=device)
+        self.grad_token = self.token.clone()
+
+    def see_forward(self, x: Tensor, right: Tensor | None, needs_dgrad: bool, **_: Any) -> int:
+        """The output of one call, seen from inside a graph; returns the ticket for its gradient."""
+        ticket = self.see_output(x)
+        self.calls += 1
+        return ticket
+
+    @torch.no_grad()
+    def see_output(self, x: Tensor) -> int:
+        """One tensor of an output; returns the ticket for its gradient."""
+        if inside_backward():
+            return NO_TICKET
+        rows = 1 if x.dim() == 0 else x.shape[0] if x.dim() == 1 else x.numel() // max(x.shape[-1], 1)
+        matrix = x.detach().reshape(1, 1) if x.dim() == 0 else x.detach().reshape(rows, -1) if x.numel() else None
+        if matrix is None:
+            return NO_TICKET
+        index = choose_rows(rows, MAX_ROWS, torch.Generator().manual_seed(self._tickets))
+        ticket, self._tickets = self._tickets, self._tickets + 1
+        kept = take_rows(matrix, -1, index).float()
+        self._pending[ticket] = (self.calls, kept if x.dim() else kept.reshape(()), rows, index, None)
+        return ticket
+
+    @torch.no_grad()
+    def see_backward(self, ticket: int, dy: Tensor) -> None:
+        """The gradient of one output."""
+        if ticket not in self._pending:
+            return
+        call, z, rows, index, _ = self._pending[ticket]
+        matrix = dy.detach().reshape(rows, -1)
+        self._pending[ticket] = (call, z, rows, index, take_rows(matrix, -1, index).float().reshape(z.shape))
+
+    def settle(self, given: Tensor | float | None) -> Callable[[int], Known | None]:
+        """The step is over: a function from the number of a call of the model to its loss; None where there is no saying."""
+        found: dict[int, list[Known]] = {}
+        for call, z, rows, _, g in self._pending.values():
+            if g is not None and z.shape == g.shape:
+                found.setdefault(call, []).append(recognise(z, g, rows))
+        self._pending, self.calls, self._tickets = {}, 0, 0
+        known = {call: _add(parts) for call, parts in found.items()}
+        told = None if given is None else torch.as_tensor(given).detach().float().reshape(-1).mean()
+
+        def loss_of(call: int) -> Known | None:
+            seen = known.get(min(call, max(known))) if known else None
+            return seen if told is None else _prefer(told.to(self.token.device), seen)
+
+        return loss_of
+
+
+def _add(parts: list[Known]) -> Known:
+    losses, nats = (torch.stack(column) for column in zip(*parts, strict=True))
+    none = losses.isnan().all()
+    nan = torch.full_like(losses[0], torch.nan)
+    return torch.where(none, nan, losses.nansum()), torch.where(none, nan, nats.nansum())
+
+
+def _prefer(told: Tensor, seen: Known | None) -> Known:
+    """What the user says, unless it was scaled before it was differentiated: then what was recognised."""
+    if seen is None:
+        return told, torch.ones_like(told)
+    loss, nats = seen
+    ratio = loss / told
+    scaled = loss.isfinite() & ((ratio > SCALED) | (ratio < 1 / SCALED))
+    return torch.where(scaled, loss, told), torch.where(loss.isfinite(), nats, torch.ones_like(nats))
+
+
+def make_output_hook(switch: Any, watch: LossWatch) -> Callable[..., Any]:
+    """The forward hook of the model itself."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not torch.is_grad_enabled() or not switch.on:
+            return None
+        if torch.compiler.is_compiling():
+            if not isinstance(output, Tensor) or not output.requires_grad:
+                return None
+            with torch.no_grad():
+                ticket = probe_see(watch.token, output, None, None, watch.number, False, True)
+            return Tap.apply(output, ticket, watch.grad_token, watch.number)  # type: ignore[no-untyped-call]
+        for leaf in _outputs(output):
+            ticket = watch.see_output(leaf)
+            if ticket != NO_TICKET:
+                leaf.register_hook(lambda dy, ticket=ticket: watch.see_backward(ticket, dy))  # type: ignore[no-untyped-call]
+        watch.calls += 1
+        return None
+
+    return hook
+
+
+def _outputs(output: Any) -> Iterator[Tensor]:
+    if not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "__dict__"):
+        output = list(vars(output).values())
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.requires_grad]
+    yield from leaves[:MAX_OUTPUTS]
+
+
+@torch.no_grad()
+def recognise(z: Tensor, g: Tensor, rows: int) -> Known:
+    """(loss, mean loss of an example) from an output [kept, C] and its gradient; of `rows` rows some were kept. NaN where none fits."""
+    nan = torch.full((), torch.nan, device=z.device)
+    if z.dim() == 0:
+        value = z * g
+        return torch.where(value != 0, value, nan), torch.ones_like(nan)
+    parts = [_binary(z, g, *_from_logits(z, g)), _binary(z, g, *_from_probabilities(z, g))]
+    if z.dim() == 2 and z.shape[1] > 1:
+        parts.insert(0, _softmax(z, g))
+    loss, nats = nan, nan
+    for total, factor in parts:
+        fits = loss.isnan() & factor.isfinite()
+        loss = torch.where(fits, total * (rows / z.shape[0]) / factor, loss)
+        nats = torch.where(fits, total / z.shape[0], nats)
+    return loss, nats
+
+
+def _from_logits(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    positive = g < 0
+    return torch.where(positive, -torch.sigmoid(-z), torch.sigmoid(z)), F.softplus(torch.where(positive, -z, z))
+
+
+def _from_probabilities(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    inside = ((z > 0) & (z < 1)).all()
+    p = torch.where(g < 0, z, 1 - z)
+    slope = torch.where(g < 0, -1.0, 1.0) / p.clamp(min=1e-12)
+    return torch.where(inside, slope, torch.nan), -p.clamp(min=1e-12).log()
+
+
+def _binary(z: Tensor, g: Tensor, slope: Tensor, losses: Tensor) -> Known:
+    used = g != 0
+    sizes = torch.where(used, g.abs(), torch.nan)
+    # Gradients that are all alike (a plain sum) fit anything: both signs, or sizes that vary with z, are evidence.
+    telling = ((g < 0).any() & (g > 0).any()) | (_ratio(sizes) > 1 + 3 * AGREE)
+    agreed = _agreed(torch.where(used, slope / g, torch.nan))
+    return torch.where(used, losses, 0.0).sum(), torch.where(telling, agreed, torch.nan)
+
+
+def _ratio(sizes: Tensor) -> Tensor:
+    flat = sizes.reshape(-1)
+    return torch.nanquantile(flat, 0.9) / torch.nanquantile(flat, 0.1)
+
+
+def _softmax(z: Tensor, g: Tensor) -> Known:
+    """One negative entry in every row that has any: its label."""
+    used = (g != 0).any(1)
+    label = g.argmin(1, keepdim=True)
+    one = ((g < 0).sum(1) <= 1) & ((g.sum(1).abs() < 1e-2 * g.abs().sum(1)) | ~used)
+    slope = torch.softmax(z, 1).scatter_add(1, label, torch.full_like(z[:, :1], -1.0))
+    factor = (slope.gather(1, label) / g.gather(1, label)).squeeze(1)
+    losses = torch.logsumexp(z, 1) - z.gather(1, label).squeeze(1)
+    factor = torch.where(used & one, factor, torch.nan)
+    agreed = torch.where((one | ~used).float().mean() >= MOST, _agreed(factor), torch.nan)
+    return torch.where(used, losses, 0.0).sum(), agreed
+
+
+def _agreed(factors: Tensor) -> Tensor:
+    """The factor that nine in ten agree on; NaN where they do not. Elements without a gradient (NaN) have no say."""
+    flat = factors.reshape(-1)
+    middle = flat.nanmedian()
+    said = ~flat.isnan()
+    near = ((flat / middle - 1).abs() < AGREE) & said
+    fits = (near.sum() >= MOST * said.sum()) & (said.sum() > 0) & (middle > 0)
+    return torch.where(fits, middle, torch.full_like(middle, torch.nan))

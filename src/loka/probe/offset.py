@@ -1,0 +1,68 @@
+"""Columns of a raw input whose mean is large against their spread: a year, a price, a timestamp.
+
+A format with m mantissa bits rounds a value to within 2^-(m+1) of its size. E4M3 has three: a year is off by up to 64. What a model learns from is how a column
+varies, so a column is in danger when
+
+    |mean| / spread > RATIO                     8: the rounding of E4M3 (2.6 % of the size, rms) is a fifth of the spread
+    |mean| * 2^-5   > 0.1 * median spread       it is large enough to matter beside the other columns
+
+No scale helps: the rounding error is relative to the element, whatever it is divided by. This is an alarm that names a cause, and no verdict: what it does to the
+loss is what the score says. The same holds for bf16, 2^-9, and for a timestamp it is as bad: then float32 is named.
+
+Looked at are inputs that need no gradient: those come from the data. Inside a model a large mean is the business of `loka.probe.cause`.
+"""
+
+import torch
+from torch import Tensor
+
+from loka.records import Alarm
+
+RATIO = 8.0
+FP8_ROUNDING, BF16_ROUNDING = 2.0**-5, 2.0**-9  # of the size: about the rms of what rounding moves
+MATTERS = 0.1
+MAX_ALARMS = 5
+SKEWED = 16.0
+
+
+@torch.no_grad()
+def find_offsets(rows: Tensor) -> list[Alarm]:
+    """Alarms for a sample of rows of an input.
+
+    Args:
+        rows: [R, K], of several batches.
+
+    Returns:
+        At most five alarms, the worst first.
+
+    Example:
+        >>> [alarm.column for alarm in find_offsets(torch.cat([1975 + torch.rand(64, 1), torch.randn(64, 3)], 1))]
+        [0]
+    """
+    rows = rows[rows.isfinite().all(1)].double()
+    if rows.shape[0] < 8:
+        return []
+    mean, spread = rows.mean(0), rows.std(0)
+    usual = spread.median()
+    ratio = mean.abs() / spread
+    large = mean.abs() * FP8_ROUNDING > MATTERS * usual
+    danger = (spread > 0) & (ratio > RATIO) & large
+    columns = danger.nonzero().flatten().tolist()
+    columns.sort(key=lambda column: -float(ratio[column]))
+    return [_describe(column, rows[:, column]) for column in columns[:MAX_ALARMS]]
+
+
+def _describe(column: int, values: Tensor) -> Alarm:
+    mean, spread = float(values.mean()), float(values.std())
+    size = abs(mean)
+    text = f"column {column} of the input has mean {mean:.6g} and spread {spread:.3g}: FP8 moves its values by about {size * FP8_ROUNDING:.3g}"
+    helps = ["centre or standardise it before the linear"]
+    if float(values.min()) > 0 and float(values.max() / values.median()) > SKEWED:
+        helps.append("take its logarithm")
+    helps.append("cut it into bins")
+    if size * BF16_ROUNDING > MATTERS * spread:
+        text += f", bf16 by about {size * BF16_ROUNDING:.3g}"
+        helps.append("or keep this site in float32: bf16 is too coarse as well")
+    else:
+        helps.append("or keep this site in high precision")
+    helps.append("finer scales do not help, since rounding is relative to the value")
+    return Alarm(column=column, mean=mean, spread=spread, text=text, help="; ".join(helps))

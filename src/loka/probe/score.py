@@ -1,0 +1,425 @@
+"""What an error does to the loss: the error of a product weighed by the gradient that arrives at it.
+
+Errors of products do not predict what a model loses (over 312 measured pairs MERE has a rank correlation of -0.1 with the change of the log loss).
+Weighed by the gradient they do. For the forward GEMM, with y = x W^T + b, d = y_low - y and g = dL/dy as backward delivers it:
+
+    r  = examples * sum(g * d) / L          one number per example: the change of its loss, to first order, as a share of the mean loss
+
+L is the loss that was differentiated. A mean over the batch divides g and L alike, and so do a sum, a GradScaler and gradient accumulation, so r does not depend
+on the reduction; the bias cancels in d. Only what varies with the rounding is needed, never y_low and y apart:
+
+    sum(g d) = (x^ - x) . (g W + g E) + x . (g E),       E = W^ - W
+
+so recipes share g W, and every distinct quantisation of W costs one more product.
+
+From r to a change of the loss. The mean of r over training examples is the first-order change *there*; on other examples (later ones, a validation set) the mean
+moves by more than its standard error, in either direction. What is stable is its size against the rms of r. A second-order term is added: where the
+loss is a likelihood and the model roughly calibrated, E[g^2] is its curvature (Fisher), so the expected change gains nats / 2 * mean(r^2).
+
+    harm.value = max(TYPICAL * rms, |mean| - 1.96 se) + nats / 2 * rms^2
+    harm.high  = the same with UPPER for TYPICAL and the upper end of the interval of the rms
+    harm.low   = max(|mean| - 1.96 se, 0)
+
+TYPICAL and UPPER are measured shares (docs/concepts/score.md has the table), not theory.
+
+Gradient GEMMs do not change the loss but the step. A step along dW + E instead of dW, its length chosen anew, makes cos^2 of the progress:
+
+    lost = 1 - cos^2(dW, dW + E)            wgrad, over the sampled rows;      dgrad the same with dx, as it arrives upstream
+
+Rounding noise that is independent from row to row is noise like that of sampling a batch: `lost` is the share of the batch it is worth. PROGRESS turns it
+into a share of the loss: what the loss loses when the gradient's noise grows by that share.
+
+Where it fails: see docs/concepts/score.md. In short: rows flattened before a linear count as examples; errors of several sites that share a cause add linearly and not
+in squares; a loss nobody recognises needs `probe.step(loss)`; losses that are no likelihood have another curvature.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loka.dispatch import RECIPES, Operands
+from loka.formats import (
+    E4M3,
+    E5M2,
+    SMALLEST_SCALE,
+    TENSOR,
+    Spec,
+    block_amax,
+    dequantize,
+    expand_scale,
+    quantize,
+    scale_from_amax,
+)
+from loka.records import GEMMS, Gemm, Interval
+
+__all__ = [
+    "GIVEN_SCALES",
+    "HEADROOM",
+    "MARGIN",
+    "SCORED",
+    "Shown",
+    "harm",
+    "harm_from",
+    "operands_of",
+    "score_look",
+    "share_of_margin",
+]
+
+TYPICAL = 0.03  # |change of the loss| / rms of r: what is usual
+UPPER = 0.06  # ... and what hardly any pair exceeds
+PROGRESS = 0.02  # d log(loss) / d log(noise of the gradient)
+MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
+HEADROOM = 1.0  # of scales that are given: over the largest value seen before
+SURE = 1.96
+WGRAD_OUTPUTS = 128  # rows of dW that are looked at
+
+_STATIC = Operands.parse("e4m3:tensor:static", "e4m3:tensor", fast_accum=True)
+_DELAYED = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor", fast_accum=True)
+_DELAYED_BOTH = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor:delayed", fast_accum=True)
+GIVEN_SCALES: dict[str, dict[Gemm, Operands]] = {
+    "static": {"fprop": _STATIC},
+    "delayed": {"fprop": _DELAYED, "dgrad": _DELAYED, "wgrad": _DELAYED_BOTH},
+}
+"""Chains: one E4M3 scale per tensor that does not come from the tensor itself. Static scales are calibrated and have no gradients."""
+SCORED = (*RECIPES, *GIVEN_SCALES)
+
+
+def operands_of(recipe: str, gemm: Gemm) -> Operands | None:
+    """What a recipe quantises the operands of a GEMM to.
+
+    Args:
+        recipe: a name of `loka.dispatch.RECIPES`, or "static" or "delayed".
+        gemm: fprop, dgrad or wgrad.
+
+    Returns:
+        The two Specs; None where the recipe leaves the GEMM in high precision.
+
+    Example:
+        >>> str(operands_of("delayed", "wgrad").a)
+        'e4m3:tensor:delayed'
+    """
+    if recipe in GIVEN_SCALES:
+        return GIVEN_SCALES[recipe].get(gemm)
+    if recipe not in RECIPES:
+        raise ValueError(f"no recipe {recipe!r}; recipes are {', '.join((*RECIPES, *GIVEN_SCALES))}")
+    return RECIPES[recipe].operands(gemm)
+
+
+def share_of_margin(margin: float, units: int) -> float:
+    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units).
+
+    Args:
+        margin: relative change of the loss that the whole model may have.
+        units: sites that may run in low precision together.
+
+    Returns:
+        The share of one unit.
+
+    Example:
+        >>> share_of_margin(0.0002, 4)
+        0.0001
+    """
+    return margin / math.sqrt(max(units, 1))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Rows of one call of a linear: what its three GEMMs were given.
+
+    Args:
+        x: rows of the input [R, K].
+        dy: the same rows of the output's gradient [R, N]; None where there was none.
+        weight: [N, K].
+        loss: the loss that was differentiated, 0-d; NaN where it is not known.
+        nats: the mean loss of an example where the loss is a likelihood, else 1.
+        examples: how many the call had.
+        together: rows of one example that lie next to each other in x.
+        per_example: rows one example has in the call.
+        largest: of the whole call's x and dy, where known: tensor scales come from all rows, not from those looked at.
+        before: largest values of x and dy in earlier calls, for given scales; without them, this call's.
+    """
+
+    x: Tensor
+    dy: Tensor | None
+    weight: Tensor
+    loss: Tensor
+    nats: Tensor
+    examples: int
+    together: int = 1
+    per_example: int = 1
+    largest: Mapping[str, Tensor] | None = None
+    before: Mapping[str, Tensor] | None = None
+
+
+class _Operands:
+    """The operands of a look under every Spec they are asked for, each made once."""
+
+    def __init__(self, shown: Shown) -> None:
+        self._shown = shown
+        self._plain = {"x": shown.x.float(), "dy": shown.dy, "w": shown.weight.float()}
+        if shown.dy is not None:
+            self._plain["dy"] = shown.dy.float()
+        self._made: dict[tuple[str, Spec], Tensor] = {}
+        self.kept: dict[str, Tensor] = {}  # products that several recipes share
+
+    def plain(self, role: str) -> Tensor:
+        found = self._plain[role]
+        assert found is not None
+        return found
+
+    def low(self, role: str, spec: Spec, *, transposed: bool = False) -> Tensor:
+        """The operand rounded; `spec` is that of the transposed matrix where the GEMM contracts over the other axis."""
+        spec = spec.transposed if transposed else spec
+        if (role, spec) not in self._made:
+            self._made[role, spec] = self._round(role, spec)
+        return self._made[role, spec]
+
+    def _round(self, role: str, spec: Spec) -> Tensor:
+        plain = self.plain(role)
+        if spec.block != TENSOR or role == "w":
+            return round_trip(plain, spec)
+        here = block_amax(plain, TENSOR)
+        largest = _finite((self._shown.largest or {}).get(role, here), here)
+        if spec.mode != "dynamic":
+            largest = _finite((self._shown.before or {}).get(role, largest), largest) * HEADROOM
+        return round_trip(plain, spec, largest)
+
+
+def round_trip(x: Tensor, spec: Spec, largest: Tensor | None = None) -> Tensor:
+    """What x looks like after quantisation, as `loka.formats` has it, in few operations: a look has to be cheap.
+
+    Args:
+        x: float32.
+        spec: of an 8-bit float with float32 scales; anything else goes the long way.
+        largest: what the scale comes from where that is not x.
+
+    Returns:
+        float32 of the same shape.
+    """
+    if spec.format not in (E4M3, E5M2) or spec.scale != "f32" or spec.rounding != "nearest":
+        given = Spec(spec.format, spec.block, scale=spec.scale, mode="static", rounding=spec.rounding)
+        scale = None if largest is None else scale_from_amax(largest, given)
+        return dequantize(quantize(x, spec if scale is None else given, scale=scale))
+    amax = block_amax(x, spec.block) if largest is None else largest
+    scale = torch.where(amax > 0, (amax / spec.format.max).clamp(min=SMALLEST_SCALE), 1.0)
+    wide = expand_scale(scale, x.shape, spec.block)
+    limit = spec.format.max
+    return (x / wide).clamp(-limit, limit).to(spec.format.dtype).float() * wide
+
+
+def _finite(largest: Tensor, otherwise: Tensor) -> Tensor:
+    """A largest value, unless it is none: a NaN or an Inf in the tensor, or nothing seen yet."""
+    return torch.where(largest.isfinite() & (largest > 0), largest, otherwise)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Errors are multiplied, not their difference taken, so bf16 is enough: 0.4 % of the score, at the speed of the model's own GEMMs."""
+    if a.is_cuda:
+        return (a.bfloat16() @ b.bfloat16()).float()
+    return a @ b
+
+
+@torch.no_grad()
+def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm, str], Tensor]:
+    """What every recipe does in every GEMM of one look, as sums that add up over looks.
+
+    Args:
+        shown: the rows.
+        recipes: names; those that leave a GEMM in high precision have no entry for it.
+
+    Returns:
+        (gemm, recipe) -> float32 [4]: count, and sums of value, value^2 and value^4. fprop: r of every example; gradients: `lost` of the look.
+
+    Example:
+        >>> sums = score_look(Shown(x, dy, weight, loss, loss, len(x)))["fprop", "rowwise"]
+        >>> rms = (sums[2] / sums[0]).sqrt()
+    """
+    if shown.dy is None:
+        return {}
+    operands, found = _Operands(shown), {}
+    known: dict[tuple[Gemm, Operands], Tensor] = {}
+    pulled = _product(operands.plain("dy"), operands.plain("w"))  # dx, and g W
+    for gemm in GEMMS:
+        for recipe in recipes:
+            chosen = operands_of(recipe, gemm)
+            if chosen is None:
+                continue
+            key = (gemm, Operands(_given(chosen.a), _given(chosen.b)))
+            if key not in known:
+                known[key] = _MEASURES[gemm](operands, key[1], pulled, shown)
+            found[gemm, recipe] = known[key]
+    return found
+
+
+def _given(spec: Spec) -> Spec:
+    """Static and delayed scales are both given: within a look they are the same."""
+    return spec if spec.mode == "dynamic" else replace(spec, mode="static")
+
+
+def _score_fprop(operands: _Operands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+    x, xq = operands.plain("x"), operands.low("x", chosen.a)
+    key = f"bent {chosen.b}"
+    if key not in operands.kept:
+        operands.kept[key] = _product(operands.plain("dy"), operands.low("w", chosen.b) - operands.plain("w"))
+    bent = operands.kept[key]
+    rows = ((xq - x) * (pulled + bent) + x * bent).sum(1)
+    return _sums(_per_example(rows * (shown.examples / shown.loss), shown))
+
+
+def _per_example(rows: Tensor, shown: Shown) -> Tensor:
+    """r of every example, signed, from a few of its rows: T / t times their sum, its size corrected for what t rows say about T.
+
+    E[(sum over T)^2] = T / t * sum r_i^2 + T (T - 1) / (t (t - 1)) * sum over i != j of r_i r_j.
+    """
+    t, total = shown.together, shown.per_example
+    if total <= 1 or t < 1:
+        return rows
+    groups = rows[: rows.numel() // t * t].view(-1, t)
+    mean = groups.sum(1) * (total / t)
+    if t == total:
+        return mean
+    squares = groups.square().sum(1)
+    cross = groups.sum(1).square() - squares
+    second = total / t * squares + (
+        total * (total - 1) / (t * (t - 1)) * cross if t > 1 else total * (total - 1) * squares
+    )
+    return mean.sign() * second.clamp(min=0).sqrt()
+
+
+def _score_dgrad(operands: _Operands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+    low = _product(operands.low("dy", chosen.a), operands.low("w", chosen.b, transposed=True))
+    return _sums(_lost(pulled, low).reshape(1))
+
+
+def _score_wgrad(operands: _Operands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+    every = max(1, -(-shown.weight.shape[0] // WGRAD_OUTPUTS))  # some of the rows of dW say what all of them would
+    if "exact" not in operands.kept:
+        operands.kept["exact"] = _product(operands.plain("dy")[:, ::every].T, operands.plain("x"))
+    dy, x = operands.low("dy", chosen.a, transposed=True), operands.low("x", chosen.b, transposed=True)
+    return _sums(_lost(operands.kept["exact"], _product(dy[:, ::every].T, x)).reshape(1))
+
+
+def _lost(exact: Tensor, low: Tensor) -> Tensor:
+    """1 - cos^2: 0 for the same direction; 1 where nothing of it is left. A gradient of zeros that stays zero loses nothing."""
+    across = (exact * low).sum().square()
+    sizes = exact.square().sum() * low.square().sum()
+    return torch.where(sizes > 0, 1 - across / sizes.clamp(min=1e-38), (exact.square().sum() > 0).float()).clamp(0, 1)
+
+
+def _sums(values: Tensor) -> Tensor:
+    """count, sum, sum of squares, sum of fourth powers, of what is finite."""
+    finite = values.isfinite()
+    values = torch.where(finite, values, 0.0).double()
+    square = values.square()
+    return torch.stack([finite.sum().double(), values.sum(), square.sum(), square.square().sum()])
+
+
+_MEASURES = {"fprop": _score_fprop, "dgrad": _score_dgrad, "wgrad": _score_wgrad}
+
+
+def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval, float] | None:
+    """From sums over looks to the harm and the drift.
+
+    Args:
+        gemm: what the sums are of.
+        sums: float64 [looks, 4] of `score_look`, the looks that shall count.
+        nats: mean loss of an example; 1 where the loss is no likelihood.
+
+    Returns:
+        (harm, mean of r): relative change of the loss; None where nothing was counted.
+
+    Example:
+        >>> harm, drift = harm_from("fprop", sums[None])
+    """
+    sums = sums[sums[:, 0] > 0]
+    if not len(sums):
+        return None
+    count, total, square, fourth = sums.sum(0).tolist()
+    mean, power = total / count, square / count
+    if gemm != "fprop":
+        lost = sums[:, 1] / sums[:, 0]
+        spread = SURE * float(lost.std()) / math.sqrt(len(lost)) if len(lost) > 1 else mean
+        low, high = max(mean - spread, 0.0), min(mean + spread, 1.0)
+        return Interval(value=PROGRESS * mean, low=PROGRESS * min(low, mean), high=PROGRESS * max(high, mean)), mean
+    upper = power + SURE * _standard_error(sums, power, fourth / count, count)
+    rms, above = math.sqrt(power), math.sqrt(upper)
+    low = max(abs(mean) - SURE * rms / math.sqrt(count), 0.0)
+    value = max(TYPICAL * rms, low) + nats / 2 * power
+    high = max(UPPER * above, low + TYPICAL * above) + nats / 2 * upper
+    return Interval(value=value, low=min(low, value), high=max(high, value)), mean
+
+
+def _standard_error(sums: Tensor, power: float, fourth: float, count: float) -> float:
+    """Of the mean square: over examples, or over looks where those differ by more than their examples explain."""
+    inside = math.sqrt(max(fourth - power**2, 0.0) / count)
+    if len(sums) < 3:
+        return inside
+    looks = sums[:, 2] / sums[:, 0]
+    return max(inside, float(looks.std()) / math.sqrt(len(looks)))
+
+
+def harm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dy: Tensor,
+    recipe: str | Operands,
+    *,
+    loss: float | Tensor,
+    gemm: Gemm = "fprop",
+    nats: float | None = None,
+    largest: Mapping[str, Tensor] | None = None,
+) -> Interval:
+    """What a recipe costs one linear, from its tensors: for use offline, on one batch.
+
+    Args:
+        x: the input [..., K]; the first dimension counts examples.
+        weight: [N, K].
+        bias: [N] or None; it cancels, and is taken so that a call looks like the layer's own.
+        dy: gradient of the loss with respect to the output [..., N].
+        recipe: a name (`SCORED`), or the Specs of the two operands.
+        loss: the value that was differentiated to give `dy`: mean, sum or scaled, as long as it is the same one.
+        gemm: fprop, dgrad or wgrad.
+        nats: mean loss of an example; by default `loss`, which is right for a mean.
+        largest: values that given scales (static, delayed) come from, by "x" and "dy"; by default this batch's own.
+
+    Returns:
+        Relative change of the loss: the value is its usual size, `high` what verdicts go by.
+
+    Raises:
+        ValueError: shapes that do not belong to one linear, or a recipe that leaves this GEMM in high precision.
+
+    Example:
+        >>> harm(x, layer.weight, layer.bias, dy, "rowwise", loss=loss).high
+    """
+    if x.shape[:-1] != dy.shape[:-1] or weight.shape != (dy.shape[-1], x.shape[-1]):
+        raise ValueError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, dy {tuple(dy.shape)}: expected [..., K], [N, K], [..., N]"
+        )
+    chosen = operands_of(recipe, gemm) if isinstance(recipe, str) else recipe
+    if chosen is None:
+        raise ValueError(f"{recipe} leaves {gemm} in high precision: there is nothing to score")
+    value = torch.as_tensor(loss, dtype=torch.float32, device=x.device).detach()
+    per = math.prod(x.shape[1:-1]) if x.dim() > 2 else 1
+    shown = Shown(
+        x.detach().reshape(-1, x.shape[-1]),
+        dy.detach().reshape(-1, dy.shape[-1]),
+        weight.detach(),
+        value,
+        value,
+        x.shape[0],
+        together=per,
+        per_example=per,
+        before=largest,
+    )
+    operands = _Operands(shown)
+    with torch.no_grad():
+        pulled = _product(operands.plain("dy"), operands.plain("w"))
+        sums = _MEASURES[gemm](operands, chosen, pulled, shown)
+    found = harm_from(gemm, sums[None].cpu(), nats=float(value) if nats is None else nats)
+    if found is None:
+        raise ValueError(f"no row of this batch gives a finite score; the loss is {float(value)}")
+    return found[0]

@@ -1,0 +1,64 @@
+"""Reading a weight without touching it.
+
+plain          the Parameter itself
+parametrised   `module.weight` computes it anew, and some parametrisations (spectral_norm in training) change their own state when it is read: never read
+sharded        FSDP2 holds a shard between steps, and the whole weight only while the module runs: copied in the forward, on sampled steps
+lazy           has no shape before the first call: a site all the same, once it has one
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+PROTECTED = "loka_protected"  # what mods set on modules that stay as they are
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether `module.weight` is computed when it is read."""
+    return parametrize.is_parametrized(module, "weight")
+
+
+def is_sharded(weight: Any) -> bool:
+    """Whether a tensor is one rank's part of a distributed one."""
+    return isinstance(weight, Tensor) and hasattr(weight, "to_local") and hasattr(weight, "placements")
+
+
+def read_weight(module: nn.Module, read: Any) -> Tensor | None:
+    """What an adapter reads, where reading it is harmless and it is whole; else None."""
+    if read is None or is_parametrized(module):
+        return None
+    weight = read(module)
+    if weight is None or is_sharded(weight) or isinstance(weight, UninitializedParameter):
+        return None
+    return weight.detach() if not isinstance(weight, nn.Parameter) else weight
+
+
+def shape_of_weight(module: nn.Module, read: Any) -> torch.Size | None:
+    """[N, K] of a weight, also of one that cannot be read; None where only a call will tell."""
+    if read is None:
+        return None
+    if is_parametrized(module):
+        original = next(iter(module.parametrizations["weight"].parameters()), None)  # type: ignore[index,union-attr,operator]
+        sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
+        if all(isinstance(size, int) for size in sizes):
+            return torch.Size(sizes)  # type: ignore[arg-type]
+        return None if original is None or original.dim() != 2 else original.shape
+    weight = read(module)
+    if weight is None or isinstance(weight, UninitializedParameter):
+        return None
+    return torch.Size(weight.shape)
+
+
+def why_kept(module: nn.Module) -> str | None:
+    """Why a site may not be swapped, whatever its error; None where it may."""
+    if is_parametrized(module):
+        kinds = ", ".join(type(p).__name__ for p in module.parametrizations["weight"])  # type: ignore[index,union-attr]
+        return f"its weight is parametrised ({kinds.strip('_')}): it is not read outside the forward, and not planned"
+    if getattr(module, PROTECTED, False):
+        return "protected by a mod: it stays in high precision"
+    if not isinstance(module, nn.Linear) and type(module).__name__ == "Conv1D":
+        return "a Conv1D holds its weight transposed, which conversion does not take; hint: replace it by an nn.Linear"
+    return None

@@ -1,0 +1,51 @@
+"""What a conversion did: which linear runs what, in which unit, what was kept and why. A record of its own beside the plan, since a plan may meet another machine."""
+
+import msgspec
+
+from loka.records.measurement import Environment
+from loka.records.probe import FlopsOf
+from loka.records.record import Record
+from loka.records.unit import UnitPlan
+
+
+class Conversion(Record, frozen=True, tag="conversion"):
+    """What runs where. Prints as a summary.
+
+    Args:
+        model: the model's class.
+        converted: for every linear in low precision, what its GEMMs run.
+        kept: for every other one, why it stays.
+        units: the chains that were placed, as they run.
+        mods: rewrites that were applied before, as spelled.
+        frozen: whether weights are quantised once, for serving.
+        low_precision_share: of the GEMM FLOPs of a step; None where neither a plan nor an example gave the shapes.
+        flops_of: what that is a share of: the model's GEMMs, or the probed sites'.
+        notes: what `auto` came to and who refused; what differs from where the plan was made.
+        plan: the seal of the plan it came from; None for a recipe.
+        environment: where it was done.
+    """
+
+    model: str
+    converted: dict[str, str]
+    kept: dict[str, str]
+    environment: Environment
+    units: list[UnitPlan] = msgspec.field(default_factory=list)
+    mods: list[str] = msgspec.field(default_factory=list)
+    frozen: bool = False
+    low_precision_share: float | None = None
+    flops_of: FlopsOf | None = None
+    notes: list[str] = msgspec.field(default_factory=list)
+    plan: str | None = None
+
+    def __str__(self) -> str:
+        total = len(self.converted) + len(self.kept)
+        share = ""
+        if self.low_precision_share is not None:
+            of = "the model's" if self.flops_of == "model" else "the probed"
+            share = f"; {self.low_precision_share:.1%} of {of} GEMM FLOPs in low precision"
+        chained = sum(len(unit.links) for unit in self.units)
+        chains = f" ({chained} in {len(self.units)} chains)" if self.units else ""
+        kept = "".join(f"\n  kept {name}: {why}" for name, why in self.kept.items())
+        mods = f"\n  mods: {', '.join(self.mods)}" if self.mods else ""
+        notes = "".join(f"\n  note: {note}" for note in self.notes)
+        return f"{len(self.converted)} of {total} linears converted{chains}, {len(self.kept)} kept{share}{mods}{kept}{notes}"

@@ -1,0 +1,92 @@
+"""What `loka.tune` found: the units with what was measured about each, the step and the metric of the whole model beside high precision. One record, one configuration."""
+
+import msgspec
+
+from loka.records.conversion import Conversion
+from loka.records.measurement import Environment, Interval
+from loka.records.plan import Plan
+from loka.records.record import Part, Record
+
+
+class TunedUnit(Part, frozen=True):
+    """One unit as tuning saw it.
+
+    Args:
+        name: of its first linear.
+        linears: all of them.
+        way: what runs: "chain", a recipe, or "high".
+        flops_share: of the GEMM FLOPs of the looked-at linears.
+        harm: predicted relative change of the loss.
+        speedup: over compiled 16 bits, cut out of the model.
+        metric_change: measured by swapping this unit alone.
+        reason: why this way.
+        alarms: what a person should look at, such as columns with a large offset.
+    """
+
+    name: str
+    linears: list[str]
+    way: str
+    flops_share: float
+    reason: str
+    harm: Interval | None = None
+    speedup: Interval | None = None
+    metric_change: Interval | None = None
+    alarms: list[str] = msgspec.field(default_factory=list)
+
+
+class Tuning(Record, frozen=True, tag="tuning"):
+    """The record of one call.
+
+    Args:
+        model: the model's class.
+        target: "train" or "serve".
+        margin: relative change of the metric that counts as none, as asked.
+        used_margin: what the held-out data could resolve: the margin, or 0.001 where they could not.
+        units: every unit that was looked at.
+        plan: what was chosen.
+        conversion: what runs.
+        step_microseconds: of the whole step, compiled: "bf16" beside "loka"; empty where nothing could be timed.
+        speedup: of the whole step over the faster compiled 16-bit one; None: not measured, and `speed_note` says why.
+        metric: mean of the metric in high precision.
+        metric_change: of the whole plan, paired, on held-out batches.
+        metric_unit: what the interval is over: "examples" or "batches".
+        gradients: how gradients were judged.
+        seconds: by phase.
+        notes: what a reader must know.
+        environment: where.
+    """
+
+    model: str
+    target: str
+    margin: float
+    used_margin: float
+    units: list[TunedUnit]
+    plan: Plan
+    environment: Environment
+    conversion: Conversion | None = None
+    step_microseconds: dict[str, float] = msgspec.field(default_factory=dict)
+    speedup: Interval | None = None
+    speed_note: str | None = None
+    metric: float | None = None
+    metric_change: Interval | None = None
+    metric_unit: str = "examples"
+    gradients: str = "by the score"
+    seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    notes: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """The headline, in words that claim no more than was measured."""
+        if not self.plan.units and not any(s.choices for s in self.plan.sites if s.low_precision_share):
+            return "nothing was converted"
+        change = self.metric_change
+        if change is None:
+            quality = "the metric was not measured"
+        elif change.high <= self.used_margin:
+            quality = f"loss {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: within {self.used_margin:.2%}"
+        else:
+            quality = f"loss {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: not shown to be within {self.used_margin:.2%}"
+        speed = self.speed_note or "speed not measured"
+        if self.speedup is not None:
+            speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"
+        return f"{speed}; {quality}"

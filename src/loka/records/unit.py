@@ -1,0 +1,110 @@
+"""A unit of a plan: what one decision is about, by names alone. Linears that stand alone are `SitePlan`s; what spans several modules is a `UnitPlan`."""
+
+from typing import Literal
+
+import msgspec
+
+from loka.records.measurement import Interval
+from loka.records.record import Part
+
+UnitKind = Literal["chain"]
+ScaleSource = Literal["dynamic", "bounded", "delayed", "calibrated"]
+NormName = Literal["none", "block", "layer", "rms"]
+GradientScales = Literal["tensor", "block", "delayed"]
+
+
+class LinkPlan(Part, frozen=True):
+    """One layer of a chain: a linear, and what follows it before the next one.
+
+    Args:
+        linear: the linear's name.
+        k, n: its inputs and outputs.
+        norm: what normalises its output.
+        norm_site: the name of that norm.
+        activation: by the kernels' names.
+        passed: modules that do nothing while the chain runs: the norm, the activation, dropouts without effect.
+        functions: activations that are plain functions, as `owner:attribute`.
+        eps: of the norm.
+        slope: of a leaky ReLU.
+    """
+
+    linear: str
+    k: int
+    n: int
+    norm: NormName = "none"
+    norm_site: str | None = None
+    activation: str = "none"
+    passed: list[str] = msgspec.field(default_factory=list)
+    functions: list[str] = msgspec.field(default_factory=list)
+    eps: float = 1e-5
+    slope: float = 0.01
+
+
+class Magnitude(Part, frozen=True):
+    """The largest magnitudes that were seen at a linear: of its output before the activation, of that output's gradient, of its input; first scales come from them."""
+
+    output: float
+    gradient: float = 0.0
+    input: float = 0.0
+
+
+class KernelBucket(Part, frozen=True):
+    """What runs for batches of up to so many rows."""
+
+    rows: int
+    kernels: dict[str, str]  # op -> backend
+
+
+class UnitEvidence(Part, frozen=True):
+    """What was measured about a unit as it would run."""
+
+    speedup: Interval | None = None  # over the compiled 16-bit unit, in company
+    microseconds: Interval | None = None
+    harm: Interval | None = None  # predicted relative change of the loss
+    metric_change: Interval | None = None  # measured by swapping this unit alone, relative
+    error: float | None = None  # relative L2 of the unit's output on real rows
+
+
+class UnitPlan(Part, frozen=True):
+    """How one unit runs.
+
+    Args:
+        name: of the unit: that of its first linear.
+        links: first to last.
+        scales: where the scales between layers come from.
+        gradient: scales of the gradients.
+        bounded_input: the input comes out of a BlockNorm.
+        around: the layer whose interactions are fused around the chain, a Wukong layer; None for none.
+        magnitudes: where the first scales come from, by linear.
+        kernels: what runs, by bucket of rows.
+        evidence: what was measured.
+        reason: why it runs like this.
+        refusals: what else was tried, and why not.
+    """
+
+    name: str
+    links: list[LinkPlan]
+    kind: UnitKind = "chain"
+    scales: ScaleSource = "delayed"
+    gradient: GradientScales = "delayed"
+    bounded_input: bool = False
+    around: str | None = None
+    magnitudes: dict[str, Magnitude] = msgspec.field(default_factory=dict)
+    kernels: list[KernelBucket] = msgspec.field(default_factory=list)
+    evidence: UnitEvidence | None = None
+    reason: str = ""
+    refusals: list[str] = msgspec.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.links:
+            raise ValueError(f"unit {self.name}: a chain needs at least one linear")
+        for before, after in zip(self.links, self.links[1:], strict=False):
+            if before.n != after.k:
+                raise ValueError(
+                    f"unit {self.name}: {before.linear} gives {before.n} features, {after.linear} takes {after.k}"
+                )
+
+    @property
+    def linears(self) -> list[str]:
+        """Names of its linears, first to last."""
+        return [link.linear for link in self.links]

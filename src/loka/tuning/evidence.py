@@ -1,0 +1,76 @@
+"""Everything that was measured, on disk as soon as it is known. A call that was cut short goes on where it was: what is known is not measured again.
+
+One JSON file, replaced in one step, so that a kill at any moment leaves the old one or the new one. It belongs to one model (names and shapes of its parameters) on one machine with one torch:
+for any other it is set aside, never mixed.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.records import Interval, write_atomically
+
+__all__ = ["Evidence"]
+
+
+class Evidence:
+    """What is known so far.
+
+    Args:
+        folder: where to keep it; None keeps it in memory.
+        model: whose evidence it is.
+        settings: what else it depends on.
+
+    Example:
+        >>> evidence = Evidence("runs/x", model, {"target": "train"})
+        >>> evidence.put("unit/top.0", [12.1, 12.2])
+    """
+
+    def __init__(self, folder: str | Path | None, model: nn.Module, settings: dict[str, Any]) -> None:
+        self.path = None if folder is None else Path(folder) / "evidence.json"
+        self.fingerprint = _fingerprint(model, settings)
+        self.known: dict[str, Any] = {}
+        self.resumed = False
+        if self.path is not None and self.path.exists():
+            try:
+                saved = json.loads(self.path.read_text())
+            except ValueError as error:
+                raise ValueError(f"{self.path} is damaged: {error}; hint: another out=, or remove the file") from error
+            if saved.get("fingerprint") == self.fingerprint:
+                self.known, self.resumed = saved["known"], True
+            else:
+                self.path.replace(self.path.with_name("evidence-of-another-model.json"))
+
+    def get(self, key: str) -> Any:
+        """What is known under a key, or None."""
+        return self.known.get(key)
+
+    def put(self, key: str, value: Any) -> Any:
+        """Keep a value that JSON can hold; returns it."""
+        self.known[key] = value
+        if self.path is not None:
+            text = json.dumps({"fingerprint": self.fingerprint, "known": self.known}, indent=1)
+            write_atomically(self.path, text.encode())
+        return value
+
+    def get_interval(self, key: str) -> Interval | None:
+        """An interval that was put."""
+        found = self.get(key)
+        return None if found is None else Interval(value=found[0], low=found[1], high=found[2])
+
+    def put_interval(self, key: str, interval: Interval) -> Interval:
+        """Keep an interval; returns it."""
+        self.put(key, [interval.value, interval.low, interval.high])
+        return interval
+
+
+def _fingerprint(model: nn.Module, settings: dict[str, Any]) -> str:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    shapes = [(key, list(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
+    text = json.dumps([name, torch.__version__, settings, shapes], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

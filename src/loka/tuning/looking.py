@@ -1,0 +1,207 @@
+"""Look at a model: its units, the magnitudes their scales come from, and what every way of running a linear would do to the loss.
+
+A few batches run forward and backward in high precision with hooks; nothing is trained, gradients are dropped. Per linear and call some rows are kept for a moment: x, the gradient of the
+output, the weight. From these `loka.probe.score` predicts the relative change of the loss for every recipe and GEMM.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.lowp.linear import refuse
+from loka.nn.wrapping import named_sites
+from loka.probe.offset import find_offsets
+from loka.probe.score import SCORED, Shown, harm_from, score_look
+from loka.records import GEMMS, Alarm, Gemm, Interval, UnitPlan
+from loka.tuning.task import Task
+from loka.units import discover, measuring
+
+__all__ = ["Looked", "SiteLook", "look"]
+
+ROWS = 1024  # of a call that are scored
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class SiteLook:
+    """What was seen at one linear.
+
+    Args:
+        name, k, n: the linear.
+        rows: of a call.
+        harm: predicted relative change of the loss by GEMM and recipe.
+        alarms: columns of the input whose mean hides what varies.
+        refusal: why it cannot run in low precision at all.
+    """
+
+    name: str
+    k: int
+    n: int
+    rows: int = 0
+    harm: dict[tuple[Gemm, str], Interval] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)
+    refusal: str | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of its three GEMMs in one call."""
+        return 6.0 * self.rows * self.k * self.n
+
+    def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
+        """Forward and, in training, both gradient GEMMs: independent errors add in squares.
+
+        Args:
+            recipe: a name of `loka.probe.score.SCORED`.
+            training: whether gradients are computed.
+
+        Returns:
+            The predicted relative change of the loss; None where the forward GEMM was not scored.
+        """
+        gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
+        parts = [self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm]
+        if ("fprop", recipe) not in self.harm:
+            return None
+        return add_in_squares(parts)
+
+
+def add_in_squares(parts: list[Interval]) -> Interval:
+    """The change of several independent errors together.
+
+    Args:
+        parts: each alone.
+
+    Returns:
+        The root of the summed squares, end by end.
+    """
+    return Interval(**{end: sum(getattr(part, end) ** 2 for part in parts) ** 0.5 for end in ("value", "low", "high")})
+
+
+@dataclass
+class Looked:
+    """Everything that was seen."""
+
+    sites: dict[str, SiteLook]
+    units: list[UnitPlan]
+    alone: dict[str, str]
+    loss: float
+
+
+def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | None = None) -> Looked:
+    """Run a few batches with hooks.
+
+    Args:
+        task: what the user gave.
+        training: with gradients: without, only forward magnitudes are seen and nothing can be scored unless a gradient exists, so gradients are computed here in both cases.
+        batches: how many at most.
+        progress: told after every batch.
+
+    Returns:
+        Units with magnitudes, and per linear what each recipe would do to the loss.
+    """
+    model, chosen = task.model, task.looking[:batches]
+    found = discover(model, task.example(), serving=not training, linears=1)
+    eyes = {name: _Eye(name, module) for name, module in named_sites(model) if isinstance(module, nn.Linear)}
+    total = 0.0
+    with ExitStack() as stack:
+        stack.enter_context(_leaving_no_trace(model))
+        seen = stack.enter_context(measuring(model, found.units))
+        for eye in eyes.values():
+            stack.callback(eye.module.register_forward_hook(eye.see, with_kwargs=True).remove)
+        for index, batch in enumerate(chosen):
+            with torch.enable_grad():
+                loss = task.mean_loss(model, batch)
+                loss.backward()
+            value = loss.detach()
+            for eye in eyes.values():
+                eye.judge(value)
+            total += float(value) / len(chosen)
+            model.zero_grad(set_to_none=True)
+            if progress is not None:
+                progress("look", index + 1, len(chosen))
+    units = seen.units()
+    return Looked({name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total)
+
+
+class _Eye:
+    """One linear, looked at."""
+
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        self.name, self.module = name, module
+        self.look = SiteLook(name, module.in_features, module.out_features, refusal=refuse(module))
+        self._rows: list[tuple[Tensor, Tensor, int]] = []
+        self._pending: tuple[Tensor, int] | None = None
+        self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
+        self._largest = {role: torch.zeros((), device=module.weight.device) for role in ("x", "dy")}
+        self._kept: list[Tensor] = []
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        x = (args[0] if args else kwargs["input"]).detach().reshape(-1, self.look.k)
+        self.look.rows = max(self.look.rows, x.shape[0])
+        if not output.requires_grad or x.shape[0] == 0 or self.look.refusal:
+            return
+        every = max(x.shape[0] // ROWS, 1)
+        rows = x[::every]
+        output.register_hook(lambda g: self._rows.append((rows, g.detach().reshape(-1, self.look.n), x.shape[0])))
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor) -> None:
+        """Score the rows of this batch, then forget them."""
+        for x, dy, count in self._rows:
+            every = max(count // ROWS, 1)
+            largest = {"x": x.abs().amax().float(), "dy": dy.abs().amax().float()}
+            before = {role: torch.maximum(self._largest[role], largest[role]) for role in largest}
+            shown = Shown(
+                x, dy[::every], self.module.weight.detach(), loss, loss, count, largest=largest, before=before
+            )
+            for key, sums in score_look(shown, SCORED).items():
+                self._sums.setdefault(key, []).append(sums)
+            self._largest = before
+            if len(self._kept) < 4:
+                self._kept.append(x[:256].float().cpu())
+        self._rows.clear()
+
+    def finish(self, loss: float) -> SiteLook:
+        for (gemm, recipe), sums in self._sums.items():
+            made = harm_from(gemm, torch.stack(sums).double().cpu(), nats=min(max(loss, 0.0), 10.0))
+            if made is not None:
+                self.look.harm[gemm, recipe] = made[0]
+        if self._kept:
+            self.look.alarms = find_offsets(torch.cat(self._kept))
+        return self.look
+
+
+class _leaving_no_trace:  # noqa: N801 - reads as a phrase where it is used
+    """Training mode, gradients, buffers and random state are afterwards what they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        model = self.model
+        self.modes = {module: module.training for module in model.modules()}
+        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self.grads = [(p, p.grad) for p in model.parameters()]
+        self.needs = [(p, p.requires_grad) for p in model.parameters()]
+        cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+        self.fork = torch.random.fork_rng(devices=cuda)
+        self.fork.__enter__()
+        for p, _ in self.grads:
+            p.grad = None
+            if p.is_floating_point():
+                p.requires_grad_(True)
+
+    def __exit__(self, *error: Any) -> None:
+        for p, grad in self.grads:
+            p.grad = grad
+        for p, needed in self.needs:
+            p.requires_grad_(needed)
+        with torch.no_grad():
+            for b, value in self.buffers:
+                b.copy_(value)
+        for module, mode in self.modes.items():
+            module.training = mode
+        self.fork.__exit__(*error)

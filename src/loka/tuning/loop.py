@@ -1,0 +1,411 @@
+"""The loop, in one call: look at the model, choose per unit the fastest way that is safe, verify the whole of it, apply it.
+
+    tuned = loka.tune(model, batches, loss)          # looks, chooses, verifies, applies
+    print(tuned)                                     # units, ways, the step beside bf16, the loss beside bf16
+
+Nothing is trained: the model's weights, gradients, buffers, modes and the random state are what they were, and so is the optimizer. An exception or Ctrl-C leaves the model as it was; with
+`out=` what was measured until then is on disk, and the same call goes on from there. The result is never slower than 16 bits and never outside the margin, as far as it was measured; otherwise
+nothing is converted, and the record says why.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from loka import mods as mods_room
+from loka.nn.wrapping import unwrap
+from loka.placing import convert
+from loka.probe.score import MARGIN
+from loka.records import Interval, Plan, UnitEvidence, capture_environment
+from loka.records.tuning import TunedUnit, Tuning
+from loka.tuning import timing
+from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_harm, split_unit, to_plan_parts
+from loka.tuning.evidence import Evidence
+from loka.tuning.looking import Looked, look
+from loka.tuning.progress import Progress
+from loka.tuning.task import Step, Task
+from loka.tuning.tuned import Tuned
+from loka.tuning.verifying import Losses, converted, evaluate, paired_change
+
+__all__ = ["tune"]
+
+COARSE = 0.001  # the margin where the data cannot resolve a finer one
+Target = Literal["train", "serve"]
+
+
+def tune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss: Callable[..., Tensor] | None = None,
+    *,
+    step: Step | None = None,
+    metric: Callable[[nn.Module, Any], Tensor] | None = None,
+    margin: float = MARGIN,
+    architecture: bool = False,
+    target: Target = "train",
+    seconds: float = 180.0,
+    autocast: torch.dtype | Literal["auto"] | None = "auto",
+    thorough: bool = False,
+    out: str | Path | None = None,
+    progress: bool | None = None,
+) -> Tuned:
+    """Make a model faster in FP8, with proof, in place.
+
+    Args:
+        model: any nn.Module, trained for a while: what is safe for a model that has learned nothing says little.
+        batches: (inputs, target) pairs for a `loss`, anything for a `step`; half of them choose, the others verify. At most 64 are kept.
+        loss: loss(output, target); with one number per example (reduction="none") far fewer batches decide.
+        step: step(model, batch) -> loss, instead of a loss.
+        metric: metric(model, batch) -> values, lower is better, instead of the loss, for verifying.
+        margin: relative change of the metric that counts as none; 0.0002 is what the field calls significant.
+        architecture: also apply no_bias, block_norm and hard_swish first: another architecture, which must be trained. The metric is then compared with the modded model's own.
+        target: "train" times forward and backward; "serve" calibrates, times forward and freezes.
+        seconds: budget; phases that would exceed it are left out, and the record says so.
+        autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
+        thorough: also compile with max-autotune, on both sides.
+        out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
+        progress: a bar on stderr; None shows one in a terminal.
+
+    Returns:
+        The model, converted, with the record of everything measured.
+
+    Raises:
+        ValueError: what was given cannot be run; the message says what was seen and what was expected.
+
+    Example:
+        >>> tuned = loka.tune(model, batches, torch.nn.functional.binary_cross_entropy_with_logits)
+        >>> tuned.plan.save("plan.json")
+    """
+    if target not in ("train", "serve"):
+        raise ValueError(f"target={target!r}: expected 'train' or 'serve'")
+    if not 0 < margin < 1:
+        raise ValueError(f"margin={margin}: expected a relative change, e.g. 0.0002 for 0.02 %")
+    inner = unwrap(model)
+    task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
+    session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
+    session.time_original()
+    with ExitStack() as undo:
+        undo.callback(mods_room.revert, inner)
+        names = session.apply_mods(list(mods_room.CORE) if architecture else [])
+        record = session.run(names)
+        undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
+        if record.plan.units or names or any(site.low_precision_share for site in record.plan.sites):
+            done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
+            record = session.with_conversion(record, done)
+    tuned = Tuned(model, record)
+    if out is not None:
+        tuned.save(out)
+    session.progress.finish(record.verdict)
+    return tuned
+
+
+def _spell_mode(mode: str | None) -> str:
+    return "" if mode is None else " max-autotune"
+
+
+def _computing_type(model: nn.Module, autocast: Any) -> torch.dtype | None:
+    if autocast != "auto":
+        return autocast  # type: ignore[no-any-return]
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    wide = first is not None and first.dtype == torch.float32 and first.device.type == "cuda"
+    return torch.bfloat16 if wide else None
+
+
+class _Session:
+    """One call, phase by phase."""
+
+    def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
+        self.task, self.metric, self.margin, self.training = task, metric, margin, training
+        self.budget, self.thorough, self.progress = seconds, thorough, progress
+        self.began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+        self.evidence = Evidence(out, task.model, {"training": training, "margin": margin, "thorough": thorough})
+        if self.evidence.resumed:
+            self.notes.append("went on from evidence of an earlier call")
+
+    def time_original(self) -> None:
+        """Compile and capture the model as it is, before anything changes it."""
+        self.base: dict[str, timing.Run] = {}
+        if timing.can_time(self.task.device) is None:
+            with self.phase("compile 16 bits"):
+                for mode in self.modes:
+                    self.base[f"bf16{_spell_mode(mode)}"] = timing.whole_step(
+                        self.task, training=self.training, mode=mode
+                    )
+
+    @property
+    def modes(self) -> list[str | None]:
+        return [None, "max-autotune-no-cudagraphs"] if self.thorough else [None]
+
+    def apply_mods(self, asked: list[str]) -> list[str]:
+        """Rewrites of the layout that keep the function, and what was asked for; the names of those that changed something."""
+        names = [*asked, *mods_room.FREE]
+        done = mods_room.apply(self.task.model, [mods_room.parse(name) for name in names], example=self.task.example())
+        changed = {change.mod for change in done.summary.changed}
+        taken = [name for name in names if name in changed]
+        if taken != names:
+            mods_room.revert(self.task.model)
+            if taken:
+                mods_room.apply(self.task.model, [mods_room.parse(name) for name in taken], example=self.task.example())
+        return taken
+
+    @property
+    def left(self) -> float:
+        return self.budget - (time.monotonic() - self.began)
+
+    def run(self, mods: list[str]) -> Tuning:
+        """Look, choose, verify."""
+        with self.phase("look"):
+            looked = look(self.task, training=self.training, progress=self.progress)
+            base = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+            self.warn_if_early(base)
+        chosen = make_offers(looked, margin=self.margin, training=self.training)
+        with self.phase("time units"):
+            offers, speeds = self.time_units(chosen, looked)
+        with self.phase("verify the metric"):
+            offers, alone, change, used = self.verify_metric(offers, chosen, looked, base, mods, speeds)
+        with self.phase("verify the step"):
+            offers, step_times, speedup, note = self.verify_speed(offers, chosen, looked, mods, speeds)
+            if change is not None and not offers:
+                change = None
+        plan = self.make_plan(offers, chosen, looked, mods, speeds, alone)
+        return Tuning(
+            model=type(self.task.model).__name__,
+            target="train" if self.training else "serve",
+            margin=self.margin,
+            used_margin=used,
+            units=self.describe(offers, chosen, looked, speeds, alone),
+            plan=plan,
+            step_microseconds=step_times,
+            speedup=speedup,
+            speed_note=note,
+            metric=base.mean if math.isfinite(base.mean) else None,
+            metric_change=change,
+            metric_unit="examples" if base.per_example else "batches",
+            gradients="by the score" if self.training else "none: serving",
+            seconds=self.seconds,
+            notes=self.notes,
+            environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),
+        )
+
+    @property
+    def device_name(self) -> str:
+        device = self.task.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    def phase(self, name: str) -> Any:
+        return self.progress.phase(name, self.seconds)
+
+    def warn_if_early(self, base: Losses) -> None:
+        """A model that is no better than guessing the base rate has no sites worth judging."""
+        targets = [batch[1] for batch in self.task.held_out if isinstance(batch, (tuple, list)) and len(batch) == 2]
+        labels = [t.detach().float().reshape(-1).cpu() for t in targets if isinstance(t, Tensor)]
+        if not labels or self.metric is not None:
+            return
+        y = torch.cat(labels)
+        if not bool(((y == 0) | (y == 1)).all()):
+            return
+        rate = float(y.mean().clamp(1e-6, 1 - 1e-6))
+        entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
+        if base.mean >= 0.995 * entropy:
+            self.notes.append(f"too early: the loss {base.mean:.4f} is no better than guessing the base rate ({entropy:.4f}); train until it is below that, then tune again")  # fmt: skip
+
+    def time_units(self, chosen: Chosen, looked: Looked) -> tuple[list[Offer], dict[str, Interval]]:
+        """Drop what is not faster; units of one shape are timed once."""
+        speeds: dict[str, Interval] = {}
+        if timing.can_time(self.task.device) is not None:
+            return chosen.offers, speeds
+        kept = []
+        for index, offer in enumerate(sorted(chosen.offers, key=lambda o: -o.flops_share)):
+            self.progress("time units", index + 1, len(chosen.offers))
+            found = self.time_unit(offer, looked)
+            if found is None:
+                kept.append(offer)
+                continue
+            speeds[offer.name] = found
+            if found.low > 1.0:
+                kept.append(offer)
+            else:
+                chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{offer.way}: {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}], not faster than compiled 16 bits"))  # fmt: skip
+        return kept, speeds
+
+    def time_unit(self, offer: Offer, looked: Looked) -> Interval | None:
+        """The speed-up of a unit cut out of the model; None where the budget does not reach."""
+        rows = looked.sites[offer.unit.linears[0]].rows
+        key = f"unit {offer.way} {rows} " + " ".join(f"{l.k}x{l.n} {l.norm} {l.activation}" for l in offer.unit.links)  # noqa: E741
+        known = self.evidence.get_interval(key)
+        if known is not None:
+            return known
+        if self.left < self.budget * 0.4:
+            self.notes.append(
+                f"{offer.name} was not timed alone: the budget of {self.budget:g} s is kept for the whole step"
+            )
+            return None
+        from loka.units import place
+
+        plain, _ = timing.make_fragment(self.task.model, offer.unit)
+        low, unit = timing.make_fragment(self.task.model, offer.unit)
+        dtype = self.task.autocast or next(self.task.model.parameters()).dtype
+        x = torch.randn(rows, offer.unit.links[0].k, device=self.task.device, dtype=dtype)
+        chain = place(low, unit) if offer.way == "chain" else None
+        if chain is None:
+            convert(low, recipe=offer.way)
+        elif not self.training:
+            low.eval().requires_grad_(False)
+            chain.freeze()
+        options: dict[str, Any] = {"training": self.training, "autocast": self.task.autocast, "mode": None}
+        plain.train(self.training)
+        if chain is not None and self.training:
+            self.prime(low, x)
+        runs = {"bf16": timing.fragment_step(plain, x, **options), "loka": timing.fragment_step(low, x, **options)}
+        return self.evidence.put_interval(key, timing.compare(timing.time_in_turns(runs), "loka", "bf16"))
+
+    def prime(self, model: nn.Module, x: Tensor) -> None:
+        """Steps without a change, so that delayed scales are known before anything is compiled."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(2):
+            with self.task.context():
+                model(x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def verify_metric(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses, mods: list[str], speeds: dict[str, Interval]) -> tuple[list[Offer], dict[str, Interval], Interval | None, float]:  # fmt: skip
+        """Swap units in, alone and together; drop what costs most until the whole is within the margin."""
+        alone: dict[str, Interval] = {}
+        used, taken = self.margin, list(offers)
+        for index, offer in enumerate(offers):
+            self.progress("verify the metric", index + 1, len(offers) + 1)
+            key = f"alone {offer.way} {offer.name} {len(offer.unit.links)}"
+            alone[offer.name] = self.evidence.get_interval(key) or self.evidence.put_interval(key, self.swap([offer], chosen, looked, base))  # fmt: skip
+        together = self.swap(taken, chosen, looked, base) if taken else None
+        if together is not None and together.high - together.value > used:
+            used = max(COARSE, used)
+            self.notes.append(f"the held-out data resolve {together.high - together.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; more batches resolve more")  # fmt: skip
+        while taken and together is not None and together.high > used:
+            worst = max(taken, key=lambda o: alone[o.name].high)
+            taken.remove(worst)
+            for part in self.without_worst(worst, chosen, looked, alone, used):
+                alone[part.name] = self.swap([part], chosen, looked, base)
+                taken.append(part)
+            together = self.swap(taken, chosen, looked, base) if taken else None
+        return taken, alone, together, used
+
+    def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
+        """A chain without the linear that is predicted to cost most; nothing of a single one."""
+        change = alone[offer.name]
+        why = f"swapped in, {offer.name} moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], and all together exceeded {used:.3%}"
+        worst = max(offer.unit.linears, key=lambda name: predicted_harm(looked.sites[name], training=self.training))
+        chosen.kept[worst] = why
+        if offer.way != "chain" or len(offer.unit.links) == 1:
+            return []
+        parts = [part_of(offer, unit, looked, training=self.training) for unit in split_unit(offer.unit, {worst})]
+        chosen.offers[:] = [*(o for o in chosen.offers if o is not offer), *parts]
+        return parts
+
+    def swap(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses) -> Interval:
+        plan = self.make_plan(offers, chosen, looked, [], {}, {})
+        with converted(self.task.model, plan):
+            return paired_change(base, evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training))
+
+    def verify_speed(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval]) -> tuple[list[Offer], dict[str, float], Interval | None, str | None]:  # fmt: skip
+        """The whole step, compiled, beside compiled 16 bits; units are dropped until it is not slower."""
+        if (why := timing.can_time(self.task.device)) is not None:
+            return offers, {}, None, why
+        base, taken = dict(self.base), list(offers)
+        if mods:
+            base["bf16 layout"] = timing.whole_step(self.task, training=self.training, mode=None)
+        for attempt in range(3):
+            if not taken:
+                break
+            with converted(self.task.model, self.make_plan(taken, chosen, looked, [], {}, {})):
+                if not self.training:
+                    self._freeze()
+                runs = dict(base)
+                for mode in self.modes:
+                    runs[f"loka{_spell_mode(mode)}"] = timing.whole_step(self.task, training=self.training, mode=mode)
+                times = timing.time_in_turns(runs)
+            medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+            best, mine = (
+                min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka")
+            )
+            original = min((n for n in self.base), key=medians.__getitem__)
+            if timing.compare(times, mine, best).value >= 1.0:
+                return taken, medians, timing.compare(times, mine, original), None
+            if self.left < 0.2 * self.budget or len(taken) == 1 or attempt == 2:
+                break
+            slowest = min(taken, key=lambda o: speeds[o.name].value if o.name in speeds else 1.0)
+            taken.remove(slowest)
+            why = f"the whole step was {timing.compare(times, mine, best).value:.2f}x of 16 bits with it"
+            chosen.kept.update(dict.fromkeys(slowest.unit.linears, why))
+        note = "FP8 was not faster than compiled 16 bits as a whole step" if offers else "no unit is both safe and fast"
+        for offer in taken:
+            chosen.kept.update(dict.fromkeys(offer.unit.linears, note))
+        if not mods:
+            return [], {}, None, f"{note}: nothing is converted"
+        times = timing.time_in_turns(base)
+        medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+        speedup = timing.compare(times, "bf16 layout", min(self.base, key=medians.__getitem__))
+        return [], medians, speedup, None
+
+    def _freeze(self) -> None:
+        from loka.placing import freeze_model
+
+        freeze_model(self.task.model)
+
+    def make_plan(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval], alone: dict[str, Interval]) -> Plan:  # fmt: skip
+        evidence = {
+            o.name: UnitEvidence(speedup=speeds.get(o.name), harm=o.harm, metric_change=alone.get(o.name))
+            for o in offers
+        }
+        units, sites = to_plan_parts(offers, looked, evidence, chosen.kept, training=self.training)
+        timed = timing.can_time(self.task.device) is None
+        return Plan(
+            model=type(self.task.model).__name__,
+            recipe="auto",
+            target=self.device_name if timed else None,
+            max_error=1.0,
+            max_gradient_error=1.0,
+            min_speedup=1.0 if timed else None,
+            flops_of="sites",
+            sites=sites,
+            units=units,
+            mods=mods,
+            margin=self.margin,
+            environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),
+            notes=[] if timed else ["made for accuracy only: no speed was measured on " + self.device_name],
+        )
+
+    def describe(self, offers: list[Offer], chosen: Chosen, looked: Looked, speeds: dict[str, Interval], alone: dict[str, Interval]) -> list[TunedUnit]:  # fmt: skip
+        taken = {o.name for o in offers}
+        rows = []
+        for o in chosen.offers:
+            reason = o.reason if o.name in taken else chosen.kept.get(o.unit.linears[0], "not taken")
+            alarms = (
+                [] if o.name in taken else [a.text for name in o.unit.linears for a in looked.sites[name].alarms[:1]]
+            )
+            rows.append(
+                TunedUnit(
+                    name=o.name, linears=o.unit.linears, way=o.way if o.name in taken else "high", flops_share=o.flops_share, reason=reason,
+                    harm=o.harm, speedup=speeds.get(o.name), metric_change=alone.get(o.name), alarms=alarms,
+                )
+            )  # fmt: skip
+        offered = {name for o in chosen.offers for name in o.unit.linears}
+        total = sum(s.flops for s in looked.sites.values()) or 1.0
+        for name, why in chosen.kept.items():
+            if name not in offered:
+                site = looked.sites[name]
+                rows.append(TunedUnit(name=name, linears=[name], way="high", flops_share=site.flops / total, reason=why, alarms=[a.text for a in site.alarms[:2]]))  # fmt: skip
+        return rows
+
+    def with_conversion(self, record: Tuning, done: Any) -> Tuning:
+        """The record with what runs now."""
+        import msgspec
+
+        return msgspec.structs.replace(record, conversion=done)

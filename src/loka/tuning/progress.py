@@ -1,0 +1,66 @@
+"""What tuning is doing, on stderr: the phase, how far it is, how long it has taken. Silent where nobody looks."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """A bar in a terminal.
+
+    Args:
+        show: True, False, or None for a terminal only.
+    """
+
+    def __init__(self, show: bool | None = None) -> None:
+        self.show = sys.stderr.isatty() if show is None else show
+        self._bar: Any = None
+        self._task: Any = None
+
+    @contextmanager
+    def phase(self, name: str, seconds: dict[str, float]) -> Iterator[None]:
+        """One phase; its time goes into `seconds`."""
+        began = time.monotonic()
+        self._open(name)
+        try:
+            yield
+        finally:
+            seconds[name] = round(seconds.get(name, 0.0) + time.monotonic() - began, 3)
+            self._close()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """How far a phase is."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+    def finish(self, text: str) -> None:
+        """The headline."""
+        if self.show:
+            print(f"loka tune: {text}", file=sys.stderr)
+
+    def _open(self, name: str) -> None:
+        if not self.show:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (
+            TextColumn("{task.description:20}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Bar(*columns, console=Console(stderr=True), transient=False)
+        self._bar.start()
+        self._task = self._bar.add_task(name, total=None)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None

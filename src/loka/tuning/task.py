@@ -1,0 +1,120 @@
+"""What the user gave: a model, batches, and how a loss comes out of them.
+
+    Task(model, batches, loss)              a batch is (inputs, target); the model is called with the inputs (a tuple is *args, a dict **kwargs), loss(output, target)
+    Task(model, batches, step=step)         anything else: step(model, batch) returns the loss
+
+A loss that returns one number per example (reduction="none") is compared example by example; one that returns a mean, batch by batch, which needs more batches for the same certainty.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.units.flow import call_model
+
+__all__ = ["Task"]
+
+Step = Callable[[nn.Module, Any], Tensor]
+MOST = 64  # batches that are kept at most
+
+
+@dataclass
+class Task:
+    """A model and how to run it.
+
+    Args:
+        model: any nn.Module.
+        batches: an iterable; at most 64 batches of it are kept.
+        loss: loss(output, target), for batches of (inputs, target).
+        step: step(model, batch) -> loss, for batches of any other kind.
+        autocast: compute in this type; None runs the model as it is.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    loss: Callable[..., Tensor] | None = None
+    step: Step | None = None
+    autocast: torch.dtype | None = None
+    kept: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if (self.loss is None) == (self.step is None):
+            raise ValueError("give a loss for batches of (inputs, target), or a step(model, batch) that returns the loss; exactly one of them")  # fmt: skip
+        name, function, given = ("loss", self.loss, 2) if self.step is None else ("step", self.step, 2)
+        _check_arity(name, function, given, "(output, target)" if name == "loss" else "(model, batch)")
+        self.kept = list(islice(iter(self.batches), MOST))
+        if not self.kept:
+            raise ValueError("batches is empty, or an iterator that was used up before; expected at least 2 batches")
+        if len(self.kept) < 2:
+            raise ValueError("got one batch; expected at least 2, since what is chosen on one is verified on others")
+        if self.step is None:
+            for batch in self.kept[:1]:
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                    kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__  # fmt: skip
+                    raise ValueError(
+                        f"a batch is {kind}, expected (inputs, target); hint: step=lambda model, batch: loss"
+                    )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def looking(self) -> list[Any]:
+        """Batches that choices are made on."""
+        return self.kept[: max(len(self.kept) // 2, 1)]
+
+    @property
+    def held_out(self) -> list[Any]:
+        """Batches that choices are verified on."""
+        return self.kept[max(len(self.kept) // 2, 1) :]
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Autocast, where asked."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+    def losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch: one number, or one for each example."""
+        with self.context():
+            if self.step is not None:
+                value = self.step(model, batch)
+            else:
+                assert self.loss is not None
+                inputs, target = batch
+                value = self.loss(call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs), target)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {type(value).__name__}, expected a floating tensor")  # fmt: skip
+        return value.float()
+
+    def mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch as one number to differentiate."""
+        return self.losses(model, batch).mean()
+
+    def example(self) -> Any:
+        """The arguments of one call of the model, as the step makes it."""
+        from loka.units import capture_example
+
+        was = self.model.training
+        try:
+            return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
+        finally:
+            self.model.train(was)
+
+
+def _check_arity(name: str, function: Any, given: int, what: str) -> None:
+    """A function that cannot take what it will be given is named before anything runs."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built-in functions have none
+        return
+    try:
+        signature.bind(*([None] * given))
+    except TypeError as error:
+        raise ValueError(f"{name}{signature} cannot be called with {what}: {error}") from error

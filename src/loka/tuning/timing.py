@@ -1,0 +1,212 @@
+"""Time a unit and the whole step as they will run: compiled with static shapes, in a CUDA graph, in turns with what they are compared with.
+
+Without a GPU nothing is timed: FP8 is emulated on a CPU, its numerics are real and its time is not.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.nn.wrapping import named_sites
+from loka.records import Interval, UnitPlan
+from loka.tuning.task import Task
+
+__all__ = ["Fragment", "can_time", "compare", "make_fragment", "time_in_turns", "whole_step"]
+
+TURNS, REPEATS = 5, 6
+Run = Callable[[], Any]
+
+
+def can_time(device: torch.device) -> str | None:
+    """Why nothing can be timed on a device; None where it can.
+
+    Args:
+        device: where the model is.
+
+    Returns:
+        The reason, or None.
+    """
+    return None if device.type == "cuda" else f"not measured: the model is on {device.type}, and FP8 is emulated there"
+
+
+class Fragment(nn.Module):
+    """A unit cut out of its model: copies of its modules, run one after another, with something before and behind for the compiler to join to.
+
+    Args:
+        parts: names and copies of the modules in the order they run.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.order = [name.replace(".", "_") for name in parts]
+        for name, part in parts.items():
+            self.add_module(name.replace(".", "_"), part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The unit between an addition and a product."""
+        x = x + 1.0
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x * 0.5
+
+
+_FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU, "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU(approximate="tanh"), "silu": nn.SiLU, "hard_swish": nn.Hardswish,
+    "tanh": nn.Tanh, "sigmoid": nn.Sigmoid,
+}  # fmt: skip
+
+
+def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]:
+    """A unit's modules, copied, and the unit by the names they have in the copy.
+
+    Args:
+        model: not converted.
+        unit: from `discover`.
+
+    Returns:
+        The fragment, and the unit that can be placed in it.
+    """
+    import msgspec
+
+    modules, parts, links = dict(named_sites(model)), {}, []
+    for index, link in enumerate(unit.links):
+        parts[link.linear] = deepcopy(modules[link.linear])
+        passed = []
+        for name in link.passed:
+            parts[name] = deepcopy(modules[name])
+            passed.append(name.replace(".", "_"))
+        if link.functions:
+            parts[f"function_{index}"] = _FUNCTIONS[link.activation]()
+            passed.append(f"function_{index}")
+        norm = None if link.norm_site is None else link.norm_site.replace(".", "_")
+        links.append(
+            msgspec.structs.replace(
+                link, linear=link.linear.replace(".", "_"), passed=passed, functions=[], norm_site=norm
+            )
+        )
+    magnitudes = {name.replace(".", "_"): value for name, value in unit.magnitudes.items()}
+    return Fragment(parts), msgspec.structs.replace(
+        unit, name=links[0].linear, links=links, magnitudes=magnitudes, around=None
+    )
+
+
+def fragment_step(
+    fragment: nn.Module, x: Tensor, *, training: bool, autocast: torch.dtype | None, mode: str | None
+) -> Run:
+    """One step of a fragment, compiled and captured.
+
+    Args:
+        fragment: in training or eval mode.
+        x: its input.
+        training: forward and backward, otherwise forward alone.
+        autocast: compute in this type.
+        mode: of torch.compile.
+
+    Returns:
+        What replays the step.
+    """
+    run = torch.compile(fragment, dynamic=False, mode=mode)
+    x = x.clone().requires_grad_(training)
+
+    def step() -> None:
+        with torch.set_grad_enabled(training):
+            with (
+                torch.autocast(x.device.type, autocast)
+                if autocast is not None
+                else torch.autocast(x.device.type, enabled=False)
+            ):
+                y = run(x)
+            if training:
+                y.sum().backward()
+                x.grad = None
+                fragment.zero_grad(set_to_none=True)
+
+    return capture(step)
+
+
+def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
+    """One step of the whole model on one batch, compiled and captured.
+
+    Args:
+        task: what the user gave.
+        training: forward and backward; no optimizer, nothing is trained.
+        mode: of torch.compile.
+
+    Returns:
+        What replays the step.
+    """
+    model, batch = task.model, task.kept[0]
+    run = torch.compile(model, dynamic=False, mode=mode)
+
+    def step() -> None:
+        with torch.set_grad_enabled(training):
+            loss = task.mean_loss(run, batch)
+            if training:
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+
+    return capture(step)
+
+
+def capture(step: Run) -> Run:
+    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) is run as it is."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return step
+    return graph.replay
+
+
+def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
+    """Microseconds of every way, in turns, so that what the card does meanwhile hits all alike.
+
+    Args:
+        runs: what to time, by name.
+
+    Returns:
+        The median of every turn, by name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(TURNS):
+        for name, go in runs.items():
+            go()
+            torch.cuda.synchronize()
+            taken = []
+            for _ in range(REPEATS):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                go()
+                end.record()
+                torch.cuda.synchronize()
+                taken.append(1000 * begin.elapsed_time(end))
+            times[name].append(statistics.median(taken))
+    return times
+
+
+def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:
+    """How many times faster one way is than another: the median over turns, and the worst and best turn.
+
+    Args:
+        times: of `time_in_turns`.
+        name: the way.
+        base: what it is compared with.
+
+    Returns:
+        The speed-up.
+    """
+    ratios = [b / a for a, b in zip(times[name], times[base], strict=True)]
+    return Interval(value=statistics.median(ratios), low=min(ratios), high=max(ratios))

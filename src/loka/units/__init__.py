@@ -1,0 +1,25 @@
+"""units: what one decision is about. The units of a model are found on an example input, and placed in it: chains of linears, linears that stand alone.
+
+found = loka.units.discover(model, example)       every linear in exactly one unit, and why a chain ends where it ends
+chain = loka.units.place(model, found.units[0])   in FP8 from now on; loka.revert(model) takes it back
+"""
+
+from loka.units.discovery import Discovered, discover
+from loka.units.flow import Example, Flow, Unknown, capture_example, record
+from loka.units.magnitudes import Seen, measuring
+from loka.units.placement import build_chain, place, refuse_unit
+
+__all__ = [
+    "Discovered",
+    "Example",
+    "Flow",
+    "Seen",
+    "Unknown",
+    "build_chain",
+    "capture_example",
+    "discover",
+    "measuring",
+    "place",
+    "record",
+    "refuse_unit",
+]

@@ -1,0 +1,441 @@
+"""Find the units of a model: run it once on an example, and follow what each linear hands on.
+
+A chain is a run of linears in which each one's output is read by the next one alone, with nothing in between but a norm, an activation and dropout without effect. It does not matter how the
+model is written, only what the example shows (`loka.units.flow`): an nn.Sequential, a class of one's own, attributes called one after another. Nothing is changed here.
+
+What ends a chain is written down for every linear: two readers, an addition, a functional activation, a norm that spans something else, a linear that must stay in high precision.
+One execution is no proof: a model that takes another path on other data may use a module in ways that were not seen, so placing a chain refuses a module that is called twice in what was seen.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from loka.kernels.activation import LEAK
+from loka.lowp.chain import is_watched
+from loka.lowp.interaction import refuse_interaction
+from loka.lowp.linear import refuse
+from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
+from loka.nn.wrapping import named_sites, plain_name, unwrap
+from loka.records.unit import GradientScales, LinkPlan, UnitPlan
+from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
+
+__all__ = ["ACTIVATIONS", "NARROW", "Discovered", "discover"]
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
+PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
+
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    HardSwish: "hard_swish",
+    nn.Hardswish: "hard_swish",
+    nn.Tanh: "tanh",
+    nn.Sigmoid: "sigmoid",
+    nn.LeakyReLU: "leaky_relu",
+}
+# Functions that stand in an attribute of a module, as in nn.TransformerEncoderLayer, by the operation they show as.
+_FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "relu": ("relu", (F.relu, torch.relu)),
+    "gelu": ("gelu", (F.gelu,)),
+    "silu": ("silu", (F.silu,)),
+    "hardswish": ("hard_swish", (F.hardswish,)),
+    "tanh": ("tanh", (torch.tanh, F.tanh)),
+    "sigmoid": ("sigmoid", (torch.sigmoid, F.sigmoid)),
+}
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """The chains of a model, and why each linear that is in none stands alone.
+
+    Args:
+        units: chains, in the order they run.
+        alone: linears that are in no chain, with the reason.
+        ends: for the last linear of every chain, what ends it there.
+    """
+
+    units: list[UnitPlan] = field(default_factory=list)
+    alone: dict[str, str] = field(default_factory=dict)
+    ends: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{unit.name}: {' -> '.join(unit.linears)}; ends: {self.ends[unit.linears[-1]]}" for unit in self.units
+        ]
+        return "\n".join([*lines, *(f"{name}: alone, {why}" for name, why in self.alone.items())])
+
+
+def discover(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    serving: bool = False,
+    narrow: int = NARROW,
+    linears: int = 0,
+    gradient: GradientScales | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+) -> Discovered:
+    """The units of a model.
+
+    Args:
+        model: any nn.Module, wrapped or not.
+        example: one input; a tuple is *args, a dict **kwargs. Models of this package need none.
+        serving: dropout has no effect in serving, so a chain may pass through it.
+        narrow: linears with fewer inputs or outputs stay out of chains.
+        linears: a linear that stands alone is a unit of its own where it has at least this many inputs and outputs; 0: never.
+        gradient: scales of the gradients; None is what the norms allow.
+        module_filter_fn: `f(module, name)`, which linears may be taken.
+
+    Returns:
+        Chains, and why the other linears stand alone.
+
+    Raises:
+        ValueError: the model cannot be run on the example, or there is none.
+
+    Example:
+        >>> print(discover(model, batch))
+        over.0: over.0 -> over.2 -> over.4; ends: over.8 is a prediction layer
+    """
+    inner = unwrap(model)
+    searches = []
+    for training in (
+        (False,) if serving else (False, True)
+    ):  # a module read by an auxiliary loss is read in training alone
+        flow = record(inner, example, training=training)
+        if isinstance(flow, Unknown):
+            raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
+        searches.append(_Search(inner, _with_plain_names(flow), serving, narrow, module_filter_fn))
+    asked = _Asked(serving, linears, gradient)
+    return searches[0].run(searches[1:], asked)
+
+
+def _with_plain_names(flow: Flow) -> Flow:
+    """A flow whose names are those of the plain model, where a block is compiled or checkpointed on its own."""
+    calls = [
+        replace(call, site=None if call.site is None else plain_name(call.site), inside=plain_name(call.inside))
+        for call in flow.calls
+    ]
+    return replace(flow, calls=calls, outside_reads=frozenset(plain_name(name) for name in flow.outside_reads))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller wants of a unit."""
+
+    serving: bool
+    linears: int
+    gradient: GradientScales | None
+
+
+class _Search:
+    """One walk over one flow."""
+
+    def __init__(self, model: nn.Module, flow: Flow, serving: bool, narrow: int, keep: ModuleFilter | None) -> None:
+        self.flow, self.serving, self.narrow, self.keep = flow, serving, narrow, keep
+        self.modules = dict(named_sites(model))
+        self.prediction = frozenset(prediction_linears(flow))
+        self.watched = [name for name, module in self.modules.items() if module._modules and is_watched(module)]
+        self.calls: dict[str, list[Call]] = {}
+        self.readers: dict[int, list[Call]] = {}
+        for call in flow.calls:
+            if call.site is not None:
+                self.calls.setdefault(call.site, []).append(call)
+            for value in dict.fromkeys(call.inputs):
+                self.readers.setdefault(value, []).append(call)
+        counts: dict[int, int] = {}
+        for module in {id(m): m for m in self.modules.values()}.values():
+            for parameter in module.parameters(recurse=False):
+                counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+        self.tied = {key for key, count in counts.items() if count > 1}
+        self.found = Discovered()
+
+    def run(self, others: "list[_Search]", asked: _Asked) -> Discovered:
+        taken: set[str] = set()
+        for name, module in self.modules.items():
+            if isinstance(module, nn.Linear) and name not in self.calls:
+                self.found.alone[name] = "the example did not call it"
+        for call in self.flow.calls:
+            if call.site is None or not call.linear or call.site in taken or call.site in self.found.alone:
+                continue
+            if why := self._refuse(call.site):
+                self.found.alone[call.site] = why
+                continue
+            links, end = self._agree(call, others)
+            taken.update(link.linear for link in links)
+            single = len(links) == 1 and links[0].activation == "none" and links[0].norm == "none"
+            if single and not 0 < asked.linears <= min(links[0].k, links[0].n):
+                self.found.alone[call.site] = f"stands alone: {end}"
+            else:
+                bounded = self._is_bounded(call) and all(
+                    other._is_bounded(theirs) for other in others for theirs in other.calls.get(call.site, [])
+                )
+                self.found.units.append(_unit(links, bounded, self._find_around(links, bounded), asked))
+                self.found.ends[links[-1].linear] = end
+        return self.found
+
+    def _agree(self, call: Call, others: "list[_Search]") -> tuple[list[LinkPlan], str]:
+        """The chain from a linear on, as far as it is the same in every mode that was seen."""
+        links, end = self._walk(call)
+        for other in others:
+            theirs = other.calls.get(call.site or "", [])
+            seen, why = other._walk(theirs[0]) if len(theirs) == 1 else ([], f"it is called {len(theirs)} times")
+            same = 0
+            while same < min(len(links), len(seen)) and links[same] == seen[same]:
+                same += 1
+            if same == len(links):
+                continue
+            # the first linear that is followed by something else is the last, with nothing behind it
+            reached = same < len(seen) and links[same].linear == seen[same].linear
+            links = links[: same + 1] if reached or same == 0 else links[:same]
+            links[-1] = LinkPlan(linear=links[-1].linear, k=links[-1].k, n=links[-1].n)
+            end = f"in training: {why}"
+        return links, end
+
+    def _refuse(self, site: str) -> str | None:
+        """Why a linear can be in no chain."""
+        module = self.modules[site]
+        if reason := refuse(module):
+            return reason
+        assert isinstance(module, nn.Linear)
+        if self.keep is not None and not self.keep(module, site):
+            return "module_filter_fn does not let it through"
+        if getattr(module, PROTECTED, None):
+            return f"protected: {getattr(module, PROTECTED)}"
+        if site in self.prediction:
+            return "it is a prediction layer"
+        if len(self.calls[site]) != 1:
+            return f"it is called {len(self.calls[site])} times"
+        if any(id(p) in self.tied for p in module.parameters()):
+            return "it shares its weight"
+        if {f"{site}.weight", f"{site}.bias"} & self.flow.outside_reads:
+            return "its weight is read elsewhere too"
+        if is_watched(module):
+            return "it has hooks that would see other tensors"
+        if min(module.in_features, module.out_features) < self.narrow:
+            return f"{module.in_features} x {module.out_features}: narrower than {self.narrow}"
+        return None
+
+    def _walk(self, call: Call) -> tuple[list[LinkPlan], str]:
+        """Follow one linear as far as the chain goes."""
+        links: list[LinkPlan] = []
+        while True:
+            assert call.site is not None
+            link, following, end = self._link(call)
+            if following is None:
+                links.append(_as_last(link))
+                return links, end
+            links.append(link)
+            call = following
+
+    def _link(self, call: Call) -> tuple[LinkPlan, Call | None, str]:
+        """A linear and what follows it; the next linear's call, or what ends the chain."""
+        linear = self.modules[call.site or ""]
+        assert isinstance(linear, nn.Linear)
+        state = _Following(call.site or "", linear)
+        value = call.outputs[0]
+        while True:
+            if value in self.flow.results:
+                return state.link(), None, "it is a result of the model"
+            readers = self.readers.get(value, [])
+            if len(readers) != 1 or readers[0].inputs.count(value) != 1:
+                return state.link(), None, f"its output is read by {len(readers)} operations"
+            reader = readers[0]
+            if watched := self._watched_between(call, reader):
+                return state.link(), None, f"{watched} has hooks that would see other tensors"
+            if reader.site is not None and reader.linear and reader.inputs == (value,):
+                if why := self._refuse(reader.site):
+                    return state.link(), None, f"{reader.site}: {why}"
+                return state.link(), reader, ""
+            if why := self._take(reader, value, state):
+                return state.link(), None, why
+            value = reader.outputs[0]
+
+    def _take(self, reader: Call, value: int, state: "_Following") -> str | None:
+        """Let a norm, an activation or a dropout into the link; why not, where it cannot be."""
+        where = reader.site or f"{reader.op} in {reader.inside or 'the model'}"
+        if len(reader.outputs) != 1:
+            return f"{where} stands behind it"
+        if reader.site is None:
+            if reader.inputs != (value,):
+                return f"{where} stands behind it"
+            same = [
+                call
+                for call in self.flow.calls
+                if call.site is None and (call.op, call.inside) == (reader.op, reader.inside)
+            ]
+            return state.take_function(reader, self.modules, len(same) - 1)
+        module = self.modules[reader.site]
+        if reader.inputs != (value,) or len(self.calls[reader.site]) != 1:
+            return f"{where} is used more than once"
+        if is_watched(module):
+            return f"{where} has hooks that would see other tensors"
+        if getattr(module, PROTECTED, None):
+            return f"{where} is protected"
+        return state.take(reader.site, module, serving=self.serving)
+
+    def _watched_between(self, call: Call, reader: Call) -> str | None:
+        """A module with hooks that holds one of two calls and not the other: what it takes or gives would be inside of the chain."""
+        for name in self.watched:
+            inside = [
+                f"{at}.".startswith(f"{name}.") or not name
+                for at in (call.site or call.inside, reader.site or reader.inside)
+            ]
+            if inside[0] != inside[1]:
+                return name
+        return None
+
+    def _find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
+        """The layer whose interactions can be fused around a chain."""
+        linears = [self.modules[link.linear] for link in links]
+        for name, module in self.modules.items():
+            if links[0].linear.startswith(f"{name}.fmb.mlp.") and name:
+                return None if refuse_interaction(module, linears, bounded_input=bounded) else name
+        return None
+
+    def _is_bounded(self, call: Call) -> bool:
+        """Whether the input came out of a BlockNorm, reshaped or activated at most."""
+        makers = {out: made for made in self.flow.calls for out in made.outputs}
+        at = makers.get(call.inputs[0])
+        while at is not None:
+            if at.site is None:
+                if at.op not in ("view", "_unsafe_view", "clone", "_to_copy", "alias", "detach"):
+                    return False
+            else:
+                module = self.modules[at.site]
+                if isinstance(module, BlockNorm):
+                    return module.block <= BLOCK
+                if not isinstance(module, (nn.ReLU, nn.SiLU, HardSwish, nn.Hardswish, nn.Identity, nn.Flatten)):
+                    return False
+            at = makers.get(at.inputs[0]) if at.inputs else None
+        return False
+
+
+@dataclass
+class _Following:
+    """What was found behind a linear so far."""
+
+    site: str
+    linear: nn.Linear
+    norm: str = "none"
+    norm_site: str | None = None
+    activation: str = "none"
+    eps: float = 1e-5
+    slope: float = 0.01
+    passed: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+
+    def take(self, site: str, module: nn.Module, *, serving: bool) -> str | None:
+        if isinstance(module, nn.Identity):
+            pass
+        elif isinstance(module, nn.Dropout):
+            if module.p > 0 and not serving:
+                return f"{site} is a dropout with p {module.p:g}, which must be drawn in training"
+        elif (kind := norm_kind(module, self.linear.out_features)) is not None:
+            if self.norm != "none" or self.activation != "none":
+                return f"{site} normalises after {'another norm' if self.norm != 'none' else 'an activation'}"
+            self.norm, self.norm_site = kind, site
+            self.eps = norm_eps(module)
+        elif (activation := activation_of(module)) is not None and self.activation == "none":
+            self.activation = activation
+            self.slope = float(getattr(module, "negative_slope", LEAK))
+            if self.norm in ("layer", "rms") and self.slope != LEAK:
+                return f"{site}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {self.slope:g}"
+        else:
+            return f"{site} ({type(module).__name__}) stands behind it"
+        self.passed.append(site)
+        return None
+
+    def take_function(self, reader: Call, modules: dict[str, nn.Module], again: int) -> str | None:
+        """An activation that is a function in an attribute of the module that calls it; `again`: how often it is called elsewhere in that module."""
+        known = _FUNCTIONS.get(reader.op)
+        owner = modules.get(reader.inside)
+        if known is None or owner is None or self.activation != "none":
+            return f"{reader.op} in {reader.inside or 'the model'} stands behind it"
+        names = [name for name, value in vars(owner).items() if any(value is function for function in known[1])]
+        if again:
+            return f"{reader.op} in {reader.inside or 'the model'} is called {again + 1} times"
+        if len(names) != 1:
+            return (
+                f"{reader.op} in {reader.inside or 'the model'} is called as a function, which cannot be taken along; "
+                "hint: a module (nn.ReLU()) in its place"
+            )
+        self.activation = known[0]
+        self.functions.append(f"{reader.inside}:{names[0]}")
+        return None
+
+    def link(self) -> LinkPlan:
+        return LinkPlan(
+            linear=self.site, k=self.linear.in_features, n=self.linear.out_features, norm=self.norm,  # type: ignore[arg-type]
+            norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), functions=list(self.functions),
+            eps=self.eps, slope=self.slope,
+        )  # fmt: skip
+
+
+def _as_last(link: LinkPlan) -> LinkPlan:
+    """The last linear of a chain: a norm over the whole row stays outside, and what follows it."""
+    if link.norm in ("layer", "rms"):
+        return LinkPlan(linear=link.linear, k=link.k, n=link.n)
+    return link
+
+
+def activation_of(module: nn.Module) -> str | None:
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return ACTIVATIONS.get(type(module))
+
+
+def function_name(function: Any) -> str | None:
+    """The kernels' name of an activation that is a plain function; None for any other."""
+    return next((name for name, known in _FUNCTIONS.values() if any(function is one for one in known)), None)
+
+
+def norm_eps(module: nn.Module) -> float:
+    """What a norm adds before it divides; RMSNorm's default is the smallest difference of float32."""
+    return float(getattr(module, "eps", None) or torch.finfo(torch.float32).eps)
+
+
+def norm_kind(module: nn.Module, width: int) -> str | None:
+    """The kernels' name of a norm over the last dimension; None for other modules and norms they do not know."""
+    if isinstance(module, BlockNorm):
+        fits = module.block == min(BLOCK, module.width) and module.eps == EPS
+        return "block" if fits else None
+    shape = getattr(module, "normalized_shape", None)
+    if shape is None or tuple(shape) != (width,):
+        return None
+    if isinstance(module, nn.LayerNorm) and type(module).forward in _LAYER_FORWARDS:
+        return "layer"
+    return "rms" if isinstance(module, nn.RMSNorm) and type(module).forward in _RMS_FORWARDS else None
+
+
+def _forwards(base: type[nn.Module], own: str) -> set[Any]:
+    from loka.nn import norm
+
+    return {base.forward, getattr(norm, own).forward}
+
+
+_LAYER_FORWARDS = _forwards(nn.LayerNorm, "LayerNorm")
+_RMS_FORWARDS = _forwards(nn.RMSNorm, "RMSNorm")
+
+
+def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Asked) -> UnitPlan:
+    between = [link for link in links[:-1] if link.norm != "block"]
+    scales = "calibrated" if asked.serving else "delayed"
+    if not between:
+        scales = "bounded" if len(links) > 1 else "dynamic"
+    gradient = asked.gradient or ("delayed" if between else "tensor")
+    return UnitPlan(
+        name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded, around=around  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def members(units: list[UnitPlan]) -> Iterator[tuple[str, UnitPlan]]:
+    """Every linear of every unit, with the unit."""
+    for unit in units:
+        for name in unit.linears:
+            yield name, unit

@@ -1,0 +1,410 @@
+"""Flow: which module feeds which, seen by running the model once on an example.
+
+A module tree says what a model has, not in which order it is used. Whether a norm's gain can be folded into the next linear, whether a sigmoid is a gate or
+the output, whether a module is used twice: all of that is in the forward pass. So it is run once, under no_grad, in eval mode or in training mode, and written down:
+
+    atom   a module without children: one call, whatever happens inside it
+    op     a tensor operation outside of any atom, as the dispatcher sees it (aten), so nothing is missed: views, autograd functions, custom ops
+    span   one call of any module, with the arguments it was given and what it returned
+
+Tensors are told apart by identity and by version, so an operation in place makes a new value.
+
+This is one execution, not a proof: a model whose forward takes another path on other data may use a module in ways that were not seen. `loka.mods.branching` says which
+forwards have other paths.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loka.units.undisturbed import set_mode, undisturbed
+
+# Operations that hand on every channel of the last dimension as it is.
+_COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
+_RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "_reshape_alias"}
+_CUTS = {"slice", "select", "index", "index_select", "gather"}
+# What stands between a prediction layer and the result: no weights, no products, no norms.
+_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
+_TAIL |= {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "unsqueeze",
+    "squeeze",
+    "_to_copy",
+    "clone",
+    "alias",
+    "detach",
+    "select",
+    "slice",
+}
+_TAIL |= {
+    "cat",
+    "stack",
+    "add",
+    "Sigmoid",
+    "HardSigmoid",
+    "Softmax",
+    "LogSoftmax",
+    "Identity",
+    "Dropout",
+    "Flatten",
+    "permute",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One atom or operation that ran: the values it read and made, and the innermost module it ran in."""
+
+    index: int
+    op: str
+    inside: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    site: str | None = None  # the atom's name; None for an operation
+    inner: frozenset[str] = frozenset()  # operations inside an atom
+    dim: int | None = None  # the dimension an operation cuts
+    linear: bool = False  # whether the atom is an nn.Linear
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a module, from the module `inside` whose forward made it."""
+
+    name: str
+    inside: str
+    arguments: tuple[tuple[int | str, int], ...]  # those that are tensors: position or name, value
+    outputs: tuple[int, ...]
+    sole: bool  # whether it returned one tensor and nothing else
+
+
+@dataclass
+class Flow:
+    """Calls in the order they ran, the shapes of all values, and which values are the model's results."""
+
+    calls: list[Call] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # in the order they ended
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    floating: list[bool] = field(default_factory=list)  # whether a value holds floating-point numbers
+    dtypes: set[torch.dtype] = field(default_factory=set)  # of any value
+    results: frozenset[int] = frozenset()
+    owned: set[int] = field(default_factory=set)  # values that are parameters or buffers
+    outside_reads: frozenset[str] = frozenset()  # parameters that are read outside of the atom that owns them
+
+    def calls_of(self, site: str) -> list[Call]:
+        """Every call of an atom."""
+        return [call for call in self.calls if call.site == site]
+
+    def readers(self, value: int) -> list[Call]:
+        """The calls that read a value."""
+        return [call for call in self.calls if value in call.inputs]
+
+    def maker(self, value: int) -> Call | None:
+        """The call that made a value; None for inputs and parameters."""
+        return self.makers.get(value)
+
+    @cached_property
+    def makers(self) -> dict[int, Call]:
+        """The call that made each value."""
+        return {out: call for call in reversed(self.calls) for out in call.outputs}
+
+    def spans_of(self, name: str) -> list[Span]:
+        """Every call of a module."""
+        return [span for span in self.spans if span.name == name]
+
+    def ancestors(self, value: int) -> set[int]:
+        """Every value that went into a value."""
+        makers = self.makers
+        found: set[int] = set()
+        waiting = [value]
+        while waiting:
+            call = makers.get(waiting.pop())
+            for source in () if call is None else call.inputs:
+                if source not in found:
+                    found.add(source)
+                    waiting.append(source)
+        return found
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a flow could not be seen."""
+
+    reason: str
+
+
+def channels_kept(flow: Flow, call: Call, value: int, width: int, *, shift: bool) -> bool:
+    """Whether a call only moves whole rows of `width` channels, so that an affine map of the channels can be applied after it instead."""
+    last = flow.shapes[call.outputs[0]][-1:] if call.outputs else ()
+    if call.site is not None and call.op in ("Flatten", "Unflatten"):
+        return bool(last) and last[0] % width == 0
+    if call.site is not None:
+        return call.op == "Identity" or (call.op == "Dropout" and not shift)
+    if call.op in _COPIES:
+        return not (shift and call.op == "native_dropout")
+    if call.op in _RESHAPES:
+        return bool(last) and last[0] % width == 0
+    before = flow.shapes[value]
+    return call.op in _CUTS and call.dim is not None and call.dim % len(before) != len(before) - 1
+
+
+@dataclass(frozen=True)
+class Sink:
+    """A linear at the end of a walk; its inputs are `repeat` copies of the channels, one after another."""
+
+    site: str
+    repeat: int
+
+
+def follow(flow: Flow, value: int, *, shift: bool) -> list[Sink] | str:
+    """The linears that read a value, if nothing else does and nothing in between changes its channels; otherwise what stands in the way.
+
+    `shift`: whether a constant is to be moved along, which random dropout would not let through as a constant.
+    """
+    width, sinks, waiting = flow.shapes[value][-1], [], [value]
+    while waiting:
+        at = waiting.pop()
+        if at in flow.results:
+            return "it is a result of the model"
+        readers = flow.readers(at)
+        for call in readers:
+            if call.site is not None and call.linear:
+                sinks.append(Sink(call.site, flow.shapes[at][-1] // width))
+            elif channels_kept(flow, call, at, width, shift=shift):
+                waiting.extend(call.outputs)
+            else:
+                where = f" in {call.inside}" if call.inside else ""
+                return f"it is also read by {call.site or call.op}{where if call.site is None else ''}"
+    return sinks or "nothing reads it"
+
+
+def prediction_linears(flow: Flow) -> Iterator[str]:
+    """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
+    makers = {out: call for call in flow.calls for out in call.outputs}
+    waiting, seen = list(flow.results), set(flow.results)
+    while waiting:
+        call = makers.get(waiting.pop())
+        if call is None:
+            continue
+        if call.site is not None and call.linear:
+            yield call.site
+        elif call.op in _TAIL and not _is_residual(flow, call):
+            waiting.extend(value for value in call.inputs if value not in seen)
+            seen.update(call.inputs)
+
+
+def _is_residual(flow: Flow, call: Call) -> bool:
+    """An addition of something to what was made from it."""
+    if call.op not in ("add", "add_") or len(call.inputs) != 2:
+        return False
+    first, second = call.inputs
+    return first in flow.ancestors(second) or second in flow.ancestors(first)
+
+
+def record(model: nn.Module, example: Any = None, *, training: bool = False) -> Flow | Unknown:
+    """Run the model on an example and write down what fed what.
+
+    Args:
+        model: any module. Its mode, buffers and attributes and the random state are afterwards what they were.
+        example: one input (a tuple is *args, a dict **kwargs). Without one, a model that has `example_inputs()` (shapes without storage, as the models of this package
+            have) is run on the meta device.
+        training: whether it runs in training mode.
+
+    Returns:
+        The flow; Unknown, with the reason, for a model that fails on the example or has none.
+    """
+    ghost = example is None
+    if ghost and not hasattr(model, "example_inputs"):
+        return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
+    recorder = _Recorder(model)
+    try:
+        with undisturbed(model), recorder.watching(training), torch.no_grad():
+            result = recorder.run_without_storage() if ghost else call_model(model, example)
+            return recorder.finish(result)  # in here: what a forward keeps in attributes is still there
+    except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so
+        return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
+    """The arguments that the model is called with first while `run` runs: an example for whatever calls it."""
+    seen: list[Example] = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(Example(args, kwargs)), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        handle.remove()
+    if not seen:
+        raise ValueError("the model was not called, so there is no example of how it is")
+    return seen[0]
+
+
+def call_model(model: nn.Module, example: Any) -> Any:
+    """Call a model on a copy of an example. A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
+    example = _fresh(example)
+    if isinstance(example, Example):
+        return model(*example.args, **example.kwargs)
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+def _fresh(example: Any) -> Any:
+    """A copy, for a model that writes into its input; what cannot be copied is given as it is."""
+    try:
+        return copy.deepcopy(example)
+    except Exception:  # a tensor with a history, a handle of a file
+        return example
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses, and in the attributes of other objects (a jagged tensor, a cache of keys)."""
+    yield from _tensors_in(value, set(), _DEPTH)
+
+
+_DEPTH = 6  # an object's attributes may lead to anything: a data set, the whole program
+_PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size, nn.Module)
+
+
+def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, _PLAIN) or callable(value) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, (tuple, list)):
+        parts: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif is_dataclass(value):
+        parts = [getattr(value, part.name) for part in fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from _tensors_in(part, seen, depth - 1)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hooks on every module and a mode that sees every operation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._buffers = {id(b) for b in model.buffers()}
+        self._flow = Flow()
+        self._values: dict[int, int] = {}
+        self._alive: list[Any] = []  # a tensor that is gone could lend its identity to another
+        self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []
+        self._arguments: list[tuple[tuple[int | str, int], ...]] = []
+        self._outside: set[str] = set()
+
+    @contextmanager
+    def watching(self, training: bool) -> Iterator[None]:
+        set_mode(self._model, training)
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            with self:
+                yield
+
+    def run_without_storage(self) -> Any:
+        """The model on its own example inputs, with parameters that have shapes and no values."""
+        named = [*self._model.named_parameters(remove_duplicate=False), *self._model.named_buffers()]
+        ghosts: dict[int, Tensor] = {id(t): torch.empty_like(t, device="meta") for _, t in named}
+        self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
+        self._buffers |= {id(ghost) for ghost in ghosts.values()}
+        inputs = self._model.example_inputs()  # type: ignore[operator]
+        return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
+
+    def finish(self, result: Any) -> Flow:
+        kept = [
+            value for module in self._model.modules() for value in vars(module).values()
+        ]  # for a loss that reads it later
+        known = [t for t in tensors_in(kept) if id(t) in self._values]
+        self._flow.results = frozenset(self._value(t) for t in (*tensors_in(result), *known))
+        self._flow.outside_reads = frozenset(self._outside)
+        return self._flow
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        atom = next(module.children(), None) is None
+        named = [*enumerate(args), *kwargs.items()]
+        self._arguments.append(tuple((key, self._value(value)) for key, value in named if isinstance(value, Tensor)))
+        self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self._stack[-1][1] and isinstance(output, Tensor) and any(output is value for value in args):
+            output = output.view_as(
+                output
+            )  # Identity, or Dropout in eval mode: what it hands on is told apart from what it was given
+        name, atom, inputs, inner = self._stack.pop()
+        if atom and not self._in_atom():
+            outputs = tuple(self._new_value(t) for t in tensors_in(output))
+            linear = isinstance(module, nn.Linear)
+            self._add(type(module).__name__, inputs, outputs, name, inner=frozenset(inner), linear=linear)
+        arguments = self._arguments.pop()
+        if not self._in_atom():
+            made = tuple(self._value(t) for t in tensors_in(output))
+            self._flow.spans.append(Span(name, self._inside(), arguments, made, isinstance(output, Tensor)))
+        return output
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._in_atom():
+            self._stack[-1][3].add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+        inputs = self._read((args, kwargs or {}))
+        for tensor in tensors_in((args, kwargs or {})):
+            if id(tensor) in self._owners:
+                self._outside.add(self._owners[id(tensor)])
+        out = func(*args, **(kwargs or {}))
+        outputs = tuple(self._new_value(t) for t in tensors_in(out))
+        name = func.overloadpacket.__name__
+        dim = args[1] if name in _CUTS and len(args) > 1 and isinstance(args[1], int) else None
+        self._add(name, inputs, outputs, None, dim=0 if name == "slice" and dim is None else dim)
+        return out
+
+    def _in_atom(self) -> bool:
+        return any(atom for _, atom, _, _ in self._stack)
+
+    def _inside(self) -> str:
+        return self._stack[-1][0] if self._stack else ""
+
+    def _add(self, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], site: str | None, **known: Any) -> None:
+        self._flow.calls.append(Call(len(self._flow.calls), op, self._inside(), inputs, outputs, site, **known))
+
+    def _read(self, values: Any) -> tuple[int, ...]:
+        return tuple(self._value(t) for t in tensors_in(values))
+
+    def _value(self, tensor: Tensor) -> int:
+        return self._values[id(tensor)] if id(tensor) in self._values else self._new_value(tensor)
+
+    def _new_value(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        self._values[id(tensor)] = len(self._flow.shapes)
+        self._flow.shapes.append(tuple(tensor.shape))
+        self._flow.floating.append(tensor.is_floating_point())
+        self._flow.dtypes.add(tensor.dtype)
+        if id(tensor) in self._owners or id(tensor) in self._buffers:
+            self._flow.owned.add(self._values[id(tensor)])
+        return self._values[id(tensor)]

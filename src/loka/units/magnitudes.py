@@ -1,0 +1,121 @@
+"""The largest magnitudes that the scales of a unit come from, measured while the model runs in high precision.
+
+    with measuring(model, units) as seen:
+        for batch in batches:
+            loss(model(batch)).backward()         # or forward alone, for serving
+    units = seen.units()
+
+What a chain scales by is, for a link without a norm, the largest |output of its linear|, which bounds what the activation hands on; behind a layer or rms norm, the largest value that is
+handed on; for the gradients, the largest |gradient of the linear's output|; and in serving, for the chain's input, the largest |input| of its first linear. Values that are not finite leave no trace.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from loka.nn.wrapping import named_sites
+from loka.records.unit import LinkPlan, Magnitude, UnitPlan
+
+__all__ = ["Seen", "measuring"]
+
+
+class Seen:
+    """What was seen so far."""
+
+    def __init__(self, units: Sequence[UnitPlan]) -> None:
+        self._units = list(units)
+        self._output: dict[str, Tensor] = {}
+        self._gradient: dict[str, Tensor] = {}
+        self._input: dict[str, Tensor] = {}
+
+    def units(self, headroom: float = 1.0) -> list[UnitPlan]:
+        """The units with their magnitudes.
+
+        Args:
+            headroom: a factor on every magnitude: 2 leaves room for values twice as large as those seen.
+
+        Returns:
+            The same units, each with the magnitudes of its linears; a linear that was not called has none.
+        """
+        return [msgspec.structs.replace(unit, magnitudes=self._of(unit, headroom)) for unit in self._units]
+
+    def _of(self, unit: UnitPlan, headroom: float) -> dict[str, Magnitude]:
+        def read(table: dict[str, Tensor], name: str) -> float:
+            return headroom * float(table[name]) if name in table else 0.0
+
+        return {
+            name: Magnitude(
+                output=read(self._output, name), gradient=read(self._gradient, name), input=read(self._input, name)
+            )
+            for name in unit.linears
+            if name in self._output
+        }
+
+    def note_output(self, name: str, value: Tensor) -> None:
+        """Raise the magnitude of a linear's output."""
+        _raise(self._output, name, value)
+
+    def note_input(self, name: str, value: Tensor) -> None:
+        """Raise the magnitude of a linear's input."""
+        _raise(self._input, name, value)
+
+    def note_gradient(self, name: str, value: Tensor) -> None:
+        """Raise the magnitude of its gradient."""
+        _raise(self._gradient, name, value)
+
+
+def _raise(table: dict[str, Tensor], name: str, value: Tensor) -> None:
+    if value.numel() == 0:
+        return
+    largest = value.detach().abs().nan_to_num(nan=0.0, posinf=0.0).amax().float()
+    table[name] = torch.maximum(table[name], largest) if name in table else largest
+
+
+@contextmanager
+def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
+    """Watch the linears of some units while the model runs.
+
+    Args:
+        model: not converted; wrapped or not.
+        units: from `discover`.
+
+    Returns:
+        What was seen; ask it for the units when the block has run.
+
+    Example:
+        >>> with measuring(model, found.units) as seen, torch.no_grad():
+        ...     model(batch)
+    """
+    seen, modules = Seen(units), dict(named_sites(model))
+    with ExitStack() as stack:
+        for unit in units:
+            for link in unit.links:
+                stack.callback(modules[link.linear].register_forward_hook(_watch_linear(seen, link)).remove)
+                handed = _last_passed(link)
+                if handed is not None:
+                    stack.callback(modules[handed].register_forward_hook(_watch_handed(seen, link)).remove)
+        yield seen
+
+
+def _last_passed(link: LinkPlan) -> str | None:
+    """The module behind whose output the scale of a normed link is for."""
+    return link.passed[-1] if link.norm in ("layer", "rms") and link.passed else None
+
+
+def _watch_linear(seen: Seen, link: LinkPlan) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.note_input(link.linear, inputs[0])
+        if _last_passed(link) is None:
+            seen.note_output(link.linear, output)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: seen.note_gradient(link.linear, gradient))
+
+    return hook
+
+
+def _watch_handed(seen: Seen, link: LinkPlan) -> Any:
+    return lambda module, inputs, output: seen.note_output(link.linear, output)

@@ -1,0 +1,168 @@
+"""Place a unit in a model, by its names; the one place where chains are put together."""
+
+from typing import cast
+
+from torch import nn
+
+from loka.lowp.chain import Chain, Part, is_watched
+from loka.lowp.chain_function import ChainPrecision, Link
+from loka.lowp.interaction import place_interaction, refuse_interaction
+from loka.lowp.linear import refuse
+from loka.nn.wrapping import named_sites
+from loka.records.unit import LinkPlan, UnitPlan
+from loka.units.discovery import activation_of, function_name, norm_eps, norm_kind
+
+__all__ = ["build_chain", "place", "refuse_unit"]
+
+
+def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
+    """Every way in which a unit does not fit a model; empty where it can be placed.
+
+    Args:
+        model: wrapped or not.
+        unit: from a plan, or from `discover`.
+
+    Returns:
+        One line for each problem, with the name it is about.
+    """
+    modules = dict(named_sites(model))
+    problems = [problem for link in unit.links for problem in _refuse_link(modules, link)]
+    if unit.around is not None:
+        problems += _refuse_around(modules, unit)
+    last = unit.links[-1]
+    if last.norm in ("layer", "rms"):
+        problems.append(f"{last.linear}: the last linear of a unit, whose {last.norm} norm runs outside of it")
+    kinds = {id(modules[name]) for name in unit.linears if name in modules}
+    if len(kinds) < len([name for name in unit.linears if name in modules]):
+        problems.append(f"{unit.name}: two of its linears are one module")
+    return problems
+
+
+def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
+    linear = modules.get(link.linear)
+    if linear is None:
+        return [f"{link.linear}: the model has no such module"]
+    if reason := refuse(linear):
+        return [f"{link.linear}: {reason}"]
+    assert isinstance(linear, nn.Linear)
+    problems = []
+    if (linear.in_features, linear.out_features) != (link.k, link.n):
+        seen = f"K {linear.in_features}, N {linear.out_features}"
+        problems.append(f"{link.linear}: the model has {seen}, the plan K {link.k}, N {link.n}")
+    names = [
+        *link.passed,
+        *([link.norm_site] if link.norm_site else []),
+        *(f.partition(":")[0] for f in link.functions),
+    ]
+    problems += [f"{name}: the model has no such module" for name in names if name not in modules]
+    if is_watched(linear):
+        problems.append(f"{link.linear}: has hooks that would see other tensors; hint: remove them first")
+    return problems or _refuse_behind(modules, link, linear)
+
+
+def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Linear) -> list[str]:
+    """What stands behind the linear must be what the plan runs in its place."""
+    problems, found = [], {"norm": "none", "activation": "none"}
+    for name in link.passed:
+        module = modules[name]
+        if is_watched(module):
+            problems.append(f"{name}: has hooks that would see other tensors; hint: remove them first")
+        if (norm := norm_kind(module, linear.out_features)) is not None:
+            found["norm"] = norm
+            eps = norm_eps(module)
+            if name != link.norm_site or (norm != "block" and eps != link.eps):
+                problems.append(
+                    f"{name}: a {norm} norm with eps {eps:g}, the plan has {link.norm_site or 'none'} with eps {link.eps:g}"
+                )
+        elif (activation := activation_of(module)) is not None:
+            found["activation"] = activation
+            slope = getattr(module, "negative_slope", link.slope)
+            if slope != link.slope:
+                problems.append(f"{name}: has slope {slope:g}, the plan {link.slope:g}")
+        elif not isinstance(module, (nn.Identity, nn.Dropout)):
+            problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
+    for function in link.functions:
+        owner, _, attribute = function.partition(":")
+        value = getattr(modules[owner], attribute, None)
+        if (activation := function_name(value)) is None:
+            problems.append(f"{owner}: {attribute!r} is no activation function a chain knows")
+        else:
+            found["activation"] = activation
+    for what, name in found.items():
+        if name != getattr(link, what) and not problems:
+            problems.append(f"{link.linear}: the model has {what} {name} behind it, the plan {getattr(link, what)}")
+    return problems
+
+
+def _refuse_around(modules: dict[str, nn.Module], unit: UnitPlan) -> list[str]:
+    if unit.around not in modules:
+        return [f"{unit.around}: the model has no such module"]
+    linears = [modules[name] for name in unit.linears if name in modules]
+    reason = refuse_interaction(modules[unit.around], linears, bounded_input=unit.bounded_input)
+    return [] if reason is None else [f"{unit.around}: its interactions cannot be fused: {reason}"]
+
+
+def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
+    """The chain of a unit, not placed yet.
+
+    Args:
+        model: wrapped or not; nothing in it changes.
+        unit: what to build.
+
+    Returns:
+        A chain over the model's own modules, its first scales taken from the unit's magnitudes where it has them.
+
+    Raises:
+        ValueError: the unit does not fit the model; the message has every reason.
+
+    Example:
+        >>> chain = build_chain(model, discover(model, batch).units[0])
+        >>> chain.place()
+    """
+    if problems := refuse_unit(model, unit):
+        raise ValueError(f"unit {unit.name} does not fit this model:\n  " + "\n  ".join(problems))
+    modules = dict(named_sites(model))
+    parts = [_part(modules, link) for link in unit.links]
+    chosen = {op: name for bucket in unit.kernels[-1:] for op, name in bucket.kernels.items()}
+    precision = ChainPrecision(
+        gradient=unit.gradient,
+        fused_backend=chosen.get("fused_linear", "auto"),
+        gemm_backend=chosen.get("scaled_mm", "auto"),
+        quantize_backend=chosen.get("quantize", "auto"),
+    )
+    chain = Chain(unit.name, parts, precision, bounded_input=unit.bounded_input)
+    chain.start_from({name: (m.output, m.gradient) for name, m in unit.magnitudes.items()})
+    first = unit.magnitudes.get(unit.links[0].linear)
+    if unit.scales == "calibrated" and not unit.bounded_input and first is not None and first.input > 0:
+        chain.fix_input(first.input)
+    return chain
+
+
+def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
+    return Part(
+        Link(link.linear, link.norm, link.activation, link.eps, link.slope),
+        cast(nn.Linear, modules[link.linear]),
+        None if link.norm_site is None else modules[link.norm_site],
+        tuple(modules[name] for name in link.passed),
+        tuple((modules[owner], attribute) for owner, _, attribute in (f.partition(":") for f in link.functions)),
+    )
+
+
+def place(model: nn.Module, unit: UnitPlan) -> Chain:
+    """Build a unit's chain and place it.
+
+    Args:
+        model: changed in place; wrapped or not.
+        unit: what to place.
+
+    Returns:
+        The placed chain.
+    """
+    chain = build_chain(model, unit).place()
+    if unit.around is not None:
+        try:
+            place_interaction(dict(named_sites(model))[unit.around])
+        except (KeyError, ValueError):
+            chain.release()
+            raise
+    return chain

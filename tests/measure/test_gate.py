@@ -1,0 +1,260 @@
+"""The gate at the true shape: what it refuses, what it lets pass, and that it asks once. Generated kernels are in tests/benchmarks/test_defects.py."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+from loka.formats import quantize as quantize_by_law
+from loka.kernels import registry
+from loka.kernels.backend import YES, no
+from loka.kernels.quantize.call import QuantizeCall
+from loka.kernels.scaled_mm import reference
+from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import judge_backend, judge_quantizer
+from loka.measure.adapter import adapter_for, parse_variant
+from loka.measure.gate import forget_answers
+
+from .hopper import Hopper
+
+ROW = Spec.parse("e4m3:row")
+SPECS = (
+    "e4m3:tensor@e4m3:tensor|fast", "e4m3:row@e4m3:row", "e4m3:1x128@e4m3:128x128", "e5m2:row@e4m3:row|fast|float32", "e4m3:row@e4m3:row|float16",
+    "int8:row@int8:row|float32", "e4m3:1x32:e8m0@e4m3:1x32:e8m0", "e2m1:1x16:e4m3@e2m1:1x16:e4m3",
+)  # fmt: skip
+
+
+def backend(run: Any, **more: Any) -> Any:
+    return SimpleNamespace(supports=lambda call, device: YES, run=run, **more)
+
+
+def right(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+    return reference.run(a, b, **options)
+
+
+def call(m: int = 96, k: int = 80, n: int = 72, variant: str = "e4m3:row@e4m3:row") -> MatmulCall:
+    return parse_variant(variant, (m, k, n))
+
+
+def judge(run: Any, described: MatmulCall | None = None, **more: Any) -> Any:
+    return judge_backend("scaled_mm", backend(run, **more), described or call(), "cpu")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 13, 27), (7, 479, 5), (130, 64, 66), (2, 2, 3)])
+@pytest.mark.parametrize("variant", SPECS)
+def test_a_right_kernel_passes_at_any_shape_and_spec(variant: str, shape: tuple[int, int, int]) -> None:
+    verdict = judge(right, call(*shape, variant=variant))
+    assert verdict, verdict.reason
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 8), (8, 16, 0)])
+def test_an_empty_result_passes(shape: tuple[int, int, int]) -> None:
+    verdict = judge(right, call(*shape))
+    assert verdict, verdict.reason
+
+
+@pytest.mark.parametrize("fast", ["", "|fast"])
+@pytest.mark.parametrize(
+    "variant", ["e4m3:row@e4m3:row", "e4m3:tensor@e4m3:tensor|float32", "e4m3:1x128@e4m3:128x128|float32"]
+)
+def test_hopper_arithmetic_passes(variant: str, fast: str) -> None:
+    verdict = judge(Hopper().run, call(24, 640, 20, variant + fast))
+    assert verdict, verdict.reason
+    assert verdict.error > 0.02 * verdict.tolerance  # there was something to forgive
+
+
+def test_the_reference_is_judged_too_and_quickly() -> None:
+    for shape in ((96, 80, 72), (1 << 22, 1 << 22, 8)):  # a true shape that would not fit into memory
+        assert judge_backend("scaled_mm", registry.backend("scaled_mm", "reference"), call(*shape), "cpu")
+
+
+def test_a_reference_that_somebody_replaced_is_a_kernel_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        reference, "run", lambda a, b, **options: torch.zeros(a.shape[0], b.shape[0], dtype=options["out_dtype"])
+    )
+    assert not judge_backend("scaled_mm", registry.backend("scaled_mm", "reference"), call(), "cpu")
+
+
+def spoil(part: tuple[Any, ...], factor: float = 0.0) -> Any:
+    def run(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        out = reference.run(a, b, **options)
+        out[part] *= factor
+        return out
+
+    return run
+
+
+def test_zeros_beyond_a_row_are_found_at_the_true_shape_only() -> None:
+    """The kernel that passed while the gate cut the rows."""
+    run = spoil((slice(1024, None),))
+    assert judge(run, call(1024, 32, 16))
+    verdict = judge(run, call(2048, 32, 16))
+    assert not verdict
+    assert "row" in verdict.reason
+
+
+def test_a_small_error_in_one_tile_does_not_drown() -> None:
+    verdict = judge(spoil((slice(32, 40), slice(16, 24)), 1.02), call(512, 64, 256))
+    assert not verdict
+    assert "rows 32 to 39, columns 16 to 23" in verdict.reason
+
+
+def test_what_the_reason_names() -> None:
+    state: list[Tensor] = []
+
+    def one_buffer(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        state[:] = state or [reference.run(a, b, **options)]
+        return state[0].copy_(reference.run(a, b, **options))
+
+    def greedy(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        out = reference.run(a, b, **options)
+        b.data.view(torch.uint8)[0] = 0
+        return out
+
+    def crash(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        raise RuntimeError("no kernel image")
+
+    assert "memory that an earlier result was returned in" in judge(one_buffer).reason
+    assert "writes into its operands" in judge(greedy).reason
+    assert judge(crash).reason == "RuntimeError: no kernel image"
+    assert judge(crash).raised
+    verdict = judge_backend(
+        "scaled_mm", SimpleNamespace(supports=lambda c, d: no("not on a Tuesday"), run=right), call(), "cpu"
+    )
+    assert (verdict.ok, verdict.reason) == (False, "not on a Tuesday")
+    assert "torch.float32, expected" in judge(lambda a, b, **options: right(a, b, out_dtype=torch.float32)).reason
+
+
+def test_odd_addresses_may_be_declined_but_not_spoiled() -> None:
+    def odd(a: QTensor) -> bool:
+        return a.data.data_ptr() % 16 != 0 or not a.data.is_contiguous()
+
+    def declines(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        if odd(a) or odd(b):
+            raise ValueError("16 bytes, please")
+        return right(a, b, **options)
+
+    assert judge(declines)
+    verdict = judge(lambda a, b, **options: right(a, b, **options) * (1.1 if odd(a) else 1))
+    assert not verdict
+    assert "odd" in verdict.reason
+
+
+def test_a_prepared_weight_must_be_right_too() -> None:
+    def prepare(weight: QTensor, a: Spec) -> QTensor:
+        return QTensor(weight.data, weight.scale * 1.1, weight.spec)
+
+    assert not judge(right, prepare=prepare)
+    assert judge(right, prepare=lambda weight, a: QTensor(weight.data.clone(), weight.scale.clone(), weight.spec))
+
+
+def test_unwritten_memory_is_found_even_where_it_holds_the_right_values() -> None:
+    def lucky(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        out = right(a, b, **options)
+        return (
+            out
+            if not torch.empty(4).isnan().all()
+            else torch.where(torch.arange(len(out))[:, None] < 90, out, torch.nan)
+        )
+
+    verdict = judge(lucky)
+    assert not verdict
+    assert "poisoned memory" in verdict.reason
+
+
+def test_a_kernel_that_adds_in_another_order_each_time_passes() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        order = torch.randperm(a.shape[1], generator=generator)
+        return (a.dequantize()[:, order] @ b.dequantize()[:, order].T).to(options["out_dtype"])
+
+    assert judge(shuffled, call(variant="e4m3:row@e4m3:row|float32"))
+
+
+def test_the_same_question_is_asked_once() -> None:
+    calls = 0
+
+    def counted(a: QTensor, b: QTensor, **options: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return right(a, b, **options)
+
+    kernel = backend(counted)
+    for _ in range(2):
+        assert judge_backend("scaled_mm", kernel, call(), "cpu")
+    assert calls >= 24  # what finds a fault of probability 0.2 with probability 0.995
+    first = calls
+    judge_backend("scaled_mm", kernel, call(m=97), "cpu")
+    assert calls > first
+    first = calls
+    forget_answers()
+    judge_backend("scaled_mm", kernel, call(), "cpu")
+    assert calls > first
+
+
+@pytest.mark.parametrize(
+    "spec", ["e4m3:row", "e4m3:tensor", "e4m3:1x128", "e4m3:128x128", "e5m2:row", "e2m1:1x16:e4m3"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_quantiser_passes(spec: str, dtype: torch.dtype) -> None:
+    verdict = judge_quantizer(
+        lambda x, spec: quantize_by_law(x, spec), QuantizeCall(37, 200, Spec.parse(spec), dtype), "cpu"
+    )
+    assert verdict, verdict.reason
+
+
+def test_quantisers_that_are_a_bit_off_are_refused() -> None:
+    def off_at_saturation(x: Tensor, spec: Spec) -> QTensor:
+        q = quantize_by_law(x, spec)
+        codes = q.data.view(torch.uint8).clone()
+        codes[codes == 0x7E] = 0x7D
+        return QTensor(codes.view(q.data.dtype), q.scale, spec)
+
+    verdict = judge_quantizer(off_at_saturation, QuantizeCall(64, 64, ROW, torch.float32), "cpu")
+    assert not verdict
+    assert "elements differ" in verdict.reason
+
+
+@pytest.mark.parametrize("spec", ["e4m3:row", "e4m3:tensor:static"])
+def test_a_backend_of_quantize_is_judged_with_its_transpose(spec: str) -> None:
+    described = QuantizeCall(40, 72, Spec.parse(spec), torch.bfloat16, Spec.parse("e4m3:row"))
+    kernel = registry.backend("quantize", "reference")
+    assert judge_backend("quantize", backend(lambda x, spec, **o: kernel.run(x, spec, **o)), described, "cpu")
+
+    def wrong_transpose(x: Tensor, spec: Spec, **options: Any) -> Any:
+        q, q_t = kernel.run(x, spec, **options)
+        return q, QTensor(q_t.data, q_t.scale * 2, q_t.spec)
+
+    assert not judge_backend("quantize", backend(wrong_transpose), described, "cpu")
+
+
+@pytest.mark.parametrize("op", ["fused_linear", "grouped_mm", "topk"])
+def test_other_ops_are_judged_through_their_adapter(op: str) -> None:
+    adapter = adapter_for(op)
+    described = adapter.calls([(16, 64, 32)], [adapter.VARIANTS[-1] if op == "fused_linear" else adapter.VARIANTS[0]])[
+        0
+    ]
+    kernel = registry.backend(op, "reference")
+    verdict = judge_backend(op, kernel, described, "cpu")
+    assert verdict, verdict.reason
+    with pytest.raises(ValueError, match="no benchmark for op"):
+        adapter_for("nothing")
+
+
+def test_an_op_known_by_its_adapter_is_called_often_enough_for_a_race() -> None:
+    adapter = adapter_for("topk")
+    described = adapter.calls([(8, 64, 4)], ["float32"])[0]
+    kernel, calls = registry.backend("topk", "reference"), 0
+
+    def racing(*operands: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        values, index = kernel.run(*operands, **options)
+        return (values, index) if calls < 24 else (values + 1, index)
+
+    verdict = judge_backend("topk", SimpleNamespace(supports=kernel.supports, run=racing), described, "cpu")
+    assert not verdict
