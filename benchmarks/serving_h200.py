@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=1.5, help="offered over what the scheduler can sustain")
     parser.add_argument("--seconds", type=float, default=4.0, help="of traffic per row")
     parser.add_argument("--limit", type=float, default=115.0)
+    parser.add_argument("--plan", type=Path, help="of the ranker's core, for its FP8; default: every chain of it")
     parser.add_argument("--no-compile", action="store_true", help="the ranker without torch.compile")
     parser.add_argument("--generate", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -391,11 +392,7 @@ class Ranking(Bench):
         ranker = ranker.to(self.device).eval().requires_grad_(False)
         if self.device.type == "cuda":
             ranker = ranker.to(torch.bfloat16)
-        facts: dict[str, Any] = {}
-        if variant == "fp8":
-            from fp8_models_lower import WIDE, lower
-
-            facts = lower(ranker.core, "loka", "infer", least=WIDE if self.device.type == "cuda" else 16)
+        facts = self.lower(ranker, schema) if variant == "fp8" else {}
         if not self.a.no_compile:
             ranker.core = torch.compile(ranker.core, dynamic=False)
         info = RankerInfo(name="wukong", family="wukong", size=self.a.size or "plain", options={}, factory=None, dense=[], columns=[], labels=["click"], link="sigmoid", environment=capture_environment())  # fmt: skip
@@ -403,6 +400,27 @@ class Ranking(Bench):
         model.warm()
         self.report["models"][variant] = {"parameters": sum(p.numel() for p in ranker.parameters()), **facts}
         return model
+
+    def lower(self, ranker: Any, schema: Any) -> dict[str, Any]:
+        """The core in FP8, frozen: by a plan that was made for it, or else every chain of it."""
+        import torch
+
+        import loka
+        from loka.data.batch import Batch
+        from loka.placing import plan_everything
+        from loka.records import Plan, load
+
+        rows, d = 1024, self.device
+        ids = torch.randint(0, 10_000, (rows, len(schema.categorical)), device=d)
+        batch = Batch(torch.zeros(rows, 0, device=d), ids, {}, torch.zeros(rows, 1, device=d), torch.zeros(rows, dtype=torch.int64, device=d))  # fmt: skip
+        with torch.no_grad():
+            x = ranker.embed(batch)
+        if self.a.plan:
+            plan = load(self.a.plan, Plan)
+        else:
+            plan = plan_everything(ranker.core, (x,), serving=True, linears=256 if d.type == "cuda" else 16)
+        done = loka.convert(ranker.core, plan, freeze=True, example=(x,))
+        return {"converted": len(done.converted), "kept": len(done.kept), "low_precision_share": done.low_precision_share, "plan": str(self.a.plan or "every chain")}  # fmt: skip
 
     def check(self, model: Any) -> bool:
         """Scores are finite and alike in every bucket; how far FP8 is from bf16 is told."""

@@ -27,6 +27,7 @@ def test_durations_and_splits_are_read_strictly() -> None:
         with pytest.raises(ValueError, match="no duration"):
             parse_seconds(bad)
     split = parse_split(["a", "b"], "95,5", "salt", False)
+    assert split is not None
     assert split.shares == (95.0, 5.0)
     for arguments, why in (
         ((["a", "b"], None, "salt", False), "--split"),
@@ -51,6 +52,8 @@ def test_requests_that_cannot_be_honoured(tmp_path: Path, capsys: pytest.Capture
     assert "expected local or ray" in fails(["serve", folder, "--on", "mars"], capsys)
     assert "expected all, errors or none" in fails(["serve", folder, "--log", "some"], capsys)
     assert "whole numbers" in fails(["serve", folder, "--rows", "a"], capsys)
+    assert "--log, --admin-port" in fails(["serve", folder, "--on", "ray", "--log", "all", "--admin-port", "9"], capsys)
+    assert "give no folders" in fails(["serve", folder, "--check", "http://127.0.0.1:1"], capsys)
     assert "no answer" in fails(["serve", "--check", "http://127.0.0.1:1"], capsys)
     assert "http://host:port" in fails(["load", "ftp://x", "--model", "m"], capsys)
     assert "give two models" in fails(["ab"], capsys)
@@ -64,11 +67,13 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path) -> Non
 
     from loka.data.schema import Field, Schema
     from loka.models import build_ranker
-    from loka.serving import save_ranker
+    from loka.serving import open_model, save_ranker
 
     torch.manual_seed(0)
     schema = Schema(("price",), (Field("item", 50),), (), ("click",))
     save_ranker(build_ranker(schema, "wukong", "tiny"), schema, tmp_path / "ranker", family="wukong", size="tiny")
+    with pytest.raises(ValueError, match="has no beams"):
+        open_model(tmp_path / "ranker", beams=3)
     loka = [sys.executable, "-m", "loka"]
     command = [
         "serve",

@@ -10,13 +10,15 @@ more than --late of the accepted were late or a connection broke; 2 for a reques
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
     from loka.records import LoadTest
 
 __all__ = ["load"]
@@ -50,15 +52,10 @@ def load(
 
     traffic = Traffic(rate=rate, seconds=seconds, sla=parse_seconds(sla), arrivals=arrivals, seed=seed)  # type: ignore[arg-type]
     about = asyncio.run(describe(url, model, token))
-    if requests is not None:
-        lines = [line for line in requests.read_bytes().splitlines() if line.strip()]
-        if not lines:
-            raise ValueError(f"{requests}: no requests in it")
-
-        def body(number: int, source: random.Random) -> bytes:
-            return lines[number % len(lines)]
-    else:
+    if requests is None:
         body = make_body(about["inputs"], items=items, vocabulary=vocabulary, rows=rows, users=users)
+    else:
+        body = read_bodies(requests)
     sent = asyncio.run(send(url, traffic, body, token=token))
     found = summarize(url, f"{model} {about['versions'][0]}", traffic, sent)
     if out is not None:
@@ -71,6 +68,14 @@ def load(
     typer.echo(records.to_json(found).decode() if json_ else tell(found))
     if found.late_share > late or found.codes.get("error"):
         raise typer.Exit(1)
+
+
+def read_bodies(path: Path) -> Callable[[int, random.Random], bytes]:
+    """The lines of a file, in turn."""
+    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: no requests in it")
+    return lambda number, source: lines[number % len(lines)]
 
 
 def tell(found: LoadTest) -> str:

@@ -16,9 +16,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from loka.serving import Server, Split
 
 __all__ = ["parse_seconds", "serve"]
 
@@ -28,14 +31,14 @@ def serve(
     sla: Annotated[str, typer.Option(help="From arrival to answer: 50ms, 0.1s.")] = "100ms",
     host: Annotated[str, typer.Option(help="Address to listen on; others than localhost need --token-file.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public port; 0: a free one.")] = 8000,
-    admin_port: Annotated[int, typer.Option(help="Port of metrics, live page and reload, on localhost; -1: none.")] = 8001,
+    admin_port: Annotated[int | None, typer.Option(help="Port of metrics, live page and reload, on localhost; default: 8001; -1: none.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File of bearer tokens, one a line; read again when it changes.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    precision: Annotated[str, typer.Option(help="Of what is not quantised: bf16, fp16 or fp32.")] = "fp32",
-    beams: Annotated[int, typer.Option(help="Width of the search.")] = 50,
-    batches: Annotated[str, typer.Option(help="Requests a batch may have, with commas.")] = "1,2,4,8,16",
-    contexts: Annotated[str | None, typer.Option(help="Context lengths to prepare, with commas; default: the model's longest.")] = None,
-    rows: Annotated[str, typer.Option(help="Rows a batch of a ranker may have, with commas.")] = "64,256,1024,4096",
+    precision: Annotated[str | None, typer.Option(help="Of what is not quantised in a recommender: bf16, fp16 or fp32; default: fp32.")] = None,
+    beams: Annotated[int | None, typer.Option(help="Width of a recommender's search; default: 50.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Requests a batch of a recommender may have; default: 1,2,4,8,16.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Context lengths to prepare, with commas; default: the recommender's longest.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Rows a batch of a ranker may have; default: 64,256,1024,4096.")] = None,
     factory: Annotated[str | None, typer.Option(help="package.module:function that builds the ranker, if its bundle names one.")] = None,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Answers do not depend on who else is in the batch, bit for bit.")] = False,
     split: Annotated[str | None, typer.Option(help="Shares of two models: 95,5.")] = None,
@@ -44,69 +47,85 @@ def serve(
     shadow: Annotated[bool, typer.Option("--shadow", help="The first model answers, the second is only watched.")] = False,
     on: Annotated[str, typer.Option(help="local: this process; ray: Ray Serve.")] = "local",
     replicas: Annotated[int, typer.Option(help="Processes, with --on ray.")] = 1,
-    log: Annotated[str, typer.Option(help="all: every answer; errors; none. JSON lines on stderr.")] = "errors",
+    log: Annotated[str | None, typer.Option(help="all: every answer; errors, the default; none. JSON lines on stderr.")] = None,
     check: Annotated[str | None, typer.Option(help="Ask the server at this URL how it is, instead.")] = None,
     token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="For --check.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print what --check finds, or where it listens, as JSON.")] = False,
 ) -> None:  # fmt: skip
     """Answer requests over HTTP inside a deadline."""
     if check is not None:
+        if bundles:
+            raise ValueError("--check asks a server that runs already; give no folders beside it")
         check_server(check, token, json_)
         return
     if not bundles:
         raise ValueError("give the folder of a model, or --check URL")
-    if log not in ("all", "errors", "none"):
+    if log not in (None, "all", "errors", "none"):
         raise ValueError(f"--log {log}: expected all, errors or none")
     if on not in ("local", "ray"):
         raise ValueError(f"--on {on}: expected local or ray")
     if on == "local" and replicas != 1:
         raise ValueError(f"--replicas {replicas} needs --on ray; one process serves one replica")
-    options = {
-        "device": device, "precision": precision, "beams": beams, "batches": parse_sizes("--batches", batches),
-        "contexts": parse_sizes("--contexts", contexts) if contexts else None, "rows": parse_sizes("--rows", rows),
-        "factory": factory, "batch_invariant": batch_invariant,
-    }  # fmt: skip
+    options: dict[str, Any] = {
+        "device": device,
+        "precision": precision,
+        "beams": beams,
+        "batches": parse_sizes("--batches", batches),
+        "contexts": parse_sizes("--contexts", contexts),
+        "rows": parse_sizes("--rows", rows),
+        "factory": factory,
+        "batch_invariant": batch_invariant,
+    }
     if on == "ray":
-        run_on_ray(
-            bundles, parse_seconds(sla), host, port, token_file, replicas, options, split or salt or events or shadow
-        )
+        given = {"--split": split, "--salt": salt, "--events": events, "--shadow": shadow or None, "--log": log,
+                 "--admin-port": admin_port, "--json": json_ or None, "a second model": bundles[1:] or None}  # fmt: skip
+        if refused := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{', '.join(refused)}: of the server in one process, not of --on ray")
+        run_on_ray(bundles[0], parse_seconds(sla), host, port, token_file, replicas, options)
         return
-    run_here(bundles, parse_seconds(sla), host, port, admin_port, token_file, options, split, salt, events, shadow, log, json_)  # fmt: skip
-
-
-def run_here(bundles, sla, host, port, admin_port, token_file, options, split, salt, events, shadow, log, as_json):  # type: ignore[no-untyped-def] # fmt: skip
-    """Serve in this process until a signal."""
-    import logging
-
-    from loka.cli.subject import find_device
-    from loka.serving import Server
-    from loka.serving.opening import open_model
-    from loka.serving.server import log_to_stderr
-
-    need_uvicorn()
-    find_device(options["device"])
+    server = make_server(
+        bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
+        events=events, admin_port=None if admin_port == -1 else 8001 if admin_port is None else admin_port, verbose=log == "all",
+    )  # fmt: skip
     if log != "none":
-        log_to_stderr(logging.INFO if log == "all" else logging.WARNING)
-    names = name_arms(bundles)
-    server = Server(
-        {name: open_model(folder, name=name, **options) for name, folder in zip(names, bundles, strict=True)},
-        sla=sla,
-        host=host,
-        port=port,
-        admin_port=None if admin_port < 0 else admin_port,
-        token_file=token_file,
-        split=parse_split(names, split, salt, shadow),
-        events=events,
-        shadow=shadow,
-        folders={name: str(folder) for name, folder in zip(names, bundles, strict=True)},
-        opener=lambda folder: open_model(folder, **options),
-        verbose=log == "all",
-    )
-    tell(server, as_json)
+        log_lines(every=log == "all")
+    tell(server, json_)
     server.run()
 
 
-def tell(server, as_json):  # type: ignore[no-untyped-def]
+def make_server(
+    bundles: list[Path], options: dict[str, Any], *, split: str | None, salt: str | None, shadow: bool, **rest: Any
+) -> Server:
+    """The models of the folders behind a server in this process."""
+    from loka.cli.subject import find_device
+    from loka.serving import Server
+    from loka.serving.opening import open_model
+
+    need_uvicorn()
+    find_device(options["device"])
+    names = name_arms(bundles)
+    chosen = parse_split(names, split, salt, shadow)
+    arms = dict(zip(names, bundles, strict=True))
+    return Server(
+        {name: open_model(folder, name=name, **options) for name, folder in arms.items()},
+        split=chosen,
+        shadow=shadow,
+        folders={name: str(folder) for name, folder in arms.items()},
+        opener=lambda folder: open_model(folder, **options),
+        **rest,
+    )
+
+
+def log_lines(*, every: bool) -> None:
+    """Send the server's log to stderr."""
+    import logging
+
+    from loka.serving.server import log_to_stderr
+
+    log_to_stderr(logging.INFO if every else logging.WARNING)
+
+
+def tell(server: Server, as_json: bool) -> None:
     """Say where it listens once it is ready; from a thread, because the main one serves."""
     import threading
     import time
@@ -129,16 +148,16 @@ def tell(server, as_json):  # type: ignore[no-untyped-def]
     threading.Thread(target=wait, daemon=True).start()
 
 
-def run_on_ray(bundles, sla, host, port, token_file, replicas, options, experiment):  # type: ignore[no-untyped-def]
+def run_on_ray(
+    bundle: Path, sla: float, host: str, port: int, token_file: Path | None, replicas: int, options: dict[str, Any]
+) -> None:
     """Serve on Ray until interrupted."""
     from loka.serving.ray_app import run
 
-    if len(bundles) > 1 or experiment:
-        raise ValueError("an experiment runs in one process: --split, --shadow and --events do not go with --on ray")
-    run(
-        {"folder": str(bundles[0].resolve()), "name": bundles[0].resolve().name, **options},
-        sla=sla, host=host, port=port, token_file=None if token_file is None else str(token_file.resolve()), replicas=replicas,
-    )  # fmt: skip
+    place = bundle.resolve()
+    tokens = None if token_file is None else str(token_file.resolve())
+    model = {"folder": str(place), "name": place.name, **options}
+    run(model, sla=sla, host=host, port=port, token_file=tokens, replicas=replicas)
 
 
 def check_server(url: str, token: str | None, as_json: bool) -> None:
@@ -169,15 +188,17 @@ def parse_seconds(text: str) -> float:
     return value
 
 
-def parse_sizes(option: str, text: str) -> tuple[int, ...]:
+def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
     """Whole numbers with commas."""
+    if text is None:
+        return None
     try:
         return tuple(sorted({int(word) for word in text.split(",")}))
     except ValueError as error:
         raise ValueError(f"{option} {text!r}: expected whole numbers with commas between them") from error
 
 
-def parse_split(names: list[str], split: str | None, salt: str | None, shadow: bool):  # type: ignore[no-untyped-def]
+def parse_split(names: list[str], split: str | None, salt: str | None, shadow: bool) -> Split | None:
     """The experiment, if there is one."""
     from loka.serving import Split
 

@@ -10,30 +10,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loka.serving.call import Limits as Limits
     from loka.serving.experiment import EventLog as EventLog
     from loka.serving.experiment import Split as Split
     from loka.serving.front import Front as Front
-    from loka.serving.front import Limits as Limits
     from loka.serving.generative import GenerativeModel as GenerativeModel
     from loka.serving.generative import Recommended as Recommended
     from loka.serving.generative import RecommendRequest as RecommendRequest
     from loka.serving.generative import open_generative as open_generative
     from loka.serving.opening import open_model as open_model
+    from loka.serving.queues import Batch as Batch
+    from loka.serving.queues import Entry as Entry
+    from loka.serving.queues import Policy as Policy
+    from loka.serving.queues import Shed as Shed
     from loka.serving.rank_bundle import RankerBundle as RankerBundle
     from loka.serving.rank_bundle import is_ranker_bundle as is_ranker_bundle
     from loka.serving.rank_bundle import load_ranker as load_ranker
     from loka.serving.rank_bundle import save_ranker as save_ranker
-    from loka.serving.ranker import Ranked as Ranked
+    from loka.serving.rank_rows import Ranked as Ranked
+    from loka.serving.rank_rows import RankRequest as RankRequest
     from loka.serving.ranker import RankingModel as RankingModel
-    from loka.serving.ranker import RankRequest as RankRequest
     from loka.serving.ranker import open_ranker as open_ranker
     from loka.serving.runner import Refused as Refused
     from loka.serving.runner import Runner as Runner
-    from loka.serving.scheduler import Batch as Batch
-    from loka.serving.scheduler import Entry as Entry
-    from loka.serving.scheduler import Policy as Policy
     from loka.serving.scheduler import Scheduler as Scheduler
-    from loka.serving.scheduler import Shed as Shed
     from loka.serving.servable import FieldError as FieldError
     from loka.serving.servable import Job as Job
     from loka.serving.servable import Servable as Servable
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from loka.serving.tokens import Tokens as Tokens
 
 _HOMES = {
-    "Batch": "loka.serving.scheduler",
+    "Batch": "loka.serving.queues",
     "BatchTimes": "loka.serving.times",
-    "Entry": "loka.serving.scheduler",
+    "Entry": "loka.serving.queues",
     "EventLog": "loka.serving.experiment",
     "FieldError": "loka.serving.servable",
     "Front": "loka.serving.front",
     "GenerativeModel": "loka.serving.generative",
     "Job": "loka.serving.servable",
-    "Limits": "loka.serving.front",
-    "Policy": "loka.serving.scheduler",
-    "RankRequest": "loka.serving.ranker",
-    "Ranked": "loka.serving.ranker",
+    "Limits": "loka.serving.call",
+    "Policy": "loka.serving.queues",
+    "RankRequest": "loka.serving.rank_rows",
+    "Ranked": "loka.serving.rank_rows",
     "RankerBundle": "loka.serving.rank_bundle",
     "RankingModel": "loka.serving.ranker",
     "RecommendRequest": "loka.serving.generative",
@@ -65,7 +65,7 @@ _HOMES = {
     "Servable": "loka.serving.servable",
     "Server": "loka.serving.server",
     "Service": "loka.serving.service",
-    "Shed": "loka.serving.scheduler",
+    "Shed": "loka.serving.queues",
     "Split": "loka.serving.experiment",
     "Tokens": "loka.serving.tokens",
     "is_ranker_bundle": "loka.serving.rank_bundle",

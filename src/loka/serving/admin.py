@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from loka.serving import wire
-from loka.serving.front import Call, Front
+from loka.serving.call import Call
+from loka.serving.front import Front
 from loka.serving.runner import Refused
 
 

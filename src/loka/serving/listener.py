@@ -9,7 +9,7 @@ import logging
 import socket
 from typing import Any
 
-from loka.serving.front import DISCONNECT, Limits
+from loka.serving.call import DISCONNECT, Limits
 
 _CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 

@@ -224,7 +224,7 @@ async def look(url: str, token: str | None = None) -> dict[str, Any]:
     Returns:
         live, ready, and the error or the answer of an empty request.
     """
-    client, out = _Client(url, token, 4), {}
+    client, out = _Client(url, token, 4), dict[str, Any]()
     try:
         for name in ("live", "ready"):
             out[name] = (await client.ask("GET", f"/v2/health/{name}"))[0] == 200

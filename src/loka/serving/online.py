@@ -189,11 +189,11 @@ def _guard(baseline: Arm, candidate: Arm) -> list[Guardrail]:
     found = [
         Guardrail(name="p99 ms", baseline=base_p99, candidate=cand_p99, limit=f"<= {SLOWER:g} x baseline", broken=slow)
     ]
-    for name, limit, read in (
-        ("refused", SHED_MORE, lambda arm: (arm.refused, arm.answered + arm.refused)),
-        ("empty", EMPTIER, lambda arm: (arm.empty, arm.answered)),
-    ):
-        (x, n), (y, m) = read(baseline), read(candidate)
+    shares = (
+        ("refused", SHED_MORE, [(arm.refused, arm.answered + arm.refused) for arm in (baseline, candidate)]),
+        ("empty", EMPTIER, [(arm.empty, arm.answered) for arm in (baseline, candidate)]),
+    )
+    for name, limit, ((x, n), (y, m)) in shares:
         p, q = x / n if n else 0.0, y / m if m else 0.0
         error = math.sqrt(p * (1 - p) / max(n, 1) + q * (1 - q) / max(m, 1)) + 1 / max(n, 1) + 1 / max(m, 1)
         broken = min(n, m) > 0 and q - p - SURE * error > limit

@@ -11,7 +11,6 @@ only when whoever serves the bundle names the same one.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from loka.convert import convert
 from loka.data.schema import Field, Schema, SequenceField
 from loka.models import build_ranker
+from loka.placing import convert
 from loka.records import Plan, RankerColumn, RankerInfo, capture_environment
 from loka.records import load as load_record
 from loka.records import save as save_record
@@ -119,9 +118,7 @@ def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch
         raise ValueError(f"{source / MODEL}: does not fit the model that {INFO} describes: {error}") from error
     model = model.to(device).eval().requires_grad_(False)
     if (source / PLAN).is_file():
-        # `freeze` drops what only training needs, where this version of convert has it
-        frozen = {"freeze": True} if "freeze" in signature(convert).parameters else {}
-        convert(model, load_record(source / PLAN, Plan), **frozen)
+        convert(model, load_record(source / PLAN, Plan), freeze=True)
     return RankerBundle(model, schema, info)
 
 
@@ -149,7 +146,8 @@ def _build(info: RankerInfo, schema: Schema, allowed: str | None) -> nn.Module:
     if allowed is not None:
         raise ValueError(f"the bundle is a {info.family}, made without a factory, but {allowed!r} was named")
     assert info.family is not None  # one or the other
-    return build_ranker(schema, info.family, info.size or "tiny", **info.options)
+    options: dict[str, Any] = dict(info.options)
+    return build_ranker(schema, info.family, info.size or "tiny", **options)
 
 
 def _find(name: str) -> Callable[..., nn.Module]:

@@ -63,11 +63,13 @@ def from_file(args: dict[str, Any]) -> Any:
 class Replica:
     """One process: opened and warm before Ray sends it anything."""
 
-    async def __init__(self, model: dict[str, Any], sla: float, token_file: str | None) -> None:
+    async def __init__(  # type: ignore[misc] # Ray awaits it
+        self, model: dict[str, Any], sla: float, token_file: str | None
+    ) -> None:
         import sys
 
         from loka.serving.opening import open_model
-        from loka.serving.scheduler import Policy
+        from loka.serving.queues import Policy
         from loka.serving.server import SWITCH
         from loka.serving.service import Service
         from loka.serving.tokens import Tokens
@@ -85,7 +87,8 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> Any:
         """What Ray puts behind its ingress."""
-        from loka.serving.front import Front, Limits
+        from loka.serving.call import Limits
+        from loka.serving.front import Front
 
         return Front(self.service, tokens=self.tokens, limits=Limits(body=BODY), manage=False)
 

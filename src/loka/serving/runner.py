@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loka.serving.scheduler import Batch, Entry, Policy, Scheduler, Shed
+from loka.serving.queues import Batch, Entry, Policy, Shed
+from loka.serving.scheduler import Scheduler
 from loka.serving.servable import Job, Servable
 from loka.serving.telemetry import LATENCIES, SIZES, Telemetry
 from loka.serving.times import BatchTimes, Bucket
@@ -130,8 +131,8 @@ class Runner:
         """The engine's thread."""
         try:
             scheduler = self.prepare(self.model)
-        except BaseException as error:  # told to whoever started it
-            self._tell_loop(_settle, warm, None, error)
+        except BaseException as failure:  # told to whoever started it
+            self._tell_loop(_settle, warm, None, failure)
             return
         self.captured, self.scheduler = self.model.captures, scheduler
         self._tell_loop(_settle, warm, None, None)

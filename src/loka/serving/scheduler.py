@@ -26,123 +26,14 @@ There are no threads and no sleeping here: `offer`, `start`, `finish`, `cancel` 
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
+from loka.serving.queues import Batch, Entry, Policy, Queues, Shed, fill
 from loka.serving.times import BatchTimes, Bucket
 
 MEDIAN = 0.5
 TRIAL = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What the service promises, and what it keeps back.
-
-    Args:
-        sla: seconds from arrival to answer.
-        reserve: seconds of it kept for reading, writing and waking up.
-        queue: most requests that may wait; one more is shed.
-        quantile: of the learned times, for planning.
-
-    Example:
-        >>> Policy(sla=0.05).budget
-        0.048
-    """
-
-    sla: float
-    reserve: float = 0.002
-    queue: int = 1024
-    quantile: float = 0.95
-
-    def __post_init__(self) -> None:
-        if not (self.sla > 0 and math.isfinite(self.sla)):
-            raise ValueError(f"Policy.sla is {self.sla}; expected a positive number of seconds")
-        if not 0 <= self.reserve < self.sla:
-            raise ValueError(f"Policy.reserve is {self.reserve} s; expected less than the SLA, {self.sla} s")
-        if self.queue < 1:
-            raise ValueError(f"Policy.queue is {self.queue}; expected room for at least one request")
-        if not 0 < self.quantile < 1:
-            raise ValueError(f"Policy.quantile is {self.quantile}; expected a share in (0, 1)")
-
-    @property
-    def budget(self) -> float:
-        """Seconds of the SLA that waiting and running may use."""
-        return round(self.sla - self.reserve, 9)
-
-
-@dataclass(eq=False, slots=True)
-class Entry:
-    """A request in the scheduler: `job` is the caller's."""
-
-    job: Any
-    units: int
-    context: int
-    arrived: float
-    deadline: float
-    number: int
-    state: str = "waiting"  # waiting, running, done, cancelled, dropped
-    trial: bool = False  # runs even if it may be late
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """Earliest deadline first, then first come."""
-        return self.deadline, self.number
-
-
-@dataclass(frozen=True)
-class Shed:
-    """A request that was not admitted: why, and in how many seconds another try makes sense."""
-
-    reason: str  # "late": it would miss its deadline; "others": it would make others miss theirs; "queue": no room
-    retry_after: float
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What runs now."""
-
-    bucket: Bucket
-    entries: list[Entry]
-    started: float
-    expected: float
-
-    @property
-    def units(self) -> int:
-        """Units in use; the rest of the bucket is padding."""
-        return sum(entry.units for entry in self.entries)
-
-
-@dataclass
-class _Queues:
-    """One sorted list per context."""
-
-    by_context: dict[int, list[Entry]] = field(default_factory=dict)
-
-    def copy(self) -> "_Queues":
-        return _Queues({context: list(entries) for context, entries in self.by_context.items() if entries})
-
-    def add(self, entry: Entry) -> None:
-        bisect.insort(self.by_context.setdefault(entry.context, []), entry, key=lambda e: e.order)
-
-    def remove(self, entry: Entry) -> bool:
-        waiting = self.by_context.get(entry.context, [])
-        place = bisect.bisect_left(waiting, entry.order, key=lambda e: e.order)
-        if place < len(waiting) and waiting[place] is entry:
-            del waiting[place]
-            return True
-        return False
-
-    def first(self) -> Entry | None:
-        heads = [entries[0] for entries in self.by_context.values() if entries]
-        return min(heads, key=lambda e: e.order, default=None)
-
-    def __iter__(self) -> Any:
-        return (entry for entries in self.by_context.values() for entry in entries)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.by_context.values()))
 
 
 class Scheduler:
@@ -172,7 +63,7 @@ class Scheduler:
         self.sizes = {c: [b for b in self.buckets if b[1] == c] for c in sorted({c for _, c in self.buckets})}
         self.contexts = list(self.sizes)
         self.running: Batch | None = None
-        self._queues = _Queues()
+        self._queues = Queues()
         self._now = self._tried = -math.inf
         self._count = 0
         self._caps: dict[int, list[Bucket]] = {}
@@ -331,7 +222,7 @@ class Scheduler:
             return 0.0
         return abs(self.running.expected - (now - self.running.started))
 
-    def _play(self, queues: _Queues, newcomer: Entry | None, at: float, *, begun: bool = False) -> tuple[float, int]:
+    def _play(self, queues: Queues, newcomer: Entry | None, at: float, *, begun: bool = False) -> tuple[float, int]:
         """Run the queues forward: when the newcomer ends, and how many end late. A batch that begins at once takes what it takes."""
         queues = queues.copy()
         if newcomer is not None:
@@ -351,7 +242,7 @@ class Scheduler:
                     end = at
         return end, late
 
-    def _drop(self, queues: _Queues, now: float) -> list[Entry]:
+    def _drop(self, queues: Queues, now: float) -> list[Entry]:
         gone = [
             entry
             for entry in queues
@@ -364,7 +255,7 @@ class Scheduler:
     def _smallest(self, entry: Entry) -> Bucket:
         return next(b for b in self.sizes[entry.context] if b[0] >= entry.units)
 
-    def _choose(self, queues: _Queues, now: float) -> tuple[Bucket, list[Entry]] | None:
+    def _choose(self, queues: Queues, now: float) -> tuple[Bucket, list[Entry]] | None:
         """The next batch by the rules above; the queues stay as they are."""
         head = queues.first()
         if head is None:
@@ -379,7 +270,7 @@ class Scheduler:
                 chosen = min(chosen, smaller, key=lambda found: self._count_late(queues, found, now))
         return chosen
 
-    def _count_late(self, queues: _Queues, chosen: tuple[Bucket, list[Entry]], now: float) -> int:
+    def _count_late(self, queues: Queues, chosen: tuple[Bucket, list[Entry]], now: float) -> int:
         """How many would be late if this ran now."""
         rest, end = queues.copy(), now + self._plan(chosen[0])
         for entry in chosen[1]:
@@ -387,18 +278,18 @@ class Scheduler:
         own = sum(end > entry.deadline - self.policy.reserve for entry in chosen[1])
         return own + self._play(rest, None, end, begun=True)[1]
 
-    def _gather(self, queues: _Queues, head: Entry, bucket: Bucket) -> tuple[Bucket, list[Entry]]:
+    def _gather(self, queues: Queues, head: Entry, bucket: Bucket) -> tuple[Bucket, list[Entry]]:
         """The requests of a batch in this bucket, or in a smaller one if that holds what fits; then whoever is shorter."""
-        taken, free = _fill(bucket[0], queues.by_context[head.context])
+        taken, free = fill(bucket[0], queues.by_context[head.context])
         used = bucket[0] - free
         bucket = next(b for b in self.sizes[head.context] if b[0] >= used)
         free = bucket[0] - used
         for context in reversed(self.contexts[: self.contexts.index(head.context)]):
-            more, free = _fill(free, queues.by_context.get(context, []))
+            more, free = fill(free, queues.by_context.get(context, []))
             taken += more
         return bucket, taken
 
-    def _quickest(self, queues: _Queues, head: Entry) -> Bucket:
+    def _quickest(self, queues: Queues, head: Entry) -> Bucket:
         """The bucket that begins the quickest way to clear the head's queue."""
         ways, step, units = self._ways[head.context], self.sizes[head.context][0][0], 0
         for entry in queues.by_context[head.context]:
@@ -407,14 +298,3 @@ class Scheduler:
                 break
         wanted = ways[min(len(ways), math.ceil(units / step)) - 1]
         return max(wanted, self._sizes_for(head)[0])
-
-
-def _fill(room: int, waiting: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """As many from the front as fit, and the room that is left."""
-    taken = []
-    for entry in waiting:
-        if entry.units > room:
-            break
-        taken.append(entry)
-        room -= entry.units
-    return taken, room

@@ -42,8 +42,11 @@ class Servable(Protocol):
 
     name: str
     version: str
-    request_type: type
-    """The msgspec struct that a request body is decoded into."""
+
+    @property
+    def request_type(self) -> type:
+        """The msgspec struct that a request body is decoded into."""
+        ...
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from loka.serving.admin import Admin
+from loka.serving.call import Limits
 from loka.serving.experiment import EventLog, Split
-from loka.serving.front import Front, Limits
+from loka.serving.front import Front
 from loka.serving.listener import bind, is_local, make_listener
-from loka.serving.scheduler import Policy
+from loka.serving.queues import Policy
 from loka.serving.servable import Servable
 from loka.serving.service import Opener, Service
 from loka.serving.tokens import Tokens

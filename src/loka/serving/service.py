@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from loka.serving.experiment import EventLog, Split, overlap
+from loka.serving.queues import Policy
 from loka.serving.runner import Refused, Runner, Ticket, probe
-from loka.serving.scheduler import Policy
 from loka.serving.servable import Servable
 from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec

@@ -26,8 +26,8 @@ class Codec:
     """
 
     def __init__(self, kind: type) -> None:
-        self._json = msgspec.json.Decoder(kind)
-        self._msgpack = msgspec.msgpack.Decoder(kind)
+        self._json: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
+        self._msgpack: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
     def decode(self, body: bytes, content_type: str) -> Any:
         """A request, or Refused."""
