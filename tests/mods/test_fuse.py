@@ -94,6 +94,7 @@ def test_fuse_comes_last() -> None:
         ({"precision": "high"}, "expected 'fp8'"),
         ({"gradient": "row"}, "expected tensor, block, delayed"),
         ({"linears": -1}, "expected a width"),
+        ({"narrow": 0}, "expected a width of at least 1"),
     ],
 )
 def test_unknown_options_are_refused(options: dict, message: str) -> None:
