@@ -239,7 +239,7 @@ def prepare(group: Group, variant: str, precision: str) -> Candidate:
         model, x = model.eval().requires_grad_(False).to(torch.bfloat16), x.bfloat16()
     lower(model, precision, x)
     if group.mode == "infer" and precision == "fused":
-        serve(model, x)
+        freeze(model, x)
     bytes_of_weights = group.width * group.width * DEPTH * (1 if group.mode == "infer" else 4)
     copies = [
         model,
@@ -261,7 +261,7 @@ def lower(model: nn.Module, precision: str, x: Tensor) -> None:
         convert(model, recipe=precision)
 
 
-def serve(model: nn.Module, x: Tensor) -> None:
+def freeze(model: nn.Module, x: Tensor) -> None:
     """Weights quantised once; scales that no norm bounds from the batch that is timed."""
     if not all(chain.primed for _, chain in chains_of(model)):
         with calibrating(model), torch.no_grad():

@@ -29,6 +29,7 @@ class Graphed:
 
     def __init__(self, function: Any, device: torch.device, *, graph: bool = True) -> None:
         self.function, self.graph, self.result = function, None, None
+        self.history: Jagged | None = None
         if device.type == "cuda" and graph:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -110,4 +111,6 @@ def make_compiled(model: OneRec, requests: list[Request], beams: int, *, compile
             spelled = torch.cat([spelled.gather(1, parents[..., None].expand(-1, -1, level)), codes[..., None]], 2)
         return spelled, scores
 
-    return Graphed(run, device)
+    made = Graphed(run, device)
+    made.history = history  # static: other requests of the same lengths can be copied into it
+    return made

@@ -12,7 +12,9 @@ class DLRM(nn.Module):
 
     def __init__(self, f: int = 6, d: int = 64, top: tuple[int, ...] = (128, 128, 64)) -> None:
         super().__init__()
-        self.dense = nn.Sequential(nn.Linear(13, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, d), nn.ReLU())
+        self.dense = nn.Sequential(
+            nn.Linear(13, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, d), nn.ReLU()
+        )
         n = f + 1
         i, j = torch.triu_indices(n, n, 1)
         self.register_buffer("i", i)

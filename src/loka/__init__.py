@@ -67,6 +67,7 @@ _ROOMS = (
     "records",
     "report",
     "semantic_ids",
+    "serving",
     "training",
     "tuning",
     "units",

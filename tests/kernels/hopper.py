@@ -28,11 +28,23 @@ def kernels_of(op: str, file: str = "triton_kernels") -> Any:
     return import_module(f"loka.kernels.{op}.{file}")
 
 
+def files_of(op: str) -> list[Path]:
+    """Every file of an op that has kernels."""
+    folder = Path(kernels_of(op).__file__).parent
+    return sorted([*folder.glob("triton*kernels.py"), *folder.glob("triton_both.py")])
+
+
+def kernel_of(op: str, name: str) -> Any:
+    """A kernel by its name, from whichever file of the op has it."""
+    modules = [import_module(f"loka.kernels.{op}.{file.stem}") for file in files_of(op)]
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
 def compile_kernel(
-    op: str, name: str, configuration: Configuration, divisible: set[str], file: str = "triton_kernels"
+    op: str, name: str, configuration: Configuration, divisible: set[str], file: str | None = None
 ) -> Any:
     """`divisible`: integer arguments that launchers pass as multiples of 16."""
-    kernel = getattr(kernels_of(op, file), name)
+    kernel = kernel_of(op, name) if file is None else getattr(kernels_of(op, file), name)
     types, constants, options = configuration
     names = kernel.arg_names
     assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", exc_type=ImportError)
 
 import triton.language as tl  # noqa: E402
 
-from kernels.hopper import SHARED_MEMORY, compile_kernel, kernels_of, needs_ptxas  # noqa: E402
+from kernels.hopper import SHARED_MEMORY, compile_kernel, files_of, kernels_of, needs_ptxas  # noqa: E402
 
 OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear", "interaction")
 
@@ -31,12 +31,14 @@ QUANTIZE = {"x_ptr": X, "q_ptr": Q, "s_ptr": S}
 NORM = {"NORM": 0, "ACTIVATION": 3, "WEIGHT": True, "BIAS": True, "RESIDUAL": True, "PREROUND": False}
 TILE = {"BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "PROGRAMS": 132, "A_SCALE": 2, "B_SCALE": 2}
 FUSED = {
-    "a_desc": desc("fp8e4nv", 128, 128), "b_desc": desc("fp8e4nv", 256, 128), "y_desc": desc("fp8e4nv", 128, 256),
-    "yt_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
+    "a_desc": desc("fp8e4nv", 128, 128), "b_desc": desc("fp8e4nv", 256, 128), "y_desc": desc("fp8e4nv", 128, 128),
+    "yt_desc": desc("fp8e4nv", 128, 128), "z_desc": desc("fp8e4nv", 128, 128), "part_desc": desc("fp32", 128, 64), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
     "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S, "amax_ptr": "*i32",
 }  # fmt: skip
 LAYER = {
-    **TILE,
+    **{name: value for name, value in TILE.items() if name != "PROGRAMS"},
+    "HALVES": True,
+    "SPLITS": False,
     "NORM": True,
     "ACTIVATION": 3,
     "OUT_E5M2": False,
@@ -62,6 +64,14 @@ BACK = {
     "T_POW2": False,
     "PREROUND": False,
 }
+
+DGRAD = {
+    "g_desc": desc("fp8e4nv", 128, 128), "w_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "q_desc": desc("fp8e4nv", 128, 128),
+    "qt_desc": desc("fp8e4nv", 128, 128), "z_ptr": Q, "sg_ptr": S, "sw_ptr": S, "z_scale_ptr": S, "scale_ptr": S, "amax_ptr": "*i32", "bias_ptr": S,
+}  # fmt: skip
+STEP = {
+    "BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "Z_BYTES": 1, "SLOPE": 0.01, "E5M2": False, "AMAX": True, "BIAS": True, "PREROUND": False,
+}  # fmt: skip
 
 INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
 VECTORS = {"D": 128, "K": 24, "NL": 32, "NF": 32, "BD": 128, "BK": 32, "BL": 32, "BF": 32}
@@ -127,6 +137,26 @@ CONFIGURATIONS = {
         {**LAYER, "NORM": False, "ACTIVATION": 4, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 2, "TRANSPOSE": True},
         {"num_warps": 8, "num_stages": 3},
     ),
+    ("fused_linear", "_fused", "split"): (
+        FUSED, {**LAYER, "SPLITS": True, "BIAS": False, "OUT": 1, "KEEP": 0, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_finish", "split, training"): (
+        {
+            **{name: kind for name, kind in FUSED.items() if name.endswith("_ptr")}, "part_ptr": S,
+            "y_desc": desc("fp8e4nv", 16, 128), "yt_desc": desc("fp8e4nv", 128, 16), "z_desc": desc("fp8e4nv", 16, 128),
+        },
+        {
+            **{name: value for name, value in LAYER.items() if name not in ("BM", "BK", "SPLITS")},
+            "ROWS": 16, "SPLIT": 8, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 1, "TRANSPOSE": True,
+        },
+        {"num_warps": 4},
+    ),
+    ("fused_linear", "_dgrad", "relu"): (
+        DGRAD, {**STEP, "ACTIVATION": 1, "Z": 2}, {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_dgrad", "gelu"): (
+        DGRAD, {**STEP, "ACTIVATION": 4, "Z": 2}, {"num_warps": 8, "num_stages": 3},
+    ),
     ("fused_linear", "_gradient", "delayed"): (GRADIENT, {**BACK, "BM": 32, "GROUPS": 0, "BIAS": True}, {"num_warps": 8}),
     ("fused_linear", "_gradient", "1x128"): (GRADIENT, {**BACK, "BM": 128, "GROUPS": 2, "BIAS": False}, {"num_warps": 16}),
     ("fused_linear", "_gradient_amax", "dynamic"): (
@@ -160,9 +190,9 @@ CONFIGURATIONS = {
         BACKWARD, {"N": 128, **MIXED, "BN": 128, "PROJECT": True}, {"num_warps": 8, "num_stages": 2},
     ),
 }  # fmt: skip
-WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_gradient", "_interact"}
-MULTIPLIES = {"_gemm", "_fused", "_interact", "_interact_gradient"}
-DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
+WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_finish", "_gradient", "_dgrad", "_interact"}
+MULTIPLIES = {"_gemm", "_fused", "_dgrad", "_interact", "_interact_gradient"}
+DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g", "z_stride"}
 
 
 def build(op: str, name: str, what: str):
@@ -207,7 +237,7 @@ def test_a_width_that_is_no_multiple_of_16_is_moved_by_vectors(configuration: tu
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_kernel_that_is_launched_is_compiled_here(op: str) -> None:
-    source = Path(kernels_of(op).__file__).read_text()
+    source = "\n".join(file.read_text() for file in files_of(op))
     launched = set(re.findall(r"^\s+(_\w+)\[(?:\(|tiles)", source, re.MULTILINE))
     assert launched
     assert launched == {name for room, name, _ in CONFIGURATIONS if room == op}

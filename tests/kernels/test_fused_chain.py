@@ -139,7 +139,7 @@ def test_rows_beyond_the_last_do_not_count(name: str, device: torch.device) -> N
 
 
 @every_backend
-@every_activation
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "tanh"])
 @pytest.mark.parametrize("out", [STATIC, "float32"])
 def test_special_values_stay_visible_and_leave_no_trace_in_amax(
     name: str, activation: str, out: str, device: torch.device
@@ -291,7 +291,7 @@ def test_the_op_describes_itself_truthfully_to_triton(device: torch.device) -> N
     scale = torch.full((), 2.0**-5, device=device)
     for amax, keep in ((torch.zeros((), device=device), 2), (None, 0), (None, 3)):
         tensors = a.data, b.data, a.scale, b.scale, bias, scale, amax
-        options = 1, 1, False, 4, 0.01, 1, torch.float8_e4m3fn, False, keep, True
+        options = 1, 1, False, 4, 0.01, 1, torch.float8_e4m3fn, False, keep, True, None
         # The checker's other tests multiply FP8 tensors, which torch cannot; compiled code is run above.
         torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options), test_utils="test_faketensor")
 

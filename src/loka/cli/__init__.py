@@ -31,6 +31,8 @@ VERBS = {
     "db": "loka.cli.db:app",
     "quantize": "loka.cli.quantize:quantize",
     "generate": "loka.cli.generate:generate",
+    "serve": "loka.cli.serve:serve",
+    "load": "loka.cli.load:load",
     "analyze": "loka.cli.analyze:analyze",
     "ab": "loka.cli.ab:ab",
     "report": "loka.cli.report:report",
@@ -43,7 +45,7 @@ _PANELS = {
     **dict.fromkeys(("demo", "report", "doctor"), "Start"),
     **dict.fromkeys(("data", "train"), "Data and training"),
     **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "export", "convert"), "Look, choose, convert"),
-    **dict.fromkeys(("quantize", "generate", "analyze", "ab"), "Serving"),
+    **dict.fromkeys(("quantize", "generate", "serve", "load", "analyze", "ab"), "Serving"),
     **dict.fromkeys(("bench", "db"), "Speed"),
 }
 

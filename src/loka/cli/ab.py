@@ -1,12 +1,13 @@
-"""`loka ab`: an offline A/B of two models on the same users, with intervals and a verdict.
+"""`loka ab`: two models against each other, offline on the same users or online on live traffic, with intervals and a verdict.
 
     loka ab runs/onerec runs/onerec-fp8                             two generative recommenders, test users of their data
     loka ab runs/onerec runs/onerec-fp8 --users 500 --margin 0.01 --top 10 --out ab.json
     loka ab base.jsonl candidate.jsonl --margin 0.005               any two models: one line per user, {"user": 7, "recall@10": 0.1, ...}
+    loka ab --online runs/ab --margin 0.01                          an experiment of loka serve A B --events runs/ab; look as often as you like
 
 Per metric: means, relative change with a 95 % interval paired by user, the smallest change that so many users would have shown, and the verdict (equivalent
 within --margin, better, worse, inconclusive). Before any of it the sample ratio: do both arms have as many users as they should. Exit 0; 1 when the ratio
-is off or a metric is worse; 2 for a request that cannot be honoured.
+is off, a metric is worse or a guardrail is broken; 2 for a request that cannot be honoured.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loka.records import PairedTest
+    from loka.records import OnlineTest, PairedTest
 
 __all__ = ["ab"]
 
 
 def ab(
-    baseline: Annotated[Path, typer.Argument(help="Folder of a recommender, or a .jsonl file of per-user metrics.")],
-    candidate: Annotated[Path, typer.Argument(help="The same kind of thing.")],
+    baseline: Annotated[
+        Path | None, typer.Argument(help="Folder of a recommender, or a .jsonl file of per-user metrics.")
+    ] = None,
+    candidate: Annotated[Path | None, typer.Argument(help="The same kind of thing.")] = None,
+    online: Annotated[Path | None, typer.Option(help="Read the events of a running experiment instead.")] = None,
+    lower: Annotated[str, typer.Option(help="With --online: metrics where less is better, with commas.")] = "",
     data: Annotated[str | None, typer.Option(help="Data set; default: the baseline's.")] = None,
     users: Annotated[int | None, typer.Option(help="The first so many test users; default: all.")] = None,
     margin: Annotated[float, typer.Option(help="Relative change that does not matter.")] = 0.01,
@@ -44,6 +49,13 @@ def ab(
     """Compare two models user by user."""
     from loka import records
 
+    if online is not None:
+        if baseline is not None or candidate is not None:
+            raise ValueError("--online reads an experiment's folder; give no models beside it")
+        judge_online(online, margin, lower, out, json_)
+        return
+    if baseline is None or candidate is None:
+        raise ValueError("give two models, or --online FOLDER")
     kinds = {path.suffix == ".jsonl" for path in (baseline, candidate)}
     if len(kinds) > 1:
         raise ValueError(f"{baseline} and {candidate}: compare two folders or two .jsonl files")
@@ -58,6 +70,40 @@ def ab(
     typer.echo(records.to_json(found).decode() if json_ else describe(found))
     if found.split.mismatch or any(metric.outcome == "worse" for metric in found.metrics):
         raise typer.Exit(1)
+
+
+def judge_online(folder: Path, margin: float, lower: str, out: Path | None, as_json: bool) -> None:
+    """An experiment on live traffic."""
+    from loka import records
+    from loka.serving.online import judge_experiment
+
+    found = judge_experiment(folder, margin=margin, lower_is_better=[word for word in lower.split(",") if word])
+    if out is not None:
+        records.save(found, out)
+    typer.echo(records.to_json(found).decode() if as_json else describe_online(found))
+    bad = any(m.outcome == "worse" for m in found.metrics) or any(g.broken for g in found.guardrails)
+    if found.split.mismatch or bad:
+        raise typer.Exit(1)
+
+
+def describe_online(found: OnlineTest) -> str:
+    """As text."""
+    ratio = "MISMATCH, do not read the metrics" if found.split.mismatch else "no mismatch found"
+    lines = [
+        f"{found.candidate} against {found.baseline}, experiment {found.salt}",
+        f"users {' / '.join(f'{n:,}' for n in found.split.observed)}: {ratio} (p {found.split.p_value:.3g} at any time); "
+        f"requests {' / '.join(f'{n:,}' for n in found.requests)}, {found.duplicates:,} repeated and left out",
+    ]
+    for m in found.metrics:
+        change = "too few users yet" if m.change is None else f"{100 * m.change.value:+.2f} % [{100 * m.change.low:+.2f}, {100 * m.change.high:+.2f}]"  # fmt: skip
+        lines.append(
+            f"{m.metric:16} {m.baseline:.5g} -> {m.candidate:.5g}: {change}, margin {100 * m.margin:g} %: {m.outcome}"
+        )
+    lines += [
+        f"guardrail {g.name}: {g.baseline:.4g} -> {g.candidate:.4g}, {g.limit}: {'BROKEN' if g.broken else 'kept'}"
+        for g in found.guardrails
+    ]
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
 def compare_files(baseline: Path, candidate: Path, margin: float, seed: int) -> PairedTest:

@@ -2,6 +2,7 @@
 
 from loka.formats.error import cosine, mere, relative_l2, saturated_fraction, sqnr, underflowed_fraction
 from loka.formats.format import E2M1, E4M3, E5M2, FORMATS, INT4, INT8, Format, decode, encode, round_to
+from loka.formats.philox import Draw, round_bf16, uniform_bits
 from loka.formats.quantize import (
     SMALLEST_SCALE,
     QTensor,
@@ -28,6 +29,7 @@ __all__ = [
     "TENSOR",
     "WHOLE",
     "Block",
+    "Draw",
     "Format",
     "QTensor",
     "Spec",
@@ -41,10 +43,12 @@ __all__ = [
     "mere",
     "quantize",
     "relative_l2",
+    "round_bf16",
     "round_to",
     "saturated_fraction",
     "scale_from_amax",
     "scale_shape",
     "sqnr",
     "underflowed_fraction",
+    "uniform_bits",
 ]

@@ -89,12 +89,18 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def round_to(
-    x: Tensor, format: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+    x: Tensor,
+    format: Format,
+    *,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Round float32 values onto the format's grid, saturating; the result is float32.
 
     `nearest` rounds ties to even. `stochastic` rounds up with a probability equal to the distance from the lower neighbour, in
     quanta, to within 2^-24: the expectation is exact for values inside the range, and a value on the grid stays where it is.
+    `noise`, uniform in [0, 1), replaces the generator's draws where they must not depend on the order of calls (`loka.formats.philox`).
     """
     _require_float32(x, "round_to")
     magnitude = x.abs()
@@ -102,7 +108,8 @@ def round_to(
     quantum = _quantum(finite, format)
     steps = finite / quantum
     if rounding == "stochastic":
-        noise = torch.rand(steps.shape, dtype=torch.float32, device=x.device, generator=generator)
+        if noise is None:
+            noise = torch.rand(steps.shape, dtype=torch.float32, device=x.device, generator=generator)
         lower = torch.floor(
             steps
         )  # not floor(steps + noise): that sum rounds, and would move values that are on the grid
@@ -127,7 +134,12 @@ def _non_finite(x: Tensor, format: Format) -> Tensor:
 
 
 def encode(
-    x: Tensor, format: Format, *, rounding: Rounding = "nearest", generator: torch.Generator | None = None
+    x: Tensor,
+    format: Format,
+    *,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Round float32 values and store them in the format's dtype.
 
@@ -137,7 +149,7 @@ def encode(
     if format in (E4M3, E5M2) and rounding == "nearest":  # torch's own cast, after saturation: the same bits, faster
         clamped = x.clamp(-format.max, format.max)  # clamp keeps NaN
         return torch.where(x.abs() == torch.inf, _non_finite(x, format), clamped).to(format.dtype)
-    values = round_to(x, format, rounding=rounding, generator=generator)
+    values = round_to(x, format, rounding=rounding, generator=generator, noise=noise)
     if format.has_nan:
         return values.to(format.dtype)
     values = values.nan_to_num(nan=0.0)

@@ -213,9 +213,17 @@ def _given_scale(scale: Tensor, x: Tensor, spec: Spec) -> Tensor:
 
 
 def quantize(
-    x: Tensor, spec: Spec, *, scale: Tensor | None = None, generator: torch.Generator | None = None
+    x: Tensor,
+    spec: Spec,
+    *,
+    scale: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
 ) -> QTensor:
-    """Quantise any floating tensor. Static and delayed specs take their `scale`, dynamic ones must not be given one."""
+    """Quantise any floating tensor. Static and delayed specs take their `scale`, dynamic ones must not be given one.
+
+    Stochastic specs draw from `generator`, or take `noise` of x's shape, uniform in [0, 1).
+    """
     if not x.is_floating_point():
         raise ValueError(f"quantize takes a floating tensor, got {x.dtype}")
     x = _to_float32(x.detach())
@@ -239,7 +247,7 @@ def quantize(
     scaled = x * inverse
     if spec.mode != "dynamic":  # a small given scale may push a finite x beyond float32: that is saturation, not Inf
         scaled = torch.where(x.abs() < torch.inf, scaled.clamp(-spec.format.max, spec.format.max), x)
-    data = encode(scaled, spec.format, rounding=spec.rounding, generator=generator)
+    data = encode(scaled, spec.format, rounding=spec.rounding, generator=generator, noise=noise)
     if not spec.format.has_nan:
         poisoned = _reduce_blocks((~x.isfinite()).float(), spec.block) > 0
         scale = torch.where(poisoned, torch.full_like(scale, torch.nan), scale)

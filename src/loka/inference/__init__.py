@@ -3,11 +3,10 @@
     engine = Engine(model, EngineConfig(beams=512), valid=index.trie)
     engine.generate([Request(history_as_codes), ...])
 
-The model may be plain or quantised (`loka.quantize`); the same engine runs both. `Batcher` forms batches of requests under a latency bound, `Recommender`
-speaks items and titles instead of codes.
+The model may be plain or quantised (`loka.quantize`); the same engine runs both. `Recommender` speaks items and titles instead of codes. Batches of requests
+that arrive one by one, under a deadline, are formed by loka.serving.
 """
 
-from loka.inference.batching import Batcher, CancelledRequestError, Ticket
 from loka.inference.bundle import Bundle, is_bundle, load_bundle, save_bundle
 from loka.inference.comparison import compare_arms, overlap_of
 from loka.inference.config import EngineConfig
@@ -18,9 +17,7 @@ from loka.inference.recommender import Recommender
 from loka.inference.request import Recommendation, Request
 
 __all__ = [
-    "Batcher",
     "Bundle",
-    "CancelledRequestError",
     "Engine",
     "EngineConfig",
     "EngineMemoryError",
@@ -28,7 +25,6 @@ __all__ = [
     "Recommendation",
     "Recommender",
     "Request",
-    "Ticket",
     "UserMetrics",
     "compare_arms",
     "estimate_memory",

@@ -8,7 +8,7 @@ The model may be plain or quantised by `loka.quantize`; the engine runs what it 
 (`prepare` does it ahead), after a warm-up that compiles what is compiled and picks backends. All graphs share one memory pool and one set of caches, because
 one batch runs at a time. On a CPU the same functions run eagerly.
 
-Not here: who waits for whom (loka.inference.batching), items instead of codes (loka.inference.recommender).
+Not here: who waits for whom (loka.serving), items instead of codes (loka.inference.recommender).
 """
 
 from dataclasses import dataclass
@@ -82,6 +82,7 @@ class Engine:
             self._storage = self._allocate()
         self._prepared: dict[Bucket, Prepared] = {}
         self._pool: Any = None
+        self.captures = 0  # buckets prepared so far; a server shows that none is added once it is warm
 
     def _check(self, valid: Trie | None) -> None:
         if valid is not None and valid.codebook_sizes != self.model_config.codebooks:
@@ -129,6 +130,7 @@ class Engine:
         made = Prepared(inputs, decoder.make_caches(rows, self._storage), decoder)
         if self.graphs:
             self._capture(made)
+        self.captures += 1
         return made
 
     def _capture(self, made: Prepared) -> None:
@@ -168,15 +170,16 @@ class Engine:
         largest = max(r for r, _ in self.buckets)
         out: list[Recommendation] = []
         for start in range(0, len(requests), largest):
-            out += self._generate(requests[start : start + largest])
+            part = requests[start : start + largest]
+            out += self.generate_in(self.bucket_for(part), part)
         return out
 
     def bucket_for(self, requests: list[Request]) -> Bucket:
         """The bucket a batch of these runs in."""
         return choose_bucket(self.buckets, len(requests), max(r.history.shape[0] for r in requests))
 
-    def _generate(self, requests: list[Request]) -> list[Recommendation]:
-        bucket = self.bucket_for(requests)
+    def generate_in(self, bucket: Bucket, requests: list[Request]) -> list[Recommendation]:
+        """One batch in a bucket of the caller's choice, of requests that were checked."""
         found = self.run(bucket, pad_requests(requests, self.model_config, bucket))
         rows = len(requests)
         items = None

@@ -22,11 +22,14 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
     "interaction": ("triton", "reference"),
+    "dots": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
     "route": ("triton", "reference"),
+    "embedding_bag": ("triton", "torch", "reference"),
+    "embedding_update": ("triton", "reference"),
 }
 
 # Backends that `auto` passes over, and why: they are for callers who ask for them by name.

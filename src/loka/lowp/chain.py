@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.formats import QTensor, scale_from_amax
+from loka.kernels.activation import activate
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED_SCALE
-from loka.kernels.fused_linear.reference import apply_activation
 from loka.kernels.quantize import quantize
 from loka.lowp.chain_function import (
     STATIC_SPEC,
@@ -320,7 +320,7 @@ class Chain:
             )
             size = (x.shape[-1],)
             x = F.layer_norm(x, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(x, size, weight, link.eps)  # fmt: skip
-        return apply_activation(x, link.activation, link.slope)
+        return activate(x, link.activation, link.slope)
 
     # Weights for serving
 

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
 from loka.kernels import registry
-from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear
+from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear, fused_linear_dgrad
 from loka.kernels.fused_linear import fused_linear_gradient as fused_gradient
 from loka.kernels.norm_quantize import norm_gradient, norm_quantize
 from loka.kernels.quantize import quantize, quantize_both
@@ -47,7 +47,6 @@ STATIC_SPEC = Spec.parse("e4m3:tensor:static")
 ROW_SPEC = Spec.parse("e4m3:row")
 _SQUARE = Spec.parse("e4m3:128x128")
 _GROUP = Spec.parse("e4m3:1x128")
-_TOGETHER = False
 _GIVEN = {name: Spec.parse(f"{name}:tensor:static") for name in ("e4m3", "e5m2")}
 
 
@@ -329,6 +328,11 @@ def _fuse(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: Layou
     )  # fmt: skip
 
 
+def _known(scale: Tensor | None) -> Tensor:
+    assert scale is not None
+    return scale
+
+
 def _as_q(y: QTensor | Tensor) -> QTensor:
     assert isinstance(y, QTensor)
     return y
@@ -346,9 +350,7 @@ def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors)
     for at in range(len(layout.links)):
         weight = tensors.weight[at]
         assert weight is not None
-        w, w_t = quantize_both(
-            weight, TENSOR_SPEC, layout.precision.weight_t_spec, backend=layout.precision.quantize_backend
-        )
+        w, w_t = _quantize_weight(weight, layout)
         step = run_link(a, w, at, layout, tensors, training=True)
         z, z_scale = (step.z.data, step.z.scale) if isinstance(step.z, QTensor) else (step.z, None)
         saved += [a_t.data, a_t.scale, w_t.data, w_t.scale, z, z_scale, step.rstd, step.mean]
@@ -358,6 +360,14 @@ def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors)
             a, a_t = step.a, step.a_t
     assert y is not None
     return y, saved
+
+
+def _quantize_weight(weight: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
+    """W and W^T; where both have one scale for the tensor a compiler finds it, faster than our kernel does for a matrix as small as a weight."""
+    precision = layout.precision
+    if precision.weight_t_spec == TENSOR_SPEC:
+        return quantize_found(weight, TENSOR_SPEC, precision.quantize_backend)
+    return quantize_both(weight, TENSOR_SPEC, precision.weight_t_spec, backend=precision.quantize_backend)
 
 
 class Gradients(NamedTuple):
@@ -387,8 +397,7 @@ def run_backward(
         if at == 0:
             return made._replace(x=multiply(g, w_t, layout.dtype, layout) if needs_input else None)
         if (
-            _TOGETHER
-            and layout.links[at - 1].norm == "none"
+            layout.links[at - 1].norm == "none"
             and layout.delays_gradients
             and layout.links[at - 1].activation != "none"
         ):
@@ -413,7 +422,7 @@ def _step_back(g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layo
     """g_{at} from g_{at+1} in one kernel: GEMM, the activation's slope, FP8 both ways."""
     link = layout.links[at]
     result = fused_linear_dgrad(
-        g, w_t, _kept_z(kept[at], link), out=layout.gradient_spec, scale=tensors.g_scale[at], activation=link.activation, slope=link.slope,
+        g, w_t, _kept_z(kept[at], link), spec=layout.gradient_spec, scale=_known(tensors.g_scale[at]), activation=link.activation, slope=link.slope,
         bias=layout.bias_types[at] is not None, amax=tensors.g_pending[at], backend=layout.precision.fused_backend,
     )  # fmt: skip
     made.bias[at] = _cast(result.bias, layout.bias_types[at])

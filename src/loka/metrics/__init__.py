@@ -19,6 +19,7 @@ from loka.metrics.compare import Comparison, Verdict, compare_paired, decide, mi
 from loka.metrics.compare_auc import compare_auc
 from loka.metrics.logloss import LogLoss, NormalizedEntropy, RelativeLogLoss, relative_change
 from loka.metrics.sample_ratio import SampleRatio, check_sample_ratio
+from loka.metrics.sequential import Moments, SequentialComparison, check_ratio_anytime, compare_anytime
 from loka.metrics.topk import TopK, TopKResult, rank_target
 
 __all__ = [
@@ -33,14 +34,18 @@ __all__ = [
     "HistogramAUC",
     "LogLoss",
     "Metric",
+    "Moments",
     "NormalizedEntropy",
     "RelativeLogLoss",
     "SampleRatio",
+    "SequentialComparison",
     "TopK",
     "TopKResult",
     "Verdict",
     "all_reduce",
+    "check_ratio_anytime",
     "check_sample_ratio",
+    "compare_anytime",
     "compare_auc",
     "compare_paired",
     "decide",

@@ -11,7 +11,7 @@ first_row[f] ... first_row[f] + cardinality[f] - 1. One gather then serves the w
 An id outside its field is an error that names the field, never a read of a neighbour's row. On the CPU the check always runs. On a GPU it costs a
 device synchronisation, so there it is off unless `check_on_gpu=True`. Inside torch.compile the check is an assertion in the graph.
 
-Not here: sharding, quantised rows, hashing of ids.
+`loka.nn.tables.quantize_tables` swaps the stacked table for one with low-precision rows. Not here: sharding, hashing of ids.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from loka.nn.tables import Table
 
 
 class EmbeddingTables(nn.Module):
@@ -40,7 +42,7 @@ class EmbeddingTables(nn.Module):
         self.sizes = tuple(cardinality for _, cardinality in fields)
         self.starts = tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
         self.width, self.check_on_gpu = width, check_on_gpu
-        self.table = nn.Embedding(sum(self.sizes), width, sparse=sparse)
+        self.table: nn.Embedding | Table = nn.Embedding(sum(self.sizes), width, sparse=sparse)
         self.register_buffer("first_row", torch.empty(len(fields), dtype=torch.int64), persistent=False)
         self.register_buffer("cardinality", torch.empty(len(fields), dtype=torch.int64), persistent=False)
         self.reset_parameters()
@@ -72,6 +74,8 @@ class EmbeddingTables(nn.Module):
         """The mean embedding of every ragged row, [B, width]; zero for an empty row."""
         f = self._field(name)
         self._check(values, self.cardinality[f], (name,))
+        if isinstance(self.table, Table):  # low-precision rows pool themselves
+            return self.table.pool(values + self.starts[f], offsets, mode="mean")
         return F.embedding_bag(
             values + self.starts[f],
             self.table.weight,

@@ -5,6 +5,7 @@
     mixed       loka.nn.FeatureMix                     a = columns of x [B, K, d] b = W [N, K]
     batched     FactorizationMachine, DotInteraction,  a = rows of the first      b = the second operand of one example, an activation
                 DotProductAttention (Q K^T)            operand
+                transformers' Conv1D                                              its weight is [K, N]: transposed
     lookup      nn.Embedding, nn.EmbeddingBag          no GEMM: statistics of the table, of what it returns (as "x"), of its gradient
 
 Sites of your own: `register(MyModule, Adapter(...))`, before a Probe is made. The class decides; subclasses are covered.
@@ -89,4 +90,21 @@ def _built_in() -> dict[type[nn.Module], Adapter]:
 def find_adapter(module: nn.Module) -> Adapter | None:
     """The adapter of the nearest class; None for a module that is no site."""
     known = _built_in() | _REGISTERED
-    return next((known[base] for base in type(module).__mro__ if base in known), None)
+    found = next((known[base] for base in type(module).__mro__ if base in known), None)
+    return _TRANSPOSED if found is None and _is_transposed_linear(module) else found
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """GPT-2's Conv1D, known by its structure: a weight [K, N], a bias [N], and `nf` = N."""
+    weight, bias, nf = (getattr(module, name, None) for name in ("weight", "bias", "nf"))
+    if type(module).__name__ != "Conv1D" or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        return False
+    return nf == weight.shape[1] and isinstance(bias, Tensor) and bias.shape == weight.shape[1:]
+
+
+def _transposed_weight(module: nn.Module) -> Tensor | None:
+    weight = own_weight(module)
+    return None if weight is None else weight.T
+
+
+_TRANSPOSED = Adapter("linear", weight=_transposed_weight)

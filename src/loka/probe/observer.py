@@ -26,6 +26,7 @@ from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.loss import LossWatch, make_output_hook
 from loka.probe.saving import Saver, read_state
 from loka.probe.seeing import make_hooks_count
+from loka.probe.unseen import find_unseen, inside_attention, make_counting_hook
 from loka.probe.watch import Watch
 from loka.probe.weights import shape_of_weight
 
@@ -83,6 +84,10 @@ class Observer:
             )
             for watch in self._watches.values()
         ]
+        self._handles += [
+            unseen.module.register_forward_hook(make_counting_hook(self._switch, unseen), with_kwargs=True)
+            for unseen in self._unseen
+        ]
         output = make_output_hook(self._switch, self._loss)
         self._handles.append(self.model.register_forward_hook(output, with_kwargs=True))
         self._turn()
@@ -92,10 +97,15 @@ class Observer:
         if unknown:
             raise ValueError(f"kinds={sorted(unknown)}: expected some of {', '.join(KINDS)}")
         found: list[tuple[str, nn.Module, Adapter]] = []
+        uncalled = inside_attention(self.model)
+        outside: set[int] = set()
         seen: set[int] = set()
         for name, module in named_sites(self.model):
             adapter = find_adapter(module)
-            if adapter is None or adapter.kind not in kinds or id(module) in seen or not _lets(keep, module, name):
+            if adapter is None or id(module) in seen or id(module) in uncalled:
+                continue
+            if adapter.kind not in kinds or (keep is not None and not keep(module, name)):
+                outside.add(id(module))
                 continue
             seen.add(id(module))
             found.append((name, module, adapter))
@@ -103,6 +113,7 @@ class Observer:
             raise ValueError(
                 f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn lets through"
             )
+        self._unseen = find_unseen(self.model, {*seen, *uncalled}, outside)
         self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
         return {
             name: Watch(
@@ -270,10 +281,6 @@ def shape_of(module: nn.Module, adapter: Adapter) -> tuple[int, int, bool] | Non
         return None
     width = shape[-1]
     return (width, width, False) if adapter.kind == "lookup" else (width, shape[-2], True)
-
-
-def _lets(keep: ModuleFilter | None, module: nn.Module, name: str) -> bool:
-    return keep is None or keep(module, name)
 
 
 def assign_slots(watches: Sequence[Watch], count: int) -> list[list[Watch]]:

@@ -77,7 +77,7 @@ class Report:
             max_gradient_error=self.record.max_gradient_error if max_gradient_error is None else max_gradient_error,
             min_speedup=min_speedup,
             target=target,
-            overrides=dict(overrides or {}),
+            overrides={**{site.name: "high" for site in self.record.sites if site.kept}, **(overrides or {})},
             recipe=recipe,
             weights=weights,
             row_factor=row_factor,
@@ -146,9 +146,7 @@ class Report:
                 f"MERE on {source} over MERE on N(0, 1): geometric mean {ratio.mean:.3f}, "
                 f"largest {ratio.largest:.3f} ({ratio.where}), {ratio.count} candidates"
             )
-        lines += [
-            f"{site.name}: {alarm.text}; what helps: {alarm.help}" for site in record.sites for alarm in site.alarms
-        ]
+        lines += self._describe_gaps()
         if record.combined_change is not None:
             change = record.combined_change
             lines.append(
@@ -156,6 +154,19 @@ class Report:
                 f"[{change.low:+.4%}, {change.high:+.4%}] of {record.sensitivity}"
             )
         return lines
+
+    def _describe_gaps(self) -> list[str]:
+        """What was not looked at, what stays as it is, what went wrong, and hazards at inputs."""
+        record, lines = self.record, []
+        if record.unseen:
+            names = [f"{part.name or 'the model itself'} ({part.type}: {part.reason})" for part in record.unseen]
+            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+            lines.append(f"not looked at: {', '.join(names[:6])}{more}")
+        for site in record.sites:
+            lines += [f"{site.name}: stays as it is: {site.kept}"] if site.kept else []
+            lines += [f"{site.name}: {site.off}"] if site.off else []
+            lines += [f"{site.name}: {alarm.text}; what helps: {alarm.help}" for alarm in site.alarms]
+        return lines + [f"while looking: {note}" for note in record.notes]
 
     def __str__(self) -> str:
         return self.table()

@@ -41,6 +41,7 @@ from loka.probe.weights import is_sharded, read_weight, shape_of_weight, why_kep
 from loka.records import GEMMS, Gemm, Role, TensorStats
 
 WEIGHT_EVERY = 10
+SCORED_KINDS = ("linear", "mixed")
 MAX_UNGRADED = 8  # calls of one step without gradients
 UNKNOWN_LOSS = "the loss is not known: it is no cross-entropy of what the model returned; hint: probe.step(loss)"
 LossOf = Callable[[int], tuple[Tensor, Tensor] | None]
@@ -58,6 +59,9 @@ class Look:
     together: int  # rows of one example that lie next to each other in x
     call: int  # of the model, in this step
     largest: dict[str, Tensor]  # of all rows, by role
+    weight: Tensor | None = (
+        None  # as it was in this call, where the look is scored: the optimizer changes it before the step is over
+    )
     dy: Tensor | None = None
 
 
@@ -161,7 +165,7 @@ class Watch:
     @property
     def is_raw(self) -> bool:
         """Whether its input comes from the data: nothing before it is trained."""
-        return not self.needs_dgrad and self.adapter.kind in ("linear", "mixed")
+        return not self.needs_dgrad and self.adapter.kind in SCORED_KINDS
 
     @property
     def _readable(self) -> bool:
@@ -239,7 +243,9 @@ class Watch:
         example = None if right is None or not count else take_example(right.detach(), generator)
         largest = {"x": torch.linalg.vector_norm(x, torch.inf).float()} if count else {}
         rows = rows if dtype is None else rows.to(dtype)
-        return Look(rows, index, example, count, examples, together, call, largest)
+        weight = self.weight if self.adapter.kind in SCORED_KINDS and self.tally.due(self.steps) else None
+        kept = weight.detach().clone() if weight is not None and weight.dim() == 2 else None
+        return Look(rows, index, example, count, examples, together, call, largest, kept)
 
     def _columns(self, right: Tensor | None) -> int:
         if right is not None:
@@ -330,8 +336,8 @@ class Watch:
 
     def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """What every recipe would have done to the loss in this call."""
-        weight = self.weight
-        if self.adapter.kind not in ("linear", "mixed") or weight is None or weight.dim() != 2:
+        weight = look.weight
+        if weight is None:
             self.unscored = f"sites of the kind {self.adapter.kind!r} have no score"
             return
         if look.dy is None:
@@ -342,13 +348,13 @@ class Watch:
             self.unscored = UNKNOWN_LOSS
             return
         groups = look.x.shape[0] // look.together
-        wanted = max(1, min(ROWS, max(FEW, look.count // 2)) // look.together)
+        wanted = max(1, min(ROWS, max(FEW, look.count // 4)) // look.together)
         pick = torch.arange(look.x.shape[0], device=look.x.device).view(groups, look.together)
         rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
         shown = Shown(
             look.x[rows],
             look.dy[rows],
-            weight.detach().to(look.x.device),
+            weight,
             *loss,
             examples=look.examples,
             together=look.together,
@@ -370,6 +376,11 @@ class Watch:
         """Take the weight into its matrix normal."""
         if self.learned is not None and self.adapter.kind != "lookup":
             self.learned.snapshot(self.weight)
+
+    def release(self) -> None:
+        """Give back what only drawing needed: factors of covariances, as large as those themselves. They are made again when needed."""
+        if self.learned is not None:
+            self.learned.release()
 
     def describe(self) -> list[TensorStats]:
         """The statistics that have seen anything."""

@@ -53,6 +53,7 @@ from loka.records.record import (
     write_atomically,
 )
 from loka.records.run import Comparison, Outcome, Point, Progress, Run
+from loka.records.serving import Guardrail, LoadBin, LoadTest, OnlineMetric, OnlineTest, RankerColumn, RankerInfo
 from loka.records.unit import KernelBucket, LinkPlan, Magnitude, UnitEvidence, UnitPlan
 
 __all__ = [
@@ -83,11 +84,14 @@ __all__ = [
     "Gemm",
     "GemmVerdict",
     "GroupRange",
+    "Guardrail",
     "Interval",
     "KernelBucket",
     "LayerStats",
     "Likeness",
     "LinkPlan",
+    "LoadBin",
+    "LoadTest",
     "Magnitude",
     "MissingRun",
     "ModChange",
@@ -96,6 +100,8 @@ __all__ = [
     "ModSummary",
     "ModelStats",
     "Move",
+    "OnlineMetric",
+    "OnlineTest",
     "Outcome",
     "Overlap",
     "PairedChange",
@@ -108,6 +114,8 @@ __all__ = [
     "Progress",
     "Quantized",
     "QuantizedSite",
+    "RankerColumn",
+    "RankerInfo",
     "Record",
     "RecordError",
     "Recovery",

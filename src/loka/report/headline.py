@@ -14,7 +14,7 @@ def name_report(results: Results) -> str:
         return f"loka: {results.probe.model}"
     named = [
         record.model
-        for group in (results.runs, results.quantized, results.plans, results.ablations, results.engines)
+        for group in (results.runs, results.quantized, results.plans, results.ablations, results.engines, results.loads)
         for record in group
     ]
     return f"loka: {named[0] if named else 'report'}"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loka.records import GEMMS, Candidate, Choice, Gemm, ProbeReport, Site, SitePlan
-from loka.report import ablation_charts, engine_charts, kernel_charts, quality_charts, site_charts
+from loka.report import ablation_charts, engine_charts, kernel_charts, quality_charts, serving_charts, site_charts
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
@@ -195,6 +195,8 @@ def draw(results: Results) -> dict[str, Any]:
         for context in engine.contexts:
             drawn[f"steps-{number}-{context}"] = engine_charts.draw_steps(engine, context)
             drawn[f"profiles-{number}-{context}"] = engine_charts.draw_profiles(engine, context)
+    for number, test in enumerate(results.loads):
+        drawn[f"load-{number}"] = serving_charts.draw_load(test)
     return {name: spec for name, spec in drawn.items() if spec is not None}
 
 

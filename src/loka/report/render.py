@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.records import write_atomically
-from loka.report import ablation, generative, headline, kernels, origin, quality, sites
+from loka.report import ablation, generative, headline, kernels, origin, quality, serving, sites
 from loka.report.markup import escape
 from loka.report.payload import collect, dump, write_chunks
 from loka.report.results import Results
@@ -27,6 +27,7 @@ SECTIONS: tuple[Section, ...] = (
     ("memory", "Memory", sites.write_memory),
     ("kernels", "Kernels", kernels.write_kernels),
     ("generative", "Serving", generative.write_generative),
+    ("served", "Under load", serving.write_serving),
     ("made", "How it was made", origin.write_environment),
 )
 

@@ -14,7 +14,9 @@ from loka.records import (
     DriftReport,
     EngineBench,
     Environment,
+    LoadTest,
     ModSummary,
+    OnlineTest,
     PairedTest,
     Plan,
     ProbeReport,
@@ -44,6 +46,8 @@ _ALL: tuple[type[Record], ...] = (
     Ablation,
     AblationLatency,
     EngineBench,
+    LoadTest,
+    OnlineTest,
 )
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
@@ -68,6 +72,8 @@ class Results:
     ablations: tuple[Ablation, ...] = ()
     latencies: tuple[AblationLatency, ...] = ()
     engines: tuple[EngineBench, ...] = ()
+    loads: tuple[LoadTest, ...] = ()
+    experiments: tuple[OnlineTest, ...] = ()
 
     @classmethod
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
@@ -97,6 +103,8 @@ class Results:
             ablations=_every(found, Ablation),
             latencies=_every(found, AblationLatency),
             engines=_every(found, EngineBench),
+            loads=_every(found, LoadTest),
+            experiments=_every(found, OnlineTest),
         )
 
     @property
@@ -140,6 +148,8 @@ class Results:
             "latency of the ablation": self.latencies,
             "kernels": self.benches,
             "serving": self.engines,
+            "load test": self.loads,
+            "experiment": self.experiments,
         }
         found: dict[str, Environment] = {}
         seen = set()

@@ -12,7 +12,7 @@ in buffers of the size of the batch. On a GPU the loop must not ask how many dif
 the queue once per table and step, so there the buffers keep the batch's length; on a CPU asking is free. GPU sums use
 atomics: their last bits vary unless torch.use_deterministic_algorithms is on.
 
-Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
+Low-precision tables (`loka.nn.tables`) are updated by their own optimiser, with the same rule. Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
 parameter is dense. Weight decay applies to dense parameters with two or more dimensions. Neither decay nor clipping
 touches tables: a sparse gradient has no cheap global norm, and Adagrad divides by each row's own history already.
 """
@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from loka.kernels.embedding_update import Rule
+from loka.nn.table_optimizer import TableOptimizer
+from loka.nn.tables import Table
 from loka.training.config import TrainConfig
 
 __all__ = ["Optimizers", "RowwiseAdagrad", "split_parameters"]
@@ -105,7 +108,8 @@ def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    anchors = {id(module.anchor) for module in model.modules() if isinstance(module, Table)}  # TableOptimizer's
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in anchors]
     return (
         [(name, parameter) for name, parameter in named if id(parameter) not in tables],
         [(name, parameter) for name, parameter in named if id(parameter) in tables],
@@ -117,16 +121,23 @@ class Optimizers:
 
     def __init__(self, model: nn.Module, config: TrainConfig) -> None:
         dense, tables = split_parameters(model)
-        if not dense and not tables:
+        if not dense and not tables and not any(isinstance(module, Table) for module in model.modules()):
             raise ValueError("the model has no parameter that requires a gradient")
         self.dense = [parameter for _, parameter in dense]
         self._names = {id(parameter): name for name, parameter in dense + tables}
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
+        low = {
+            name: module for name, module in model.named_modules() if isinstance(module, Table) and module.is_trainable
+        }
+        self._names |= {id(table.anchor): f"{name}.weight" for name, table in low.items()}
         if dense:
             self._parts.append((build_adam(self.dense, config), config.learning_rate))
         if tables:
             rate = config.embedding_learning_rate
             self._parts.append((RowwiseAdagrad([table for _, table in tables], lr=rate), rate))
+        if low:
+            rate = config.embedding_learning_rate
+            self._parts.append((TableOptimizer(model, Rule("rowwise_adagrad", lr=rate), seed=config.seed), rate))
 
     def set_factor(self, factor: float) -> None:
         """Multiply every peak learning rate by `factor`."""
@@ -167,6 +178,8 @@ class Optimizers:
                     if stored := slots.get(self._names[id(parameter)]):
                         # Adam keeps its step counter on the parameter's device only when fused, as built here.
                         optimizer.state[parameter] = {k: v.to(parameter.device).clone() for k, v in stored.items()}
+            if isinstance(optimizer, TableOptimizer):
+                optimizer.adopt_state()
 
 
 def build_adam(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:

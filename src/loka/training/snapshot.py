@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from loka.nn.tables import Table
 from loka.training.callbacks import CallbackState
 from loka.training.checkpoint import DamagedCheckpointError, Snapshot, read_checkpoint
 from loka.training.config import TrainConfig
@@ -107,12 +108,18 @@ def restore_newest(trainer: Trainer, found: list[Path], *, fallback: bool) -> tu
 def find_nonfinite(model: nn.Module) -> list[str]:
     """Names of parameters with NaN or infinite values, in one pass without a buffer of a table's size."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+    named += [
+        (f"{name}.weight", part)
+        for name, table in model.named_modules()
+        if isinstance(table, Table)
+        for part in table.witnesses()
+    ]
     if not named:
         return []
     with torch.no_grad():
         extremes = torch.stack([torch.stack(torch.aminmax(parameter)).double() for _, parameter in named])
         good = torch.isfinite(extremes).all(dim=1).tolist()
-    return [name for (name, _), ok in zip(named, good, strict=True) if not ok]
+    return list(dict.fromkeys(name for (name, _), ok in zip(named, good, strict=True) if not ok))
 
 
 def load_weights(model: nn.Module, path: Path) -> int:

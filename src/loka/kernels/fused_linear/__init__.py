@@ -6,28 +6,39 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec
+from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.fused_linear.call import (
     NORM_BLOCK,
     NORMALIZED,
     NORMALIZED_SCALE,
-    SLOPE,
+    DgradCall,
+    DgradResult,
     FusedCall,
     FusedResult,
     GradientCall,
     GradientResult,
+    Kept,
 )
+from loka.kernels.fused_linear.launch import Launch, Properties, choose_launch, properties_of
 from loka.kernels.registry import pick
 
 __all__ = [
     "NORMALIZED",
     "NORMALIZED_SCALE",
     "NORM_BLOCK",
+    "DgradCall",
+    "DgradResult",
     "FusedCall",
     "FusedResult",
     "GradientCall",
     "GradientResult",
+    "Launch",
+    "Properties",
+    "choose_launch",
     "fused_linear",
+    "fused_linear_dgrad",
     "fused_linear_gradient",
+    "properties_of",
 ]
 
 
@@ -44,6 +55,7 @@ def fused_linear(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    launch: Launch | None = None,
     backend: str = "auto",
 ) -> FusedResult:
     """y = activation(z), z = norm(a @ b^T + bias), with a [M, K], b [N, K].
@@ -61,6 +73,7 @@ def fused_linear(
         amax: one float32 number >= 0, raised in place to the largest finite |z|. |y| <= |z| for every activation here but tanh and sigmoid (bounded by 1), so one
             scale made from it serves y and z: the next step's delayed scale, or a calibrated one. NaN and Inf leave no trace in it, and stay visible in y.
         slope: of leaky_relu below zero.
+        launch: how the kernel is launched (`choose_launch` has the candidates); None for the best by the model. One that cannot run the call is refused.
         backend: by name, or "auto".
 
     Returns:
@@ -75,7 +88,7 @@ def fused_linear(
     chosen = pick("fused_linear", backend, call, a.device)
     result = chosen.backend.run(
         a, b, out=out, out_scale=out_scale, bias=bias, norm_block=norm_block, activation=activation, keep=keep, transpose=transpose,
-        amax=amax, slope=slope,
+        amax=amax, slope=slope, launch=launch,
     )  # fmt: skip
     return cast(FusedResult, result)
 
@@ -106,3 +119,50 @@ def fused_linear_gradient(
         dy, kept.z, kept.rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope
     )  # fmt: skip
     return cast(GradientResult, result)
+
+
+def fused_linear_dgrad(
+    g: QTensor,
+    w_t: QTensor,
+    z: QTensor | Tensor | None,
+    *,
+    spec: Spec,
+    scale: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    bias: bool = False,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
+    backend: str = "auto",
+) -> DgradResult:
+    """One step of backward through a chain without norms: (g @ w) * activation'(z), FP8 in and FP8 out.
+
+    Args:
+        g: [M, K], the gradient of a layer's GEMM output, one scale for the tensor.
+        w_t: [N, K], the transpose of that layer's weight, as dgrad takes it.
+        z: [M, N], what the layer before kept (`FusedResult.z`): z or y in FP8, z in bf16, or None for no activation.
+        spec: how the result is written, both ways: one static or delayed scale for the tensor.
+        scale: that scale. Values beyond it saturate.
+        activation: of the layer before.
+        amax: one float32 number >= 0, raised in place to the largest finite magnitude of the result: the next step's scale comes from it.
+        bias: also the gradient of the bias of the layer before: float32 column sums of the result before it is quantised.
+        slope: of leaky_relu below zero.
+        launch: how the kernel is launched; None for the best by the model.
+        backend: by name, or "auto".
+
+    Returns:
+        The gradient of the layer before's GEMM output, [M, N] for its dgrad and [N, M] for its wgrad; the bias gradient.
+
+    Example:
+        >>> step = fused_linear_dgrad(g, w_t, kept.z, spec=Spec.parse("e4m3:tensor:delayed"), scale=scale, activation="relu", amax=history, bias=True)
+    """
+    (m, k), n = g.shape, w_t.shape[0]
+    if z is not None and z.shape != (m, n):
+        raise ValueError(f"z is [{m}, {n}], as g and w_t have it, got {tuple(z.shape)}")
+    form: Kept = "nothing" if z is None else "scaled" if isinstance(z, QTensor) else "bf16"
+    call = DgradCall(m, k, n, g.spec, w_t.spec, spec, activation, form, bias, amax is not None, slope)
+    chosen: Any = pick("fused_linear", backend, call, g.device).backend
+    result = chosen.dgrad(
+        g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope, launch=launch
+    )
+    return cast(DgradResult, result)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, TENSOR, QTensor, Spec
+from loka.kernels.activation import LEAK as SLOPE
+from loka.kernels.activation import check_activation
 
-# The place in this tuple is the kernels' number for the activation (`loka.kernels.tile.activate`).
-ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
-SLOPE = 0.01  # of leaky_relu below zero, torch's default
 NORM_BLOCK = 256
 NORM_EPS = 1e-6
 # After BlockNorm the mean square of a block is 1, so no value exceeds sqrt(256) = 16: a static scale of 1/16 (largest value 28) cannot saturate.
@@ -123,6 +122,54 @@ class GradientResult:
     bias: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class DgradCall:
+    """From the gradient g [M, K] of one layer's GEMM output to that of the layer before: (g @ w) * activation'(z), w_t [N, K], z [M, N].
+
+    Written as `spec` both ways, [M, N] and [N, M], with one given scale. `z`: how forward kept it ("nothing" for no activation).
+    """
+
+    m: int
+    k: int
+    n: int
+    g: Spec
+    w_t: Spec
+    spec: Spec
+    activation: str = "relu"
+    z: Kept = "y"
+    bias: bool = False
+    amax: bool = False
+    slope: float = SLOPE
+
+    def __post_init__(self) -> None:
+        check_options(0, self.activation, self.slope)
+        if (self.z == "nothing") != (self.activation == "none"):
+            raise ValueError(
+                f"activation {self.activation} needs {'no' if self.activation == 'none' else 'a'} kept z, got {self.z}"
+            )
+
+    @property
+    def z_bytes(self) -> int:
+        """Bytes an element of z."""
+        return {"nothing": 0, "bf16": 2}.get(self.z, 1)
+
+    def __str__(self) -> str:
+        extras = "".join(f" +{name}" for name in ("bias", "amax") if getattr(self, name))
+        chosen = spell_activation(self.activation, self.slope)
+        return (
+            f"{self.m}x{self.k}x{self.n} dgrad {self.g} @ {self.w_t} {chosen} from {self.z} -> {self.spec} + T{extras}"
+        )
+
+
+@dataclass(frozen=True)
+class DgradResult:
+    """The quantised gradient of the layer before, its transpose, and the bias gradient where asked (float32)."""
+
+    g: QTensor
+    g_t: QTensor
+    bias: Tensor | None = None
+
+
 def spell_activation(activation: str, slope: float) -> str:
     """The name, with the slope where it is not the default."""
     return f"{activation}({slope:g})" if activation == "leaky_relu" and slope != SLOPE else activation
@@ -134,8 +181,7 @@ def check_options(norm_block: int, activation: str, slope: float = SLOPE) -> Non
         raise ValueError(
             f"the norm block is {NORM_BLOCK} (or 0 for none), got {norm_block}; it is part of the model's definition"
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    check_activation(activation)
     if not 0 <= slope <= 1:
         raise ValueError(
             f"leaky_relu's slope is between 0 and 1, got {slope}: outside, |y| <= |z| fails and the sign of y does not tell that of z"

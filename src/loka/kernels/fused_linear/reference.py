@@ -5,28 +5,27 @@
     z    = p * rstd                                        (z = p without a norm)
     y    = activation(z)
 
-    dz   = dy * activation'(z)
+    dz   = dy * activation'(z)                             (dy = g' @ w' of the layer behind, where a chain goes on: `dgrad`)
     g    = rstd * (dz - z * mean(dz * z over the block))   (g = dz without a norm)
 
 Backward sees z as it was kept (`call.kept_form`): rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), or with the output's
 scale where there is none and the output is E4M3; as y itself where the derivative follows from it; to bf16 where the output has 16 bits.
 """
 
-import math
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loka.formats import QTensor, Spec, block_amax, quantize
 from loka.formats.spec import TENSOR
+from loka.kernels.activation import LEAK as SLOPE
+from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.fused_linear.call import (
     NORM_EPS,
     NORMALIZED,
     NORMALIZED_SCALE,
-    SLOPE,
+    DgradCall,
+    DgradResult,
     FusedCall,
     FusedResult,
     GradientCall,
@@ -36,9 +35,10 @@ from loka.kernels.fused_linear.call import (
     derived_from_output,
     kept_form,
 )
+from loka.kernels.fused_linear.launch import Launch
 
 
-def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
+def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
     """Everything: this is emulation."""
     return YES
 
@@ -47,48 +47,6 @@ def _block_mean(x: Tensor, block: int) -> Tensor:
     """Mean over each block of columns, repeated to x's width; the tail over its own width."""
     parts = torch.split(x, block, dim=1)
     return torch.cat([part.mean(1, keepdim=True).expand(-1, part.shape[1]) for part in parts], 1)
-
-
-def apply_activation(z: Tensor, activation: str, slope: float = SLOPE) -> Tensor:
-    """The activations of the fused layer."""
-    if activation == "none":
-        return z.clone()
-    if activation == "leaky_relu":
-        return F.leaky_relu(z, slope)
-    if activation == "gelu_tanh":
-        return F.gelu(z, approximate="tanh")
-    table: dict[str, Callable[[Tensor], Tensor]] = {
-        "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish, "gelu": F.gelu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    }  # fmt: skip
-    return table[activation](z)
-
-
-def activation_slope(z: Tensor, activation: str, slope: float = SLOPE, *, from_output: bool = False) -> Tensor:
-    """Derivative in closed form (torch.compile cannot trace a call of autograd), with torch's convention at the kinks.
-
-    `from_output`: z is y already, for tanh and sigmoid.
-    """
-    if activation in ("relu", "leaky_relu"):
-        return torch.where(z > 0, 1.0, 0.0 if activation == "relu" else slope).to(z.dtype)
-    if activation == "silu":
-        s = torch.sigmoid(z)
-        return s * (1 + z * (1 - s))
-    if activation == "hard_swish":
-        return torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)).to(z.dtype)
-    if activation == "gelu":
-        density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        return 0.5 + 0.5 * torch.erf(z / math.sqrt(2)) + z * density
-    if activation == "gelu_tanh":
-        root = math.sqrt(8 / math.pi)  # tanh(u) = 2 sigmoid(2u) - 1
-        s = torch.sigmoid(root * z * (1 + 0.044715 * z * z))
-        return s * (1 + z * (1 - s) * root * (1 + 3 * 0.044715 * z * z))
-    if activation == "tanh":
-        y = z if from_output else torch.tanh(z)
-        return 1 - y * y
-    if activation == "sigmoid":
-        y = z if from_output else torch.sigmoid(z)
-        return y * (1 - y)
-    return torch.ones_like(z)
 
 
 def run(
@@ -104,8 +62,9 @@ def run(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    launch: Launch | None = None,
 ) -> FusedResult:
-    """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|."""
+    """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
     check_amax(amax, a.device)
     p = a.dequantize() @ b.dequantize().T
     if bias is not None:
@@ -117,7 +76,7 @@ def run(
         z, rstd = p * spread, spread[:, ::norm_block].contiguous()
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(z, TENSOR).reshape(amax.shape)))
-    y = apply_activation(z, activation, slope)
+    y = activate(z, activation, slope)
     form = kept_form(norm_block, activation, out) if keep else "nothing"
     rstd = rstd if keep else None
     if not isinstance(out, Spec):
@@ -168,6 +127,31 @@ def gradient(
         quantize(g.T.contiguous(), spec_t, scale=scale),
         block_amax(g, TENSOR),
         g.sum(0) if bias else None,
+    )
+
+
+def dgrad(
+    g: QTensor,
+    w_t: QTensor,
+    z: QTensor | Tensor | None,
+    *,
+    spec: Spec,
+    scale: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    bias: bool = False,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
+) -> DgradResult:
+    """(g @ w) * activation'(z), quantised both ways with one scale; `amax` is raised to its largest finite magnitude."""
+    check_amax(amax, g.device)
+    before = (g.dequantize() @ w_t.dequantize().T) * _slope_of(z, 0, activation, slope)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, block_amax(before, TENSOR).reshape(amax.shape)))
+    return DgradResult(
+        quantize(before, spec, scale=scale),
+        quantize(before.T.contiguous(), spec, scale=scale),
+        before.sum(0) if bias else None,
     )
 
 

@@ -4,12 +4,14 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.activation import ACTIVATIONS
+from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.backend import Verdict, no
 from loka.kernels.fused_linear.call import (
-    ACTIVATIONS,
     NORMALIZED,
     NORMALIZED_SCALE,
-    SLOPE,
+    DgradCall,
+    DgradResult,
     FusedCall,
     FusedResult,
     GradientCall,
@@ -19,6 +21,7 @@ from loka.kernels.fused_linear.call import (
     derived_from_output,
     kept_form,
 )
+from loka.kernels.fused_linear.launch import Launch
 from loka.kernels.scaled_mm import triton as scaled_mm_triton
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.strides import unit_rows
@@ -29,10 +32,12 @@ _GROUP = Block(1, 128)
 _KEEPS: dict[Kept, int] = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 2, "bf16": 3}
 
 
-def supports(call: FusedCall | GradientCall, device: torch.device) -> Verdict:
+def supports(call: FusedCall | GradientCall | DgradCall, device: torch.device) -> Verdict:
     """Forward: FP8 operands, output 16-bit, FP8 static per tensor, or FP8 1x128. Backward: one given scale, or 1x128 both ways."""
     if isinstance(call, GradientCall):
         return _supports_gradient(call, device)
+    if isinstance(call, DgradCall):
+        return _supports_dgrad(call, device)
     operands = scaled_mm_triton.supports(MatmulCall(call.m, call.k, call.n, call.a, call.b), device)
     if not operands:
         return operands
@@ -65,6 +70,16 @@ def _supports_gradient(call: GradientCall, device: torch.device) -> Verdict:
     return triton_runs_on(device)
 
 
+def _supports_dgrad(call: DgradCall, device: torch.device) -> Verdict:
+    for spec in (call.g, call.w_t, call.spec):
+        if spec.block != TENSOR:
+            return no(f"one scale for each tensor in this step, not {spec}; hint: scaled_mm and fused_linear_gradient")
+    if call.spec.mode == "dynamic":
+        return no(f"an epilogue sees one tile and cannot know the amax {call.spec} needs; hint: a delayed scale")
+    operands = scaled_mm_triton.supports(MatmulCall(call.m, call.k, call.n, call.g, call.w_t), device)
+    return _supports_output(call.spec) if operands else operands
+
+
 def run(
     a: QTensor,
     b: QTensor,
@@ -78,6 +93,7 @@ def run(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    launch: Launch | None = None,
 ) -> FusedResult:
     """Forward, in one kernel."""
     check_amax(amax, a.device)
@@ -107,6 +123,7 @@ def run(
         scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given, amax,
         scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation), slope,
         mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), _KEEPS[form], transpose,
+        None if launch is None else launch.numbers,
     )  # fmt: skip
     if spec is None:
         kept = _kept(form, z, None, None)
@@ -187,3 +204,34 @@ def kept_number(z: QTensor | Tensor | None, norm_block: int, activation: str) ->
     if norm_block:
         return 1
     return 3 if derived_from_output(norm_block, activation, z) else 2
+
+
+def dgrad(
+    g: QTensor,
+    w_t: QTensor,
+    z: QTensor | Tensor | None,
+    *,
+    spec: Spec,
+    scale: Tensor,
+    activation: str,
+    amax: Tensor | None = None,
+    bias: bool = False,
+    slope: float = SLOPE,
+    launch: Launch | None = None,
+) -> DgradResult:
+    """A step of backward, in one kernel."""
+    check_amax(amax, g.device)
+    if g.shape[0] == 0 or w_t.shape[0] == 0 or g.shape[1] == 0:
+        from loka.kernels.fused_linear import reference
+
+        return reference.dgrad(
+            g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope
+        )
+    from loka.kernels.fused_linear import triton_ops
+
+    given = scale.float().reshape(())
+    q, q_t, sums = triton_ops.fused_linear_dgrad(
+        scaled_mm_triton.padded(g), scaled_mm_triton.padded(w_t), g.scale, w_t.scale, *read_kept(z, 0), given, amax,
+        ACTIVATIONS.index(activation), kept_number(z, 0, activation), slope, spec.format.dtype, bias, None if launch is None else launch.numbers,
+    )  # fmt: skip
+    return DgradResult(QTensor(q, given, spec), QTensor(q_t, given, spec), sums if bias else None)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from loka.kernels.fused_linear import triton_dgrad_kernels, triton_gradient_kernels
 from loka.kernels.fused_linear import triton_kernels as kernels
 
 
@@ -14,36 +15,18 @@ def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ..
 def fused_linear(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, out_scale: Tensor | None, amax: Tensor | None,
     a_source: int, b_source: int, norm: bool, activation: int, slope: float, out: int, out_dtype: torch.dtype,
-    pow2: bool, keep: int, transpose: bool,
+    pow2: bool, keep: int, transpose: bool, launch: list[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place."""
     results = kernels.fused(
         a, b, sa, sb, bias, out_scale, a_source=a_source, b_source=b_source, norm=norm, activation=activation,
-        out=out, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope,
+        out=out, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope, launch=launch,
     )  # fmt: skip
     return _dense(results, a, ("y", "y_scale", "y_t", "yt_scale", "z", "rstd"))
 
 
 @fused_linear.register_fake
-def _(
-    a,
-    b,
-    sa,
-    sb,
-    bias,
-    out_scale,
-    amax,
-    a_source,
-    b_source,
-    norm,
-    activation,
-    slope,
-    out,
-    out_dtype,
-    pow2,
-    keep,
-    transpose,
-):  # type: ignore[no-untyped-def]
+def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, out, out_dtype, pow2, keep, transpose, launch):  # type: ignore[no-untyped-def]  # fmt: skip
     m, n, device = a.shape[0], b.shape[0], a.device
     grouped = out == kernels.OUT_GROUPED
 
@@ -66,7 +49,7 @@ def fused_linear_gradient(
     norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool, dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """g, g_scale, g_t, gt_scale, bias, amax; a scale that was given does not come back."""
-    results = kernels.gradient(
+    results = triton_gradient_kernels.gradient(
         dy, z, z_scale, rstd, scale, norm=norm, activation=activation, kept=kept, slope=slope, bias=bias, grouped=grouped,
         dtype=dtype, t_dtype=t_dtype, pow2=pow2, t_pow2=t_pow2,
     )  # fmt: skip
@@ -92,4 +75,26 @@ def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped,
         kernels.block_scales(n, m, kernels.GROUPED, device) if grouped else empty(*alone),
         empty(n) if bias else empty(0),
         empty(),
+    )
+
+
+@torch.library.custom_op("loka::fused_linear_dgrad", mutates_args=("amax",))
+def fused_linear_dgrad(
+    g: Tensor, w_t: Tensor, sg: Tensor, sw: Tensor, z: Tensor | None, z_scale: Tensor | None, scale: Tensor, amax: Tensor | None,
+    activation: int, kept: int, slope: float, dtype: torch.dtype, bias: bool, launch: list[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """g, g_t, bias of the layer before; `amax` is raised in place."""
+    results = triton_dgrad_kernels.dgrad(
+        g, w_t, sg, sw, z, z_scale, scale, amax, activation=activation, kept=kept, slope=slope, dtype=dtype, bias=bias, launch=launch
+    )  # fmt: skip
+    return _dense(results, g, ("g", "g_t", "bias"))
+
+
+@fused_linear_dgrad.register_fake
+def _(g, w_t, sg, sw, z, z_scale, scale, amax, activation, kept, slope, dtype, bias, launch):  # type: ignore[no-untyped-def]
+    m, n = g.shape[0], w_t.shape[0]
+    return (
+        kernels.aligned(m, n, dtype, g.device),
+        kernels.aligned(n, m, dtype, g.device),
+        g.new_empty(n if bias else 0, dtype=torch.float32),
     )

@@ -1,0 +1,96 @@
+"""`loka load`: open-loop traffic against a server, with latencies that hide nothing.
+
+    loka load http://127.0.0.1:8000 --model onerec --rate 100 --seconds 20 --sla 50ms
+    loka load http://127.0.0.1:8000 --model onerec --rate 200 --seconds 20 --arrivals uniform --out load.json --report load.html
+    loka load http://127.0.0.1:8000 --model ranker --rate 50 --seconds 10 --rows 512
+
+Requests leave when they are due; latency counts from then, so a server that stalls cannot hide who would have asked meanwhile. Requests are random and their users are simulated, which the server writes down. Exit 0; 1 when
+more than --late of the accepted were late or a connection broke; 2 for a request that cannot be honoured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from loka.records import LoadTest
+
+__all__ = ["load"]
+
+
+def load(
+    url: Annotated[str, typer.Argument(help="Of the server: http://host:port.")],
+    model: Annotated[str, typer.Option(help="Name of the model, as the server knows it.")],
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 50.0,
+    seconds: Annotated[float, typer.Option(help="How long.")] = 10.0,
+    sla: Annotated[str, typer.Option(help="Within which an answer is good: 50ms.")] = "100ms",
+    arrivals: Annotated[str, typer.Option(help="poisson or uniform.")] = "poisson",
+    requests: Annotated[Path | None, typer.Option(help="Bodies to send, one JSON object a line, in turn; default: random ones.")] = None,
+    items: Annotated[int, typer.Option(help="Length of a random history.")] = 50,
+    vocabulary: Annotated[int, typer.Option(help="Random items and ids are 1 to this.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Rows of a random request to a ranker.")] = 100,
+    users: Annotated[int, typer.Option(help="Different simulated users.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of arrivals and random requests.")] = 0,
+    token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="Bearer token.")] = None,
+    late: Annotated[float, typer.Option(help="Share of late answers that is accepted.")] = 0.01,
+    out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page with the plot here.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Send open-loop traffic to a server and measure its answers."""
+    import asyncio
+
+    from loka import records
+    from loka.cli.serve import parse_seconds
+    from loka.serving.load import Traffic, describe, make_body, send, summarize
+
+    traffic = Traffic(rate=rate, seconds=seconds, sla=parse_seconds(sla), arrivals=arrivals, seed=seed)  # type: ignore[arg-type]
+    about = asyncio.run(describe(url, model, token))
+    if requests is None:
+        body = make_body(about["inputs"], items=items, vocabulary=vocabulary, rows=rows, users=users)
+    else:
+        body = read_bodies(requests)
+    sent = asyncio.run(send(url, traffic, body, token=token))
+    found = summarize(url, f"{model} {about['versions'][0]}", traffic, sent)
+    if out is not None:
+        records.save(found, out)
+    if report is not None:
+        from loka.report.render import write_html
+        from loka.report.results import Results
+
+        write_html(Results.of([found]), report)
+    typer.echo(records.to_json(found).decode() if json_ else tell(found))
+    if found.late_share > late or found.codes.get("error"):
+        raise typer.Exit(1)
+
+
+def read_bodies(path: Path) -> Callable[[int, random.Random], bytes]:
+    """The lines of a file, in turn."""
+    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: no requests in it")
+    return lambda number, source: lines[number % len(lines)]
+
+
+def tell(found: LoadTest) -> str:
+    """As text."""
+
+    def spell(quantiles: dict[str, float]) -> str:
+        return ", ".join(f"{name} {value:g}" for name, value in quantiles.items()) or "none"
+
+    return "\n".join(
+        [
+            f"{found.model} at {found.url}: {found.offered:,} requests, {found.rate:g}/s for {found.seconds:g} s ({found.arrivals})",
+            f"answers by status   {', '.join(f'{code}: {count:,}' for code, count in found.codes.items())}",
+            f"within {found.sla_ms:g} ms        {found.good:,}, {found.goodput:.1f} a second; late {found.late:,} ({found.late_share:.2%} of the accepted)",
+            f"latency ms          {spell(found.latency_ms)}",
+            f"429 decided in ms   {spell(found.shed_ms)}",
+            f"generator late ms   {spell(found.send_lag_ms)}",
+        ]
+    )

@@ -1,0 +1,235 @@
+"""`loka serve`: answer requests over HTTP inside a deadline.
+
+    loka serve runs/onerec --sla 50ms --port 8000                          a recommender made by loka generate --train
+    loka serve runs/ranker --sla 20ms --rows 256,1024                      a frozen ranker (loka.serving.save_ranker)
+    loka serve runs/onerec --host 0.0.0.0 --token-file tokens --sla 50ms   for others: only with a token
+    loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab   an experiment; read it with loka ab --online runs/ab
+    loka serve runs/a runs/b --shadow --events runs/shadow                 b answers too, and nobody sees it
+    loka serve --check http://127.0.0.1:8000                               is it ready, and what does it serve
+
+It binds localhost. Metrics, a live page and reloads are on --admin-port, also on localhost. SIGTERM drains, SIGHUP reads the bundles again. Exit 0; 1 when --check finds a
+server that is not ready; 2 for a request that cannot be honoured.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loka.serving import Server, Split
+
+__all__ = ["parse_seconds", "serve"]
+
+
+def serve(
+    bundles: Annotated[list[Path] | None, typer.Argument(help="Folder of a recommender or a ranker; two for an experiment.")] = None,
+    sla: Annotated[str, typer.Option(help="From arrival to answer: 50ms, 0.1s.")] = "100ms",
+    host: Annotated[str, typer.Option(help="Address to listen on; others than localhost need --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Public port; 0: a free one.")] = 8000,
+    admin_port: Annotated[int | None, typer.Option(help="Port of metrics, live page and reload, on localhost; default: 8001; -1: none.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File of bearer tokens, one a line; read again when it changes.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    precision: Annotated[str | None, typer.Option(help="Of what is not quantised in a recommender: bf16, fp16 or fp32; default: fp32.")] = None,
+    beams: Annotated[int | None, typer.Option(help="Width of a recommender's search; default: 50.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Requests a batch of a recommender may have; default: 1,2,4,8,16.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="Context lengths to prepare, with commas; default: the recommender's longest.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Rows a batch of a ranker may have; default: 64,256,1024,4096.")] = None,
+    factory: Annotated[str | None, typer.Option(help="package.module:function that builds the ranker, if its bundle names one.")] = None,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Answers do not depend on who else is in the batch, bit for bit.")] = False,
+    split: Annotated[str | None, typer.Option(help="Shares of two models: 95,5.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Name of the experiment; users fall anew under another.")] = None,
+    events: Annotated[Path | None, typer.Option(help="Folder for the experiment's events.")] = None,
+    shadow: Annotated[bool, typer.Option("--shadow", help="The first model answers, the second is only watched.")] = False,
+    on: Annotated[str, typer.Option(help="local: this process; ray: Ray Serve.")] = "local",
+    replicas: Annotated[int, typer.Option(help="Processes, with --on ray.")] = 1,
+    log: Annotated[str | None, typer.Option(help="all: every answer; errors, the default; none. JSON lines on stderr.")] = None,
+    check: Annotated[str | None, typer.Option(help="Ask the server at this URL how it is, instead.")] = None,
+    token: Annotated[str | None, typer.Option(envvar="LOKA_TOKEN", help="For --check.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print what --check finds, or where it listens, as JSON.")] = False,
+) -> None:  # fmt: skip
+    """Answer requests over HTTP inside a deadline."""
+    if check is not None:
+        if bundles:
+            raise ValueError("--check asks a server that runs already; give no folders beside it")
+        check_server(check, token, json_)
+        return
+    if not bundles:
+        raise ValueError("give the folder of a model, or --check URL")
+    if log not in (None, "all", "errors", "none"):
+        raise ValueError(f"--log {log}: expected all, errors or none")
+    if on not in ("local", "ray"):
+        raise ValueError(f"--on {on}: expected local or ray")
+    if on == "local" and replicas != 1:
+        raise ValueError(f"--replicas {replicas} needs --on ray; one process serves one replica")
+    options: dict[str, Any] = {
+        "device": device,
+        "precision": precision,
+        "beams": beams,
+        "batches": parse_sizes("--batches", batches),
+        "contexts": parse_sizes("--contexts", contexts),
+        "rows": parse_sizes("--rows", rows),
+        "factory": factory,
+        "batch_invariant": batch_invariant,
+    }
+    if on == "ray":
+        given = {"--split": split, "--salt": salt, "--events": events, "--shadow": shadow or None, "--log": log,
+                 "--admin-port": admin_port, "--json": json_ or None, "a second model": bundles[1:] or None}  # fmt: skip
+        if refused := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{', '.join(refused)}: of the server in one process, not of --on ray")
+        run_on_ray(bundles[0], parse_seconds(sla), host, port, token_file, replicas, options)
+        return
+    server = make_server(
+        bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
+        events=events, admin_port=None if admin_port == -1 else 8001 if admin_port is None else admin_port, verbose=log == "all",
+    )  # fmt: skip
+    if log != "none":
+        log_lines(every=log == "all")
+    tell(server, json_)
+    server.run()
+
+
+def make_server(
+    bundles: list[Path], options: dict[str, Any], *, split: str | None, salt: str | None, shadow: bool, **rest: Any
+) -> Server:
+    """The models of the folders behind a server in this process."""
+    from loka.cli.subject import find_device
+    from loka.serving import Server
+    from loka.serving.opening import open_model
+
+    need_uvicorn()
+    find_device(options["device"])
+    names = name_arms(bundles)
+    chosen = parse_split(names, split, salt, shadow)
+    arms = dict(zip(names, bundles, strict=True))
+    return Server(
+        {name: open_model(folder, name=name, **options) for name, folder in arms.items()},
+        split=chosen,
+        shadow=shadow,
+        folders={name: str(folder) for name, folder in arms.items()},
+        opener=lambda folder: open_model(folder, **options),
+        **rest,
+    )
+
+
+def log_lines(*, every: bool) -> None:
+    """Send the server's log to stderr."""
+    import logging
+
+    from loka.serving.server import log_to_stderr
+
+    log_to_stderr(logging.INFO if every else logging.WARNING)
+
+
+def tell(server: Server, as_json: bool) -> None:
+    """Say where it listens once it is ready; from a thread, because the main one serves."""
+    import threading
+    import time
+
+    def wait() -> None:
+        begin = time.monotonic()
+        while not server.service.ready:
+            if server.service.failed:
+                return
+            time.sleep(0.02)
+        found = {"url": server.url, "admin": server.admin_url, "seconds": round(time.monotonic() - begin, 2)}
+        arms = [server.service.describe_runner(r) for r in server.service.runners.values()]
+        if as_json:
+            typer.echo(json.dumps({**found, "models": arms}))
+        else:
+            for arm in arms:
+                typer.echo(f"{arm['model']} {arm['version']}: batches of up to {arm['caps']} by context within {arm['sla_ms']:g} ms", err=True)  # fmt: skip
+            typer.echo(f"ready after {found['seconds']} s: {server.url}/v1/recommend" + (f", live page {server.admin_url}" if server.admin_url else ""), err=True)  # fmt: skip
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def run_on_ray(
+    bundle: Path, sla: float, host: str, port: int, token_file: Path | None, replicas: int, options: dict[str, Any]
+) -> None:
+    """Serve on Ray until interrupted."""
+    from loka.serving.ray_app import run
+
+    place = bundle.resolve()
+    tokens = None if token_file is None else str(token_file.resolve())
+    model = {"folder": str(place), "name": place.name, **options}
+    run(model, sla=sla, host=host, port=port, token_file=tokens, replicas=replicas)
+
+
+def check_server(url: str, token: str | None, as_json: bool) -> None:
+    """Print how a server is; exit 1 where it is not ready."""
+    import asyncio
+
+    from loka.serving.load import look
+
+    found = asyncio.run(look(url, token))
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        token_state = "accepted" if found["status"] == 200 else f"refused ({found['status']})"
+        typer.echo(f"{url}: live {found['live']}, ready {found['ready']}, this client is {token_state}")
+    if not found["ready"] or found["status"] != 200:
+        raise typer.Exit(1)
+
+
+def parse_seconds(text: str) -> float:
+    """50ms, 0.1s or 0.1 as seconds."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(ms|s|)\s*", text)
+    try:
+        value = float(found[1]) * (1e-3 if found[2] == "ms" else 1.0) if found else 0.0
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ValueError(f"{text!r} is no duration; expected 50ms or 0.05s")
+    return value
+
+
+def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Whole numbers with commas."""
+    if text is None:
+        return None
+    try:
+        return tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}: expected whole numbers with commas between them") from error
+
+
+def parse_split(names: list[str], split: str | None, salt: str | None, shadow: bool) -> Split | None:
+    """The experiment, if there is one."""
+    from loka.serving import Split
+
+    if split is None:
+        if salt is not None:
+            raise ValueError("--salt goes with --split")
+        return None
+    if shadow:
+        raise ValueError("--shadow shows everybody the first model: it does not go with --split")
+    try:
+        shares = tuple(float(word) for word in split.split(","))
+    except ValueError as error:
+        raise ValueError(f"--split {split!r}: expected shares with commas between them, as 95,5") from error
+    if salt is None:
+        raise ValueError("--split needs --salt, the experiment's name")
+    return Split(tuple(names), shares, salt)
+
+
+def name_arms(bundles: list[Path]) -> list[str]:
+    """Folder names; with their parent's where they are the same."""
+    names = [path.resolve().name for path in bundles]
+    if len(set(names)) < len(names):
+        names = [f"{path.resolve().parent.name}-{path.resolve().name}" for path in bundles]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the bundles {', '.join(map(str, bundles))} have the same names; hint: two folders")
+    return names
+
+
+def need_uvicorn() -> None:
+    """Say what to install where uvicorn is missing."""
+    from importlib.util import find_spec
+
+    if find_spec("uvicorn") is None:
+        raise ValueError("loka serve needs uvicorn; hint: pip install 'loka[serve]'")

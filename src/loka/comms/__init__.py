@@ -1,0 +1,21 @@
+"""comms: bytes between machines. Codecs, encoded collectives for FSDP2, DDP and TorchRec, and one agreement across ranks."""
+
+from loka.comms.agreement import Agreement, RankError
+from loka.comms.codec import Codec, parse_codec
+from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_scatter
+from loka.comms.fsdp import StepClock, quantize_ddp, quantize_fsdp
+
+__all__ = [
+    "Agreement",
+    "Codec",
+    "Part",
+    "RankError",
+    "StepClock",
+    "Wire",
+    "all_gather",
+    "all_reduce",
+    "parse_codec",
+    "quantize_ddp",
+    "quantize_fsdp",
+    "reduce_scatter",
+]

@@ -1,0 +1,268 @@
+"""One agreement across ranks: statistics merged in a tree, one plan judged once, and a rank that is missing or disagrees is named.
+
+    agreement = Agreement(timeout=60)
+    agreement.merge(probe.dump, probe.absorb)              # rank 0 ends with everybody's statistics
+    plan = agreement.decide(lambda: records.to_json(report.plan()))     # judged on rank 0, the same bytes everywhere
+    agreement.compare("weights", digest_of(model))         # raises on every rank, naming who differs
+
+Bytes travel over the process group; who has arrived, who failed and what everybody's digest is stands in the group's store, where it can be read with a time limit. So a rank that dies,
+is late or raises costs the others at most `timeout` seconds, and all of them get a RankError that names it.
+
+The tree: in round k rank r receives from r + 2^k, where r is a multiple of 2^(k + 1), and is done after it has sent. A rank holds its own state and at most one that arrived.
+
+Everything here takes and returns bytes: what they mean (a Plan, Probe's statistics, a tuned configuration) is the caller's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Agreement", "RankError"]
+
+_POLL = 0.02  # seconds between looks at the store
+
+
+class RankError(RuntimeError):
+    """Some ranks are missing, failed or disagree; `ranks` are theirs.
+
+    Args:
+        message: what happened.
+        ranks: whose fault it is, as far as can be told.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Agreement:
+    """What a group of ranks does together, or not at all. Every rank must make the same calls in the same order.
+
+    Args:
+        group: of ranks; the default group where None. Its backend must send CPU tensors (gloo), or `device` must say what it sends.
+        timeout: seconds that a missing rank may cost.
+        device: of the tensors that are sent.
+        name: tells two agreements of one group apart.
+
+    Example:
+        >>> plan = Agreement(timeout=30).decide(lambda: records.to_json(plan))
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 60.0,
+        device: torch.device | str = "cpu",
+        name: str = "loka",
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"the timeout is in seconds, above 0, got {timeout}")
+        if not dist.is_initialized():
+            raise ValueError("there is no process group to agree in; hint: torch.distributed.init_process_group")
+        self.group, self.timeout, self.device = group, timeout, torch.device(device)
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._store = dist.PrefixStore(f"{name}/agreement", dist.distributed_c10d._get_default_store())
+        self._round = 0
+
+    def compare(self, what: str, data: bytes) -> str:
+        """Make sure that all ranks hold the same bytes.
+
+        Args:
+            what: for the message.
+            data: this rank's.
+
+        Returns:
+            Their digest.
+
+        Raises:
+            RankError: on every rank, naming those that differ from the majority, or that did not come.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        found = self._meet(f"compare {what}", digest)
+        common, votes = Counter(found).most_common(1)[0]
+        if votes == self.world:
+            return digest
+        if list(Counter(found).values()).count(votes) > 1:
+            common = found[0]  # a tie: rank 0 judged
+        odd = tuple(rank for rank, seen in enumerate(found) if seen != common)
+        seen = ", ".join(f"rank {rank} has {found[rank][:12]}" for rank in odd)
+        raise RankError(f"{what} differs between ranks: {common[:12]} is what most have, {seen}", odd)
+
+    def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
+        """The bytes of one rank on all of them, checked after they have arrived.
+
+        Args:
+            data: on the source; ignored elsewhere.
+            source: whose.
+
+        Returns:
+            The bytes.
+        """
+        if self.rank == source and data is None:
+            raise ValueError(f"rank {source} broadcasts, so it needs data")
+        self._meet("broadcast", "ready")
+        length = torch.tensor([len(data) if data is not None else 0], device=self.device)
+        self._do(
+            f"broadcast from rank {source}",
+            (source,),
+            lambda: dist.broadcast(length, self._global(source), group=self.group, async_op=True),
+        )
+        buffer = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == source and data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if len(buffer):
+            self._do(
+                f"broadcast from rank {source}",
+                (source,),
+                lambda: dist.broadcast(buffer, self._global(source), group=self.group, async_op=True),
+            )
+        received = bytes(buffer.cpu().numpy())
+        self.compare("what was broadcast", received)
+        return received
+
+    def decide(self, judge: Callable[[], bytes], *, source: int = 0) -> bytes:
+        """Judge once, on one rank, and take the result everywhere.
+
+        Args:
+            judge: called on the source only; what it raises is raised on all ranks.
+            source: who judges.
+
+        Returns:
+            The bytes it returned.
+
+        Raises:
+            RankError: the judge failed, or a rank did not come or received something else.
+        """
+        data, error = None, None
+        if self.rank == source:
+            try:
+                data = judge()
+            except Exception as raised:
+                error = raised
+        answer = "ok" if error is None else f"failed: {type(error).__name__}: {error}"
+        try:
+            self._meet("decide", answer)
+        except RankError as told:
+            raise told from error
+        return self.broadcast(data, source=source)
+
+    def merge(self, dump: Callable[[], bytes], absorb: Callable[[bytes], None]) -> bool:
+        """Bring every rank's state to rank 0, two at a time.
+
+        Args:
+            dump: this rank's state, with all that it has absorbed.
+            absorb: merge another rank's state into this one's.
+
+        Returns:
+            Whether this rank holds the whole: True on rank 0.
+
+        Raises:
+            RankError: a rank is missing, or could not dump or absorb.
+        """
+        self._meet("merge", "ready")
+        problem: Exception | None = None
+        try:
+            self._climb(dump, absorb)
+        except Exception as raised:
+            problem = raised
+        blamed = problem.ranks if isinstance(problem, RankError) else (self.rank,)
+        text = "done" if problem is None else f"failed: {','.join(map(str, blamed))}: {problem}"
+        try:
+            self._meet("merged", text)
+        except RankError as told:
+            raise told from problem
+        return self.rank == 0
+
+    def _climb(self, dump: Callable[[], bytes], absorb: Callable[[bytes], None]) -> None:
+        step = 1
+        while step < self.world:
+            if self.rank % (2 * step):
+                self._send(dump(), self.rank - step)
+                return
+            if self.rank + step < self.world:
+                absorb(self._receive(self.rank + step))
+            step *= 2
+
+    def _send(self, data: bytes, target: int) -> None:
+        for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)):
+            sent = tensor.to(self.device)
+            self._do(
+                f"send to rank {target}",
+                (target,),
+                lambda sent=sent: dist.isend(sent, self._global(target), group=self.group),
+            )  # type: ignore[misc]
+
+    def _receive(self, source: int) -> bytes:
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._do(
+            f"receive from rank {source}", (source,), lambda: dist.irecv(length, self._global(source), group=self.group)
+        )
+        buffer = torch.empty(max(int(length), 1), dtype=torch.uint8, device=self.device)
+        self._do(
+            f"receive from rank {source}", (source,), lambda: dist.irecv(buffer, self._global(source), group=self.group)
+        )
+        return bytes(buffer.cpu().numpy())[: int(length)]
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _do(self, what: str, blamed: tuple[int, ...], start: Callable[[], Any]) -> None:
+        """A transfer, with a time limit."""
+        try:
+            work = start()
+            if work is not None:
+                work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, blamed))
+            raise RankError(
+                f"{what} did not finish in {self.timeout:g} s: rank {ranks} is gone or stuck ({error})", blamed
+            ) from error
+
+    def _meet(self, what: str, word: str) -> list[str]:
+        """Post a word, wait for everybody's, and give them all; raise where one is missing or begins with "failed"."""
+        self._round += 1
+        key = f"{self._round}/{what}"
+        words: dict[int, str] = {}
+        deadline = time.monotonic() + self.timeout
+        try:
+            self._store.set(f"{key}/{self.rank}", word)
+            while len(words) < self.world and time.monotonic() < deadline:
+                for rank in range(self.world):
+                    if rank not in words and self._store.check([f"{key}/{rank}"]):
+                        words[rank] = self._store.get(f"{key}/{rank}").decode()
+                if len(words) < self.world:
+                    time.sleep(_POLL)
+        except RuntimeError as error:  # the store lives on rank 0
+            raise RankError(f"{what}: rank 0, which holds the store, is gone ({error})", (0,)) from error
+        failed = {rank: text for rank, text in words.items() if text.startswith("failed: ")}
+        if failed:
+            raise RankError(
+                f"{what}: {'; '.join(f'rank {rank} {text}' for rank, text in failed.items())}", self._blame(failed)
+            )
+        missing = tuple(rank for rank in range(self.world) if rank not in words)
+        if missing:
+            names = ", ".join(map(str, missing))
+            raise RankError(
+                f"{what}: rank {names} of {self.world} did not come within {self.timeout:g} s (dead, stuck, or doing something else)",
+                missing,
+            )
+        return [words[rank] for rank in range(self.world)]
+
+    @staticmethod
+    def _blame(failed: dict[int, str]) -> tuple[int, ...]:
+        """Whom those who failed blame, without those who only were left waiting; themselves where they blame nobody."""
+        blamed: set[int] = set()
+        for rank, text in failed.items():
+            first = text.removeprefix("failed: ").partition(": ")[0]
+            named = {int(part) for part in first.split(",") if part.isdigit()}
+            blamed |= named or {rank}
+        return tuple(sorted(blamed))

@@ -1,0 +1,270 @@
+"""Encoded embeddings between the ranks of TorchRec.
+
+    wire = Wire()
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=make_registry(wire=wire))
+    model = DistributedModelParallel(model, sharders=[sharder], ...)
+    distribute_rows(model, wire=wire)            # row-wise sharded tables: their reduce-scatter
+
+Table- and column-wise tables exchange pooled embeddings by all-to-all, which TorchRec lets a codec of its registry encode. Row-wise tables reduce-scatter partial sums, and there
+TorchRec would add up encoded bytes, or replace the codec by another; `distribute_rows` puts an output distribution of our own in its place: all-to-all of encoded partial sums,
+added in float32, and an all-gather of encoded gradients on the way back. Until it is called, the registry's entry for reduce-scatter refuses to run.
+
+Sequence embeddings (all-to-all of single rows) take the same codecs. Variable batch sizes per feature are refused for row-wise tables, and a split of the batch that is
+no multiple of the codec's block wherever TorchRec does not say where it cuts.
+
+Not here: TorchRec's own QCommsConfig, which replaces what it cannot do by something else and warns; `refuse_substitutions` raises in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from loka.comms.codec import Codec, parse_codec
+from loka.comms.collectives import Wire
+
+__all__ = ["distribute_rows", "make_registry", "refuse_substitutions"]
+
+FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
+
+
+class EmbeddingCodec:
+    """A codec as TorchRec's registry wants it: one direction of one kind of collective."""
+
+    def __init__(self, codec: Codec, op: str, wire: Wire) -> None:
+        if codec.is_stochastic:
+            raise ValueError(
+                f"{codec}: TorchRec tells a codec neither step nor table, so stochastic rounding could not be repeated"
+            )
+        self.codec, self.op, self.wire = codec, op, wire
+
+    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        """Bytes."""
+        data = self.codec.encode(input_tensor)
+        self.wire.add(self.op, input_tensor.numel(), data.numel())
+        return data
+
+    def decode(self, input_grad: Tensor, ctx: Any = None) -> Tensor:
+        """float32."""
+        return self.codec.decode(input_grad.view(-1), self._elements(input_grad.numel()))
+
+    def _elements(self, size: int) -> int:
+        block = self.codec.block
+        return size * block // self.codec.size(block)  # whole blocks: `calc_quantized_size` refused the others
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        """Bytes."""
+        return torch.uint8
+
+    def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
+        """Bytes of one rank's share."""
+        if input_len % self.codec.block:
+            raise ValueError(
+                f"{self.op} sends a rank {input_len} elements, which {self.codec} cannot cut into blocks of {self.codec.block}; "
+                "hint: batch x width must be a multiple of it on every rank, or choose a smaller block (drop the last, smaller batch)"
+            )
+        return self.codec.size(input_len)
+
+    def create_context(self) -> None:
+        """Nothing travels beside the bytes."""
+
+    def padded_size(
+        self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: Any
+    ) -> tuple[int, int]:
+        """No padding: the backward pass has none, and it would send bytes nobody asked for."""
+        return input_tensor.shape[0] if input_tensor.dim() == 1 else input_tensor.shape[1], 0
+
+
+class _RefusingCodec(EmbeddingCodec):
+    """Stands where TorchRec would add up encoded bytes."""
+
+    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        raise ValueError(
+            f"a row-wise table is reduce-scattered by TorchRec, which cannot add {self.codec}; hint: loka.comms.torchrec.distribute_rows(model)"
+        )
+
+
+def make_registry(
+    forward: str | Codec = FORWARD, backward: str | Codec = BACKWARD, *, wire: Wire | None = None
+) -> dict[str, Any]:
+    """Codecs for a TorchRec sharder's `qcomm_codecs_registry`.
+
+    Args:
+        forward: codec of embeddings.
+        backward: codec of their gradients.
+        wire: where to count what is sent.
+
+    Returns:
+        An entry for each collective of TorchRec.
+
+    Raises:
+        ValueError: TorchRec is not installed, or a codec rounds stochastically.
+
+    Example:
+        >>> sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=make_registry("e4m3:1x32:e8m0", "e5m2:1x32:e8m0"))
+    """
+    types = _require("torchrec.distributed.types")
+    wire = Wire() if wire is None else wire
+    pair = parse_codec(forward), parse_codec(backward)
+    registry: dict[str, Any] = {}
+    for op in types.CommOp:
+        kind = _RefusingCodec if op == types.CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER else EmbeddingCodec
+        ahead, back = (
+            kind(codec, f"{op.value} {way}", wire) for codec, way in zip(pair, ("forward", "backward"), strict=True)
+        )
+        registry[op.name] = types.QuantizedCommCodecs(forward=ahead, backward=back)
+    return registry
+
+
+class _ReduceRows(torch.autograd.Function):
+    """Forward: all-to-all of encoded partial sums, added in float32. Backward: all-gather of the encoded gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        partial: Tensor,
+        splits: Sequence[int],
+        codecs: tuple[Codec, Codec],
+        group: Any,
+        divide: bool,
+        wire: Wire,
+    ) -> Tensor:
+        rank, width, codec = dist.get_rank(group), partial.shape[1], codecs[0]
+        ctx.splits, ctx.codec, ctx.group, ctx.divide, ctx.wire = splits, codecs[1], group, divide, wire
+        pieces = [codec.encode(piece) for piece in torch.split(partial, list(splits))]
+        sent, mine = torch.cat(pieces), codec.size(splits[rank] * width)
+        received = sent.new_empty(mine * len(splits))
+        dist.all_to_all_single(received, sent, [mine] * len(splits), [p.numel() for p in pieces], group=group)
+        wire.add("rows forward", partial.numel(), sent.numel())
+        total = partial.new_zeros(splits[rank] * width, dtype=torch.float32)
+        for data in torch.split(received, mine):
+            total += codec.decode(data, total.numel())
+        return total.view(splits[rank], width).to(partial.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (grad,) = grads
+        codec, splits, width = ctx.codec, ctx.splits, grad.shape[1]
+        sizes = [codec.size(rows * width) for rows in splits]
+        data = codec.encode(grad)
+        sent = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))  # gathers want one length
+        received = sent.new_empty(len(splits) * sent.numel())
+        dist.all_gather_into_tensor(received, sent, group=ctx.group)
+        ctx.wire.add("rows backward", grad.numel(), data.numel())
+        parts = [
+            codec.decode(bytes_[:size], rows * width, grad.dtype).view(rows, width)
+            for bytes_, size, rows in zip(received.view(len(splits), -1), sizes, splits, strict=True)
+        ]
+        whole = torch.cat(parts)
+        return whole / len(splits) if ctx.divide else whole, None, None, None, None, None
+
+
+class RowDistribution(nn.Module):
+    """The output distribution of row-wise sharded tables, encoded. `distribute_rows` puts it in place."""
+
+    def __init__(self, group: Any, codecs: tuple[Codec, Codec], wire: Wire) -> None:
+        super().__init__()
+        self.group, self.codecs, self.wire = group, codecs, wire
+
+    def forward(self, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
+        """local_embs [sum of all ranks' batches, D] -> an awaitable of this rank's [batch, D]."""
+        comm_ops, types = _require("torchrec.distributed.comm_ops"), _require("torchrec.distributed.types")
+        if sharding_ctx is not None and sharding_ctx.variable_batch_per_feature:
+            raise ValueError(
+                "encoded row-wise tables take one batch size for all features; hint: the codec fp32 through TorchRec's own path"
+            )
+        world = dist.get_world_size(self.group)
+        splits = (
+            tuple(sharding_ctx.batch_size_per_rank)
+            if sharding_ctx is not None and sharding_ctx.batch_size_per_rank
+            else (local_embs.shape[0] // world,) * world
+        )
+        divide = comm_ops.get_gradient_division()
+        reduced = _ReduceRows.apply(local_embs, splits, self.codecs, self.group, divide, self.wire)  # type: ignore[no-untyped-call]
+        return types.NoWait(reduced)
+
+    def extra_repr(self) -> str:
+        """The codecs."""
+        return f"forward={self.codecs[0]}, backward={self.codecs[1]}"
+
+
+def distribute_rows(
+    model: nn.Module, forward: str | Codec = FORWARD, backward: str | Codec = BACKWARD, *, wire: Wire | None = None
+) -> int:
+    """Encode what row-wise sharded tables exchange, in a model that DistributedModelParallel has sharded.
+
+    Args:
+        model: after sharding.
+        forward: codec of partial sums.
+        backward: codec of gradients.
+        wire: where to count what is sent.
+
+    Returns:
+        How many output distributions were replaced.
+
+    Example:
+        >>> distribute_rows(dmp_model, "e4m3:1x32:e8m0", "e5m2:1x32:e8m0")
+        1
+    """
+    rows = _require("torchrec.distributed.sharding.rw_sharding")
+    codecs, wire = (parse_codec(forward), parse_codec(backward)), Wire() if wire is None else wire
+    if stochastic := [str(codec) for codec in codecs if codec.is_stochastic]:
+        raise ValueError(
+            f"{', '.join(stochastic)}: TorchRec tells a codec neither step nor table, so stochastic rounding could not be repeated"
+        )
+    replaced = 0
+    for module in model.modules():
+        dists: Any = getattr(module, "_output_dists", ())
+        for i, old in enumerate(dists):
+            if isinstance(old, rows.RwPooledEmbeddingDist):
+                dists[i] = RowDistribution(old._pg, codecs, wire)
+                replaced += 1
+    return replaced
+
+
+def refuse_substitutions(config: Any, *, device: torch.device) -> None:
+    """Raise where TorchRec would run another precision than its QCommsConfig asks for.
+
+    Args:
+        config: a `torchrec.distributed.fbgemm_qcomm_codec.QCommsConfig`.
+        device: of the collectives.
+
+    Raises:
+        ValueError: with every substitution that would happen.
+
+    Example:
+        >>> refuse_substitutions(QCommsConfig(forward_precision=CommType.BF16), device=torch.device("cpu"))
+        ValueError: TorchRec would not run what was asked: forward bf16 on gloo becomes fp16; ...
+    """
+    problems = []
+    for way in ("forward", "backward"):
+        kind = str(getattr(config, f"{way}_precision"))
+        if kind == "bf16" and device.type == "cpu":
+            problems.append(f"{way} bf16 on gloo becomes fp16")
+        if kind in ("fp8", "mx4"):
+            instead = "fp16" if way == "forward" or device.type == "cpu" else "bf16"
+            problems.append(f"{way} {kind} of row-wise tables (reduce-scatter) becomes {instead}")
+            if device.type == "cpu":
+                problems.append(f"{way} {kind} has no CPU kernel and fails in the first batch")
+        if kind == "int8":
+            problems.append(f"{way} int8 of row-wise tables (reduce-scatter) adds up encoded bytes")
+    if problems:
+        raise ValueError(
+            f"TorchRec would not run what was asked: {'; '.join(problems)}; hint: loka.comms.torchrec.make_registry and distribute_rows"
+        )
+
+
+def _require(module: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except Exception as error:  # a broken install raises anything from ImportError to OSError
+        raise ValueError(
+            f"TorchRec cannot be imported ({type(error).__name__}: {error}); install: pip install 'loka[torchrec]'"
+        ) from error

@@ -1,0 +1,36 @@
+"""The law of lookups: rows as float32, times their weights, added up in float32 in the order of the items, rounded once to the output's type."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import YES, Verdict
+from loka.kernels.embedding_bag.call import BagCall
+from loka.kernels.embedding_bag.rows import Rows
+
+
+def supports(call: BagCall, device: torch.device) -> Verdict:
+    """Everything torch runs on."""
+    return YES
+
+
+def run(
+    rows: Rows,
+    indices: Tensor,
+    offsets: Tensor | None,
+    *,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """indices [L], offsets [B + 1] or None for single items -> [B, D] or [L, D]."""
+    values = rows.take(indices)
+    if weights is not None:
+        values = values * weights.float().unsqueeze(1)
+    if offsets is None:
+        return values.to(out_dtype)
+    lengths = offsets.diff()
+    bag = torch.repeat_interleave(torch.arange(len(lengths), device=indices.device), lengths)
+    total = values.new_zeros(len(lengths), rows.width).index_add_(0, bag, values)
+    if mode == "mean":
+        total = total / lengths.clamp(min=1).unsqueeze(1)
+    return total.to(out_dtype)

@@ -1,0 +1,34 @@
+"""The Triton lookup as one torch op, so that torch.compile sees a call and not Python."""
+
+import torch
+from torch import Tensor
+
+from loka.formats import INT4, Spec
+from loka.kernels.embedding_bag import triton_kernels as kernels
+
+
+@torch.library.custom_op("loka::embedding_bag", mutates_args=())
+def embedding_bag(
+    data: Tensor,
+    scale: Tensor | None,
+    slot: Tensor | None,
+    hot: Tensor | None,
+    indices: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    mean: bool,
+    spec: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `triton_kernels.look_up`."""
+    return kernels.look_up(data, scale, slot, hot, indices, offsets, weights, mean, _is_int4(spec), out_dtype)
+
+
+@embedding_bag.register_fake
+def _(data, scale, slot, hot, indices, offsets, weights, mean, spec, out_dtype):  # type: ignore[no-untyped-def]
+    bags = indices.shape[0] if offsets is None else offsets.shape[0] - 1
+    return data.new_empty(bags, data.shape[1] * (2 if _is_int4(spec) else 1), dtype=out_dtype)
+
+
+def _is_int4(spec: str) -> bool:
+    return bool(spec) and Spec.parse(spec).format == INT4

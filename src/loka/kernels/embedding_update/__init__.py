@@ -1,0 +1,58 @@
+"""embedding_update: one step of an optimiser on the rows of a table that occurred in a batch, in place and in the rows' own precision."""
+
+from torch import Tensor
+
+from loka.formats import Draw
+from loka.kernels.embedding_bag import Rows, check_items
+from loka.kernels.embedding_update.call import TRAINABLE, Rule, RuleKind, UpdateCall, trainable
+from loka.kernels.registry import pick
+
+__all__ = ["TRAINABLE", "Rule", "RuleKind", "UpdateCall", "embedding_update", "trainable"]
+
+
+def embedding_update(
+    rows: Rows,
+    indices: Tensor,
+    grad: Tensor,
+    rule: Rule,
+    state: tuple[Tensor, ...],
+    draw: Draw,
+    *,
+    offsets: Tensor | None = None,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    first_row: int = 0,
+    first_column: int = 0,
+    backend: str = "auto",
+) -> None:
+    """Apply the gradient of a lookup to the table, in place (a table is too large to be copied).
+
+    Args:
+        rows: the table; its kind must be trainable.
+        indices: of the lookup, [L].
+        grad: of its result, [B, D], or [L, D] without offsets.
+        rule: the optimiser.
+        state: of `rule.state(rows)`; updated.
+        draw: step, table and seed: where stochastic rounding takes its numbers from.
+        offsets: of the lookup, [B + 1].
+        weights: of the lookup, [L].
+        mode: of the lookup.
+        first_row: the table's first row in the whole, where it is a shard.
+        first_column: its first column; a multiple of eight.
+        backend: by name, or `auto`.
+
+    Example:
+        >>> rows, rule = Rows.of(torch.randn(100, 16), "int8:row"), Rule("rowwise_adagrad", lr=0.02)
+        >>> embedding_update(rows, torch.tensor([3, 3, 7]), torch.randn(3, 16), rule, rule.state(rows), Draw(step=0))
+    """
+    trainable(rows.kind)
+    check_items(rows, indices, offsets, weights)
+    bags = len(indices) if offsets is None else len(offsets) - 1
+    if grad.shape != (bags, rows.width):
+        raise ValueError(f"the gradient of this lookup is [{bags}, {rows.width}], got {tuple(grad.shape)}")
+    if len(state) != len(rule.state(Rows(rows.data[:0], None if rows.scale is None else rows.scale[:0], rows.spec))):
+        raise ValueError(f"{rule.kind} keeps another state than the {len(state)} tensors given; hint: rule.state(rows)")
+    call = UpdateCall(rows.count, rows.width, bags, len(indices), rows.kind, rule.kind, rows.hot is not None)
+    chosen = pick("embedding_update", backend, call, rows.data.device)
+    options = {"weights": weights, "mode": mode, "first_row": first_row, "first_column": first_column}
+    chosen.backend.run(rows, indices, offsets, grad, rule, state, draw, **options)

@@ -1,0 +1,81 @@
+"""An update of an embedding table, described without tensors; and the rules of optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from loka.kernels.embedding_bag.rows import FLOATS, Rows, parse_rows
+
+RuleKind = Literal["sgd", "rowwise_adagrad", "adam"]
+TRAINABLE = ("float32", "bfloat16", "int8:row", "e4m3:row:pow2")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a gradient g of a row moves it. With D its width and t the step, from 1:
+
+        sgd              w <- w - lr g
+        rowwise_adagrad  h <- h + |g|^2 / D             w <- w - lr g / (sqrt(h) + eps)
+        adam             m <- b1 m + (1 - b1) g         v <- b2 v + (1 - b2) g^2        w <- w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    Rows that do not occur in a batch do not move, and neither does their state.
+    """
+
+    kind: RuleKind = "rowwise_adagrad"
+    lr: float = 0.02
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RuleKind):
+            raise ValueError(f"rules are {', '.join(get_args(RuleKind))}, not {self.kind!r}")
+        if not (self.lr >= 0 and self.eps > 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"expected lr >= 0, eps > 0 and betas in [0, 1), got {self}")
+
+    def state(self, rows: Rows) -> tuple[Tensor, ...]:
+        """What the rule remembers of a table, zero at first: nothing, [N], or two [N, D]; float32."""
+        device = rows.data.device
+        if self.kind == "rowwise_adagrad":
+            return (torch.zeros(rows.count, dtype=torch.float32, device=device),)
+        if self.kind == "adam":
+            return tuple(torch.zeros(rows.count, rows.width, dtype=torch.float32, device=device) for _ in range(2))
+        return ()
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """1 / (1 - b^t) of Adam, for steps counted from 0."""
+        if self.kind != "adam":
+            return 1.0, 1.0
+        return 1 / (1 - self.beta1 ** (step + 1)), 1 / (1 - self.beta2 ** (step + 1))
+
+
+@dataclass(frozen=True)
+class UpdateCall:
+    """The gradient of `bags` bags with `items` items, applied to a table of `rows` x `width`."""
+
+    rows: int
+    width: int
+    bags: int
+    items: int
+    kind: str = "float32"
+    rule: RuleKind = "rowwise_adagrad"
+    hot: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rule} of {self.rows}x{self.width} {self.kind} by {self.items} items in {self.bags} bags{' (hot rows)' * self.hot}"
+
+
+def trainable(kind: str) -> None:
+    """Raise for rows that cannot be trained."""
+    if kind in TRAINABLE:
+        return
+    if kind not in FLOATS:
+        parse_rows(kind)
+    raise ValueError(
+        f"rows of {kind} cannot be trained, only looked up; rows for training are {', '.join(TRAINABLE)} "
+        "(four bits lose too much in training, and FP8 wants scales of powers of two)"
+    )

@@ -1,0 +1,260 @@
+"""How a fused GEMM is launched: the tile, its warps and pipeline, and how the work is spread over the multiprocessors.
+
+`choose_launch` ranks the launches that fit by a model of the time they take, in microseconds:
+
+    time  = start + sum over waves of (steps * max(multiply, load) + epilogue)
+
+    multiply   bm * bn * bk products at the rate of one multiprocessor's tensor cores
+    load       (bm + bn) * bk bytes at the rate one multiprocessor reads the L2 cache: higher with more bytes in flight (stages, programs that share it), lower where
+               rows of the operands (K bytes) start within a sector of 32 bytes
+    epilogue   bm * bn elements; more where a transpose or z is written too
+
+What decides in practice is the last wave: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which leaves most of them idle, while 336 tiles of
+64 x 256 take three waves of half the length. Or the tiles that are left over when all multiprocessors have had their share are cut along K (`split`), so that all of them work
+on these too: partial sums in float32, and a second kernel that adds them and finishes the layer. That costs its own start and the sums' way through memory. Few rows
+(serving) are the same case: all tiles are left over.
+
+It is a function of numbers, not a search: the choice must be the same on all ranks, in every process and under graph capture. A caller that has measured passes its own
+`Launch` instead; the ranking is then the list of what is worth measuring.
+"""
+
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from loka.formats import Block, Spec
+from loka.kernels.fused_linear.call import NORM_BLOCK, DgradCall, FusedCall, kept_form
+
+_GROUP = Block(1, 128)
+_SQUARE = Block(128, 128)
+_KEPT_BYTES = {"nothing": 0, "y": 0, "normalized": 1, "scaled": 1, "bf16": 2}
+_RESERVED = 2048  # bytes of shared memory for barriers and reductions
+_SPLITS = (2, 3, 4, 6, 8, 16)
+
+# Fitted to an H200 (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor; the model is within 10 % of what was measured.
+_MULTIPLY = 1 / 6.1e6  # a product and sum of FP8 numbers
+_RATE, _RATE_IN_FLIGHT = 60e3, 0.24  # bytes from the L2 cache: with little in flight, and more for each byte in flight
+_RATE_ASTRIDE = 62e3  # where rows do not start at whole sectors
+_WAVE, _ELEMENT = 0.5, 0.72 / 32768  # of the epilogue: each, and an element of the tile
+_ALSO = 1.2 / 32768  # an element that is written once more
+_START = 3.3
+_FINISH = 2.1  # the second kernel's start, and each part that it adds
+_PART = 0.57
+_PARTIAL = 1 / 2.8e6  # a byte of partial sums written and read, by the whole chip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One way to launch: a tile of bm x bn, bk at a time; warps and loads in flight (stages) of a program; `group` rows of tiles walked together, which share
+    what is in L2; programs per multiprocessor (`resident`); `split`: parts that K is cut into."""
+
+    bm: int
+    bn: int
+    bk: int = 128
+    warps: int = 4
+    stages: int = 4
+    group: int = 8
+    resident: int = 1
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}={value} is not a power of two from {low} to {high}"
+            for name, value, low, high in (
+                ("bm", self.bm, 16, 256), ("bn", self.bn, 16, 256), ("bk", self.bk, 32, 256), ("warps", self.warps, 1, 16),
+            )
+            if not low <= value <= high or value & (value - 1)
+        ]  # fmt: skip
+        wrong += [f"{name}={getattr(self, name)} is less than 1" for name in ("stages", "group", "resident", "split") if getattr(self, name) < 1]  # fmt: skip
+        if wrong:
+            raise ValueError(f"not a launch: {'; '.join(wrong)}")
+
+    @property
+    def numbers(self) -> list[int]:
+        """As an op takes it; `Launch(*numbers)` is the way back."""
+        return list(astuple(self))
+
+    def __str__(self) -> str:
+        shared = f" x{self.resident}" if self.resident > 1 else ""
+        split = f" split {self.split}" if self.split > 1 else ""
+        return (
+            f"{self.bm}x{self.bn}x{self.bk} {self.warps} warps {self.stages} stages group {self.group}{shared}{split}"
+        )
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a launch depends on of a device."""
+
+    processors: int
+    shared_memory: int
+
+
+@lru_cache
+def properties_of(device: torch.device) -> Properties:
+    """Of a GPU; on the CPU (Triton's interpreter) a Hopper with few multiprocessors, so that persistent loops go round."""
+    if device.type != "cuda":
+        return Properties(3, 227 * 1024)
+    found = torch.cuda.get_device_properties(device)
+    return Properties(found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A fused GEMM as its launch sees it: sizes, and bytes an element of what is written and read beside the operands."""
+
+    m: int
+    k: int
+    n: int
+    out: int  # bytes an element
+    kept: int = 0
+    transpose: bool = False
+    norm: bool = False
+    grouped: bool = False  # output scales per 1x128
+    doubled: bool = False  # scales per 128 along K need a second accumulator
+    whole: bool = False  # a step of backward: cannot be finished by a second kernel, and reads z
+    astride: bool = False  # rows of the operands start within sectors of 32 bytes
+
+
+def work_of(call: FusedCall | DgradCall) -> Work:
+    """A call without its types, its operands stored without gaps."""
+    if isinstance(call, DgradCall):
+        return Work(call.m, call.k, call.n, 1, call.z_bytes, True, whole=True, astride=call.k % 32 != 0)
+    form = kept_form(call.norm_block, call.activation, call.out) if call.keep else "nothing"
+    grouped = isinstance(call.out, Spec) and call.out.block == _GROUP
+    return Work(
+        call.m, call.k, call.n, 1 if isinstance(call.out, Spec) else call.out.itemsize, _KEPT_BYTES[form], call.transpose,
+        call.norm_block > 0, grouped, _GROUP in (call.a.block, call.b.block) or call.b.block == _SQUARE,
+        astride=call.k % 32 != 0,
+    )  # fmt: skip
+
+
+def choose_launch(call: FusedCall | DgradCall, properties: Properties) -> tuple[Launch, ...]:
+    """The launches that fit a call, best first.
+
+    Args:
+        call: the layer, or the step of backward.
+        properties: of the device (`properties_of`).
+
+    Returns:
+        Candidates in the order of their predicted time.
+
+    Example:
+        >>> choose_launch(FusedCall(3072, 1280, 1792, spec, spec, NORMALIZED), Properties(132, 232448))[0]
+        Launch(bm=64, bn=256, ...)
+    """
+    return rank(work_of(call), properties)
+
+
+@lru_cache(maxsize=4096)
+def rank(work: Work, properties: Properties) -> tuple[Launch, ...]:
+    """`choose_launch` for a call without its types."""
+    fit = [launch for launch in _tiles(work, properties) if not problems(launch, work, properties)]
+    return tuple(sorted(fit, key=lambda launch: predicted_time(launch, work, properties)))
+
+
+def _tiles(work: Work, properties: Properties) -> list[Launch]:
+    """Tiles worth trying, whole and split, each with as many stages as fit, up to what helps."""
+    launches = []
+    for bm, bn, warps, resident in _shapes(work):
+        rest = -(-work.m // bm) * -(-work.n // bn) % (properties.processors * resident)
+        few = rest * 2 <= 2 * properties.processors and resident == 1
+        splits = [
+            split for split in _SPLITS if few and 256 * split <= work.k and rest * split <= 2 * properties.processors
+        ]
+        for split in (1, *splits):
+            launch = Launch(bm, bn, 128, warps, 2, 8, resident, split)
+            room = properties.shared_memory // resident - _RESERVED - waiting_bytes(launch, work)
+            most = 6 if bm * bn < 16384 else 3 if bm * bn > 16384 and work.astride else 4
+            stages = min(room // ((bm + bn) * 128), most)
+            if stages >= (2 if split == 1 else 3):
+                launches.append(replace(launch, stages=stages))
+    return launches
+
+
+def _shapes(work: Work) -> list[tuple[int, int, int, int]]:
+    """(bm, bn, warps, resident). A second accumulator halves the tile; an epilogue that writes a transpose wants registers, and rows that lie in few warps."""
+    if work.doubled:
+        return [(64, 256, 8, 1), (128, 128, 8, 1), (64, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 1)]
+    common = [(128, 256, 8, 1), (64, 256, 4, 1), (64, 128, 4, 1), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2)]
+    return [*common, (128, 128, 8, 1)] if work.transpose else [*common, (256, 128, 8, 1), (128, 128, 4, 1)]
+
+
+def stored_width(launch: Launch, grouped: bool) -> int:
+    """Columns of a tile that are stored at once: wide tiles go in halves, unless columns have scales of their own or lie in different warps."""
+    return 128 if launch.bn == 256 and not grouped and launch.warps * 16 <= launch.bm else launch.bn
+
+
+def waiting_bytes(launch: Launch, work: Work) -> int:
+    """Bytes of shared memory where a tile waits to be stored: one buffer each for the output, its transpose, a z of another type, and sums of a part of K."""
+    if work.whole:
+        return launch.bm * launch.bn * (work.out + work.kept)
+    kept = work.kept if work.kept != work.out else 0
+    element = work.out * (2 if work.transpose else 1) + kept
+    return launch.bm * (stored_width(launch, work.grouped) * element + (256 if launch.split > 1 else 0))
+
+
+def problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
+    """Why a launch cannot run a call; nothing where it can."""
+    found = []
+    if work.norm and launch.bn != NORM_BLOCK and (launch.bn < work.n or launch.bn > NORM_BLOCK):
+        found.append(f"a tile holds whole norm blocks: bn is {NORM_BLOCK}, or at least n={work.n}, not {launch.bn}")
+    if work.grouped and launch.bn % 128:
+        found.append(f"output scales per 128 columns need bn=128 or 256, not {launch.bn}")
+    if work.grouped and work.transpose and launch.bm != 128:
+        found.append(f"scales of the transpose per 128 rows need bm=128, not {launch.bm}")
+    if work.doubled and launch.bk != 128:
+        found.append(f"operands scaled per 128 along K need bk=128, not {launch.bk}")
+    if launch.split > 1:
+        found += _split_problems(launch, work, properties)
+    needed = launch.stages * (launch.bm + launch.bn) * launch.bk + waiting_bytes(launch, work) + _RESERVED
+    if needed > properties.shared_memory:
+        found.append(f"needs about {needed} bytes of shared memory, there are {properties.shared_memory}")
+    return found
+
+
+def _split_problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
+    found = []
+    if work.whole or (work.grouped and work.transpose):
+        found.append(f"this call cannot be finished by a second kernel: split=1, not {launch.split}")
+    if launch.split > -(-work.k // launch.bk):
+        found.append(f"k={work.k} has no {launch.split} parts of {launch.bk}")
+    if _count(launch, work) % (properties.processors * launch.resident) == 0:
+        found.append(f"no tile is left over to split: split=1, not {launch.split}")
+    return found
+
+
+def _count(launch: Launch, work: Work) -> int:
+    """Tiles of the result."""
+    return -(-work.m // launch.bm) * -(-work.n // launch.bn)
+
+
+def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
+    """Microseconds by the model above."""
+    slots = properties.processors * launch.resident
+    steps, tiles = -(-work.k // launch.bk), _count(launch, work)
+    waves, rest = divmod(tiles, slots)
+    area = launch.bm * launch.bn
+    also = work.transpose + (1.5 if work.whole else work.kept > 0) + (work.out > 1)
+    epilogue = area * (_ELEMENT + also * _ALSO) * (1.3 if launch.bm == 256 else 1.0)
+
+    def wave(programs: int, steps: int, epilogue: float) -> float:
+        sharing = min(launch.resident, -(-programs // properties.processors))
+        return steps * _step(launch, work, sharing) + sharing * epilogue + _WAVE
+
+    time = _START + waves * wave(slots, steps, epilogue)
+    if launch.split == 1:
+        return time + (wave(rest, steps, epilogue) if rest else 0)
+    parts, left = divmod(rest * launch.split, slots)
+    share = -(-steps // launch.split)
+    time += parts * wave(slots, share, area * _ALSO) + (wave(left, share, area * _ALSO) if left else 0)
+    return time + _FINISH + launch.split * (_PART + 4 * area * rest * _PARTIAL)
+
+
+def _step(launch: Launch, work: Work, sharing: int) -> float:
+    """One step along K of the programs that share a multiprocessor."""
+    multiply = launch.bm * launch.bn * launch.bk * _MULTIPLY * (2 if work.doubled else 1)
+    loaded = (launch.bm + launch.bn) * launch.bk
+    rate = _RATE_ASTRIDE if work.astride else _RATE + _RATE_IN_FLIGHT * sharing * launch.stages * loaded
+    return sharing * max(multiply, loaded / rate)

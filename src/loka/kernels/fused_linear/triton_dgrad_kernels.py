@@ -1,0 +1,155 @@
+"""One step of backward through a chain, FP8 in and out: from a layer's gradient to that of the layer before.
+
+    g_before [M, N] = (g [M, K] @ w_t [N, K]^T) * activation'(z [M, N])
+
+The product is that of dgrad; its epilogue reads what forward kept, multiplies by the activation's derivative and writes the result quantised both ways, with one
+scale from earlier steps, so that no gradient of 16 bits reaches memory between the layers. It also collects the largest |g_before| for the next scale, and
+column sums for the bias.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loka.kernels.fused_linear.launch import Work, properties_of
+from loka.kernels.fused_linear.triton_gradient_kernels import slope_of
+from loka.kernels.fused_linear.triton_kernels import (
+    accumulate,
+    aligned,
+    astride,
+    halves,
+    late,
+    launch_for,
+    number_at,
+    raise_amax,
+)
+from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
+from loka.kernels.tile import INTERPRETED, inverse, tile_order, to_fp8
+
+_SCALAR = tl.constexpr(1)
+_Z_SCALED = tl.constexpr(2)
+_Z_NONE = tl.constexpr(4)
+
+
+@triton.jit
+def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
+    """Sums of the columns, in row 0 of a tile: a product with ones. The rows of a tile lie in different threads, and to add them there takes three shuffles an
+    element. The tensor cores take bf16, which rounds each addend to 8 bits, and add in float32."""
+    first = tl.arange(0, 64) == 0
+    if PREROUND:  # the interpreter multiplies bf16 by its bit patterns
+        return tl.where(first[:, None], tl.sum(x, 0)[None, :], 0.0)
+    else:
+        ones = tl.broadcast_to(tl.where(first, 1.0, 0.0)[:, None], (64, BM)).to(tl.bfloat16)
+        return tl.dot(ones, x.to(tl.bfloat16))
+
+
+@triton.jit
+def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
+                BM: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
+                E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """The step behind its sums, for half a tile: a whole one needs more registers and shared memory than there are beside the pipeline."""
+    row, column = first_row + tl.arange(0, BM), first_column + tl.arange(0, BN)
+    acc *= scale
+    if Z != _Z_NONE:
+        acc *= slope_of(z.to(tl.float32), z_scale, Z, ACTIVATION, SLOPE, PREROUND)
+    if AMAX:
+        raise_amax(acc, row < M, amax_ptr, PREROUND)
+    if BIAS:  # rows beyond M are zero
+        at = tl.broadcast_to((bias_ptr + column)[None, :], (64, BN))
+        tl.atomic_add(
+            at,
+            _column_sums(acc, BM, BN, PREROUND),
+            (tl.arange(0, 64) == 0)[:, None] & (column < N)[None, :],
+            sem="relaxed",
+        )
+    q = to_fp8(acc, q_inverse, 0, E5M2, False, PREROUND)
+    q_desc.store([first_row, first_column], q)
+    qt_desc.store([first_column, first_row], tl.trans(q))
+
+
+@triton.jit
+def _prefetch(z_ptr, stride, first_row, first_column, M, N, BM: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr):
+    """Ask for a tile of z to be brought to the L2 cache, a line of 128 bytes at a time, while the products are made. `stride` is in bytes."""
+    LINES: tl.constexpr = BN * BYTES // 128 if BN * BYTES >= 128 else 1
+    line = tl.arange(0, BM * LINES)
+    row = tl.minimum(first_row + line // LINES, M - 1).to(tl.int64)
+    byte = tl.minimum(first_column * BYTES + line % LINES * 128, (N - 1) * BYTES)
+    at = z_ptr.to(tl.pointer_type(tl.uint8)) + row * stride + byte
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N, K, z_stride,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, Z_BYTES: tl.constexpr,
+           SLOPE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    sg, sw, q_scale = tl.load(sg_ptr), tl.load(sw_ptr), tl.load(scale_ptr)
+    z_scale = number_at(z_scale_ptr, Z >= _Z_SCALED and Z != _Z_NONE)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+        tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
+        first_row, first_column = tile_m * BM, tile_n * BN
+        if Z_BYTES > 0 and not PREROUND:
+            _prefetch(z_ptr, z_stride, first_row, first_column, M, N, BM, BN, Z_BYTES)
+        acc = accumulate(g_desc, w_desc, sg_ptr, sw_ptr, first_row, first_column, 0, tl.cdiv(K, BK), M, N, 0, 0, 0, 0, BM, BN, BK, _SCALAR, _SCALAR)  # fmt: skip
+        left, right = halves(acc, BM, BN)
+        if Z != _Z_NONE:
+            z_left, z_right = halves(z_desc.load([first_row, first_column]), BM, BN)
+        else:
+            z_left, z_right = left, right
+        scale, q_inverse = late(sg, PREROUND) * late(sw, PREROUND), inverse(late(q_scale, PREROUND))
+        _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
+                    BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
+        _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
+                    BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
+
+
+def _tma_rows(x: Tensor) -> Tensor:
+    """x itself, or a copy, where its rows do not start at multiples of 16 bytes."""
+    if x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return aligned(*x.shape, x.dtype, x.device).copy_(x)
+
+
+def dgrad(
+    g: Tensor,
+    w_t: Tensor,
+    sg: Tensor,
+    sw: Tensor,
+    z: Tensor | None,
+    z_scale: Tensor | None,
+    scale: Tensor,
+    amax: Tensor | None,
+    *,
+    activation: int,
+    kept: int,
+    slope: float,
+    dtype: torch.dtype,
+    bias: bool,
+    launch: list[int] | None = None,
+) -> dict[str, Tensor | None]:
+    """Launch the step. Rows of g and w_t start at multiples of 16 bytes (TMA)."""
+    (m, k), n, device = g.shape, w_t.shape[0], g.device
+    g, w_t = tma_ready(g), tma_ready(w_t)
+    z_bytes = 0 if z is None else z.element_size()
+    work = Work(m, k, n, 1, z_bytes, True, whole=True, astride=astride(g, w_t))
+    bm, bn, bk, warps, stages, group, resident, _ = launch_for(work, launch, device).numbers
+    q, q_t = aligned(m, n, dtype, device), aligned(n, m, dtype, device)
+    z = None if z is None else _tma_rows(z)
+    sums = torch.zeros(n, dtype=torch.float32, device=device) if bias else None
+    programs = min(properties_of(device).processors * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
+    _dgrad[(programs,)](
+        TensorDescriptor.from_tensor(g, [bm, bk]), TensorDescriptor.from_tensor(w_t, [bn, bk]),
+        None if z is None else TensorDescriptor.from_tensor(z, [bm, bn]),
+        TensorDescriptor.from_tensor(q, [bm, bn // 2]), TensorDescriptor.from_tensor(q_t, [bn // 2, bm]),
+        z, sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, m, n, k, 0 if z is None else z.stride(0) * z_bytes,
+        bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax is not None, bias, INTERPRETED,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return {"g": q, "g_t": q_t, "bias": sums}
+
+
+__all__ = ["SCALAR", "dgrad"]

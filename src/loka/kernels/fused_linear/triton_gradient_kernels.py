@@ -1,0 +1,228 @@
+"""From dy to the gradient of the GEMM's output, quantised both ways: the step of backward that starts from a 16-bit gradient.
+
+One kernel reads dy and what forward kept once and writes g for dgrad and g^T for wgrad. (FP8 tensor cores want both operands contiguous along the contracted
+axis, so the transpose is written and not read.) A dynamic scale of the whole tensor takes a pass before it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
+from loka.kernels.fused_linear.triton_kernels import aligned
+from loka.kernels.quantize.triton_kernels import _scales, block_scales
+from loka.kernels.scaled_mm.triton_kernels import GROUPED
+from loka.kernels.tile import (
+    INTERPRETED,
+    activation_slope,
+    finite_magnitude,
+    inverse,
+    larger,
+    largest_magnitude,
+    nan_for_inf,
+    pack_rows,
+    pack_rows_checked,
+    scale_of,
+    slope_from_output,
+    to_fp8,
+)
+
+_Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
+_LAUNCH = {"num_warps": 4}
+_LAUNCH_GROUPED = {"num_warps": 16}
+_ROWS = 32
+
+# How backward reads z: in 16 bits (0), in E4M3 with the norm's scale or one of its own, as y in E4M3, not at all.
+_Z_NORMALIZED = tl.constexpr(1)
+_Z_SCALED = tl.constexpr(2)
+_Z_OUTPUT = tl.constexpr(3)
+_Z_NONE = tl.constexpr(4)
+
+
+@triton.jit
+def slope_of(z, z_scale, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):
+    """The activation's derivative from what was kept, as it was read."""
+    if Z >= _Z_SCALED:
+        z *= z_scale
+    if Z == _Z_OUTPUT:
+        return slope_from_output(z, ACTIVATION)
+    else:
+        return activation_slope(z, ACTIVATION, PREROUND, SLOPE)
+
+
+@triton.jit
+def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN: tl.constexpr,
+                   NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+    """Gradient of the pre-activation for some rows of a tile."""
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    g = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
+    if Z != _Z_NONE:
+        z = tl.load(z_ptr + row[:, None] * stride_z + column[None, :], inside, other=0.0).to(tl.float32)
+        z_scale = 1.0
+        if Z == _Z_NORMALIZED:
+            z *= _Z_SCALE
+        elif Z >= _Z_SCALED:
+            z_scale = tl.load(z_scale_ptr)
+        g *= slope_of(z, z_scale, Z, ACTIVATION, SLOPE, PREROUND)
+    if NORM:
+        width = tl.minimum(N - tile_n * BN, BN).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row * num_n + tile_n, row < M, other=0.0)
+        g = rstd[:, None] * (g - z * (tl.sum(g * z, 1) / width)[:, None])
+    return g
+
+
+@triton.jit
+def _store_rows(g, scale_ptr, g_ptr, gs_ptr, row, column, M, N, stride_g, gs_stride, tile_n,
+                ROWS: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+                PREROUND: tl.constexpr, CLEAN: tl.constexpr):  # fmt: skip
+    """Quantise and store some rows of a tile."""
+    if GROUPS == 0:
+        q = to_fp8(g, inverse(tl.load(scale_ptr)), 0, E5M2, False, PREROUND, CLEAN)
+    else:
+        group = tile_n * GROUPS + tl.arange(0, GROUPS)
+        grouped = tl.reshape(g, (ROWS, GROUPS, 128))
+        amax = tl.max(tl.abs(grouped), 2) if CLEAN else tl.max(finite_magnitude(grouped), 2)
+        scale = scale_of(amax, E5M2, POW2)
+        there = (row < M)[:, None] & (group < tl.cdiv(N, 128))[None, :]
+        tl.store(gs_ptr + row[:, None] + group.to(tl.int64)[None, :] * gs_stride, scale, there)
+        q = tl.reshape(to_fp8(grouped, inverse(scale)[:, :, None], 0, E5M2, False, PREROUND, CLEAN), (ROWS, BN))
+    tl.store(g_ptr + row[:, None] * stride_g + column[None, :], q, (row < M)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def _column_inverse(
+    per_column,
+    scale_ptr,
+    gts_ptr,
+    column,
+    N,
+    gts_stride,
+    tile_m,
+    GROUPS: tl.constexpr,
+    T_E5M2: tl.constexpr,
+    T_POW2: tl.constexpr,
+):
+    if GROUPS == 0:
+        return inverse(tl.load(scale_ptr))
+    else:
+        scale = scale_of(per_column, T_E5M2, T_POW2)
+        tl.store(gts_ptr + column + tile_m * gts_stride, scale, column < N)
+        return inverse(scale)[None, :]
+
+
+@triton.jit
+def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr,
+              M, N, stride_dy, stride_z, stride_g, words, gs_stride, gts_stride,
+              BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, BIAS: tl.constexpr,
+              GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, T_E5M2: tl.constexpr, T_POW2: tl.constexpr,
+              PREROUND: tl.constexpr):  # fmt: skip
+    tile_m, tile_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_n = tl.num_programs(1)
+    Q: tl.constexpr = BM // 4
+    word = tile_m * Q + tl.arange(0, Q)
+    column = tile_n * BN + tl.arange(0, BN)
+    row0, row1, row2, row3 = (
+        4 * word,
+        4 * word + 1,
+        4 * word + 2,
+        4 * word + 3,
+    )  # packed into words for the transpose, as in quantize
+    g0 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g1 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g2 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g3 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row3, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    if BIAS:
+        tl.atomic_add(bias_ptr + column, tl.sum(g0 + g1 + g2 + g3, 0), column < N, sem="relaxed")
+    per_column = largest_magnitude(larger(larger(tl.abs(g0), tl.abs(g1)), larger(tl.abs(g2), tl.abs(g3))), 0, PREROUND)
+    total = largest_magnitude(per_column, 0, PREROUND)
+    FAST: tl.constexpr = not (
+        PREROUND or E5M2 or T_E5M2
+    )  # as in quantize: special values are repaired by a rare branch
+    if not (total < float("inf")) or PREROUND:
+        low = tl.maximum(finite_magnitude(g0), finite_magnitude(g1))
+        per_column = tl.max(tl.maximum(low, tl.maximum(finite_magnitude(g2), finite_magnitude(g3))), 0)
+        total = tl.max(per_column)
+        if FAST:
+            g0, g1, g2, g3 = nan_for_inf(g0), nan_for_inf(g1), nan_for_inf(g2), nan_for_inf(g3)
+    _store_rows(g0, scale_ptr, g_ptr, gs_ptr, row0, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    _store_rows(g1, scale_ptr, g_ptr, gs_ptr, row1, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    _store_rows(g2, scale_ptr, g_ptr, gs_ptr, row2, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    _store_rows(g3, scale_ptr, g_ptr, gs_ptr, row3, column, M, N, stride_g, gs_stride, tile_n, Q, BN, GROUPS, E5M2, POW2, PREROUND, FAST)  # fmt: skip
+    inv = _column_inverse(per_column, scale_ptr, gts_ptr, column, N, gts_stride, tile_m, GROUPS, T_E5M2, T_POW2)
+    if FAST:
+        packed = pack_rows(g0 * inv, g1 * inv, g2 * inv, g3 * inv)
+    else:
+        packed = pack_rows_checked(g0, g1, g2, g3, inv, 0, 0, 0, 0, T_E5M2, False, PREROUND)
+    there = (column < N)[:, None] & (word < words)[None, :]
+    tl.store(gt_ptr + column.to(tl.int64)[:, None] * words + word[None, :], tl.trans(packed), there)
+    tl.atomic_max(amax_ptr, total.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, M, N, stride_dy, stride_z,
+                   BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
+                   PREROUND: tl.constexpr):  # fmt: skip
+    """The largest finite magnitude of each tile of the gradient, for a dynamic scale of the whole tensor."""
+    tile_m, tile_n, num_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
+    g = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    tl.store(partial_ptr + tile_m * num_n + tile_n, tl.max(finite_magnitude(g)))
+
+
+def _tile_width(n: int, norm: bool, grouped: bool) -> int:
+    """The norm block, or less where the whole layer is narrower or there is no norm to hold together."""
+    if n <= 64 and not grouped:
+        return 64
+    return NORM_BLOCK if norm and n > 128 else 128
+
+
+def gradient(
+    dy: Tensor,
+    z: Tensor | None,
+    z_scale: Tensor | None,
+    rstd: Tensor | None,
+    scale: Tensor | None,
+    *,
+    norm: bool,
+    activation: int,
+    kept: int,
+    slope: float,
+    bias: bool,
+    grouped: bool,
+    dtype: torch.dtype,
+    t_dtype: torch.dtype,
+    pow2: bool,
+    t_pow2: bool,
+) -> dict[str, Tensor | None]:
+    """Launch the backward kernel: one `scale` for both outputs, given or found by a pass before; or 1x128 groups of each made in the tile."""
+    m, n = dy.shape
+    new = {"device": dy.device}
+    stride_z = 0 if z is None else z.stride(0)
+    bn = _tile_width(n, norm, grouped)
+    bm = 128 if grouped else _ROWS
+    tiles = (triton.cdiv(m, bm), triton.cdiv(n, bn))
+    if scale is None and not grouped:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
+        partial = torch.empty(tiles[0] * tiles[1], dtype=torch.float32, **new)
+        scale = torch.empty((), dtype=torch.float32, **new)
+        e5m2 = dtype == torch.float8_e5m2
+        _gradient_amax[tiles](
+            dy, z, z_scale, rstd, partial, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, INTERPRETED, num_warps=8
+        )  # fmt: skip
+        _scales[(1,)](partial, scale, partial.numel(), 1, 4096, 1, e5m2, pow2)
+    g, g_t = aligned(m, n, dtype, dy.device), aligned(n, m, t_dtype, dy.device)
+    g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
+    gt_scale = block_scales(n, m, GROUPED, dy.device) if grouped else None
+    sums = torch.zeros(n, dtype=torch.float32, **new) if bias else None
+    amax = torch.zeros((), dtype=torch.float32, **new)
+    words = g_t.stride(0) // 4
+    _gradient[tiles](
+        dy, z, z_scale, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
+        sums, amax.view(torch.int32), m, n, dy.stride(0), stride_z, g.stride(0), words, m, n,
+        bm, bn, norm, activation, kept, slope, bias, bn // 128 if grouped else 0,
+        dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, INTERPRETED,
+        **(_LAUNCH_GROUPED if grouped else _LAUNCH),
+    )  # fmt: skip
+    if not grouped:
+        g_scale = gt_scale = scale
+    return {"g": g, "g_scale": g_scale, "g_t": g_t, "gt_scale": gt_scale, "bias": sums, "amax": amax}

@@ -1,0 +1,305 @@
+"""The benchmark's view of embedding tables: lookups beside torch's embedding_bag on float32 rows, updates beside the same update of float32 rows.
+
+A shape is (bags, width, rows of the table). A variant is the rows' format and options:
+
+    embedding_bag     int8:row|sum|items=20        items of a bag; `mean`, or `item` for single rows; `weighted`
+    embedding_update  int8:row|rowwise_adagrad|items=20
+
+Lookups are judged by their distance from the law, as sums of float32. Updates are judged on copies of the same rows: no element may be further from the law than one step of its
+grid, and only one in 500 may differ at all, since the last bit of a sum may turn a rounding. A kernel that rounds to nearest, or squares before it sums duplicates, fails.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.formats import Draw
+from loka.kernels.embedding_bag import BagCall, Rows, reference
+from loka.kernels.embedding_bag.rows import FLOATS, parse_rows
+from loka.kernels.embedding_update import Rule, UpdateCall
+from loka.kernels.embedding_update import reference as update_law
+from loka.measure import inputs
+from loka.measure.conformance import Conformance
+from loka.measure.fused import judge_twice
+from loka.measure.inputs import Shape
+from loka.measure.timing import Rival, Thunk
+
+_SUM_ERROR = 1e-5  # of a float32 sum in another order, relative to the largest element of the result
+_TURNED = 0.002  # share of elements whose rounding may turn
+
+
+@dataclass(frozen=True)
+class Items:
+    """Operands of a lookup, and of an update: the gradient of its result."""
+
+    rows: Rows
+    indices: Tensor
+    offsets: Tensor | None
+    weights: Tensor | None
+    grad: Tensor
+
+
+def _items(variant: str) -> tuple[str, list[str], int]:
+    kind, *options = variant.split("|")
+    parse_rows(kind)
+    counts = [option.removeprefix("items=") for option in options if option.startswith("items=")]
+    if len(counts) > 1 or any(not c.isdigit() or int(c) < 1 for c in counts):
+        raise ValueError(f"variant {variant!r}: items=N is the length of a bag, once, at least 1")
+    return kind, [option for option in options if not option.startswith("items=")], int(counts[0]) if counts else 1
+
+
+def _draw(
+    call: BagCall | UpdateCall,
+    kind: str,
+    *,
+    pooled: bool,
+    weighted: bool,
+    seed: int,
+    distribution: str,
+    device: torch.device,
+) -> Items:
+    weight = inputs.draw(call.rows, call.width, distribution=distribution, seed=3 * seed, device=device)
+    generator = torch.Generator(device=device).manual_seed(3 * seed + 1)
+    indices = torch.randint(0, call.rows, (call.items,), generator=generator, device=device)
+    offsets = None
+    if pooled:
+        offsets = torch.arange(0, call.items + 1, max(call.items // max(call.bags, 1), 1), device=device)
+    weights = torch.rand(call.items, generator=generator, device=device) if weighted else None
+    grad = inputs.draw(call.bags, call.width, distribution=distribution, seed=3 * seed + 2, device=device)
+    return Items(Rows.of(weight, kind), indices, offsets, weights, grad)
+
+
+def _row_bytes(kind: str, width: int) -> float:
+    parsed = parse_rows(kind)
+    if isinstance(parsed, torch.dtype):
+        return width * FLOATS[kind].itemsize
+    return width * parsed.format.bits / 8 + 4
+
+
+class EmbeddingBag:
+    """Lookups, pooled or single."""
+
+    op = "embedding_bag"
+    VARIANTS = (
+        "float32|sum|items=20",
+        "bfloat16|sum|items=20",
+        "int8:row|sum|items=20",
+        "e4m3:row|mean|items=20",
+        "int4:row|item",
+    )
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[BagCall]:
+        """Every shape (bags, width, rows) under every variant."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> BagCall:
+        kind, options, items = _items(variant)
+        modes = [option for option in options if option in ("sum", "mean", "item")]
+        if len(modes) != 1 or set(options) - {*modes, "weighted"}:
+            raise ValueError(
+                f"variant {variant!r} is not ROWS|sum or mean or item[|items=N][|weighted]; e.g. {self.VARIANTS[2]}"
+            )
+        bags, width, rows = shape
+        return BagCall(rows, width, bags, bags * items, kind, modes[0], "weighted" in options)
+
+    def encode(self, call: BagCall) -> dict[str, Any]:
+        """As JSON."""
+        items = call.items // max(call.bags, 1)
+        options = [call.kind, call.mode, f"items={items}", *(["weighted"] if call.weighted else [])]
+        return {**self.shape(call), "variant": "|".join(options)}
+
+    def decode(self, fields: dict[str, Any]) -> BagCall:
+        """From JSON."""
+        return self._call((fields["bags"], fields["width"], fields["rows"]), fields["variant"])
+
+    def shape(self, call: BagCall) -> dict[str, int]:
+        """Bags, width, rows of the table."""
+        return {"bags": call.bags, "width": call.width, "rows": call.rows}
+
+    def operands(self, call: BagCall, *, seed: int, distribution: str, device: torch.device) -> Items:
+        """A table and random items."""
+        pooled = call.mode != "item"
+        return _draw(
+            call, call.kind, pooled=pooled, weighted=call.weighted, seed=seed, distribution=distribution, device=device
+        )
+
+    def thunk(self, backend: Any, call: BagCall, operands: Items) -> Thunk:
+        """The lookup."""
+        o = operands
+        return lambda: backend.run(
+            o.rows, o.indices, o.offsets, weights=o.weights, mode=call.mode, out_dtype=call.out_dtype
+        )
+
+    def check(self, backend: Any, call: BagCall, operands: Items) -> Conformance:
+        """Near the law, plain and with poisoned allocations."""
+        law = self.thunk(reference, call, operands)()
+        return judge_twice(self.thunk(backend, call, operands), lambda out: _near(out, law))
+
+    def baseline(self, call: BagCall, operands: Items) -> Thunk:
+        """torch on the same table in float32."""
+        weight, o = operands.rows.dequantize(), operands
+        if o.offsets is None:
+            return lambda: F.embedding(o.indices, weight)
+        offsets = o.offsets
+        return lambda: F.embedding_bag(
+            o.indices, weight, offsets, mode=call.mode, per_sample_weights=o.weights, include_last_offset=True
+        )
+
+    def check_baseline(self, call: BagCall, operands: Items) -> Conformance:
+        """Near the law."""
+        return _near(self.baseline(call, operands)(), self.thunk(reference, call, operands)())
+
+    def rivals(self, call: BagCall, sets: Sequence[Items]) -> list[Rival]:
+        """None: the baseline is torch's own."""
+        return []
+
+    def bytes_moved(self, call: BagCall) -> int:
+        """Every looked-up row and its scale, indices, and the result."""
+        return int(
+            call.items * (_row_bytes(call.kind, call.width) + 8) + call.bags * call.width * call.out_dtype.itemsize
+        )
+
+    def flops(self, call: BagCall) -> int:
+        """None on the matrix units."""
+        return 0
+
+
+class EmbeddingUpdate:
+    """One step of an optimiser on the rows that occurred."""
+
+    op = "embedding_update"
+    VARIANTS = (
+        "float32|rowwise_adagrad|items=20",
+        "bfloat16|sgd|items=20",
+        "int8:row|rowwise_adagrad|items=20",
+        "e4m3:row:pow2|adam|items=4",
+    )
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[UpdateCall]:
+        """Every shape (bags, width, rows) under every variant."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> UpdateCall:
+        kind, options, items = _items(variant)
+        if len(options) != 1:
+            raise ValueError(f"variant {variant!r} is not ROWS|RULE[|items=N]; e.g. {self.VARIANTS[2]}")
+        rule = Rule(options[0])  # type: ignore[arg-type]
+        bags, width, rows = shape
+        return UpdateCall(rows, width, bags, bags * items, kind, rule.kind)
+
+    def encode(self, call: UpdateCall) -> dict[str, Any]:
+        """As JSON."""
+        return {**self.shape(call), "variant": f"{call.kind}|{call.rule}|items={call.items // max(call.bags, 1)}"}
+
+    def decode(self, fields: dict[str, Any]) -> UpdateCall:
+        """From JSON."""
+        return self._call((fields["bags"], fields["width"], fields["rows"]), fields["variant"])
+
+    def shape(self, call: UpdateCall) -> dict[str, int]:
+        """Bags, width, rows of the table."""
+        return {"bags": call.bags, "width": call.width, "rows": call.rows}
+
+    def operands(self, call: UpdateCall, *, seed: int, distribution: str, device: torch.device) -> Items:
+        """A table, random items and a gradient."""
+        return _draw(call, call.kind, pooled=True, weighted=False, seed=seed, distribution=distribution, device=device)
+
+    def thunk(self, backend: Any, call: UpdateCall, operands: Items) -> Thunk:
+        """The update, in place, on rows of its own."""
+        held = _copy(operands.rows)
+        rule = Rule(call.rule)
+        state = rule.state(held)
+        o = operands
+        return lambda: backend.run(held, o.indices, o.offsets, o.grad, rule, state, Draw(1, 2, 3))
+
+    def check(self, backend: Any, call: UpdateCall, operands: Items) -> Conformance:
+        """Two updates in a row, each within a step of the grid, almost all elements equal."""
+        ours, law, rule, o = _copy(operands.rows), _copy(operands.rows), Rule(call.rule), operands
+        states = rule.state(ours), rule.state(law)
+        for step in range(2):
+            backend.run(ours, o.indices, o.offsets, o.grad, rule, states[0], Draw(step, 2, 3))
+            update_law.run(law, o.indices, o.offsets, o.grad, rule, states[1], Draw(step, 2, 3))
+            verdict = judge_update(ours, law)
+            if not verdict:
+                return verdict
+            law = _copy(ours)  # a turned rounding is no error of the next step
+        return verdict
+
+    def baseline(self, call: UpdateCall, operands: Items) -> Thunk:
+        """The same update of float32 rows, by the same means."""
+        from loka.kernels import registry
+
+        plain = UpdateCall(call.rows, call.width, call.bags, call.items, "float32", call.rule, call.hot)
+        chosen = registry.first("embedding_update", plain, operands.indices.device)
+        rows = Rows(operands.rows.dequantize())
+        return self.thunk(chosen.backend, plain, Items(rows, operands.indices, operands.offsets, None, operands.grad))
+
+    def check_baseline(self, call: UpdateCall, operands: Items) -> Conformance:
+        """float32 against its own law."""
+        from loka.kernels import registry
+
+        plain = UpdateCall(call.rows, call.width, call.bags, call.items, "float32", call.rule, call.hot)
+        chosen = registry.first("embedding_update", plain, operands.indices.device)
+        rows = Rows(operands.rows.dequantize())
+        return self.check(chosen.backend, plain, Items(rows, operands.indices, operands.offsets, None, operands.grad))
+
+    def rivals(self, call: UpdateCall, sets: Sequence[Items]) -> list[Rival]:
+        """None."""
+        return []
+
+    def bytes_moved(self, call: UpdateCall) -> int:
+        """The different rows, as if all were, read and written with scale and state; indices and gradients once."""
+        state = {"sgd": 0, "rowwise_adagrad": 8, "adam": 16 * call.width}[call.rule]
+        rows = min(call.items, call.rows)
+        return int(rows * (2 * _row_bytes(call.kind, call.width) + state) + call.items * 8 + call.bags * call.width * 4)
+
+    def flops(self, call: UpdateCall) -> int:
+        """None on the matrix units."""
+        return 0
+
+
+def _copy(rows: Rows) -> Rows:
+    parts = [None if t is None else t.clone() for t in (rows.scale, rows.slot, rows.hot)]
+    return Rows(rows.data.clone(), parts[0], rows.spec, parts[1], parts[2])
+
+
+def _near(out: Tensor, law: Tensor) -> Conformance:
+    if out.shape != law.shape:
+        return Conformance(False, float("inf"), _SUM_ERROR, f"shape {tuple(out.shape)}, law {tuple(law.shape)}")
+    gap = (out.float() - law.float()).abs()
+    size = law.float().abs().amax(1, keepdim=True).clamp(min=1e-30) if law.numel() else law.float()
+    error = float((gap / size).max()) if gap.numel() else 0.0
+    ok = error <= _SUM_ERROR
+    return Conformance(
+        ok, error, _SUM_ERROR, "" if ok else f"results are off by {error:.2g} of the largest of their bag"
+    )
+
+
+def judge_update(ours: Rows, law: Rows) -> Conformance:
+    """Updated rows against the law's."""
+    found, expected = ours.dequantize(), law.dequantize()
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return Conformance(False, float("inf"), _TURNED, "NaN is elsewhere than in the law")
+    gap = (found - expected).abs().nan_to_num(0.0)
+    far = int((gap > 1.01 * _quantum(law, expected)).sum())
+    if far:
+        return Conformance(
+            False, float("inf"), _TURNED, f"{far} elements are more than a step of their grid from the law"
+        )
+    turned = float((gap > 1e-5 * expected.abs().nan_to_num(0.0) + 1e-6).double().mean())
+    ok = turned <= _TURNED
+    return Conformance(
+        ok, turned, _TURNED, "" if ok else f"{turned:.2%} of the elements were rounded otherwise than by the law"
+    )
+
+
+def _quantum(rows: Rows, values: Tensor) -> Tensor:
+    """One step of the grid at each value."""
+    size = values.abs().nan_to_num(0.0)
+    if rows.spec is None or rows.scale is None:
+        return size * (2.0**-7 if rows.data.dtype == torch.bfloat16 else 1e-5) + 1e-6
+    scale = rows.scale.nan_to_num(0.0).unsqueeze(1)
+    return scale.expand_as(size) if rows.spec.format.is_integer else torch.maximum(size * 2.0**-3, scale * 2.0**-9)

@@ -1,0 +1,110 @@
+"""Products that Probe cannot look at: named, with a reason and an estimate of their FLOPs, so that a share of the model is a share of the model.
+
+    recurrent layers          the products are inside one fused call
+    nn.MultiheadAttention     in_proj and out_proj are multiplied by a function, not by a module that could be hooked
+    convolutions, bilinear    no GEMM that conversion could swap
+    a matrix of one's own     a module that holds a Parameter of two dimensions or more and multiplies it itself
+
+Estimate: every parameter of such a module meets every row once forward and twice backward, 6 rows x parameters. `probe.count_flops(step)` counts exactly, and
+then counts functional products of activations too, which have no parameters and appear nowhere here.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from loka.nn.wrapping import named_sites
+from loka.probe.adapter import find_adapter
+from loka.records import Unseen
+
+REASONS: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.RNNBase, "a recurrent layer multiplies inside one fused call"),
+    (nn.RNNCellBase, "a recurrent cell multiplies by functions"),
+    (
+        nn.MultiheadAttention,
+        "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules",
+    ),
+    (_ConvNd, "a convolution is no GEMM that conversion could swap"),
+    (nn.Bilinear, "a bilinear form is no GEMM that conversion could swap"),
+)
+
+
+class UnseenWatch:
+    """Counts the rows of a module that cannot be looked at."""
+
+    def __init__(self, name: str, module: nn.Module, reason: str, parameters: int) -> None:
+        self.name, self.module, self.reason, self.parameters = name, module, reason, parameters
+        self.rows = self.calls = 0
+
+    def finish(self, steps: int) -> Unseen:
+        """The record; `steps` had a look."""
+        flops = 6.0 * self.rows * self.parameters / max(steps, 1)
+        return Unseen(name=self.name, type=type(self.module).__name__, reason=self.reason, flops=flops)
+
+
+def find_unseen(model: nn.Module, watched: Collection[int], outside: Collection[int]) -> list[UnseenWatch]:
+    """What holds a matrix and is neither watched nor left out by the user.
+
+    Args:
+        model: any module.
+        watched: ids of modules that are sites.
+        outside: ids of modules that would be sites and were filtered out.
+
+    Returns:
+        One watch for each, outermost first; what lies inside one is counted with it.
+    """
+    found: list[UnseenWatch] = []
+    covered = {*watched, *outside}
+    for name, module in named_sites(model):
+        if id(module) in covered:
+            continue
+        reason = next((text for kind, text in REASONS if isinstance(module, kind)), None)
+        if reason is not None:
+            covered |= {id(inner) for inner in module.modules()}
+            count = sum(p.numel() for p in _matrices(module, recurse=True))
+            found.append(UnseenWatch(name, module, reason, count))
+            continue
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | parametrize.ParametrizationList) or find_adapter(module):
+            continue
+        own = list(_matrices(module, recurse=False))
+        if own:
+            reason = "it holds a matrix of its own and multiplies it by functions"
+            found.append(UnseenWatch(name, module, reason, sum(p.numel() for p in own)))
+    return found
+
+
+def _matrices(module: nn.Module, *, recurse: bool) -> Iterator[Tensor]:
+    for parameter in module.parameters(recurse=recurse):
+        if not isinstance(parameter, UninitializedParameter) and parameter.dim() >= 2:
+            yield parameter
+
+
+def inside_attention(model: nn.Module) -> set[int]:
+    """Modules inside nn.MultiheadAttention: its out_proj is a linear that is never called."""
+    return {
+        id(inner)
+        for _, module in named_sites(model)
+        if isinstance(module, nn.MultiheadAttention)
+        for inner in module.modules()
+        if inner is not module
+    }
+
+
+def make_counting_hook(switch: Any, watch: UnseenWatch) -> Callable[..., None]:
+    """The forward hook of what cannot be looked at: on sampled steps it counts rows, in eager mode only."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling() or not switch.on or not torch.is_grad_enabled():
+            return
+        shown = output if isinstance(module, _ConvNd) else next((a for a in args if isinstance(a, Tensor)), output)
+        if isinstance(shown, Tensor) and shown.dim():
+            width = shown.shape[1] if isinstance(module, _ConvNd) and shown.dim() > 1 else shown.shape[-1]
+            watch.calls += 1
+            watch.rows += shown.numel() // max(int(width), 1)
+
+    return hook

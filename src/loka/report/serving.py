@@ -1,0 +1,84 @@
+"""Served models: load tests and experiments on live traffic."""
+
+from loka.records import LoadTest, OnlineTest
+from loka.report.markup import about, chart, chip, escape, notice, percent, row, span_of, table
+from loka.report.quality import GOOD
+from loka.report.results import Results
+
+__all__ = ["write_serving"]
+
+
+def write_serving(results: Results) -> str:
+    """Load tests first, then experiments."""
+    parts = [_write_loads(results.loads)] if results.loads else []
+    parts += [_write_load(test, number) for number, test in enumerate(results.loads)]
+    parts += [_write_experiment(test) for test in results.experiments]
+    return "".join(parts)
+
+
+def _write_loads(tests: tuple[LoadTest, ...]) -> str:
+    rows = [
+        row(
+            [
+                escape(t.model), f"{t.rate:g}", f"{t.sla_ms:g}", f"{t.goodput:.1f}", percent(t.late_share, 2),
+                f"{t.codes.get('429', 0):,}", _of(t.latency_ms, "p50"), _of(t.latency_ms, "p99"), _of(t.shed_ms, "p99"),
+                f"{sum(n for code, n in t.codes.items() if code not in ('200', '429')):,}",
+            ],
+            numeric=range(1, 10),
+        )
+        for t in tests
+    ]  # fmt: skip
+    head = (
+        "model",
+        "offered / s",
+        "SLA ms",
+        "good / s",
+        "late",
+        "shed",
+        "p50 ms",
+        "p99 ms",
+        "429 within ms, p99",
+        "other codes",
+    )
+    return "<h3>Under load</h3>" + about(
+        "Open-loop traffic: requests leave when they are due, and latency counts from then. Good is an answer inside the SLA; late is the share of the accepted."
+    ) + table(head, rows, numeric=range(1, 10), caption="Load tests")  # fmt: skip
+
+
+def _write_load(test: LoadTest, number: int) -> str:
+    notes = "".join(notice(escape(note)) for note in test.notes)
+    title = f"{test.model}, {test.rate:g} requests a second"
+    return f"<h4>{escape(title)}</h4>{notes}" + chart(f"load-{number}", f"Latency over time, {title}")
+
+
+def _of(quantiles: dict[str, float], name: str) -> str:
+    return f"{quantiles[name]:.1f}" if name in quantiles else "–"
+
+
+def _write_experiment(test: OnlineTest) -> str:
+    rows = [
+        row(
+            [
+                escape(m.metric), chip(m.outcome, GOOD[m.outcome]), f"{m.baseline:.5g}", f"{m.candidate:.5g}",
+                "too few users" if m.change is None else span_of(m.change), percent(m.margin, 2), " / ".join(f"{n:,}" for n in m.users),
+            ],
+            numeric=range(2, 7),
+        )
+        for m in test.metrics
+    ]  # fmt: skip
+    guards = [
+        row([escape(g.name), f"{g.baseline:.4g}", f"{g.candidate:.4g}", escape(g.limit), chip("broken" if g.broken else "kept", "bad" if g.broken else "good")], numeric=(1, 2))
+        for g in test.guardrails
+    ]  # fmt: skip
+    text = f"<h3>{escape(test.candidate)} against {escape(test.baseline)} on live traffic, experiment {escape(test.salt)}</h3>"
+    if test.split.mismatch:
+        text += notice(
+            f"The arms do not have the users they should (p = {test.split.p_value:.2g}): do not believe this experiment."
+        )
+    text += "".join(notice(escape(note)) for note in test.notes)
+    head = ("metric", "verdict", "baseline", "candidate", "change, valid at any time", "margin", "users")
+    return (
+        text
+        + table(head, rows, numeric=range(2, 7), caption="Metrics by user")
+        + table(("guardrail", "baseline", "candidate", "limit", ""), guards, numeric=(1, 2), caption="Guardrails")
+    )

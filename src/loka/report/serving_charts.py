@@ -1,0 +1,35 @@
+"""Charts of served models: latency over the time of a load test, with the SLA."""
+
+from loka.records import LoadTest
+from loka.report.vega import ACCENT, SECOND, Spec, colour_by, make_chart, zero_line
+
+__all__ = ["draw_load"]
+
+
+def draw_load(test: LoadTest) -> Spec | None:
+    """p50 and p99 of what was answered, by when it was due."""
+    rows = [
+        {"second": b.second, "quantile": name, "ms": value, "answered": b.answered, "offered": b.offered}
+        for b in test.bins
+        for name, value in (("p50", b.p50_ms), ("p99", b.p99_ms))
+        if value is not None
+    ]
+    if not rows:
+        return None
+    return make_chart(
+        f"Latency over time at {test.rate:g} requests a second",
+        height=180,
+        layer=[
+            {
+                "data": {"values": rows},
+                "mark": {"type": "line", "point": True},
+                "encoding": {
+                    "x": {"field": "second", "type": "quantitative", "title": "second in which the request was due"},
+                    "y": {"field": "ms", "type": "quantitative", "title": "milliseconds"},
+                    "color": colour_by("quantile", ["p50", "p99"], [ACCENT, SECOND]),
+                    "tooltip": [{"field": name} for name in ("second", "quantile", "ms", "answered", "offered")],
+                },
+            },
+            zero_line("y", test.sla_ms, strokeDash=[6, 4]),
+        ],
+    )

@@ -1,0 +1,71 @@
+"""One HTTP request on its way, and what a client may use."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from loka.serving import wire
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+DISCONNECT = "loka.disconnect"  # scope key: a list of functions that our listener calls when the connection is lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one client may use.
+
+    Args:
+        body: bytes of a request's body.
+        body_seconds: to send it.
+        header_seconds: to send a request's head.
+        header_bytes: of it.
+        connections: open at a time.
+        keep_alive: seconds that an idle connection is kept.
+        grace: seconds beyond its deadline after which a request is given up, if the engine hangs.
+    """
+
+    body: int = 2 * 2**20
+    body_seconds: float = 10.0
+    header_seconds: float = 10.0
+    header_bytes: int = 32 * 2**10
+    connections: int = 2048
+    keep_alive: float = 75.0
+    grace: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Limits.{name} is {getattr(self, name)}; expected a positive number")
+
+
+class Outcome(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /v1/outcome`."""
+
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_.@-]{0,63}$")]
+    value: Annotated[float, Meta(ge=-1e12, le=1e12)]
+    user: Annotated[str, Meta(min_length=1, max_length=256)] | int | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request on its way."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[bytes, bytes]
+    arrived: float
+    request_id: str
+    kind: str = wire.JSON
+    model: str = "-"
+
+    def header(self, name: bytes) -> str | None:
+        """A header as text."""
+        found = self.headers.get(name)
+        return None if found is None else found.decode("latin-1")

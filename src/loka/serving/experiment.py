@@ -1,0 +1,111 @@
+"""Experiments on live traffic: who gets which arm, and what is written down about it.
+
+Assignment is sticky and needs no table: the arm of a user is where  blake2b(salt, user) / 2^64  falls in the cumulated shares. Another salt draws anew.
+
+Events are JSON lines in a folder, one file a process. An exposure is written once per request id, after the answer was made; whoever retries with the same id is not
+counted twice by one process, and the reader leaves out ids that several processes wrote (a proxy may retry what a dead replica had answered).
+
+    {"event": "exposure", "at": ..., "request_id": ..., "user": ..., "arm": "B", "ms": 12.1, "status": 200, "empty": false, "simulated": false}
+    {"event": "outcome", "at": ..., "request_id": ..., "user": ..., "name": "click", "value": 1.0}
+    {"event": "shadow", "at": ..., "request_id": ..., "arm": "B", "ms": 14.0, "overlap": 0.9}
+"""
+
+import hashlib
+import math
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+REMEMBERED = 200_000  # request ids that a process recognises
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of the arms.
+
+    Args:
+        names: of the arms; the first is the baseline.
+        shares: positive numbers; they are normalised.
+        salt: names this experiment; the same user falls anew under another one.
+
+    Example:
+        >>> Split(("a", "b"), (95, 5), "autumn").arm("user-7") in ("a", "b")
+        True
+    """
+
+    names: tuple[str, ...]
+    shares: tuple[float, ...]
+    salt: str
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.shares) or len(set(self.names)) < len(self.names) or not self.names:
+            raise ValueError(
+                f"arms {self.names} with shares {self.shares}: expected one share per arm, names that differ"
+            )
+        if not all(math.isfinite(share) and share > 0 for share in self.shares):
+            raise ValueError(f"shares {self.shares}: expected positive numbers")
+        if not self.salt:
+            raise ValueError("an experiment needs a salt, so that its assignment is its own")
+
+    def arm(self, user: str | int) -> str:
+        """The user's arm, always the same."""
+        key = hashlib.blake2b(self.salt.encode(), digest_size=32).digest()
+        point = int.from_bytes(hashlib.blake2b(str(user).encode(), digest_size=8, key=key).digest(), "big") / 2**64
+        total, reached = sum(self.shares), 0.0
+        for name, share in zip(self.names, self.shares, strict=True):
+            reached += share / total
+            if point < reached:
+                return name
+        return self.names[-1]
+
+
+class EventLog:
+    """Appends events to a file of this process, each line in one write.
+
+    Args:
+        folder: made where it is missing. `experiment.json` in it names arms, shares and salt; another experiment's folder is refused.
+        split: the experiment.
+    """
+
+    def __init__(self, folder: str | Path, split: Split) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        described = {"arms": list(split.names), "shares": list(split.shares), "salt": split.salt}
+        header = self.folder / "experiment.json"
+        if header.exists():
+            if msgspec.json.decode(header.read_bytes()) != described:
+                raise ValueError(f"{header} is of another experiment; hint: a folder per experiment, or remove it")
+        else:
+            header.write_bytes(msgspec.json.encode(described))
+        self._file = (self.folder / f"events-{os.getpid()}-{time.time_ns()}.jsonl").open("ab", buffering=0)
+        self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self.written = self.repeated = 0
+
+    def write(self, event: str, request_id: str, **fields: Any) -> bool:
+        """Write one event; False when this process wrote one of this kind for this id already."""
+        key = (f"{event}:{fields['name']}" if event == "outcome" else event, request_id)
+        if key in self._seen:
+            self.repeated += 1
+            return False
+        self._seen[key] = None
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        line = {"event": event, "at": round(time.time(), 3), "request_id": request_id, **fields}
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self.written += 1
+        return True
+
+    def close(self) -> None:
+        """No more events."""
+        self._file.close()
+
+
+def overlap(first: Sequence[Any], second: Sequence[Any]) -> float | None:
+    """Share of the first list that the second has too."""
+    return len(set(first) & set(second)) / len(first) if first else None

@@ -1,0 +1,135 @@
+"""uvicorn with a doorman: what a web server must refuse before there is a request.
+
+A connection beyond the cap is closed at once; a head that does not arrive in time gets a 408 and one that is too large a 431, so that slow or endless headers hold nothing
+for long; a lost connection tells whoever computes for it. The work is uvicorn's: its protocol class is extended, with httptools where that is installed and h11 otherwise.
+"""
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from loka.serving.call import DISCONNECT, Limits
+
+_CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+def make_protocol(limits: Limits) -> type:
+    """uvicorn's HTTP protocol with these limits."""
+    from uvicorn.config import HTTP_PROTOCOLS
+    from uvicorn.importer import import_from_string
+
+    base: Any = import_from_string(HTTP_PROTOCOLS["auto"])
+    if base.__name__ == "AutoHTTPProtocol":  # pragma: no cover - older uvicorn
+        raise ValueError("uvicorn's protocol could not be chosen")
+
+    class Guarded(base):  # type: ignore[misc]
+        """One connection."""
+
+        def connection_made(self, transport: Any) -> None:
+            self._timer: asyncio.TimerHandle | None = None
+            self._head = 0
+            self._lost: list[Any] = []
+            super().connection_made(transport)
+            if len(self.connections) > limits.connections:
+                self._close("503 Service Unavailable")
+                return
+            self._arm()
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            before = self.cycle
+            super().data_received(data)
+            if self._between():
+                self._head += len(data)
+                if self._head > limits.header_bytes:
+                    self._close("431 Request Header Fields Too Large")
+                elif self._timer is None:
+                    self._arm()
+            else:
+                self._disarm()
+                if self.cycle is not before:
+                    self._lost = []
+                    self.cycle.scope[DISCONNECT] = self._lost
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+            for tell in self._lost:
+                tell()
+            self._lost = []
+
+        def _between(self) -> bool:
+            """Whether no request is being answered: what arrives is a head."""
+            return self.cycle is None or self.cycle.response_complete
+
+        def _arm(self) -> None:
+            self._timer = self.loop.call_later(limits.header_seconds, self._too_slow)
+
+        def _disarm(self) -> None:
+            self._head = 0
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_slow(self) -> None:
+            self._timer = None
+            if self._between():
+                self._close("408 Request Timeout")
+
+        def _close(self, status: str) -> None:
+            self._disarm()
+            if not self.transport.is_closing():
+                self.transport.write(_CLOSED.format(status).encode())
+                self.transport.close()
+
+    return Guarded
+
+
+def make_listener(app: Any, sock: socket.socket, limits: Limits, *, drain: float) -> Any:
+    """A uvicorn server for an application on a bound socket; signals are left to the caller."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        http=make_protocol(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=int(limits.keep_alive),
+        timeout_graceful_shutdown=max(1, round(drain)),
+        h11_max_incomplete_event_size=limits.header_bytes,
+        backlog=2048,
+    )
+    config.load()
+    return uvicorn.Server(config)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address, or ValueError saying what is wrong with it."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(*found[:3])  # with its protocol: asyncio turns Nagle off only where it is known to be TCP
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(found[4])
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    import ipaddress
+
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

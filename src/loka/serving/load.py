@@ -1,0 +1,281 @@
+"""An open-loop load generator: requests leave when they are due, whether or not earlier ones were answered.
+
+A closed loop (ask, wait, ask) slows down with the server and then measures only the requests it got round to sending; this is coordinated omission. Here the due times are drawn
+beforehand (Poisson, or evenly spaced), every request is its own task, and latency counts from when the request was due: what the generator itself is late by is inside it,
+and is told separately. Connections are kept and reused; one more is opened whenever all are busy.
+
+HTTP is spoken by hand, because a generator that shares two cores with the server must be cheap: answers need a content length, which this project's server gives.
+"""
+
+import asyncio
+import bisect
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from loka.records import LoadBin, LoadTest, capture_environment
+
+QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+BINS = 30
+Body = Callable[[int, random.Random], bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What is sent.
+
+    Args:
+        rate: requests a second.
+        seconds: how long.
+        sla: seconds within which an answer is good.
+        arrivals: "poisson" or "uniform".
+        seed: of the arrivals and of random requests.
+        connections: most open at a time.
+        timeout: seconds after which an answer is not waited for.
+    """
+
+    rate: float
+    seconds: float
+    sla: float
+    arrivals: Literal["poisson", "uniform"] = "poisson"
+    seed: int = 0
+    connections: int = 512
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "seconds", "sla", "connections", "timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Traffic.{name} is {getattr(self, name)}; expected a positive number")
+        if self.arrivals not in ("poisson", "uniform"):
+            raise ValueError(f"Traffic.arrivals is {self.arrivals!r}; expected 'poisson' or 'uniform'")
+
+    def due(self) -> list[float]:
+        """When each request is to leave, in seconds from the start."""
+        if self.arrivals == "uniform":
+            return [n / self.rate for n in range(int(self.rate * self.seconds))]
+        source, now, out = random.Random(self.seed), 0.0, []
+        while (now := now + source.expovariate(self.rate)) < self.seconds:
+            out.append(now)
+        return out
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request: due, left and done in seconds from the start; code 0 where the connection broke."""
+
+    due: float
+    left: float
+    done: float
+    code: int
+
+    @property
+    def latency(self) -> float:
+        """From when it was due."""
+        return self.done - self.due
+
+
+class _Client:
+    """Connections to one server, reused last in, first out."""
+
+    def __init__(self, url: str, token: str | None, most: int) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r}: expected http://host:port")
+        self.host, self.port, self.token = parts.hostname, parts.port or 80, token
+        self.free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self.room = asyncio.Semaphore(most)
+
+    def _head(self, method: str, path: str, size: int, extra: str) -> bytes:
+        token = f"authorization: Bearer {self.token}\r\n" if self.token else ""
+        kind = "content-type: application/json\r\n" if size else ""
+        return f"{method} {path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-length: {size}\r\n{kind}{token}{extra}\r\n".encode()
+
+    async def ask(self, method: str, path: str, body: bytes = b"", extra: str = "") -> tuple[int, bytes]:
+        """Status and body; raises OSError where the connection breaks."""
+        async with self.room:
+            reader, writer = self.free.pop() if self.free else await asyncio.open_connection(self.host, self.port)
+            try:
+                writer.write(self._head(method, path, len(body), extra) + body)
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = head.lower().split(b"\r\n")
+                sizes = [int(line.partition(b":")[2]) for line in lines[1:] if line.startswith(b"content-length:")]
+                if not sizes:
+                    raise ConnectionError("an answer without a content length")
+                answer = await reader.readexactly(sizes[0])
+            except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                writer.close()
+                raise
+            if b"connection: close" in lines:
+                writer.close()
+            else:
+                self.free.append((reader, writer))
+            return int(head[9:12]), answer
+
+    def close(self) -> None:
+        for _, writer in self.free:
+            writer.close()
+
+
+async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = None, extra: str = "") -> list[Sent]:
+    """Send the traffic and wait for every answer.
+
+    Args:
+        url: of the server.
+        traffic: how much and when.
+        body: number of the request and a source of randomness -> JSON.
+        token: a bearer token.
+        extra: more header lines, each ended by CRLF.
+    """
+    client, source = _Client(url, token, traffic.connections), random.Random(traffic.seed + 1)
+    due, sent = traffic.due(), []
+    bodies = [body(n, source) for n in range(len(due))]  # made beforehand: making them takes time too
+
+    async def one(place: int, begin: float) -> None:
+        left = time.perf_counter() - begin
+        try:
+            async with asyncio.timeout(traffic.timeout):
+                code, _ = await client.ask("POST", "/v1/recommend", bodies[place], f"x-loka-simulated: 1\r\n{extra}")
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            code = 0
+        sent.append(Sent(due[place], left, time.perf_counter() - begin, code))
+
+    begin = time.perf_counter()
+    tasks = set()
+    for place, at in enumerate(due):
+        wait = begin + at - time.perf_counter()
+        if wait > 0:
+            await asyncio.sleep(wait)
+        task = asyncio.create_task(one(place, begin))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    while tasks:
+        await asyncio.gather(*tasks)
+    client.close()
+    return sent
+
+
+def summarize(url: str, model: str, traffic: Traffic, sent: Sequence[Sent], *, notes: Sequence[str] = ()) -> LoadTest:
+    """The record of what was sent."""
+    codes: dict[str, int] = {}
+    for one in sent:
+        name = str(one.code) if one.code else "error"
+        codes[name] = codes.get(name, 0) + 1
+    answered = [one for one in sent if one.code == 200]
+    good = sum(one.latency <= traffic.sla for one in answered)
+    return LoadTest(
+        url=url,
+        model=model,
+        arrivals=traffic.arrivals,
+        rate=float(traffic.rate),
+        seconds=float(traffic.seconds),
+        sla_ms=1e3 * traffic.sla,
+        seed=traffic.seed,
+        offered=len(sent),
+        codes=dict(sorted(codes.items())),
+        good=good,
+        late=len(answered) - good,
+        goodput=good / traffic.seconds,
+        latency_ms=quantiles([one.latency for one in answered]),
+        shed_ms=quantiles([one.done - one.left for one in sent if one.code == 429]),
+        send_lag_ms=quantiles([one.left - one.due for one in sent]),
+        bins=_bins(traffic, sent),
+        notes=list(notes),
+        environment=capture_environment(),
+    )
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """p50, p90, p99 and max in milliseconds; empty without values."""
+    values = sorted(seconds)
+    if not values:
+        return {}
+    return {name: round(1e3 * values[min(len(values) - 1, int(q * len(values)))], 3) for name, q in QUANTILES}
+
+
+def _bins(traffic: Traffic, sent: Sequence[Sent]) -> list[LoadBin]:
+    edges = [traffic.seconds * n / BINS for n in range(BINS)]
+    piles: list[list[Sent]] = [[] for _ in edges]
+    for one in sent:
+        piles[bisect.bisect_right(edges, one.due) - 1].append(one)
+    out = []
+    for edge, pile in zip(edges, piles, strict=True):
+        answered = [one.latency for one in pile if one.code == 200]
+        found = quantiles(answered)
+        good = sum(latency <= traffic.sla for latency in answered)
+        out.append(
+            LoadBin(second=round(edge, 3), offered=len(pile), answered=len(answered), good=good, p50_ms=found.get("p50"), p99_ms=found.get("p99"))
+        )  # fmt: skip
+    return out
+
+
+async def look(url: str, token: str | None = None) -> dict[str, Any]:
+    """Whether a server is live and ready, and what it serves; `models` is filled from what answers a small request.
+
+    Args:
+        url: of the server.
+        token: a bearer token.
+
+    Returns:
+        live, ready, and the error or the answer of an empty request.
+    """
+    client, out = _Client(url, token, 4), dict[str, Any]()
+    try:
+        for name in ("live", "ready"):
+            out[name] = (await client.ask("GET", f"/v2/health/{name}"))[0] == 200
+        code, body = await client.ask("GET", "/v2")
+        out["status"], out["server"] = code, json.loads(body)
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise ValueError(f"{url}: no answer: {error}") from error
+    finally:
+        client.close()
+    return out
+
+
+async def describe(url: str, name: str, token: str | None = None) -> dict[str, Any]:
+    """`GET /v2/models/NAME`, or ValueError with what the server said."""
+    client = _Client(url, token, 1)
+    try:
+        code, body = await client.ask("GET", f"/v2/models/{name}")
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise ValueError(f"{url}: no answer: {error}") from error
+    finally:
+        client.close()
+    found = json.loads(body)
+    if code != 200:
+        raise ValueError(f"{url}: {code}: {found.get('error', {}).get('message', found)}")
+    return dict(found)
+
+
+def make_body(inputs: Sequence[dict[str, Any]], *, items: int, vocabulary: int, rows: int, users: int) -> Body:
+    """Random requests for what a server says it reads.
+
+    Args:
+        inputs: of `GET /v2/models/NAME`.
+        items: length of a history, for a generative model.
+        vocabulary: item numbers and ids are drawn from 1 to this.
+        rows: of a request to a ranker.
+        users: how many different ones.
+    """
+    generative = any(one["name"] == "history" for one in inputs)
+
+    def draw(number: int, source: random.Random) -> bytes:
+        user = f"simulated-{source.randrange(users)}"
+        if generative:
+            return msgspec.json.encode({"user": user, "history": [source.randint(1, vocabulary) for _ in range(items)]})
+        features: dict[str, Any] = {}
+        for one in inputs:
+            if one["datatype"] == "FP32":
+                features[one["name"]] = [source.gauss(0, 1) for _ in range(rows)]
+            elif len(one["shape"]) == 1:
+                features[one["name"]] = [source.randint(1, vocabulary) for _ in range(rows)]
+            else:
+                features[one["name"]] = [source.randint(1, vocabulary) for _ in range(min(items, one["shape"][1]))]
+        return msgspec.json.encode({"user": user, "features": features})
+
+    return draw

@@ -1,0 +1,213 @@
+"""An experiment read from its events: are the arms what they should be, and did the metrics change?
+
+Users are the unit. A user's value of a metric is the sum of its outcomes over the number of the user's exposures, so that somebody who comes often does not count often. In order:
+
+    sample ratio    users per arm against the split, by a test that may be repeated; a user in two arms is a mismatch too
+    metrics         relative change of the mean over users, with an interval valid at any time (loka.metrics.sequential), and one of four verdicts
+    guardrails      p99 latency, refused and empty answers: broken when the candidate is worse beyond doubt and beyond the limit
+
+An exposure counts once per request id, whoever wrote it; outcomes once per request id and name, for requests that were exposed.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loka.metrics import Moments, check_ratio_anytime, compare_anytime
+from loka.records import Guardrail, Interval, OnlineMetric, OnlineTest, SplitCheck, capture_environment
+
+THRESHOLD = 0.001  # p-value of a sample-ratio mismatch
+SURE = 3.29  # standard errors: one in a thousand, two-sided
+SLOWER, SHED_MORE, EMPTIER = 1.1, 0.01, 0.01  # what a guardrail lets pass
+
+
+@dataclass
+class Arm:
+    """What was seen of one arm."""
+
+    exposures: dict[str, int] = field(default_factory=dict)  # by user
+    milliseconds: list[float] = field(default_factory=list)
+    refused: int = 0
+    empty: int = 0
+    answered: int = 0
+    totals: dict[str, dict[str, float]] = field(default_factory=dict)  # metric -> user -> sum
+
+
+@dataclass
+class Events:
+    """A folder of events, read."""
+
+    names: list[str]
+    shares: list[float]
+    salt: str
+    arms: dict[str, Arm]
+    duplicates: int = 0
+    damaged: int = 0
+    orphans: int = 0
+    simulated: bool = False
+
+
+def read_events(folder: str | Path) -> Events:
+    """Read every events file of an experiment; each request id counts once.
+
+    Args:
+        folder: that `loka serve --events` wrote.
+    """
+    place = Path(folder)
+    try:
+        header = json.loads((place / "experiment.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{place}: no experiment.json that can be read ({error}); hint: loka serve A B --events {place}"
+        ) from error
+    events = Events(header["arms"], header["shares"], header["salt"], {name: Arm() for name in header["arms"]})
+    seen: dict[str, tuple[str, str]] = {}
+    outcomes: dict[tuple[str, str], float] = {}
+    for path in sorted(place.glob("events-*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                event = json.loads(line)
+                _take(event, events, seen, outcomes)
+            except (ValueError, KeyError, TypeError):
+                events.damaged += 1  # a process that was killed leaves a line without its end
+    for (request_id, name), value in outcomes.items():
+        if request_id not in seen:
+            events.orphans += 1
+            continue
+        user, arm = seen[request_id]
+        totals = events.arms[arm].totals.setdefault(name, {})
+        totals[user] = totals.get(user, 0.0) + value
+    return events
+
+
+def _take(event: dict[str, Any], events: Events, seen: dict[str, tuple[str, str]], outcomes: dict[tuple[str, str], float]) -> None:  # fmt: skip
+    kind, request_id = event["event"], event["request_id"]
+    if kind == "outcome":
+        if (request_id, event["name"]) in outcomes:
+            events.duplicates += 1
+        else:
+            outcomes[request_id, event["name"]] = float(event["value"])
+        return
+    if kind != "exposure":
+        return
+    if request_id in seen:
+        events.duplicates += 1
+        return
+    user, arm = str(event["user"]), events.arms[event["arm"]]
+    seen[request_id] = (user, event["arm"])
+    events.simulated |= bool(event["simulated"])
+    if event["status"] == 200:
+        arm.exposures[user] = arm.exposures.get(user, 0) + 1
+        arm.answered += 1
+        arm.empty += bool(event["empty"])
+        arm.milliseconds.append(float(event["ms"]))
+    else:
+        arm.refused += 1
+        arm.exposures.setdefault(user, 0)
+
+
+def judge_experiment(
+    folder: str | Path, *, margin: float = 0.01, alpha: float = 0.05, lower_is_better: Sequence[str] = ()
+) -> OnlineTest:
+    """What the events say so far; may be called as often as one likes.
+
+    Args:
+        folder: of the events.
+        margin: relative change of a metric that does not matter.
+        alpha: chance that the interval of a metric is ever wrong.
+        lower_is_better: names of metrics where less is better.
+
+    Returns:
+        The record. Metrics of an experiment whose sample ratio is off must not be believed.
+
+    Example:
+        >>> judge_experiment("runs/ab", margin=0.01).metrics                            # doctest: +SKIP
+    """
+    events = read_events(folder)
+    if len(events.names) != 2:
+        raise ValueError(f"{folder}: {len(events.names)} arms; expected a baseline and a candidate")
+    baseline, candidate = (events.arms[name] for name in events.names)
+    counts = [len(baseline.exposures), len(candidate.exposures)]
+    both = baseline.exposures.keys() & candidate.exposures.keys()
+    p_value = check_ratio_anytime(counts, events.shares)
+    notes = []
+    if both:
+        notes.append(f"{len(both)} users were in both arms: the assignment was not sticky")
+    if events.damaged:
+        notes.append(f"{events.damaged} lines could not be read and were left out")
+    if events.orphans:
+        notes.append(f"{events.orphans} outcomes belong to no exposure and were left out")
+    if events.simulated:
+        notes.append("users are simulated: this says that the machinery works, and nothing about people")
+    names = sorted({*baseline.totals, *candidate.totals})
+    metrics = [
+        _compare(name, baseline, candidate, margin, alpha / max(1, len(names)), name in lower_is_better)
+        for name in names
+    ]
+    if len(names) > 1:
+        notes.append(
+            f"{len(names)} metrics share the error of {alpha:g}: each interval is at {1 - alpha / len(names):.2%}"
+        )
+    return OnlineTest(
+        baseline=events.names[0],
+        candidate=events.names[1],
+        salt=events.salt,
+        split=SplitCheck(observed=counts, p_value=p_value, mismatch=p_value < THRESHOLD or bool(both)),
+        requests=[arm.answered + arm.refused for arm in (baseline, candidate)],
+        duplicates=events.duplicates,
+        simulated=events.simulated,
+        metrics=metrics,
+        guardrails=_guard(baseline, candidate),
+        notes=notes,
+        environment=capture_environment(),
+    )
+
+
+def user_values(arm: Arm, metric: str) -> list[float]:
+    """Per user with an answer, the sum of the outcomes over the number of answers."""
+    totals = arm.totals.get(metric, {})
+    return [totals.get(user, 0.0) / count for user, count in arm.exposures.items() if count]
+
+
+def _compare(name: str, baseline: Arm, candidate: Arm, margin: float, alpha: float, lower: bool) -> OnlineMetric:
+    a, b = Moments.of(user_values(baseline, name)), Moments.of(user_values(candidate, name))
+    found = compare_anytime(b, a, margin=margin, lower_is_better=lower, alpha=alpha)
+    change = None
+    if found.estimate is not None and found.low is not None and found.high is not None:
+        change = Interval(value=found.estimate, low=found.low, high=found.high)
+    return OnlineMetric(
+        metric=name, baseline=a.mean, candidate=b.mean, users=[a.units, b.units], change=change, margin=margin, outcome=found.verdict
+    )  # fmt: skip
+
+
+def _guard(baseline: Arm, candidate: Arm) -> list[Guardrail]:
+    (_, base_p99, base_high), (cand_low, cand_p99, _) = (_p99(arm.milliseconds) for arm in (baseline, candidate))
+    slow = cand_low is not None and base_high is not None and cand_low > SLOWER * base_high
+    found = [
+        Guardrail(name="p99 ms", baseline=base_p99, candidate=cand_p99, limit=f"<= {SLOWER:g} x baseline", broken=slow)
+    ]
+    shares = (
+        ("refused", SHED_MORE, [(arm.refused, arm.answered + arm.refused) for arm in (baseline, candidate)]),
+        ("empty", EMPTIER, [(arm.empty, arm.answered) for arm in (baseline, candidate)]),
+    )
+    for name, limit, ((x, n), (y, m)) in shares:
+        p, q = x / n if n else 0.0, y / m if m else 0.0
+        error = math.sqrt(p * (1 - p) / max(n, 1) + q * (1 - q) / max(m, 1)) + 1 / max(n, 1) + 1 / max(m, 1)
+        broken = min(n, m) > 0 and q - p - SURE * error > limit
+        found.append(Guardrail(name=name, baseline=p, candidate=q, limit=f"<= baseline + {limit:g}", broken=broken))
+    return found
+
+
+def _p99(values: list[float]) -> tuple[float | None, float, float | None]:
+    """(low, p99, high) by order statistics; no interval below 1,000 answers."""
+    ordered, n = sorted(values), len(values)
+    if not n:
+        return None, 0.0, None
+    middle = ordered[min(n - 1, int(0.99 * n))]
+    if n < 1000:
+        return None, middle, None
+    spread = SURE * math.sqrt(n * 0.99 * 0.01)
+    return ordered[int(0.99 * n - spread)], middle, ordered[min(n - 1, math.ceil(0.99 * n + spread))]

@@ -1,0 +1,68 @@
+"""From a folder to a model: what `loka serve`, a reload and a Ray replica all do."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from loka.serving.servable import Servable
+
+
+def open_model(
+    folder: str | Path,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    precision: str | None = None,
+    beams: int | None = None,
+    batches: Sequence[int] | None = None,
+    contexts: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
+    factory: str | None = None,
+    batch_invariant: bool = False,
+) -> Servable:
+    """A recommender or a ranker, by what the folder holds.
+
+    Args:
+        folder: of `loka generate --train` or `save_ranker`.
+        name: as clients know it; default: the folder's.
+        precision, beams, batches, contexts: of a recommender's engine; fp32, 50, (1, 2, 4, 8, 16), the model's longest. Refused for a ranker.
+        rows, factory: of a ranker; (64, 256, 1024, 4096), none. Refused for a recommender.
+        batch_invariant: one bucket, so that answers do not depend on who else is in the batch.
+
+    Example:
+        >>> open_model("runs/onerec", beams=50).buckets                                 # doctest: +SKIP
+    """
+    from loka.inference import EngineConfig, is_bundle, load_bundle
+    from loka.inference.bundle import MODEL
+    from loka.serving.generative import GenerativeModel, digest
+    from loka.serving.rank_bundle import is_ranker_bundle
+    from loka.serving.ranker import ROWS, open_ranker
+
+    place = Path(folder)
+    called = name or place.resolve().name
+    if is_bundle(place):
+        _refuse(place, "a generative recommender", rows=rows, factory=factory)
+        bundle = load_bundle(place)
+        config = EngineConfig(
+            beams=50 if beams is None else beams,
+            requests=(1, 2, 4, 8, 16) if batches is None else tuple(batches),
+            contexts=None if contexts is None else tuple(contexts),
+            dtype=precision or "fp32",
+            normalize=bundle.info.normalize,
+            batch_invariant=batch_invariant,
+        )
+        return GenerativeModel(bundle, config, device=device, name=called, version=digest(place / MODEL))
+    if is_ranker_bundle(place):
+        _refuse(place, "a ranker", precision=precision, beams=beams, batches=batches, contexts=contexts)
+        sizes = ROWS if rows is None else tuple(rows)
+        return open_ranker(
+            place, factory=factory, name=called, rows=sizes, device=device, batch_invariant=batch_invariant
+        )
+    raise ValueError(
+        f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, or loka.serving.save_ranker"
+    )
+
+
+def _refuse(place: Path, kind: str, **options: object) -> None:
+    """An option that the other kind of model has must not be dropped in silence."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(f"{place} is {kind}: it has no {', '.join(given)}")

@@ -1,0 +1,133 @@
+"""What the scheduler moves about: a promise, requests with deadlines, queues by context, batches."""
+
+import bisect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loka.serving.times import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What the service promises, and what it keeps back.
+
+    Args:
+        sla: seconds from arrival to answer.
+        reserve: seconds of it kept for reading, writing and waking up.
+        queue: most requests that may wait; one more is shed.
+        quantile: of the learned times, for planning.
+
+    Example:
+        >>> Policy(sla=0.05).budget
+        0.048
+    """
+
+    sla: float
+    reserve: float = 0.002
+    queue: int = 1024
+    quantile: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not (self.sla > 0 and math.isfinite(self.sla)):
+            raise ValueError(f"Policy.sla is {self.sla}; expected a positive number of seconds")
+        if not 0 <= self.reserve < self.sla:
+            raise ValueError(f"Policy.reserve is {self.reserve} s; expected less than the SLA, {self.sla} s")
+        if self.queue < 1:
+            raise ValueError(f"Policy.queue is {self.queue}; expected room for at least one request")
+        if not 0 < self.quantile < 1:
+            raise ValueError(f"Policy.quantile is {self.quantile}; expected a share in (0, 1)")
+
+    @property
+    def budget(self) -> float:
+        """Seconds of the SLA that waiting and running may use."""
+        return round(self.sla - self.reserve, 9)
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A request in the scheduler: `job` is the caller's."""
+
+    job: Any
+    units: int
+    context: int
+    arrived: float
+    deadline: float
+    number: int
+    state: str = "waiting"  # waiting, running, done, cancelled, dropped
+    trial: bool = False  # runs even if it may be late
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Earliest deadline first, then first come."""
+        return self.deadline, self.number
+
+
+@dataclass(frozen=True)
+class Shed:
+    """A request that was not admitted: why, and in how many seconds another try makes sense."""
+
+    reason: str  # "late": it would miss its deadline; "others": it would make others miss theirs; "queue": no room
+    retry_after: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What runs now."""
+
+    bucket: Bucket
+    entries: list[Entry]
+    started: float
+    expected: float
+
+    @property
+    def units(self) -> int:
+        """Units in use; the rest of the bucket is padding."""
+        return sum(entry.units for entry in self.entries)
+
+
+@dataclass
+class Queues:
+    """One list per context, earliest deadline first."""
+
+    by_context: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def copy(self) -> "Queues":
+        """Other lists, the same requests."""
+        return Queues({context: list(entries) for context, entries in self.by_context.items() if entries})
+
+    def add(self, entry: Entry) -> None:
+        """At its place."""
+        bisect.insort(self.by_context.setdefault(entry.context, []), entry, key=lambda e: e.order)
+
+    def remove(self, entry: Entry) -> bool:
+        """Whether it was there."""
+        waiting = self.by_context.get(entry.context, [])
+        place = bisect.bisect_left(waiting, entry.order, key=lambda e: e.order)
+        if place < len(waiting) and waiting[place] is entry:
+            del waiting[place]
+            return True
+        return False
+
+    def first(self) -> Entry | None:
+        """Whoever is due first."""
+        heads = [entries[0] for entries in self.by_context.values() if entries]
+        return min(heads, key=lambda e: e.order, default=None)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for entries in self.by_context.values() for entry in entries)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_context.values()))
+
+
+def fill(room: int, waiting: Sequence[Entry]) -> tuple[list[Entry], int]:
+    """As many from the front as fit, and the room that is left."""
+    taken = []
+    for entry in waiting:
+        if entry.units > room:
+            break
+        taken.append(entry)
+        room -= entry.units
+    return taken, room

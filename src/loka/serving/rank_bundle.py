@@ -1,0 +1,158 @@
+"""A frozen ranker in a folder: safetensors and JSON, nothing that runs.
+
+    ranker.json          how to build the model and what it reads (records.RankerInfo)
+    model.safetensors    its state_dict
+    plan.json            optional: applied with `loka.convert` after the weights are there
+
+A model is one of this library's families, or comes from a factory `package.module:function`. A folder cannot make a server import code: a factory is run
+only when whoever serves the bundle names the same one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from loka.data.schema import Field, Schema, SequenceField
+from loka.models import build_ranker
+from loka.placing import convert
+from loka.records import Plan, RankerColumn, RankerInfo, capture_environment
+from loka.records import load as load_record
+from loka.records import save as save_record
+
+INFO, MODEL, PLAN = "ranker.json", "model.safetensors", "plan.json"
+
+
+@dataclass(frozen=True)
+class RankerBundle:
+    """A module in evaluation mode that takes a loka.data Batch and returns logits [rows, labels], and the columns it reads."""
+
+    model: nn.Module
+    schema: Schema
+    info: RankerInfo
+
+
+def is_ranker_bundle(folder: str | Path) -> bool:
+    """Whether the folder holds one."""
+    return (Path(folder) / INFO).is_file()
+
+
+def save_ranker(
+    model: nn.Module,
+    schema: Schema,
+    folder: str | Path,
+    *,
+    family: str | None = None,
+    size: str | None = None,
+    options: Mapping[str, str | int | float | bool | None] | None = None,
+    factory: str | None = None,
+    plan: Plan | None = None,
+    name: str | None = None,
+    link: Literal["sigmoid", "identity"] = "sigmoid",
+) -> None:
+    """Write the folder; `model` has plain weights, the plan is applied when it is loaded.
+
+    Args:
+        model: what `family`, `size` and `options`, or `factory`, build.
+        schema: its columns.
+        folder: where to.
+        plan: precision of its linears.
+        link: what turns logits into scores.
+
+    Example:
+        >>> save_ranker(model, schema, "runs/ranker", family="wukong", size="tiny")     # doctest: +SKIP
+    """
+    if (family is None) == (factory is None):
+        raise ValueError("a ranker bundle names a family of this library or a factory, exactly one of them")
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file({k: t.detach().cpu().contiguous().clone() for k, t in model.state_dict().items()}, target / MODEL)
+    if plan is not None:
+        save_record(plan, target / PLAN)
+    columns = [RankerColumn(name=f.name, cardinality=f.cardinality) for f in schema.categorical]
+    columns += [
+        RankerColumn(name=s.name, cardinality=s.cardinality, max_length=s.max_length, shares=s.shares)
+        for s in schema.sequences
+    ]
+    info = RankerInfo(
+        name=name or target.name,
+        family=family,
+        size=size or ("tiny" if family else None),
+        options=dict(options or {}),
+        factory=factory,
+        dense=list(schema.dense),
+        columns=columns,
+        labels=list(schema.labels),
+        link=link,
+        environment=capture_environment(),
+    )
+    save_record(info, target / INFO)  # last: a folder with one is complete
+
+
+def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch.device | str = "cpu") -> RankerBundle:
+    """Read the folder.
+
+    Args:
+        folder: of `save_ranker`.
+        factory: `package.module:function` that the caller allows to run; must be the one the bundle names. It is called with the schema and the bundle's options.
+        device: where the model goes before the plan is applied.
+
+    Returns:
+        The model, converted by the plan where there is one.
+    """
+    source = Path(folder)
+    if not is_ranker_bundle(source):
+        raise ValueError(f"{source} holds no {INFO}; hint: loka.serving.save_ranker(model, schema, folder, family=...)")
+    info = load_record(source / INFO, RankerInfo)
+    schema = read_schema(info)
+    model = _build(info, schema, factory)
+    try:
+        model.load_state_dict(load_file(source / MODEL))
+    except (RuntimeError, SafetensorError, OSError) as error:
+        raise ValueError(f"{source / MODEL}: does not fit the model that {INFO} describes: {error}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    if (source / PLAN).is_file():
+        convert(model, load_record(source / PLAN, Plan), freeze=True)
+    return RankerBundle(model, schema, info)
+
+
+def read_schema(info: RankerInfo) -> Schema:
+    """The columns of a bundle."""
+    return Schema(
+        dense=tuple(info.dense),
+        categorical=tuple(Field(c.name, c.cardinality) for c in info.columns if c.max_length is None),
+        sequences=tuple(
+            SequenceField(c.name, c.cardinality, c.max_length, c.shares)
+            for c in info.columns
+            if c.max_length is not None
+        ),
+        labels=tuple(info.labels),
+    )
+
+
+def _build(info: RankerInfo, schema: Schema, allowed: str | None) -> nn.Module:
+    if info.factory is not None:
+        if allowed != info.factory:
+            raise ValueError(
+                f"the bundle wants code from {info.factory!r}, which nobody allowed; hint: --factory {info.factory}"
+            )
+        return _find(info.factory)(schema, **info.options)
+    if allowed is not None:
+        raise ValueError(f"the bundle is a {info.family}, made without a factory, but {allowed!r} was named")
+    assert info.family is not None  # one or the other
+    options: dict[str, Any] = dict(info.options)
+    return build_ranker(schema, info.family, info.size or "tiny", **options)
+
+
+def _find(name: str) -> Callable[..., nn.Module]:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"factory {name!r}: expected package.module:function")
+    found: Any = getattr(import_module(module), attribute)
+    return found  # type: ignore[no-any-return]

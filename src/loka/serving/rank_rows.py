@@ -1,0 +1,184 @@
+"""Requests to a ranker: columns of features in JSON or MessagePack, read into arrays, with what is unknown or cut counted."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from loka.data.schema import Schema
+from loka.serving.servable import FieldError, Job
+
+MOST_VALUES = 1_000_000
+Column = (
+    int
+    | float
+    | Annotated[bytes, Meta(max_length=8 * MOST_VALUES)]
+    | Annotated[list[int | float | Annotated[list[int], Meta(max_length=65_536)]], Meta(max_length=MOST_VALUES)]
+)
+
+
+class RankRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of `POST /v1/recommend` for a ranker.
+
+    Args:
+        features: column -> one value for all rows, or one per row.
+        ids: what the rows stand for, echoed for the best of them.
+        top: return only so many rows, best first by `label`.
+        label: that `top` sorts by; default: the first.
+        user: who asks, for experiments.
+        timeout_ms: a deadline shorter than the service's own.
+    """
+
+    features: Annotated[dict[str, Column], Meta(max_length=4096)]
+    ids: Annotated[list[int], Meta(max_length=MOST_VALUES)] | None = None
+    top: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    label: str | None = None
+    user: Annotated[str, Meta(min_length=1, max_length=256)] | int | None = None
+    timeout_ms: Annotated[float, Meta(gt=0, le=600_000)] | None = None
+
+
+class Ranked(msgspec.Struct, kw_only=True):
+    """Scores by label, for all rows in their order, or for the best rows, which `rows` numbers and `ids` names."""
+
+    scores: dict[str, list[float]]
+    rows: list[int] | None = None
+    ids: list[int] | None = None
+    unknown: int = 0
+    cut: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not any(self.scores.values())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The features of one request as arrays."""
+
+    dense: NDArray[np.float32]
+    categorical: NDArray[np.int64]
+    sequences: dict[str, list[NDArray[np.int64]]]
+    unknown: int
+    cut: int
+
+
+class RowReader:
+    """Reads requests for one schema.
+
+    Args:
+        schema: the columns.
+        most: rows that a request may have.
+    """
+
+    def __init__(self, schema: Schema, most: int) -> None:
+        self.schema, self.most = schema, most
+        self.limits = np.array([f.cardinality for f in schema.categorical], dtype=np.int64)
+
+    def read(self, request: RankRequest) -> Job:
+        """Columns to arrays; a field that does not fit raises with its path."""
+        columns = {
+            *self.schema.dense,
+            *(f.name for f in self.schema.categorical),
+            *(s.name for s in self.schema.sequences),
+        }
+        for name in request.features.keys() ^ columns:
+            why = (
+                "is missing" if name in columns else f"is no column; the columns are {', '.join(sorted(columns)[:20])}"
+            )
+            raise FieldError(f"$.features.{name}", why)
+        n = self._count(request)
+        if n > self.most:
+            raise FieldError("$.features", f"{n} rows, a request may have {self.most}")
+        if request.ids is not None and len(request.ids) != n:
+            raise FieldError("$.ids", f"{len(request.ids)} ids for {n} rows")
+        if request.label is not None and request.label not in self.schema.labels:
+            raise FieldError("$.label", f"{request.label!r}; the labels are {', '.join(self.schema.labels)}")
+        dense = [_column(request.features[c], n, np.float32, f"$.features.{c}") for c in self.schema.dense]
+        names = [f.name for f in self.schema.categorical]
+        ids = [_column(request.features[c], n, np.int64, f"$.features.{c}") for c in names]
+        table = np.stack(ids, 1) if ids else np.empty((n, 0), np.int64)
+        for place, name in zip(*np.nonzero((table < 0).T), strict=True):
+            raise FieldError(f"$.features.{names[place]}[{name}]", f"{table[name, place]} is negative")
+        strange = table >= self.limits
+        table[strange] = 0
+        sequences, cut, unknown = self._read_sequences(request, n)
+        made = Rows(
+            np.stack(dense, 1) if dense else np.empty((n, 0), np.float32),
+            table,
+            sequences,
+            int(strange.sum()) + unknown,
+            cut,
+        )
+        return Job(request, n, 0, made)
+
+    def _count(self, request: RankRequest) -> int:
+        counts = {}
+        sequences = {s.name for s in self.schema.sequences}
+        for name, value in request.features.items():
+            if name in sequences:
+                if isinstance(value, list) and value and isinstance(value[0], list):
+                    counts[name] = len(value)
+            elif isinstance(value, list):
+                counts[name] = len(value)
+            elif isinstance(value, bytes):
+                counts[name] = len(value) // (4 if name in self.schema.dense else 8)
+        if len(set(counts.values())) > 1:
+            first, *rest = counts.items()
+            other = next(pair for pair in rest if pair[1] != first[1])
+            raise FieldError(f"$.features.{other[0]}", f"{other[1]} rows, but {first[0]} has {first[1]}")
+        found = next(iter(counts.values()), 1)
+        if found < 1:
+            raise FieldError("$.features", "no rows")
+        return found
+
+    def _read_sequences(self, request: RankRequest, n: int) -> tuple[dict[str, list[NDArray[np.int64]]], int, int]:
+        out, cut, unknown = {}, 0, 0
+        for field in self.schema.sequences:
+            value, path = request.features[field.name], f"$.features.{field.name}"
+            if not isinstance(value, list):
+                raise FieldError(path, "a sequence column is a list of ids, or a list of such lists")
+            shared = not value or not isinstance(value[0], list)
+            rows = [value] * n if shared else value
+            arrays = [_ids(row, f"{path}[{i}]") for i, row in enumerate(rows[:1] if shared else rows)]
+            for place, array in enumerate(arrays):
+                cut += max(0, len(array) - field.max_length)
+                array = array[-field.max_length :]
+                strange = array >= field.cardinality
+                unknown += int(strange.sum())
+                arrays[place] = np.where(strange, 0, array)
+            out[field.name] = arrays * n if shared else arrays
+        return out, cut, unknown
+
+
+def _column(value: Any, n: int, kind: Any, path: str) -> NDArray[Any]:
+    """One value per row; a value for all rows is broadcast, without touching every row in Python."""
+    word = "a number" if kind is np.float32 else "an id"
+    if isinstance(value, bytes):
+        size = 4 if kind is np.float32 else 8
+        if len(value) != n * size:
+            raise FieldError(path, f"{len(value)} bytes for {n} rows of {size}")
+        made = np.frombuffer(value, dtype="<f4" if size == 4 else "<i8")
+    else:
+        try:
+            made = np.array(value)
+        except (ValueError, OverflowError) as error:
+            raise FieldError(path, f"expected {word} a row") from error
+        if made.dtype.kind not in ("iuf" if kind is np.float32 else "i") or made.ndim > 1:
+            wanted = (int, float) if kind is np.float32 else (int,)
+            rows = value if isinstance(value, list) else [value]
+            bad = next((i for i, one in enumerate(rows) if not isinstance(one, wanted) or abs(one) >= 2**63), 0)
+            raise FieldError(f"{path}[{bad}]", f"expected {word}")
+        made = np.broadcast_to(made.astype(kind), (n,))
+    if kind is np.float32 and not np.isfinite(made).all():
+        raise FieldError(path, "holds NaN or infinity")
+    return made
+
+
+def _ids(row: Any, path: str) -> NDArray[np.int64]:
+    if not isinstance(row, list) or any(not isinstance(i, int) or not 0 <= i < 2**63 for i in row):
+        raise FieldError(path, "expected a list of ids")
+    return np.array(row, dtype=np.int64)

@@ -1,0 +1,222 @@
+"""A frozen ranker behind a server: rows of features in, scores or the best candidates out.
+
+Features come by column. A column is one value for all rows of the request (a user's), a list with one value per row (the candidates'), or the same as
+little-endian bytes: float32 for dense columns, int64 for categorical ones, in base64 (JSON) or as they are (MessagePack). A sequence column is one list for all
+rows, or a list of lists. Ids beyond a column's vocabulary count as unknown (id 0) and are counted in the answer; what is longer than a sequence column is
+cut to its most recent ids, and counted.
+
+On a GPU every bucket of rows is one CUDA graph where the ranker has no sequence columns; a ranker that has them runs eagerly.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loka.data.batch import Batch, Jagged
+from loka.serving.generative import digest
+from loka.serving.rank_bundle import MODEL, RankerBundle, load_ranker
+from loka.serving.rank_rows import Ranked, RankRequest, RowReader, Rows
+from loka.serving.servable import FieldError, Job
+from loka.serving.times import Bucket
+
+ROWS = (64, 256, 1024, 4096)
+
+
+class RankingModel:
+    """A Servable over a frozen ranker.
+
+    Args:
+        bundle: the model and its columns.
+        rows: bucket sizes, ascending; a request may have as many rows as the largest.
+        batch_invariant: run every batch in the largest bucket, so that a row's score does not depend on its company.
+        graphs: one CUDA graph a bucket; default: on a GPU, where there are no sequence columns.
+
+    Example:
+        >>> model = RankingModel(load_ranker("runs/ranker"))                            # doctest: +SKIP
+    """
+
+    request_type = RankRequest
+
+    def __init__(
+        self,
+        bundle: RankerBundle,
+        *,
+        rows: tuple[int, ...] = ROWS,
+        device: torch.device | str = "cpu",
+        batch_invariant: bool = False,
+        graphs: bool | None = None,
+        name: str = "ranker",
+        version: str = "1",
+    ) -> None:
+        if not rows or min(rows) < 1 or list(rows) != sorted(set(rows)):
+            raise ValueError(f"rows={rows}: expected ascending positive sizes")
+        self.name, self.version, self.bundle, self.schema = name, version, bundle, bundle.schema
+        self.device = torch.device(device)
+        self.model = bundle.model.to(self.device).eval()
+        self.rows = rows[-1:] if batch_invariant else rows
+        able = self.device.type == "cuda" and not self.schema.sequences
+        if graphs and not able:
+            raise ValueError("CUDA graphs need a GPU and a ranker without sequence columns")
+        self.graphs = able if graphs is None else graphs
+        self.captures = 0
+        self._made: dict[int, tuple[Any, Batch, Tensor | None]] = {}
+        self._reader = RowReader(self.schema, self.rows[-1])
+        self._limits = self._reader.limits
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """(rows, 0): a ranker has no context length."""
+        return [(rows, 0) for rows in self.rows]
+
+    def warm(self) -> None:
+        """Run, and on a GPU capture, every bucket."""
+        for rows in reversed(self.rows):
+            self._prepare(rows)
+            self.run((rows, 0), self.example((rows, 0)))
+
+    def example(self, bucket: Bucket) -> list[Job]:
+        """One request that fills the bucket, of random features."""
+        draw, n = np.random.default_rng(0), bucket[0]
+        rows = Rows(
+            draw.normal(size=(n, len(self.schema.dense))).astype(np.float32),
+            (draw.random((n, len(self._limits))) * self._limits).astype(np.int64),
+            {s.name: [draw.integers(0, s.cardinality, s.max_length) for _ in range(n)] for s in self.schema.sequences},
+            0,
+            0,
+        )
+        return [Job(RankRequest(features={}), n, 0, rows)]
+
+    def read(self, request: RankRequest) -> Job:
+        """Columns to arrays; a field that does not fit raises with its path."""
+        return self._reader.read(request)
+
+    def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Ranked]:
+        """Score the rows of all jobs together."""
+        scores = self.score(bucket[0], [job.data for job in jobs])
+        out, start = [], 0
+        for job in jobs:
+            out.append(self._finish(job, scores[start : start + job.units]))
+            start += job.units
+        return out
+
+    @torch.inference_mode()
+    def score(self, size: int, parts: Sequence[Rows]) -> NDArray[np.float32]:
+        """Scores [rows, labels] of the parts, run in a bucket of `size` rows."""
+        graph, static, out = self._prepare(size)
+        used = sum(len(part.dense) for part in parts)
+        for name in ("dense", "categorical"):
+            target, start = getattr(static, name), 0
+            joined = np.concatenate([getattr(part, name) for part in parts])
+            target[start:used].copy_(torch.from_numpy(joined))
+            target[used:] = 0
+        batch = static
+        if self.schema.sequences:
+            empty = [np.empty(0, np.int64)] * (size - used)
+            jagged = {
+                s.name: _jagged([row for part in parts for row in part.sequences[s.name]] + empty, self.device)
+                for s in self.schema.sequences
+            }
+            batch = Batch(static.dense, static.categorical, jagged, static.labels, static.group)
+        if graph is not None:
+            graph.replay()
+            assert out is not None  # capture set it
+            logits = out
+        else:
+            logits = self.model(batch)
+        found = logits[:used].float()
+        return (found.sigmoid() if self.bundle.info.link == "sigmoid" else found).cpu().numpy()
+
+    def _prepare(self, size: int) -> tuple[Any, Batch, Tensor | None]:
+        if size not in self._made:
+            static = Batch(
+                torch.zeros(size, len(self.schema.dense), device=self.device),
+                torch.zeros(size, len(self._limits), dtype=torch.int64, device=self.device),
+                {s.name: _jagged([np.empty(0, np.int64)] * size, self.device) for s in self.schema.sequences},
+                torch.zeros(size, len(self.schema.labels), device=self.device),
+                torch.zeros(size, dtype=torch.int64, device=self.device),
+            )
+            self._made[size] = self._capture(static) if self.graphs else (None, static, None)
+            self.captures += 1
+        return self._made[size]
+
+    @torch.inference_mode()
+    def _capture(self, static: Batch) -> tuple[Any, Batch, Tensor]:
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.model(static)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.model(static)
+        return graph, static, out
+
+    def _finish(self, job: Job, scores: NDArray[np.float32]) -> Ranked:
+        request, labels = job.request, self.schema.labels
+        rows = ids = None
+        if request.top is not None:
+            column = labels.index(request.label) if request.label else 0
+            best = np.argsort(-scores[:, column], kind="stable")[: request.top]
+            scores, rows = scores[best], best.tolist()
+            ids = None if request.ids is None else [request.ids[i] for i in rows]
+        values = {label: scores[:, i].tolist() for i, label in enumerate(labels)}
+        return Ranked(scores=values, rows=rows, ids=ids, unknown=job.data.unknown, cut=job.data.cut)
+
+    def describe(self) -> dict[str, Any]:
+        """One tensor per column in, one per label out."""
+        inputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in self.schema.dense]
+        inputs += [{"name": f.name, "datatype": "INT64", "shape": [-1]} for f in self.schema.categorical]
+        inputs += [{"name": s.name, "datatype": "INT64", "shape": [-1, s.max_length]} for s in self.schema.sequences]
+        return {
+            "inputs": inputs,
+            "outputs": [{"name": label, "datatype": "FP32", "shape": [-1]} for label in self.schema.labels],
+        }
+
+    def from_tensors(self, tensors: dict[str, Any], parameters: dict[str, Any]) -> RankRequest:
+        """One array [rows] per column; sequences [rows, length]; parameters are the other fields of a request."""
+        sequences = {s.name for s in self.schema.sequences}
+        features: dict[str, Any] = {}
+        for name, array in tensors.items():
+            if name in sequences:
+                features[name] = array.tolist()
+                continue
+            kind = "<f4" if name in self.schema.dense else "<i8"
+            if array.size != array.shape[0]:
+                raise FieldError(f"$.inputs.{name}", f"shape {list(array.shape)}; expected one value a row")
+            features[name] = array.reshape(-1).astype(kind).tobytes()
+        return msgspec.convert({"features": features, **parameters}, RankRequest)
+
+    def to_tensors(self, answer: Ranked) -> dict[str, Any]:
+        """Scores by label, and the rows where only the best were asked for."""
+        out: dict[str, Any] = {label: np.array(values, dtype=np.float32) for label, values in answer.scores.items()}
+        if answer.rows is not None:
+            out["rows"] = np.array(answer.rows, dtype=np.int64)
+        return out
+
+
+def _jagged(rows: Sequence[NDArray[np.int64]], device: torch.device) -> Jagged:
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    values = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    return Jagged(torch.from_numpy(values).to(device), torch.from_numpy(offsets).to(device))
+
+
+def open_ranker(
+    folder: str | Path, *, factory: str | None = None, name: str | None = None, **options: Any
+) -> RankingModel:
+    """The ranker of a bundle folder; its version is a digest of the weights.
+
+    Example:
+        >>> model = open_ranker("runs/ranker", rows=(256, 1024))                        # doctest: +SKIP
+    """
+    device = options.get("device", "cpu")
+    bundle = load_ranker(folder, factory=factory, device=device)
+    return RankingModel(bundle, name=name or bundle.info.name, version=digest(Path(folder) / MODEL), **options)

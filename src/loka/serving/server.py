@@ -1,0 +1,247 @@
+"""The one-process server: public port, operator's port, signals, logs.
+
+    Server(open_generative("runs/onerec"), sla=0.05, port=8000).run()
+
+    with Server(model, sla=0.05, port=0).background() as server:         # in a thread, for notebooks and tests
+        server.url
+
+It binds localhost unless told otherwise, and another address only with tokens. SIGTERM and SIGINT drain: no new connections, whoever waits is answered, then the process ends;
+SIGHUP reloads the folders it was started from.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from loka.serving.admin import Admin
+from loka.serving.call import Limits
+from loka.serving.experiment import EventLog, Split
+from loka.serving.front import Front
+from loka.serving.listener import bind, is_local, make_listener
+from loka.serving.queues import Policy
+from loka.serving.servable import Servable
+from loka.serving.service import Opener, Service
+from loka.serving.tokens import Tokens
+
+log = logging.getLogger("loka.serving")
+SWITCH = 0.0005  # seconds; with Python's default of 5 ms an engine thread in Python code holds up the front for as long
+
+
+class Server:
+    """Models behind HTTP.
+
+    Args:
+        models: one model, or arm -> model for an experiment.
+        sla: seconds from arrival to answer.
+        host, port: of the public face; port 0 takes a free one.
+        admin_host, admin_port: of the operator's; None: no such port.
+        token_file: who may ask; needed for an address that others can reach.
+        split, events: an experiment, and the folder of its events.
+        shadow: the second model runs too, and nobody sees its answers.
+        folders: arm -> folder that it was opened from, for SIGHUP.
+        opener: makes a model of a folder, for reloads.
+        limits, policy: finer settings; a policy brings its own SLA.
+        verbose: log every answer.
+
+    Example:
+        >>> Server(open_generative("runs/onerec"), sla=0.05).run()                      # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        models: Servable | dict[str, Servable],
+        *,
+        sla: float | None = None,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        admin_host: str = "127.0.0.1",
+        admin_port: int | None = None,
+        token_file: str | Path | None = None,
+        split: Split | None = None,
+        events: str | Path | None = None,
+        shadow: bool = False,
+        folders: Mapping[str, str] | None = None,
+        opener: Opener | None = None,
+        limits: Limits | None = None,
+        policy: Policy | None = None,
+        verbose: bool = False,
+    ) -> None:
+        if (sla is None) == (policy is None):
+            raise ValueError("give sla, in seconds, or a policy, exactly one of them")
+        for name, address in (("host", host), ("admin_host", admin_host)):
+            if not is_local(address) and token_file is None:
+                raise ValueError(
+                    f"{name} {address} can be reached by others: that needs a token; hint: --token-file FILE"
+                )
+        if policy is None:
+            assert sla is not None  # one of them
+            policy = Policy(sla=sla, reserve=min(0.002, sla / 10))
+        names = tuple(models) if isinstance(models, dict) else (models.name,)
+        if (split is not None or shadow) and events is None:
+            raise ValueError("an experiment needs a folder for its events; hint: --events DIR")
+        log_split = split or Split(names, tuple(1.0 for _ in names), "shadow")
+        written = None if events is None else EventLog(events, log_split)
+        self.service = Service(models, policy=policy, opener=opener, split=split, events=written, shadow=shadow)
+        self.limits = limits or Limits()
+        tokens = None if token_file is None else Tokens(token_file)
+        self.front = Front(self.service, tokens=tokens, limits=self.limits, manage=False, verbose=verbose)
+        self.admin = Admin(self.front, guarded=not is_local(admin_host))
+        self.host, self.port, self.admin_host, self.admin_port = host, port, admin_host, admin_port
+        self.folders = dict(folders or {})
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._listening = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """Where to ask."""
+        return f"http://{_spell(self.host)}:{self.port}"
+
+    @property
+    def admin_url(self) -> str | None:
+        """Where to look."""
+        return None if self.admin_port is None else f"http://{_spell(self.admin_host)}:{self.admin_port}"
+
+    def run(self) -> None:
+        """Serve until a signal says to stop; raises where the model cannot keep the promise."""
+        run_loop(self.serve(signals=True))
+
+    async def serve(self, *, signals: bool = False) -> None:
+        """Serve until `stop`; a model that cannot be started ends it with its error."""
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        sys.setswitchinterval(SWITCH)
+        drain = 10 * self.service.policy.sla + 5
+        sockets = [bind(self.host, self.port)]
+        self.port = sockets[0].getsockname()[1]
+        apps: list[Any] = [self.front]
+        if self.admin_port is not None:
+            sockets.append(bind(self.admin_host, self.admin_port))
+            self.admin_port = sockets[1].getsockname()[1]
+            apps.append(self.admin)
+        listeners = [
+            make_listener(app, sock, self.limits, drain=drain) for app, sock in zip(apps, sockets, strict=True)
+        ]
+        if signals:
+            self._hear()
+        tasks = [asyncio.create_task(each._serve([sock])) for each, sock in zip(listeners, sockets, strict=True)]
+        warming = asyncio.create_task(self._warm())
+        stopping = asyncio.create_task(self._stop.wait())
+        self._listening.set()
+        try:
+            await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not warming.done():
+                warming.cancel()
+            await self.service.drain(drain)
+            for each in listeners:
+                each.should_exit = True
+            await asyncio.gather(*tasks)
+        finally:
+            stopping.cancel()
+            self.service.close()
+        if warming.done() and not warming.cancelled() and (error := warming.exception()) is not None:
+            raise error
+
+    async def _warm(self) -> None:
+        try:
+            await self.service.start()
+        except Exception:
+            self.stop()
+            raise
+        gc.collect()
+        gc.freeze()  # weights and caches live as long as the process: a full collection need not walk them
+
+    def _hear(self) -> None:
+        assert self._loop is not None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self.stop)
+        self._loop.add_signal_handler(signal.SIGHUP, lambda: asyncio.ensure_future(self._reload_all()))
+
+    async def _reload_all(self) -> None:
+        for arm, folder in self.folders.items():
+            with contextlib.suppress(ValueError):  # logged; the old model stays
+                await self.service.reload(arm, folder)
+
+    def stop(self) -> None:
+        """Drain and end; may be called from any thread."""
+        if self._loop is not None and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    @contextlib.contextmanager
+    def background(self, *, wait: float = 120.0) -> Iterator["Server"]:
+        """Serve in a thread while the block runs.
+
+        Args:
+            wait: seconds until every bucket must be warm.
+        """
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                run_loop(self.serve())
+            except BaseException as error:  # told to whoever waits below
+                failed.append(error)
+                self._listening.set()
+
+        thread = threading.Thread(target=work, name="loka-server", daemon=True)
+        thread.start()
+        end = time.monotonic() + wait
+        while not failed and not (self._listening.is_set() and self.service.ready):
+            if time.monotonic() > end:
+                self.stop()
+                raise TimeoutError(f"not ready within {wait:g} s")
+            time.sleep(0.01)
+        if failed:
+            raise failed[0]
+        try:
+            yield self
+        finally:
+            self.stop()
+            thread.join(60)
+
+
+def run_loop(work: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, on uvloop where that is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(work)
+
+
+def _spell(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+class JsonLines(logging.Formatter):
+    """Log records as one JSON object a line: time, level, message and the fields of the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line = {
+            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_to_stderr(level: int = logging.INFO) -> None:
+    """Send this room's log to stderr as JSON lines."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    log.handlers[:] = [handler]
+    log.setLevel(level)
+    log.propagate = False

@@ -1,0 +1,256 @@
+"""What is behind the front: one or several models (arms of an experiment), their runners, and putting new models in place.
+
+A reload loads the new bundle beside the old one, warms and times it, answers recorded requests with it, and only then swaps it in between two batches. Whatever goes wrong
+on the way, the old model stays and the reason is told.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from loka.serving.experiment import EventLog, Split, overlap
+from loka.serving.queues import Policy
+from loka.serving.runner import Refused, Runner, Ticket, probe
+from loka.serving.servable import Servable
+from loka.serving.telemetry import Telemetry
+from loka.serving.wire import Codec
+
+log = logging.getLogger("loka.serving")
+PULSE, FADE = 0.01, 0.5  # seconds between looks at how late the event loop is, and how fast a late look is forgotten
+Opener = Callable[[str], Servable]
+
+
+class Service:
+    """Models at work.
+
+    Args:
+        models: arm -> model, or one model.
+        policy: the promise, for every arm.
+        opener: makes a model of a bundle's folder, for reloads.
+        split: which user gets which arm; needed with several models.
+        events: where exposures are written.
+        shadow: every request also runs in the second arm, whose answers nobody sees.
+    """
+
+    def __init__(
+        self,
+        models: Servable | dict[str, Servable],
+        *,
+        policy: Policy,
+        opener: Opener | None = None,
+        split: Split | None = None,
+        events: EventLog | None = None,
+        shadow: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        arms: dict[str, Servable] = models if isinstance(models, dict) else {models.name: models}
+        if len(arms) > 1 and split is None and not shadow:
+            raise ValueError(f"{len(arms)} models need a split, or shadow mode; hint: --split 95,5 --salt NAME")
+        if split is not None and set(split.names) != set(arms):
+            raise ValueError(f"the split is over {split.names}, the models are {tuple(arms)}")
+        if shadow and (len(arms) != 2 or split is not None):
+            raise ValueError("shadow mode takes exactly two models and no split: the first one answers")
+        if len({model.request_type for model in arms.values()}) > 1:
+            raise ValueError("the arms read different requests: compare generative models, or rankers")
+        self.policy, self.opener, self.split, self.events, self.shadow, self.clock = (
+            policy, opener, split, events, shadow, clock,
+        )  # fmt: skip
+        self.telemetry = Telemetry(clock)
+        self.runners = {
+            arm: Runner(m, policy, telemetry=self.telemetry, arm=arm, clock=clock) for arm, m in arms.items()
+        }
+        self.first = next(iter(self.runners.values()))
+        self.codec = Codec(self.first.model.request_type)
+        self.failed: str | None = None
+        self._loading = threading.Lock()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loka-loader")
+        self._shadows: set[asyncio.Task[None]] = set()
+        self.lag = 0.0  # seconds that the event loop was late lately: a request waited as long before anybody saw it
+        self._pulse: asyncio.Task[None] | None = None
+        self._watch()
+
+    def _watch(self) -> None:
+        arms = self.runners
+
+        def each(read: Callable[[Runner], float]) -> Callable[[], dict[Any, float]]:
+            return lambda: {(("model", arm),): float(read(runner)) for arm, runner in arms.items()}
+
+        watch = self.telemetry.watch
+        watch("loka_queue_requests", each(lambda r: 0 if r.scheduler is None else len(r.scheduler)))
+        watch("loka_captures", each(lambda r: r.model.captures))
+        watch("loka_captures_after_ready", each(lambda r: r.captured_since_ready))
+        watch("loka_ready", each(lambda r: r.ready))
+        watch(
+            "loka_model_info",
+            lambda: {
+                (("model", a), ("name", r.model.name), ("version", r.model.version)): 1.0 for a, r in arms.items()
+            },
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether every arm takes requests."""
+        return all(runner.ready for runner in self.runners.values())
+
+    @property
+    def alive(self) -> bool:
+        """Whether no engine hangs and warming did not fail."""
+        return self.failed is None and not any(runner.hung for runner in self.runners.values())
+
+    async def start(self) -> None:
+        """Warm every arm, one after the other; a failure is kept and raised."""
+        self._pulse = asyncio.get_running_loop().create_task(self._feel())
+        try:
+            for runner in self.runners.values():
+                await runner.start()
+                log.info("ready", extra={"fields": self.describe_runner(runner)})
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {error}"
+            raise
+
+    async def _feel(self) -> None:
+        """Keep `lag` up to date: on a busy machine requests wait in the socket before the loop reads them, and deadlines count that too."""
+        while True:
+            before = self.clock()
+            await asyncio.sleep(PULSE)
+            self.lag = max(0.0, self.clock() - before - PULSE, FADE * self.lag)
+
+    def describe_runner(self, runner: Runner) -> dict[str, Any]:
+        """Model, buckets and caps."""
+        scheduler = runner.scheduler
+        assert scheduler is not None  # started
+        return {
+            "model": runner.model.name,
+            "version": runner.model.version,
+            "sla_ms": 1e3 * self.policy.sla,
+            "caps": {str(context): scheduler.cap(context) for context in scheduler.contexts},
+            "batch_ms": {
+                f"{u}x{c}": round(1e3 * scheduler.times.quantile((u, c), self.policy.quantile), 3)
+                for u, c in scheduler.buckets
+            },
+            "captures": runner.model.captures,
+        }
+
+    def runner_for(self, name: str) -> Runner:
+        """The runner of a model by its name or arm."""
+        for arm, runner in self.runners.items():
+            if name in (arm, runner.model.name):
+                return runner
+        raise Refused(404, "model", f"there is no model {name[:80]!r}; there are {', '.join(self.runners)}")
+
+    def choose(self, request: Any) -> Runner:
+        """The runner of the user's arm."""
+        if self.split is None:
+            return self.first
+        if request.user is None:
+            raise Refused(400, "field", "an experiment runs: say who asks", path="$.user")
+        return self.runners[self.split.arm(request.user)]
+
+    def submit(self, request: Any, runner: Runner, *, arrived: float) -> Ticket:
+        """Queue a request."""
+        if self.failed is not None:
+            raise Refused(503, "failed", f"the model could not be started: {self.failed}")
+        return runner.submit(request, arrived=arrived)
+
+    def expose(
+        self,
+        request: Any,
+        request_id: str,
+        runner: Runner,
+        *,
+        seconds: float,
+        status: int,
+        empty: bool,
+        simulated: bool,
+    ) -> None:
+        """Write the exposure, once per request id."""
+        if self.events is not None and (self.split is not None or self.shadow):
+            self.events.write(
+                "exposure", request_id, user=request.user, arm=runner.arm, ms=round(1e3 * seconds, 3), status=status,
+                empty=empty, simulated=simulated,
+            )  # fmt: skip
+
+    def mirror(self, request: Any, request_id: str, answer: Any) -> None:
+        """In shadow mode, ask the second arm too; nobody waits for it, and when it is busy the request is skipped."""
+        if not self.shadow:
+            return
+        task = asyncio.get_running_loop().create_task(self._mirror(request, request_id, answer))
+        self._shadows.add(task)
+        task.add_done_callback(self._shadows.discard)
+
+    async def _mirror(self, request: Any, request_id: str, answer: Any) -> None:
+        runner, begin = list(self.runners.values())[1], self.clock()
+        try:
+            ticket = runner.submit(request, arrived=begin)
+            async with asyncio.timeout(10 * self.policy.sla + 1):
+                other = await ticket.future
+        except (Refused, ValueError, TimeoutError) as error:
+            fields: dict[str, Any] = {"refused": str(error)[:200]}
+        else:
+            fields = {"overlap": overlap(_items(answer), _items(other)), "empty": other.empty}
+        if self.events is not None:
+            self.events.write("shadow", request_id, arm=runner.arm, ms=round(1e3 * (self.clock() - begin), 3), **fields)
+
+    async def reload(self, arm: str, folder: str) -> dict[str, Any]:
+        """Put the model of a folder in place of an arm's; raises ValueError with the reason where the old one stays.
+
+        Args:
+            arm: whose model.
+            folder: of the new bundle.
+
+        Returns:
+            Name, version and buckets of the new one.
+        """
+        runner = self.runner_for(arm)
+        if self.opener is None:
+            raise ValueError("this server was started from models in memory: there is nothing to reload with")
+        if not self._loading.acquire(blocking=False):
+            raise ValueError("a reload is under way")
+        try:
+            loop = asyncio.get_running_loop()
+            recorded = list(runner.recorded)
+            model, scheduler = await loop.run_in_executor(self._loader, self._open, runner, folder, recorded)
+            await runner.swap(model, scheduler)
+        except Exception as error:
+            self.telemetry.count("loka_reloads_total", model=runner.arm, result="refused")
+            log.warning("reload refused", extra={"fields": {"folder": folder, "error": str(error)}})
+            raise ValueError(f"{folder}: not put in place, the old model stays: {error}") from error
+        finally:
+            self._loading.release()
+        self.telemetry.count("loka_reloads_total", model=runner.arm, result="done")
+        return self.describe_runner(runner)
+
+    def _open(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
+        assert self.opener is not None  # checked
+        model = self.opener(folder)
+        if model.request_type is not runner.model.request_type:
+            raise ValueError(
+                f"it reads {model.request_type.__name__}, the old model {runner.model.request_type.__name__}"
+            )
+        scheduler = runner.prepare(model)
+        if wrong := probe(model, recorded):
+            raise ValueError(f"{len(wrong)} of {max(1, len(recorded))} recorded requests fail: {'; '.join(wrong[:3])}")
+        return model, scheduler
+
+    async def drain(self, timeout: float) -> bool:
+        """Finish what is queued, everywhere."""
+        done = await asyncio.gather(*(runner.drain(timeout) for runner in self.runners.values()))
+        return all(done)
+
+    def close(self) -> None:
+        """Let threads and files go."""
+        if self._pulse is not None:
+            self._pulse.cancel()
+        for runner in self.runners.values():
+            runner.close()
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        if self.events is not None:
+            self.events.close()
+
+
+def _items(answer: Any) -> list[Any]:
+    return list(getattr(answer, "items", None) or getattr(answer, "rows", None) or [])

@@ -1,0 +1,151 @@
+"""What a server counts, as Prometheus reads it and as its live page draws it.
+
+Prometheus' text format is a name, labels and a number a line, so it is written here: the serving stack stays uvicorn and msgspec. Tests read it with Prometheus'
+own parser. Everything is bounded: series by the labels used in this room, the page by `SECONDS` seconds of at most `KEPT` latencies each.
+"""
+
+import bisect
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+SECONDS, KEPT = 120, 2000
+LATENCIES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0, 4096.0)
+HELP = {
+    "loka_requests_total": "Answers by model and HTTP status",
+    "loka_shed_total": "Requests that were refused at once, by reason",
+    "loka_dropped_total": "Admitted requests that could no longer be answered in time",
+    "loka_cancelled_total": "Requests whose client went away",
+    "loka_sla_missed_total": "Answers after their deadline",
+    "loka_batches_total": "Batches by bucket",
+    "loka_units_total": "Units (requests or rows) that ran",
+    "loka_padding_total": "Units of batches that were padding",
+    "loka_reloads_total": "Reloads by result",
+    "loka_latency_seconds": "From arrival to answer",
+    "loka_queue_seconds": "From arrival to the begin of the batch",
+    "loka_batch_seconds": "Duration of a batch",
+    "loka_batch_units": "Units in a batch",
+    "loka_queue_requests": "Requests that wait",
+    "loka_captures": "Shapes prepared; must stand still once ready",
+    "loka_captures_after_ready": "Shapes prepared after the server said it was ready",
+    "loka_ready": "Whether every bucket is warm",
+    "loka_model_info": "Which weights answer",
+}
+Labels = tuple[tuple[str, str], ...]
+
+
+class Histogram:
+    """Counts by upper bound."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def lines(self, name: str, labels: Labels) -> list[str]:
+        """In Prometheus' form."""
+        out, running = [], 0
+        for bound, count in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            out.append(f"{name}_bucket{_spell((*labels, ('le', bound)))} {running}")
+        return [*out, f"{name}_sum{_spell(labels)} {self.total!r}", f"{name}_count{_spell(labels)} {running}"]
+
+
+class Telemetry:
+    """Counters, histograms and the last two minutes.
+
+    Example:
+        >>> telemetry = Telemetry()
+        >>> telemetry.count("loka_shed_total", reason="late")
+        >>> "loka_shed_total" in telemetry.render()
+        True
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.counters: dict[str, dict[Labels, float]] = {}
+        self.histograms: dict[str, dict[Labels, Histogram]] = {}
+        self.gauges: dict[str, Callable[[], Mapping[Labels, float]]] = {}
+        self._seconds: deque[dict[str, Any]] = deque(maxlen=SECONDS)
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        series = self.counters.setdefault(name, {})
+        key = tuple(labels.items())
+        series[key] = series.get(key, 0) + amount
+
+    def observe(self, name: str, value: float, bounds: tuple[float, ...] = LATENCIES, **labels: str) -> None:
+        """Add to a histogram."""
+        series = self.histograms.setdefault(name, {})
+        key = tuple(labels.items())
+        if key not in series:
+            series[key] = Histogram(bounds)
+        series[key].add(value)
+
+    def watch(self, name: str, read: Callable[[], Mapping[Labels, float]]) -> None:
+        """A gauge that is read when somebody looks."""
+        self.gauges[name] = read
+
+    def second(self) -> dict[str, Any]:
+        """What is counted for the live page in this second."""
+        now = int(self.clock())
+        if not self._seconds or self._seconds[-1]["at"] != now:
+            self._seconds.append(
+                {"at": now, "answered": 0, "late": 0, "shed": 0, "failed": 0, "latencies": [], "batches": []}
+            )
+        return self._seconds[-1]
+
+    def answered(self, seconds: float, *, late: bool) -> None:
+        """One answer, for the page."""
+        here = self.second()
+        here["answered"] += 1
+        here["late"] += late
+        if len(here["latencies"]) < KEPT:
+            here["latencies"].append(seconds)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The last two minutes, second by second, with quantiles in milliseconds."""
+        now, out = int(self.clock()), []
+        for second in self._seconds:
+            latencies = sorted(second["latencies"])
+            out.append(
+                {
+                    "age": now - second["at"],
+                    **{name: second[name] for name in ("answered", "late", "shed", "failed")},
+                    "p50": _quantile(latencies, 0.5),
+                    "p99": _quantile(latencies, 0.99),
+                    "batch": sum(second["batches"]) / len(second["batches"]) if second["batches"] else None,
+                }
+            )
+        return out
+
+    def render(self) -> str:
+        """All of it as Prometheus' text format."""
+        lines: list[str] = []
+        for name, series in self.counters.items():
+            lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} counter"]
+            lines += [f"{name}{_spell(labels)} {value:g}" if value < 1e6 else f"{name}{_spell(labels)} {value!r}" for labels, value in series.items()]  # fmt: skip
+        for name, read in self.gauges.items():
+            lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} gauge"]
+            lines += [f"{name}{_spell(labels)} {value!r}" for labels, value in read().items()]
+        for name, found in self.histograms.items():
+            lines += [f"# HELP {name} {HELP.get(name, name)}", f"# TYPE {name} histogram"]
+            for labels, histogram in found.items():
+                lines += histogram.lines(name, labels)
+        return "\n".join(lines) + "\n"
+
+
+def _quantile(values: list[float], q: float) -> float | None:
+    return round(1e3 * values[min(len(values) - 1, int(q * len(values)))], 3) if values else None
+
+
+def _spell(labels: Labels) -> str:
+    def clean(value: str) -> str:
+        return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+    return "{" + ",".join(f'{name}="{clean(value)}"' for name, value in labels) + "}" if labels else ""

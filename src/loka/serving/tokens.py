@@ -1,0 +1,77 @@
+"""Who may ask: bearer tokens from a file, one a line, so that an old and a new one are valid while clients move over.
+
+The file is looked at again when it changes, at most once a second; a file that became unreadable or empty keeps the last tokens. Tokens are compared by digest in
+constant time, all of them always, and are never logged or told in an error.
+"""
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SHORTEST = 16  # characters
+EVERY = 1.0  # seconds between looks at the file
+
+
+class Tokens:
+    """The accepted tokens.
+
+    Args:
+        path: a file with one token a line; empty lines and lines that begin with `#` are skipped.
+
+    Example:
+        >>> tokens = Tokens("serve.tokens")                                             # doctest: +SKIP
+        >>> tokens.accept("Bearer 0123456789abcdef")                                    # doctest: +SKIP
+        True
+    """
+
+    def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self.clock = Path(path), clock
+        self._digests = self._read()
+        self._stamp, self._looked = self._stat(), clock()
+
+    def accept(self, header: str | None) -> bool:
+        """Whether an Authorization header carries one of the tokens."""
+        self._refresh()
+        scheme, _, token = (header or "").partition(" ")
+        given = _digest(token.strip())
+        found = [hmac.compare_digest(given, known) for known in self._digests]
+        return any(found) and scheme.lower() == "bearer"
+
+    def _refresh(self) -> None:
+        now = self.clock()
+        if now - self._looked < EVERY:
+            return
+        self._looked = now
+        stamp = self._stat()
+        if stamp is None or stamp == self._stamp:
+            return
+        try:
+            self._digests, self._stamp = self._read(), stamp
+        except ValueError:
+            return  # half-written: the old tokens stay until it is whole
+
+    def _stat(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> list[bytes]:
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"{self.path}: the tokens cannot be read: {error}") from error
+        tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not tokens or min(map(len, tokens)) < SHORTEST:
+            raise ValueError(
+                f"{self.path}: expected at least one token, each of {SHORTEST} characters or more; "
+                "hint: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        return [_digest(token) for token in tokens]
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "replace")).digest()

@@ -1,0 +1,135 @@
+"""The Open Inference Protocol, version 2, over HTTP, so that clients of KServe and Triton work: tensors by name, as JSON or behind a JSON header in binary.
+
+    POST /v2/models/NAME/infer      {"inputs": [{"name", "shape", "datatype", "data"}], "outputs": [...], "parameters": {...}}
+    Inference-Header-Content-Length: n      the first n bytes are JSON, then the tensors whose parameters say `binary_data_size`, in order
+
+One inference request is one request to the model. Parameters are the other fields of its request (top, timeout_ms, user, ...).
+"""
+
+import math
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from loka.serving.runner import Refused
+from loka.serving.servable import FieldError, Servable
+from loka.serving.wire import blame
+
+DTYPES = {
+    "BOOL": "?", "UINT8": "u1", "UINT16": "<u2", "UINT32": "<u4", "UINT64": "<u8", "INT8": "i1", "INT16": "<i2",
+    "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
+}  # fmt: skip
+WORDS = {np.dtype(code): word for word, code in DTYPES.items()}
+MOST = 4_000_000  # values of one tensor
+CLIENTS_OWN = ("binary_data_output", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout")
+
+
+class Input(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One tensor."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    shape: Annotated[list[Annotated[int, Meta(ge=0, le=MOST)]], Meta(max_length=8)]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: list[Any] | None = None
+
+
+class Output(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One tensor that is asked for."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class Infer(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The JSON of an inference request."""
+
+    inputs: Annotated[list[Input], Meta(min_length=1, max_length=4096)]
+    id: Annotated[str, Meta(max_length=128)] = ""
+    outputs: Annotated[list[Output], Meta(max_length=4096)] = []
+    parameters: dict[str, Any] = {}
+
+
+_decoder = msgspec.json.Decoder(Infer)
+
+
+def read(body: bytes, header_length: str | None, model: Servable) -> tuple[Infer, Any]:
+    """The inference request, and the model's request made of it; or Refused."""
+    try:
+        size = len(body) if header_length is None else int(header_length)
+        if not 0 < size <= len(body):
+            raise ValueError(f"{size} of {len(body)} bytes")
+    except ValueError as error:
+        raise Refused(400, "header", f"Inference-Header-Content-Length: {error}") from error
+    try:
+        infer = _decoder.decode(body[:size])
+        tensors = _tensors(infer, memoryview(body)[size:])
+        parameters = {name: value for name, value in infer.parameters.items() if name not in CLIENTS_OWN}
+        return infer, model.from_tensors(tensors, parameters)
+    except (msgspec.ValidationError, FieldError) as error:
+        raise blame(error) from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, "malformed", f"the header is not valid JSON: {error}", path="$") from error
+
+
+def _tensors(infer: Infer, rest: memoryview) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for place, one in enumerate(infer.inputs):
+        path = f"$.inputs[{place}]"
+        if one.datatype not in DTYPES:
+            raise FieldError(f"{path}.datatype", f"{one.datatype!r}; expected one of {', '.join(DTYPES)}")
+        if one.name in out:
+            raise FieldError(f"{path}.name", f"{one.name!r} is given twice")
+        kind, count = np.dtype(DTYPES[one.datatype]), math.prod(one.shape)
+        if count > MOST:
+            raise FieldError(f"{path}.shape", f"{count} values; a tensor may have {MOST}")
+        size = one.parameters.get("binary_data_size")
+        if size is not None:
+            if size != count * kind.itemsize or size > len(rest) or one.data is not None:
+                raise FieldError(f"{path}.parameters.binary_data_size", f"{size}; expected {count * kind.itemsize} of the {len(rest)} bytes left, and no data")  # fmt: skip
+            out[one.name] = np.frombuffer(rest[:size], kind).reshape(one.shape)
+            rest = rest[size:]
+            continue
+        try:
+            array = np.array(one.data if one.data is not None else [], dtype=kind).reshape(-1)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise FieldError(f"{path}.data", f"is not {one.datatype}: {error}") from error
+        if array.size != count:
+            raise FieldError(f"{path}.data", f"{array.size} values for shape {one.shape}")
+        out[one.name] = array.reshape(one.shape)
+    if len(rest):
+        raise FieldError("$.inputs", f"{len(rest)} bytes behind the last tensor")
+    return out
+
+
+def write(infer: Infer, answer: Any, model: Servable, request_id: str) -> tuple[bytes, int | None]:
+    """The body, and the length of its JSON where tensors follow it in binary."""
+    arrays = model.to_tensors(answer)
+    wanted = {out.name: out for out in infer.outputs} or {name: Output(name=name) for name in arrays}
+    missing = set(wanted) - set(arrays)
+    if missing:
+        raise Refused(
+            400, "field", f"there is no output {sorted(missing)[0]!r}; there are {', '.join(arrays)}", path="$.outputs"
+        )
+    all_binary = bool(infer.parameters.get("binary_data_output"))
+    outputs, blobs = [], []
+    for name, out in wanted.items():
+        array = np.ascontiguousarray(arrays[name])
+        described: dict[str, Any] = {"name": name, "datatype": WORDS[array.dtype], "shape": list(array.shape)}
+        if out.parameters.get("binary_data", all_binary):
+            blobs.append(array.tobytes())
+            described["parameters"] = {"binary_data_size": len(blobs[-1])}
+        else:
+            described["data"] = array.reshape(-1).tolist()
+        outputs.append(described)
+    head = msgspec.json.encode(
+        {"model_name": model.name, "model_version": model.version, "id": infer.id or request_id, "outputs": outputs}
+    )
+    return b"".join([head, *blobs]), len(head) if blobs else None
+
+
+def metadata(model: Servable) -> dict[str, Any]:
+    """`GET /v2/models/NAME`."""
+    return {"name": model.name, "versions": [model.version], "platform": "loka", **model.describe()}

@@ -1,0 +1,113 @@
+"""`loka serve` and `loka load` as a user runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from loka import cli
+from loka.cli.serve import name_arms, parse_seconds, parse_split
+
+
+def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_durations_and_splits_are_read_strictly() -> None:
+    assert (parse_seconds("50ms"), parse_seconds("0.1s"), parse_seconds("2")) == (0.05, 0.1, 2.0)
+    for bad in ("fast", "-1ms", "0", "5m", "1.2.3s"):
+        with pytest.raises(ValueError, match="no duration"):
+            parse_seconds(bad)
+    split = parse_split(["a", "b"], "95,5", "salt", False)
+    assert split is not None
+    assert split.shares == (95.0, 5.0)
+    for arguments, why in (
+        ((["a", "b"], None, "salt", False), "--split"),
+        ((["a", "b"], "95,5", None, False), "--salt"),
+        ((["a", "b"], "x", "s", False), "expected shares"),
+        ((["a", "b"], "1,1", "s", True), "--shadow"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            parse_split(*arguments)
+    assert name_arms([Path("/x/m"), Path("/y/m")]) == ["x-m", "y-m"]
+    with pytest.raises(ValueError, match="same names"):
+        name_arms([Path("/x/m"), Path("/x/m")])
+
+
+def test_requests_that_cannot_be_honoured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    folder = str(tmp_path)
+    assert "give the folder" in fails(["serve"], capsys)
+    assert "neither bundle.json nor ranker.json" in fails(["serve", folder], capsys)
+    assert "no duration" in fails(["serve", folder, "--sla", "soon"], capsys)
+    assert "--on ray" in fails(["serve", folder, "--replicas", "2"], capsys)
+    assert "expected local or ray" in fails(["serve", folder, "--on", "mars"], capsys)
+    assert "expected all, errors or none" in fails(["serve", folder, "--log", "some"], capsys)
+    assert "whole numbers" in fails(["serve", folder, "--rows", "a"], capsys)
+    assert "--log, --admin-port" in fails(["serve", folder, "--on", "ray", "--log", "all", "--admin-port", "9"], capsys)
+    assert "give no folders" in fails(["serve", folder, "--check", "http://127.0.0.1:1"], capsys)
+    assert "no answer" in fails(["serve", "--check", "http://127.0.0.1:1"], capsys)
+    assert "http://host:port" in fails(["load", "ftp://x", "--model", "m"], capsys)
+    assert "give two models" in fails(["ab"], capsys)
+    assert "give no models" in fails(["ab", folder, folder, "--online", folder], capsys)
+
+
+@pytest.mark.slow
+def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    import torch
+
+    from loka.data.schema import Field, Schema
+    from loka.models import build_ranker
+    from loka.serving import open_model, save_ranker
+
+    torch.manual_seed(0)
+    schema = Schema(("price",), (Field("item", 50),), (), ("click",))
+    save_ranker(build_ranker(schema, "wukong", "tiny"), schema, tmp_path / "ranker", family="wukong", size="tiny")
+    with pytest.raises(ValueError, match="has no beams"):
+        open_model(tmp_path / "ranker", beams=3)
+    loka = [sys.executable, "-m", "loka"]
+    command = [
+        "serve",
+        str(tmp_path / "ranker"),
+        "--sla",
+        "2s",
+        "--port",
+        "0",
+        "--admin-port",
+        "-1",
+        "--rows",
+        "8,32",
+        "--json",
+    ]
+    server = subprocess.Popen(
+        [*loka, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert server.stdout is not None
+        told = json.loads(server.stdout.readline())
+        assert told["models"][0]["captures"] == 2
+        checked = subprocess.run(
+            [*loka, "serve", "--check", told["url"], "--json"], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (checked.returncode, json.loads(checked.stdout)["ready"]) == (0, True)
+        record = tmp_path / "load.json"
+        load = ["load", told["url"], "--model", "ranker", "--rate", "20", "--seconds", "1", "--sla", "2s", "--rows", "4", "--vocabulary", "40", "--out", str(record)]  # fmt: skip
+        done = subprocess.run([*loka, *load], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(record.read_text())
+        assert found["codes"] == {"200": found["offered"]}
+        server.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        assert server.wait(60) == 0
+        assert time.monotonic() - begin < 30
+    finally:
+        server.kill()

@@ -1,0 +1,68 @@
+"""What the ranks of the agreement tests run, faults included."""
+
+import os
+import signal
+import time
+
+import torch.distributed as dist
+
+from loka.comms import Agreement, RankError
+
+
+def agree(size: int) -> dict:
+    """Everything works: a sum in a tree, a decision, a comparison; and how many states a rank held at most."""
+    agreement = Agreement(timeout=30)
+    rank = dist.get_rank()
+    state = {"total": rank + 1, "ranks": [rank], "absorbed": 0}
+    payload = bytes(size)
+
+    def dump() -> bytes:
+        return f"{state['total']}/{','.join(map(str, state['ranks']))}/".encode() + payload
+
+    def absorb(data: bytes) -> None:
+        total, ranks, rest = data.split(b"/", 2)
+        assert rest == payload
+        state["total"] += int(total)
+        state["ranks"] += [int(r) for r in ranks.split(b",")]
+        state["absorbed"] += 1
+
+    whole = agreement.merge(dump, absorb)
+    plan = agreement.decide(lambda: b"plan of rank 0")
+    empty = agreement.broadcast(b"" if rank == 1 else None, source=1)
+    digest = agreement.compare("plans", plan)
+    return {**state, "whole": whole, "plan": plan, "empty": empty, "digest": digest}
+
+
+def faults(kinds: list[str], culprit: int) -> list[dict]:
+    """One rank misbehaves, in several ways, each in a group of its own; every rank tells whom it blames and how long it took."""
+    return [fault(kind, culprit) for kind in kinds]
+
+
+def fault(kind: str, culprit: int) -> dict:
+    """One rank misbehaves; the others tell whom they blame and how long it took."""
+    group = dist.new_group(backend="gloo")
+    agreement = Agreement(group, timeout=3, name=kind)
+    rank, start = dist.get_rank(), time.monotonic()
+    if rank == culprit and kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if kind in ("absent", "killed"):
+            if rank == culprit:
+                time.sleep(6)
+            else:
+                agreement.merge(lambda: b"x", lambda data: None)
+        elif kind == "raises":
+
+            def dump() -> bytes:
+                if rank == culprit:
+                    raise RuntimeError("no statistics here")
+                return b"x"
+
+            agreement.merge(dump, lambda data: None)
+        elif kind == "judge":
+            agreement.decide(lambda: b"" + bytes(1 // (rank - rank)))
+        elif kind == "disagrees":
+            agreement.compare("the plan", b"mine" if rank == culprit else b"ours")
+    except RankError as error:
+        return {"ranks": error.ranks, "message": str(error), "seconds": time.monotonic() - start}
+    return {"ranks": None, "message": "", "seconds": time.monotonic() - start}

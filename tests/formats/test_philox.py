@@ -1,0 +1,79 @@
+"""Counter-based random numbers: the published ones, uniform, a function of (step, stream, row); and the bf16 rounding they drive."""
+
+import math
+
+import pytest
+import torch
+
+from loka.formats import Draw, round_bf16, uniform_bits
+from loka.formats.philox import philox
+
+ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (ONES, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ],
+)
+def test_ten_rounds_give_the_published_vectors(word: int, expected: tuple[int, ...]) -> None:
+    counter = torch.tensor([word])
+    assert [int(w) for w in philox(counter, counter, counter, word, (word, word), rounds=10)] == list(expected)
+
+
+def test_a_row_draws_the_same_wherever_it_lies() -> None:
+    draw = Draw(step=9, stream=3, seed=5)
+    rows = torch.arange(64)
+    whole = uniform_bits(rows, 48, draw)
+    assert torch.equal(uniform_bits(rows[40:50], 48, draw), whole[40:50])  # row-wise shard
+    assert torch.equal(uniform_bits(rows, 16, draw, first_column=32), whole[:, 32:])  # column-wise shard
+    assert torch.equal(uniform_bits(rows.flip(0), 48, draw), whole.flip(0))
+    for other in (Draw(8, 3, 5), Draw(9, 2, 5), Draw(9, 3, 4)):
+        assert not torch.equal(uniform_bits(rows, 48, other), whole)
+    assert not torch.equal(uniform_bits(rows + 2**32, 48, draw), whole)
+
+
+def test_bits_are_uniform_and_columns_independent_where_it_counts() -> None:
+    bits = uniform_bits(torch.arange(125_000), 8, Draw(step=1))
+    assert int(bits.min()) >= 0
+    assert int(bits.max()) < 2**24
+    u = bits.double() / 2**24
+    assert abs(float(u.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / 1e6)
+    counts = torch.bincount((u * 64).long().flatten(), minlength=64).double()
+    chi = float(((counts - 1e6 / 64) ** 2 / (1e6 / 64)).sum())
+    assert chi < 63 + 4 * math.sqrt(2 * 63)
+    correlation = torch.corrcoef(u.T) - torch.eye(8, dtype=torch.float64)
+    assert float(correlation.abs().max()) < 5 / math.sqrt(125_000)
+
+
+@pytest.mark.parametrize("value", [1.00123, -3.1e-4, 9.2e-41, 2.0**-133 * 1.3])  # the last two are subnormal
+def test_bf16_is_unbiased_within_four_sigma_over_a_million_draws(value: float) -> None:
+    x = torch.full((1_000_000,), value, dtype=torch.float32)
+    rounded = round_bf16(x, uniform_bits(torch.arange(125_000), 8, Draw(step=4)).flatten()).double()
+    low, high = float(rounded.min()), float(rounded.max())
+    assert low < high, "nothing was rounded both ways"
+    share = (float(x[0].double()) - low) / (high - low)
+    sigma = (high - low) * math.sqrt(share * (1 - share) / 1e6)
+    assert abs(float(rounded.mean()) - float(x[0].double())) < 4 * sigma
+
+
+def test_bf16_keeps_what_it_can_hold() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).float()
+    finite = patterns[patterns.isfinite()]
+    bits = uniform_bits(torch.arange(-(-len(finite) // 8)), 8, Draw(step=0)).flatten()[: len(finite)]
+    assert torch.equal(round_bf16(finite, bits).float(), finite)
+    odd = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38, -3.4e38])
+    out = round_bf16(odd, torch.zeros(5, dtype=torch.int64))
+    assert out[0] == math.inf
+    assert out[1] == -math.inf
+    assert out[2].isnan()
+    assert bool(out[3:].isfinite().all())
+
+
+def test_what_cannot_be_a_counter_is_refused() -> None:
+    with pytest.raises(ValueError, match="32-bit"):
+        Draw(step=-1)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        uniform_bits(torch.arange(2), 8, Draw(step=0), first_column=4)

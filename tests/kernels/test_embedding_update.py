@@ -1,0 +1,244 @@
+"""Updates of tables in low precision: the law against plain optimisers, every backend against the law, and updates that must not be lost."""
+
+import math
+
+import pytest
+import torch
+
+from kernels.interpreter import NOT_RUN, run_interpreted
+from kernels.table_cases import bags, copy, table
+from loka.formats import Draw
+from loka.kernels import registry
+from loka.kernels.embedding_bag import Rows, embedding_bag
+from loka.kernels.embedding_update import TRAINABLE, Rule, UpdateCall, embedding_update
+from loka.kernels.embedding_update import reference as law
+
+kinds = pytest.mark.parametrize("kind", TRAINABLE)
+rules = pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
+
+
+def moved_by_torch(rule: str, weight: torch.Tensor, indices, offsets, grad, mode: str, steps: int) -> torch.Tensor:
+    """Plain torch on a float32 table; SparseAdam is Adam on the rows that occur."""
+    parameter = torch.nn.Parameter(weight.clone())
+    makers = {"sgd": torch.optim.SGD, "adam": torch.optim.SparseAdam}
+    if rule in makers:
+        optimizer = makers[rule]([parameter], lr=0.05)
+    else:
+        from loka.training.optimizers import RowwiseAdagrad
+
+        optimizer = RowwiseAdagrad([parameter], lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = torch.nn.functional.embedding_bag(
+            indices, parameter, offsets, mode=mode, sparse=True, include_last_offset=True
+        )
+        out.backward(grad)
+        optimizer.step()
+    return parameter.detach()
+
+
+@rules
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_float_rows_move_as_torch_moves_them(rule: str, mode: str) -> None:
+    """Duplicates are summed before they are squared."""
+    rows, (indices, offsets) = table("float32"), bags()
+    grad = torch.randn(len(offsets) - 1, 24)
+    expected = moved_by_torch(rule, rows.data, indices, offsets, grad, mode, 3)
+    chosen = Rule(rule, lr=0.05)
+    state = chosen.state(rows)
+    for step in range(3):
+        embedding_update(
+            rows, indices, grad, chosen, state, Draw(step), offsets=offsets, mode=mode, backend="reference"
+        )
+    torch.testing.assert_close(rows.data, expected, rtol=1e-4, atol=1e-5)
+
+
+@kinds
+def test_weights_per_sample_count(kind: str) -> None:
+    rows, (indices, offsets) = table(kind), bags()
+    weights, grad = torch.randn(len(indices)), torch.randn(len(offsets) - 1, 24)
+    start = rows.dequantize()
+    embedding_update(rows, indices, grad, Rule("sgd", lr=1.0), (), Draw(0), offsets=offsets, weights=weights)
+    bag = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+    expected = start.index_add(0, indices, -grad[bag] * weights[:, None])
+    quantum = {"float32": 1e-5, "bfloat16": 2.0**-7, "int8:row": 2 / 127, "e4m3:row:pow2": 2.0**-3}[kind]
+    assert bool(((rows.dequantize() - expected).abs() <= quantum * expected.abs().amax(1, keepdim=True)).all())
+
+
+@kinds
+def test_what_has_no_gradient_stays_to_the_bit(kind: str) -> None:
+    rows = table(kind, width=32)
+    before = copy(rows)
+    grad = torch.zeros(1, 32)
+    grad[0, 5] = 0.01
+    for step in range(20):
+        embedding_update(rows, torch.tensor([4]), grad, Rule("sgd", lr=0.1), (), Draw(step))
+    untouched = torch.ones(50, 32, dtype=torch.bool)
+    untouched[4, 5] = False
+    assert torch.equal(rows.dequantize()[untouched], before.dequantize()[untouched])
+
+
+def drift(kind: str) -> torch.Tensor:
+    """1,000 updates of 1e-5 on 1.0, for 4,096 elements."""
+    rows = Rows.of(torch.ones(64, 64), kind)
+    grad, rule = torch.full((64, 64), -1.0), Rule("sgd", lr=1e-5)
+    for step in range(1000):
+        law.run(rows, torch.arange(64), None, grad, rule, (), Draw(step, stream=3))
+    return rows.dequantize().double()
+
+
+DRIFT_QUANTUM = {"bfloat16": 2.0**-7, "int8:row": 1.0625 / 127, "e4m3:row:pow2": 2.0**-3}
+
+
+@pytest.mark.parametrize("kind", DRIFT_QUANTUM)
+def test_a_thousand_small_updates_add_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.0 becomes 1.01 on average, within four sigma; rounding to nearest, planted, leaves it near 1.0 and is caught."""
+
+    def off(values: torch.Tensor) -> float:
+        # each update rounds up one quantum with probability 1e-5 / quantum, independently
+        sigma = DRIFT_QUANTUM[kind] * math.sqrt(1000 * 1e-5 / DRIFT_QUANTUM[kind] / values.numel())
+        return abs(float(values.mean()) - 1.01) / sigma
+
+    assert off(drift(kind)) < 4
+    monkeypatch.setattr(law, "uniform_bits", lambda rows, columns, draw, **_: torch.full((len(rows), columns), 2**23))
+    planted = drift(kind)
+    assert len(planted.unique()) == 1, "all elements are stuck at the same value"
+    assert off(planted) > 20
+
+
+@kinds
+def test_shards_move_as_the_whole(kind: str) -> None:
+    """Row-wise: equal to the bit. Column-wise: the same random numbers (a row's scale is its shard's)."""
+    whole = table(kind, rows=40, width=32)
+    start, grad = copy(whole), torch.randn(40, 32)
+    rule, draw = Rule("sgd", lr=0.1), Draw(step=5, stream=9)
+    embedding_update(whole, torch.arange(40), grad, rule, (), draw)
+    part = Rows(start.data[16:], None if start.scale is None else start.scale[16:], start.spec)
+    embedding_update(part, torch.arange(24), grad[16:], rule, (), draw, first_row=16)
+    assert torch.equal(part.dequantize(), whole.dequantize()[16:])
+    if kind == "bfloat16":
+        columns = Rows(start.data[:, 8:24].clone())
+        again = table(kind, rows=40, width=32)
+        again.data[:, 8:24] = columns.data
+        embedding_update(columns, torch.arange(40), grad[:, 8:24], rule, (), draw, first_column=8)
+        fresh = Rows(again.data.clone())
+        embedding_update(fresh, torch.arange(40), grad, rule, (), draw)
+        assert torch.equal(columns.data, fresh.data[:, 8:24])
+
+
+def test_kept_rows_move_in_float32() -> None:
+    rows = table("e4m3:row:pow2", hot=True)
+    start = copy(rows)
+    embedding_update(rows, torch.tensor([7, 8]), torch.full((2, 24), 1e-6), Rule("sgd", lr=1.0), (), Draw(0))
+    assert rows.hot is not None
+    assert start.hot is not None
+    torch.testing.assert_close(rows.hot[1], start.hot[1] - 1e-6, rtol=0, atol=1e-7)
+    assert torch.equal(rows.data[7].view(torch.uint8), start.data[7].view(torch.uint8))
+    assert torch.equal(embedding_bag(rows, torch.tensor([7]), backend="reference")[0], rows.hot[1])
+
+
+@kinds
+def test_nan_stays_visible(kind: str) -> None:
+    rows = table(kind)
+    grad = torch.zeros(1, 24)
+    grad[0, 2] = math.nan
+    embedding_update(rows, torch.tensor([6]), grad, Rule("sgd", lr=0.1), (), Draw(0))
+    out = rows.dequantize()
+    assert bool(out[6].isnan().any())
+    assert bool(out[[5, 7]].isfinite().all())
+
+
+def test_a_scale_follows_the_row() -> None:
+    rows = Rows.of(torch.full((2, 16), 0.5), "int8:row")
+    embedding_update(rows, torch.tensor([0]), torch.full((1, 16), -100.0), Rule("sgd", lr=1.0), (), Draw(0))
+    assert float((rows.dequantize()[0] - 100.5).abs().max()) <= 100.5 * 1.0625 / 127
+    embedding_update(rows, torch.tensor([0]), torch.full((1, 16), 100.45), Rule("sgd", lr=1.0), (), Draw(1))
+    assert float(rows.dequantize()[0].abs().max()) < 2.0
+    assert rows.scale is not None
+    assert float(rows.scale[0]) < 0.02
+
+
+def quanta(rows: Rows, kind: str) -> torch.Tensor:
+    """A step of the grid at each element, at least."""
+    values = rows.dequantize().abs()
+    if kind == "float32":
+        return values * 1e-5 + 1e-6
+    if kind == "bfloat16":
+        return values * 2.0**-7 + 1e-6
+    assert rows.scale is not None
+    if kind == "int8:row":
+        return rows.scale[:, None].expand_as(values)
+    return torch.maximum(values * 2.0**-3, rows.scale[:, None] * 2.0**-9)
+
+
+@kinds
+@pytest.mark.parametrize(("rule", "shape"), [("sgd", "item"), ("rowwise_adagrad", "sum"), ("adam", "mean")])
+def test_triton_is_the_law(kind: str, rule: str, shape: str, device: torch.device) -> None:
+    """Up to the last bit of a float32 sum, which may turn a rounding in one of many thousand elements."""
+    verdict = registry.backend("embedding_update", "triton").supports(UpdateCall(50, 24, 9, 9, kind), device)
+    if not verdict:
+        pytest.skip(f"{NOT_RUN}: {verdict.reason}")
+    rows, (indices, offsets) = table(kind, width=24 if shape == "sum" else 64, hot=shape == "sum"), bags()
+    given = None if shape == "item" else offsets
+    grad = torch.randn(len(indices) if given is None else len(offsets) - 1, rows.width)
+    weights = torch.rand(len(indices)) if shape == "sum" else None
+    chosen = Rule(rule, lr=0.05)
+    tables = {"reference": copy(rows), "triton": copy(rows)}
+    states = {name: chosen.state(rows) for name in tables}
+    for step in range(1, 3):
+        for name, held in tables.items():
+            options = {
+                "offsets": given,
+                "weights": weights,
+                "mode": "mean" if shape == "mean" else "sum",
+                "first_row": 2**33,
+            }
+            embedding_update(
+                held,
+                indices,
+                grad,
+                chosen,
+                states[name],
+                Draw(step, stream=2**32 - 5, seed=11),
+                **options,
+                backend=name,
+            )
+        ours, theirs = tables["triton"], tables["reference"]
+        gap = (ours.dequantize() - theirs.dequantize()).abs()
+        assert bool((gap <= 1.01 * quanta(theirs, kind)).all())
+        share = (gap > 1e-5 * theirs.dequantize().abs() + 1e-6).double().mean()
+        assert float(share) < 0.002
+        for a, b in zip(states["triton"], states["reference"], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_triton_draws_the_numbers_of_the_law(device: torch.device) -> None:
+    """One item a row and powers of two: no sum to differ in, so the bits must be equal."""
+    verdict = registry.backend("embedding_update", "triton").supports(UpdateCall(50, 64, 50, 50, "int8:row"), device)
+    if not verdict:
+        pytest.skip(f"{NOT_RUN}: {verdict.reason}")
+    for kind in TRAINABLE:
+        rows = table(kind, width=40)
+        other, grad = copy(rows), torch.randn(50, 40)
+        for held, name in ((rows, "triton"), (other, "reference")):
+            embedding_update(
+                held, torch.arange(50), grad, Rule("sgd", lr=2.0**-4), (), Draw(1, 7, 3), first_column=16, backend=name
+            )
+        assert torch.equal(rows.dequantize(), other.dequantize())
+        assert rows.scale is None or torch.equal(rows.scale, other.scale)
+
+
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    for kind in ("int4:row", "e4m3:row", "float16"):
+        with pytest.raises(ValueError, match="cannot be trained"):
+            embedding_update(table(kind), torch.tensor([1]), torch.zeros(1, 24), Rule("sgd"), (), Draw(0))
+    with pytest.raises(ValueError, match="gradient of this lookup"):
+        embedding_update(table("int8:row"), torch.tensor([1]), torch.zeros(2, 24), Rule("sgd"), (), Draw(0))
+    with pytest.raises(ValueError, match="another state"):
+        embedding_update(table("int8:row"), torch.tensor([1]), torch.zeros(1, 24), Rule("adam"), (), Draw(0))
+    with pytest.raises(ValueError, match="rules are"):
+        Rule("lion")

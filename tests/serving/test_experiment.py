@@ -1,0 +1,121 @@
+"""Experiments: sticky assignment, exposures once, shadow mode, and what the events say afterwards."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from loka.serving import Server, Split
+from loka.serving.experiment import EventLog
+from loka.serving.online import judge_experiment, read_events
+
+from .client import post
+from .small import Sleeper
+
+COST = {(1, 0): 0.001, (8, 0): 0.002}
+
+
+def test_assignment_is_sticky_and_follows_the_shares() -> None:
+    split = Split(("a", "b"), (95, 5), "autumn")
+    arms = {f"user-{n}": split.arm(f"user-{n}") for n in range(20_000)}
+    assert all(split.arm(user) == arm for user, arm in arms.items())
+    assert 0.045 < sum(arm == "b" for arm in arms.values()) / 20_000 < 0.055
+    other = Split(("a", "b"), (95, 5), "winter")
+    moved = [user for user, arm in arms.items() if arm == "b" and other.arm(user) == "b"]
+    assert len(moved) < 200  # another salt draws anew: 5 % of 5 %, not all
+    wider = Split(("a", "b"), (90, 10), "autumn")
+    assert all(wider.arm(user) == "b" for user, arm in arms.items() if arm == "b")  # growing an arm keeps its users
+    assert split.arm(7) == split.arm("7")
+    for bad in ((("a",), (1, 2), "s"), (("a", "a"), (1, 1), "s"), (("a", "b"), (1, 0), "s"), (("a", "b"), (1, 1), "")):
+        with pytest.raises(ValueError, match=r"expected|salt"):
+            Split(*bad)
+
+
+def test_exposures_are_written_once_per_request_id(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
+    split = Split(("a", "b"), (50, 50), "test")
+    with Server(arms, sla=2.0, port=0, split=split, events=tmp_path).background() as server:
+        assert post(server.url, {"number": 1})[2]["error"]["path"] == "$.user"
+        for n in range(40):
+            body = {"number": n, "user": f"u{n % 10}"}
+            status, _, found = post(server.url, body, x_request_id=f"r{n}", x_loka_simulated="1")
+            assert status == 200
+            assert found["arm"] == split.arm(f"u{n % 10}") == {"1": "a", "2": "b"}[found["version"]]
+            assert post(server.url, body, x_request_id=f"r{n}")[0] == 200  # a retry
+            outcome = {"request_id": f"r{n}", "name": "click", "value": float(n % 2)}
+            assert post(server.url, outcome, path="/v1/outcome")[2]["written"]
+            assert not post(server.url, outcome, path="/v1/outcome")[2]["written"]
+    events = read_events(tmp_path)
+    assert sum(arm.answered for arm in events.arms.values()) == 40
+    assert events.simulated
+    found = judge_experiment(tmp_path)
+    assert found.metrics[0].outcome == "inconclusive"  # ten users
+    assert "simulated" in found.notes[-1]
+    with pytest.raises(ValueError, match="another experiment"):
+        EventLog(tmp_path, Split(("a", "b"), (50, 50), "other"))
+
+
+def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
+    with Server(arms, sla=2.0, port=0, shadow=True, events=tmp_path).background() as server:
+        for n in range(5):
+            assert post(server.url, {"number": n, "user": "u"})[2]["version"] == "1"
+        time.sleep(0.2)
+    lines = [json.loads(line) for path in tmp_path.glob("events-*") for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines].count("shadow") == 5
+    assert {line["arm"] for line in lines if line["event"] == "shadow"} == {"b"}
+    with pytest.raises(ValueError, match="split, or shadow"):
+        Server(arms, sla=1.0)
+    with pytest.raises(ValueError, match="--events"):
+        Server(arms, sla=1.0, shadow=True)
+
+
+def write(folder: Path, users: int, *, lift: float = 0.0, drop: float = 0.0, slow: float = 1.0, seed: int = 0) -> Path:
+    """An experiment of simulated users, as a server writes it."""
+    source, split = random.Random(seed), Split(("base", "new"), (50, 50), "sim")
+    log = EventLog(folder, split)
+    for n in range(users):
+        arm = split.arm(n)
+        if arm == "new" and source.random() < drop:
+            continue
+        for visit in range(1 + n % 3):
+            name, factor = f"{n}-{visit}", 1.0 if arm == "base" else 1 + lift
+            ms = source.gauss(20, 2) * (slow if arm == "new" else 1.0)
+            log.write("exposure", name, user=n, arm=arm, ms=ms, status=200, empty=False, simulated=True)
+            log.write("outcome", name, name="click", value=float(source.random() < 0.3 * factor))
+    log.close()
+    return folder
+
+
+def test_the_four_verdicts_and_what_must_hold_before(tmp_path: Path) -> None:
+    better = judge_experiment(write(tmp_path / "better", 8000, lift=0.3))
+    assert [m.outcome for m in better.metrics] == ["better"]
+    assert not better.split.mismatch
+    assert not any(g.broken for g in better.guardrails)
+    assert [m.outcome for m in judge_experiment(write(tmp_path / "worse", 8000, lift=-0.3)).metrics] == ["worse"]
+    same = judge_experiment(write(tmp_path / "same", 8000), margin=0.2)
+    assert [m.outcome for m in same.metrics] == ["equivalent"]
+    assert [m.outcome for m in judge_experiment(tmp_path / "same", margin=0.001).metrics] == ["inconclusive"]
+    assert judge_experiment(write(tmp_path / "lost", 8000, drop=0.1)).split.mismatch
+    slow = judge_experiment(write(tmp_path / "slow", 4000, slow=2.0))
+    assert [g.name for g in slow.guardrails if g.broken] == ["p99 ms"]
+
+
+def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:
+    write(tmp_path, 500)
+    first = judge_experiment(tmp_path)
+    (file,) = tmp_path.glob("events-*.jsonl")
+    (tmp_path / "events-2-2.jsonl").write_bytes(
+        file.read_bytes()[:-20]
+    )  # a replica that a proxy asked again, and that was killed
+    again = judge_experiment(tmp_path)
+    assert again.requests == first.requests
+    assert again.duplicates > 500
+    assert again.metrics == first.metrics
+    assert "could not be read" in " ".join(again.notes)
+    with pytest.raises(ValueError, match=r"experiment\.json"):
+        judge_experiment(tmp_path / "nowhere")

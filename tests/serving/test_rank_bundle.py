@@ -1,0 +1,125 @@
+"""A ranker in a folder: what is read back is what was written, code is run only when it is named, a plan is applied."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loka
+from loka.data.batch import Batch, Jagged
+from loka.data.schema import Field, Schema
+from loka.models import build_ranker
+from loka.probe import Probe
+from loka.serving import RankingModel, RankRequest, load_ranker, save_ranker
+from loka.serving.rank_bundle import MODEL
+
+from .small import SCHEMA, make_ranker
+
+PLAIN = Schema(("price",), (Field("item", 50),), (), ("click",))
+
+
+class Mine(nn.Module):
+    """A model of a user's own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, width)
+        self.out = nn.Linear(width + 1, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        out: Tensor = self.out(torch.cat([self.table(batch.categorical[:, 0]), batch.dense], 1))
+        return out
+
+
+def make_mine(schema: Schema, width: int = 4) -> Mine:
+    return Mine(width)
+
+
+def test_scores_are_those_of_the_model_it_was_made_from(tmp_path: Path) -> None:
+    served = make_ranker(tmp_path)
+    torch.manual_seed(0)
+    model = build_ranker(SCHEMA, "wukong", "tiny").eval()
+    features = {"age": 1.5, "price": [1.0, 2.0, 3.0], "user": 7, "item": [1, 2, 3], "seen": [[1], [], [4, 5, 6]]}
+    job = served.read(RankRequest(features=features))  # type: ignore[arg-type]
+    batch = Batch(
+        torch.tensor([[1.5, 1.0], [1.5, 2.0], [1.5, 3.0]]), torch.tensor([[7, 1], [7, 2], [7, 3]]),
+        {"seen": Jagged.from_rows([[1], [], [4, 5, 6]])}, torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64),
+    )  # fmt: skip
+    wanted = model(batch).detach().sigmoid()
+    for bucket in served.buckets:
+        assert torch.allclose(torch.from_numpy(served.score(bucket[0], [job.data])), wanted, atol=1e-6)
+
+
+def test_in_one_bucket_company_does_not_change_a_bit(tmp_path: Path) -> None:
+    served = make_ranker(tmp_path, batch_invariant=True)
+    assert served.buckets == [(32, 0)]
+    jobs = [
+        served.read(
+            RankRequest(features={"age": n, "price": [float(n)] * 3, "user": n, "item": [1, 2, 3], "seen": [n]})
+        )
+        for n in range(1, 6)
+    ]
+    together = served.run((32, 0), jobs)
+    assert [served.run((32, 0), [job])[0].scores for job in jobs[:1]] == [together[0].scores]
+
+
+def test_a_folder_cannot_make_a_server_run_code(tmp_path: Path) -> None:
+    name = f"{__name__}:make_mine"
+    save_ranker(make_mine(PLAIN), PLAIN, tmp_path, factory=name, options={"width": 4})
+    with pytest.raises(ValueError, match="nobody allowed"):
+        load_ranker(tmp_path)
+    with pytest.raises(ValueError, match="nobody allowed"):
+        load_ranker(tmp_path, factory="other:thing")
+    bundle = load_ranker(tmp_path, factory=name)
+    served = RankingModel(bundle, rows=(4,))
+    served.warm()
+    assert len(served.run((4, 0), served.example((4, 0)))[0].scores["click"]) == 4
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = build_ranker(PLAIN, "wukong", "tiny")
+    with pytest.raises(ValueError, match="exactly one"):
+        save_ranker(model, PLAIN, tmp_path)
+    with pytest.raises(ValueError, match=r"no ranker\.json"):
+        load_ranker(tmp_path / "none")
+    save_ranker(model, PLAIN, tmp_path, family="dlrm", size="tiny")
+    with pytest.raises(ValueError, match="does not fit"):
+        load_ranker(tmp_path)
+    save_ranker(model, PLAIN, tmp_path, family="wukong")
+    (tmp_path / MODEL).write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="does not fit"):
+        load_ranker(tmp_path)
+    with pytest.raises(ValueError, match="ascending"):
+        make_ranker(tmp_path / "x", rows=(8, 4))
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        make_ranker(tmp_path / "y", graphs=True)
+
+
+def test_a_plan_is_applied_when_it_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build_ranker(PLAIN, "wukong", "tiny").eval()
+
+    def batch() -> Batch:
+        return Batch(
+            torch.randn(64, 1),
+            torch.randint(0, 50, (64, 1)),
+            {},
+            torch.zeros(64, 1),
+            torch.zeros(64, dtype=torch.int64),
+        )
+
+    probe = Probe(model)
+    for _ in range(3):
+        model(batch()).sum().backward()
+        probe.step()
+    plan = probe.evaluate().plan(min_speedup=None)
+    save_ranker(model, PLAIN, tmp_path, family="wukong", size="tiny", plan=plan)
+    loaded = load_ranker(tmp_path).model
+    twin = build_ranker(PLAIN, "wukong", "tiny").eval()
+    twin.load_state_dict(model.state_dict())
+    converted = loka.convert(twin, plan)
+    assert converted.converted, "the plan converts nothing: the test would show nothing"
+    rows = batch()
+    assert torch.equal(loaded(rows), twin(rows))
+    assert not torch.equal(loaded(rows), model(rows))

@@ -1,0 +1,116 @@
+"""Putting a new model in place while requests come: none lost, a bad one keeps the old."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from loka.inference import EngineConfig
+from loka.serving import GenerativeModel, Server, open_generative
+
+from .client import post
+from .small import Sleeper, make_generative, write_bundle
+
+pytest.importorskip("uvicorn")
+COST = {(1, 0): 0.002, (4, 0): 0.004}
+
+
+def open_sleeper(folder: str) -> Sleeper:
+    if folder == "missing":
+        raise ValueError("holds no bundle")
+    model = Sleeper({(1, 0): 9.0 if folder == "slow" else 0.002, (2, 0): 0.003}, version=folder)
+    if folder == "broken":
+        model.broken = True
+    return model
+
+
+class Mute(Sleeper):
+    """Answers, but with nothing."""
+
+    def run(self, bucket: tuple[int, int], jobs: object) -> list:
+        return [type(one)(number=-1, version=one.version) for one in super().run(bucket, jobs)]  # type: ignore[arg-type]
+
+
+def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
+    with Server(
+        Sleeper(COST, version="old"), sla=3.0, port=0, admin_port=0, opener=open_sleeper
+    ).background() as server:
+        found: list[tuple[int, str]] = []
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                status, _, body = post(server.url, {"number": 1})
+                found.append((status, body.get("version", "")))
+
+        threads = [threading.Thread(target=ask) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        status, _, body = post(server.admin_url or "", {"folder": "new"}, path="/reload")
+        time.sleep(0.2)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert (status, body["version"]) == (200, "new")
+        assert {code for code, _ in found} == {200}
+        versions = [version for _, version in found]
+        assert set(versions) == {"old", "new"}
+        assert set(versions[-3:]) == {"new"}
+        assert server.service.first.captured_since_ready == 0
+
+
+@pytest.mark.parametrize(("folder", "why"), [("missing", "no bundle"), ("broken", "broken")])
+def test_a_bad_bundle_keeps_the_old_model(folder: str, why: str) -> None:
+    with Server(
+        Sleeper(COST, version="old"), sla=2.0, port=0, admin_port=0, opener=open_sleeper
+    ).background() as server:
+        assert post(server.url, {"number": 1})[0] == 200
+        status, _, body = post(server.admin_url or "", {"folder": folder}, path="/reload")
+        assert status == 409
+        assert why in body["error"]["message"]
+        assert "the old model stays" in body["error"]["message"]
+        assert post(server.url, {"number": 2})[2]["version"] == "old"
+
+
+def test_a_model_that_answers_nothing_or_too_slowly_is_refused() -> None:
+    models = {"mute": Mute(COST, version="mute"), "slow": Sleeper({(1, 0): 0.3}, version="slow")}
+    with Server(
+        Sleeper(COST), sla=0.25, port=0, admin_port=0, opener=lambda folder: models[folder]
+    ).background() as server:
+        assert post(server.url, {"number": 1})[0] == 200
+        assert "empty" in post(server.admin_url or "", {"folder": "mute"}, path="/reload")[2]["error"]["message"]
+        assert (
+            "the SLA leaves" in post(server.admin_url or "", {"folder": "slow"}, path="/reload")[2]["error"]["message"]
+        )
+
+
+def test_a_bundle_from_disk(tmp_path: Path) -> None:
+    config = EngineConfig(beams=8, requests=(1, 2), dtype="fp32")
+    first, second = write_bundle(tmp_path / "a"), write_bundle(tmp_path / "b", seed=5)
+
+    def open_one(folder: str) -> GenerativeModel:
+        return open_generative(folder, config)
+
+    with Server(open_one(str(first)), sla=5.0, port=0, admin_port=0, opener=open_one).background() as server:
+        before = post(server.url, {"history": [1, 2, 3], "top": 4})[2]
+        (tmp_path / "c").mkdir()
+        assert post(server.admin_url or "", {"folder": str(tmp_path / "c")}, path="/reload")[0] == 409
+        assert post(server.admin_url or "", {"folder": str(second)}, path="/reload")[0] == 200
+        after = post(server.url, {"history": [1, 2, 3], "top": 4})[2]
+    assert before["version"] != after["version"]
+    assert before["scores"] != after["scores"]
+    direct = open_one(str(second))
+    direct.warm()
+    job = direct.read(direct.request_type(history=[1, 2, 3], top=4))
+    assert direct.run(direct.buckets[0], [job])[0].scores == after["scores"]
+
+
+def test_models_in_memory_cannot_be_reloaded() -> None:
+    with Server(
+        make_generative(EngineConfig(beams=8, requests=(1,), dtype="fp32")), sla=5.0, port=0, admin_port=0
+    ).background() as server:
+        status, _, body = post(server.admin_url or "", {"folder": "x"}, path="/reload")
+        assert status == 409
+        assert "nothing to reload with" in body["error"]["message"]

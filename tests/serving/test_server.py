@@ -1,0 +1,429 @@
+"""The server from outside: answers, errors with their causes, limits, tokens, draining. A model that sleeps stands in where only time matters."""
+
+import base64
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from loka.inference import EngineConfig, Recommender
+from loka.serving import Limits, Server
+
+from .client import call, dial, get, post
+from .small import SCHEMA, Sleeper, make_generative, make_ranker
+
+pytest.importorskip("uvicorn")
+COST = {(1, 0): 0.002, (4, 0): 0.004}
+
+
+@pytest.fixture(scope="module")
+def generative() -> Iterator[Server]:
+    config = EngineConfig(beams=8, requests=(1, 4), dtype="fp32", batch_invariant=True)
+    with Server(make_generative(config), sla=5.0, port=0, admin_port=0).background() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sleeper() -> Iterator[Server]:
+    limits = Limits(body=4096, body_seconds=0.3, header_seconds=0.3, header_bytes=2048, connections=20)
+    with Server(Sleeper(COST), sla=2.0, port=0, admin_port=0, limits=limits).background() as server:
+        yield server
+
+
+def test_answers_equal_the_engines_bit_for_bit(generative: Server) -> None:
+    model = generative.service.first.model
+    recommender = Recommender(model.engine, model.bundle.index)  # type: ignore[attr-defined]
+    histories = [[1, 2, 3], [7], [], list(range(1, 40)), [5, 9_999_999, 6]]
+    wanted = recommender.recommend([torch.tensor(h, dtype=torch.int64) for h in histories], top=5)
+    found: dict[int, dict] = {}
+
+    def ask(place: int) -> None:
+        status, _, body = post(generative.url, {"history": histories[place], "top": 5})
+        assert status == 200
+        found[place] = body
+
+    threads = [
+        threading.Thread(target=ask, args=(place,)) for place in range(len(histories))
+    ]  # whoever is in the batch
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place, one in enumerate(wanted):
+        assert one.items is not None
+        assert found[place]["items"] == one.items.tolist()
+        assert torch.equal(torch.tensor(found[place]["scores"]), one.scores)  # all 32 bits
+        assert (found[place]["cut"], found[place]["unknown"]) == (one.cut, one.dropped)
+    assert found[3]["cut"] == 39 - model.engine.model_config.context  # type: ignore[attr-defined]
+    assert found[4]["unknown_items"] == [9_999_999]
+
+
+def test_codes_msgpack_and_seen_items(generative: Server) -> None:
+    index = generative.service.first.model.bundle.index  # type: ignore[attr-defined]
+    history = torch.tensor([3, 1, 2])
+    codes = index.codes_of(history).to(torch.uint16).numpy().astype("<u2").tobytes()
+    by_items = post(generative.url, {"history": history.tolist(), "with_codes": True})[2]
+    by_codes = post(generative.url, {"codes": base64.b64encode(codes).decode(), "with_codes": True})[2]
+    assert (by_items["items"], by_items["scores"]) == (by_codes["items"], by_codes["scores"])
+    assert by_items["codes"] == index.codes_of(torch.tensor(by_items["items"])).tolist()
+    status, headers, body = call(
+        generative.url, "POST", "/v1/recommend", msgspec.msgpack.encode({"codes": codes}), {"content-type": "application/msgpack"}
+    )  # fmt: skip
+    assert (status, headers["content-type"]) == (200, "application/msgpack")
+    assert msgspec.msgpack.decode(body)["items"] == by_items["items"]
+    seen = by_items["items"][:2]
+    again = post(generative.url, {"history": seen, "exclude_seen": True})[2]
+    assert not set(seen) & set(again["items"])
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({"history": [1, "x"]}, "$.history[1]"),
+        ({"history": [-1]}, "$.history[0]"),
+        ({"history": [1], "top": 0}, "$.top"),
+        ({"history": [1], "top": 9}, "$.top"),
+        ({"history": [1], "codes": ""}, "$.history"),
+        ({}, "$.history"),
+        ({"history": [1], "pop": 3}, "$"),
+        ({"codes": "AAAA"}, "$.codes"),
+        ({"codes": "!"}, "$.codes"),
+        ({"codes": base64.b64encode(b"\xff\xff" * 3).decode()}, "$.codes[0][0]"),
+        ({"codes": "", "exclude_seen": True}, "$.exclude_seen"),
+        ({"history": [1], "static": [0.5]}, "$.static"),
+        ({"history": [1], "timeout_ms": -1}, "$.timeout_ms"),
+        ({"history": [1], "user": ""}, "$.user"),
+        ({"history": [2**70]}, "$.history[0]"),
+        (b"{", "$"),
+        (b"\xff\xfe", "$"),
+        (b"[" * 100_000, "$"),
+        (b"", "$"),
+    ],
+)
+def test_a_bad_body_is_a_400_with_the_path(generative: Server, body: object, path: str) -> None:
+    status, headers, found = post(generative.url, body, x_request_id="mine-1")
+    assert status == 400, found
+    assert found["error"]["path"] == path
+    assert found["request_id"] == headers["x-request-id"] == "mine-1"
+
+
+def test_other_errors_have_their_own_codes(sleeper: Server) -> None:
+    url = sleeper.url
+    assert post(url, {"number": 1}, content_type="text/plain")[0] == 415
+    assert post(url, {"number": 1}, content_encoding="gzip")[0] == 415
+    assert call(url, "POST", "/v1/recommend", b"{}")[0] == 415
+    assert get(url, "/v1/recommend")[0] == 405
+    assert get(url, "/nothing")[0] == 404
+    assert get(url, "/metrics")[0] == 404  # not on this port
+    assert post(url, {"number": 1}, path="/v2/models/other/infer")[0] == 404
+    assert post(url, b"x" * 5000)[0] == 413
+    assert post(url, {"number": 1}, x_request_id="not an id!")[0] == 400
+    assert post(url, {"number": 21})[2]["number"] == 42
+
+
+def read_all(sock: socket.socket) -> bytes:
+    parts = []
+    try:
+        while part := sock.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def test_slow_and_endless_senders_are_cut_off(sleeper: Server) -> None:
+    head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with dial(sleeper.url) as sock:  # half a head
+        sock.sendall(head[:30])
+        begin = time.monotonic()
+        assert read_all(sock).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - begin < 5
+    with dial(sleeper.url) as sock:  # one byte at a time, for ever
+        try:
+            for _ in range(100):
+                sock.sendall(b"x")
+                time.sleep(0.02)
+        except OSError:
+            pass
+        assert b"200" not in read_all(sock)
+    with dial(sleeper.url) as sock:  # half a body
+        sock.sendall(head + b"content-length: 50\r\n\r\n{")
+        assert read_all(sock).startswith(b"HTTP/1.1 408")
+    with dial(sleeper.url) as sock:  # a head without end
+        sock.sendall(b"GET / HTTP/1.1\r\n" + b"a: " + b"b" * 3000)
+        assert read_all(sock)[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400")
+    with dial(sleeper.url) as sock:  # a body that says nothing of its length and is too long
+        sock.sendall(head + b"transfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b"y" * 0x400 + b"\r\n")
+        for _ in range(8):
+            try:
+                sock.sendall(b"400\r\n" + b"y" * 0x400 + b"\r\n")
+            except OSError:
+                break
+        assert read_all(sock).startswith(b"HTTP/1.1 413")
+    with dial(sleeper.url) as sock:
+        sock.sendall(b"nonsense\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 400")
+    assert post(sleeper.url, {"number": 4})[0] == 200
+
+
+def test_connections_are_capped_and_the_cap_recovers(sleeper: Server) -> None:
+    held = [dial(sleeper.url) for _ in range(60)]
+    try:
+        time.sleep(0.1)
+        states = []
+        for sock in held:
+            sock.settimeout(0.01)
+            try:
+                states.append(sock.recv(100)[:12])
+            except TimeoutError:
+                states.append(b"open")
+            except ConnectionResetError:
+                states.append(b"")
+        assert states.count(b"open") <= 20
+        assert b"HTTP/1.1 503" in states
+    finally:
+        for sock in held:
+            sock.close()
+    time.sleep(0.2)
+    assert post(sleeper.url, {"number": 4})[0] == 200
+
+
+def test_malformed_bodies_do_no_harm(sleeper: Server) -> None:
+    with dial(sleeper.url) as sock:
+        file = sock.makefile("rb")
+        for n in range(500):
+            body = bytes((7 * n + i * i) % 256 for i in range(n % 60))
+            head = f"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            status = file.readline()
+            assert status.startswith(b"HTTP/1.1 400"), status
+            size = 0
+            while (line := file.readline()) != b"\r\n":
+                name, _, value = line.partition(b":")
+                size = int(value) if name.lower() == b"content-length" else size
+            file.read(size)
+
+
+def test_a_client_that_leaves_is_not_computed_for() -> None:
+    model = Sleeper({(1, 0): 0.15})
+    with Server(model, sla=5.0, port=0).background() as server:
+        rehearsed = len(model.batches)
+        sockets = [dial(server.url) for _ in range(5)]
+        body = b'{"number": 1}'
+        for sock in sockets:
+            sock.sendall(b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body)  # fmt: skip
+            time.sleep(0.01)
+        for sock in sockets[1:]:
+            sock.close()
+        sockets[0].recv(10)
+        time.sleep(0.5)
+        assert len(model.batches) - rehearsed <= 2  # the one that ran, and at most the one that began meanwhile
+        assert len(server.service.first.scheduler or ()) == 0
+
+
+def test_a_busy_server_sheds_at_once_with_the_time_to_come_back() -> None:
+    with Server(Sleeper({(1, 0): 0.05}), sla=0.13, port=0).background() as server:
+        found: list[tuple[int, dict[str, str], float]] = []
+
+        def ask() -> None:
+            begin = time.monotonic()
+            status, headers, _ = post(server.url, {"number": 1})
+            found.append((status, headers, time.monotonic() - begin))
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        shed = [one for one in found if one[0] == 429]
+        assert len(shed) >= 6
+        assert all(int(headers["retry-after"]) >= 1 for _, headers, _ in shed)
+        assert {status for status, _, _ in found} <= {200, 429, 503}
+        assert 200 in {status for status, _, _ in found}
+
+
+def test_a_hung_engine_is_told_and_not_waited_for() -> None:
+    model = Sleeper({(1, 0): 0.005})
+    with Server(model, sla=0.2, port=0, limits=Limits(grace=0.1)).background() as server:
+        model.extra = 1.5
+        begin = time.monotonic()
+        status, headers, body = post(server.url, {"number": 1})
+        assert (status, body["error"]["reason"]) == (503, "engine")
+        assert "retry-after" in headers
+        assert time.monotonic() - begin < 1.2
+        assert post(server.url, {"number": 1})[0] == 429  # would wait for the hung one
+        model.extra = 0.0
+        time.sleep(1.5)
+        assert post(server.url, {"number": 3})[2]["number"] == 6
+
+
+def test_a_failing_engine_is_a_500_and_the_next_request_works(sleeper: Server) -> None:
+    model = sleeper.service.first.model
+    model.broken = True  # type: ignore[attr-defined]
+    try:
+        status, _, body = post(sleeper.url, {"number": 1})
+    finally:
+        model.broken = False  # type: ignore[attr-defined]
+    assert (status, body["error"]["reason"]) == (500, "engine")
+    assert post(sleeper.url, {"number": 1})[0] == 200
+
+
+def test_tokens_are_asked_for_and_rotate(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("# ours\nfirst-token-0123456789\n")
+    with Server(Sleeper(COST), sla=2.0, port=0, admin_port=0, token_file=file).background() as server:
+        assert post(server.url, {"number": 1})[0] == 401
+        assert post(server.url, {"number": 1}, authorization="Bearer nope")[0] == 401
+        assert post(server.url, {"number": 1}, authorization="Basic first-token-0123456789")[0] == 401
+        assert post(server.url, {"number": 1}, authorization="Bearer first-token-0123456789")[0] == 200
+        assert get(server.url, "/v2/models/sleeper")[0] == 401
+        assert get(server.url, "/v2/health/ready")[0] == 200
+        assert post(server.admin_url or "", {"folder": "x"}, path="/reload")[0] == 401
+        file.write_text("second-token-0123456789\n")
+        time.sleep(1.1)
+        assert post(server.url, {"number": 1}, authorization="Bearer second-token-0123456789")[0] == 200
+        assert post(server.url, {"number": 1}, authorization="Bearer first-token-0123456789")[0] == 401
+        file.write_text("")  # half-written: the last tokens stay
+        time.sleep(1.1)
+        assert post(server.url, {"number": 1}, authorization="Bearer second-token-0123456789")[0] == 200
+
+
+def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a token"):
+        Server(Sleeper(COST), sla=1.0, host="0.0.0.0")
+    with pytest.raises(ValueError, match="needs a token"):
+        Server(Sleeper(COST), sla=1.0, admin_host="0.0.0.0", admin_port=0)
+    short = tmp_path / "short"
+    short.write_text("abc")
+    with pytest.raises(ValueError, match="16 characters"):
+        Server(Sleeper(COST), sla=1.0, token_file=short)
+    with pytest.raises(ValueError, match="exactly one"):
+        Server(Sleeper(COST))
+    with pytest.raises(ValueError, match="takes 5"), Server(Sleeper({(1, 0): 0.05}), sla=0.01, port=0).background():
+        pass
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ValueError, match="cannot listen"), Server(Sleeper(COST), sla=1.0, port=taken.getsockname()[1]).background():  # fmt: skip
+            pass
+
+
+def test_stopping_answers_whoever_waits() -> None:
+    model = Sleeper({(1, 0): 0.1})
+    found: list[int] = []
+    with Server(model, sla=5.0, port=0).background() as server:
+        threads = [threading.Thread(target=lambda: found.append(post(server.url, {"number": 1})[0])) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.08)
+    for thread in threads:
+        thread.join()
+    assert found == [200] * 4
+
+
+def test_it_is_warm_before_it_is_ready_and_captures_nothing_after(generative: Server) -> None:
+    for n in (0, 3, 20):
+        assert post(generative.url, {"history": list(range(1, n + 1))})[0] == 200
+    metrics = get(generative.admin_url or "", "/metrics")[1].decode()
+    assert 'loka_captures{model="tiny"} 1.0' in metrics  # batch-invariant: one bucket
+    assert 'loka_captures_after_ready{model="tiny"} 0.0' in metrics
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = {family.name: family for family in parser.text_string_to_metric_families(metrics)}
+    answered = [s for s in families["loka_requests"].samples if s.labels == {"model": "tiny", "code": "200"}]
+    assert answered[0].value >= 3
+    assert families["loka_latency_seconds"].type == "histogram"
+
+
+def test_a_warming_server_is_alive_but_not_ready() -> None:
+    class Slow(Sleeper):
+        def warm(self) -> None:
+            time.sleep(0.5)
+            super().warm()
+
+    server = Server(Slow(COST), sla=2.0, port=0)
+    held = server.background()
+    thread = threading.Thread(target=held.__enter__, daemon=True)
+    thread.start()
+    server._listening.wait(10)
+    time.sleep(0.05)
+    assert get(server.url, "/v2/health/live")[0] == 200
+    assert get(server.url, "/v2/health/ready")[0] == 503
+    status, headers, body = post(server.url, {"number": 1})
+    assert (status, body["error"]["reason"], headers["retry-after"]) == (503, "warming", "1")
+    thread.join(10)
+    assert post(server.url, {"number": 1})[0] == 200
+    held.__exit__(None, None, None)
+
+
+def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path) -> None:
+    with Server(make_ranker(tmp_path), sla=5.0, port=0).background() as server:
+        features = {"age": 3, "price": [1.0, 2.5, 0.5], "user": 7, "item": [1, 2, 999], "seen": [4, 5, 6, 7, 8, 9]}
+        status, _, all_rows = post(server.url, {"features": features})
+        assert status == 200
+        assert set(all_rows["scores"]) == set(SCHEMA.labels)
+        assert (all_rows["unknown"], all_rows["cut"]) == (1, 1)
+        best = post(server.url, {"features": features, "ids": [10, 20, 30], "top": 2, "label": "buy"})[2]
+        order = sorted(range(3), key=lambda row: -all_rows["scores"]["buy"][row])[:2]
+        assert best["rows"] == order
+        assert best["ids"] == [10 * (row + 1) for row in order]
+        packed = {**features, "price": base64.b64encode(torch.tensor([1.0, 2.5, 0.5]).numpy().tobytes()).decode()}
+        assert post(server.url, {"features": packed})[2]["scores"] == all_rows["scores"]
+        for change, path in (
+            ({"price": [1.0]}, "$.features.item"),
+            ({"price": ["x"]}, "$.features[...][0]"),
+            ({"item": [1.5, 2, 3]}, "$.features.item[0]"),
+            ({"item": [-1, 2, 3]}, "$.features.item[0]"),
+            ({"other": 1}, "$.features.other"),
+            ({"seen": 3}, "$.features.seen"),
+        ):
+            status, _, body = post(server.url, {"features": features | change})
+            assert (status, body["error"]["path"]) == (400, path), body
+        many = {"age": 3, "price": [1.0] * 33, "user": 7, "item": 1, "seen": []}
+        assert post(server.url, {"features": many})[0] == 400
+
+
+def test_open_inference_protocol_by_hand(generative: Server) -> None:
+    url = generative.url
+    body = {"inputs": [{"name": "history", "shape": [1, 3], "datatype": "INT64", "data": [[1, 2, 3]]}], "parameters": {"top": 4}}  # fmt: skip
+    status, _, found = post(url, body, path="/v2/models/tiny/infer")
+    assert status == 200
+    outputs = {out["name"]: out for out in found["outputs"]}
+    plain = post(url, {"history": [1, 2, 3], "top": 4})[2]
+    assert outputs["items"]["data"] == plain["items"]
+    assert outputs["items"]["shape"] == [4]
+    assert json.loads(get(url, "/v2/models/tiny")[1])["versions"] == ["v0"]
+    assert get(url, "/v2/models/tiny/versions/v0/ready")[0] == 200
+    assert get(url, "/v2/models/tiny/versions/v9/ready")[0] == 404
+    for change, path in (
+        ({"shape": [2]}, "$.inputs[0].data"),
+        ({"datatype": "FP99"}, "$.inputs[0].datatype"),
+        ({"name": "nothing"}, "$.inputs"),
+        ({"datatype": "FP32"}, "$.inputs.history"),
+        ({"parameters": {"binary_data_size": 9}, "data": None}, "$.inputs[0].parameters.binary_data_size"),
+    ):
+        bad = {"inputs": [body["inputs"][0] | change]}  # type: ignore[index, operator]
+        status, _, found = post(url, bad, path="/v2/models/tiny/infer")
+        assert (status, found["error"]["path"]) == (400, path), found
+
+
+def test_open_inference_protocol_with_tritons_own_client(generative: Server) -> None:
+    np = pytest.importorskip("numpy")
+    triton = pytest.importorskip("tritonclient.http")
+    client = triton.InferenceServerClient(generative.url.removeprefix("http://"))
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny")
+    assert client.get_model_metadata("tiny")["name"] == "tiny"
+    tensor = triton.InferInput("history", [3], "INT64")
+    tensor.set_data_from_numpy(np.array([1, 2, 3], dtype=np.int64))  # binary, as the client does it by default
+    found = client.infer("tiny", [tensor], outputs=[triton.InferRequestedOutput("items"), triton.InferRequestedOutput("scores")], parameters={"top": 4})  # fmt: skip
+    plain = post(generative.url, {"history": [1, 2, 3], "top": 4})[2]
+    assert found.as_numpy("items").tolist() == plain["items"]
+    assert found.as_numpy("scores").tolist() == plain["scores"]
+    client.close()
