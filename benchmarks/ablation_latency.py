@@ -34,11 +34,11 @@ from ablation_cell import ORIGINAL, VARIANTS
 from torch import Tensor, nn
 
 from loka import mods
-from loka.lowp import FusedTower, freeze
+from loka.lowp import chains_of
 from loka.measure.conformance import Conformance
 from loka.measure.timing import Candidate, sets_needed, time_together
 from loka.nn import MLP, Style
-from loka.placing import convert
+from loka.placing import calibrating, convert, freeze_model
 from loka.records import AblationLatency, RecordError, RefusedLatency, TowerLatency, capture_environment, load, save
 
 WIDTH, DEPTH, BATCHES, MODES = 4096, 3, (1024, 8192), ("infer", "train")
@@ -238,8 +238,8 @@ def prepare(group: Group, variant: str, precision: str) -> Candidate:
     if group.mode == "infer":
         model, x = model.eval().requires_grad_(False).to(torch.bfloat16), x.bfloat16()
     lower(model, precision, x)
-    if group.mode == "infer":
-        freeze(model)
+    if group.mode == "infer" and precision == "fused":
+        freeze(model, x)
     bytes_of_weights = group.width * group.width * DEPTH * (1 if group.mode == "infer" else 4)
     copies = [
         model,
@@ -254,11 +254,19 @@ def prepare(group: Group, variant: str, precision: str) -> Candidate:
 
 def lower(model: nn.Module, precision: str, x: Tensor) -> None:
     if precision == "fused":
-        applied = mods.apply(model, mods.Fuse(precision="fp8", norms=True), example=x[:4])
-        if not any(isinstance(m, FusedTower) for m in model.modules()):
+        applied = mods.apply(model, mods.Fuse(), example=x[:4])
+        if not list(chains_of(model)):
             raise ValueError("; ".join(left.why for left in applied.summary.left))
     elif precision != "bf16":
         convert(model, recipe=precision)
+
+
+def freeze(model: nn.Module, x: Tensor) -> None:
+    """Weights quantised once; scales that no norm bounds from the batch that is timed."""
+    if not all(chain.primed for _, chain in chains_of(model)):
+        with calibrating(model), torch.no_grad():
+            model(x)
+    freeze_model(model)
 
 
 def find_truth(model: nn.Module, x: Tensor, dy: Tensor, mode: str) -> tuple[Tensor, ...]:

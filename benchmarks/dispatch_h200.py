@@ -11,7 +11,7 @@ Needs torch, triton, numpy and msgspec; kernel libraries that can be imported jo
 
 Four groups of jobs, by priority: `shapes`, the 44 shapes of the bar (fprop of all of them first, then dgrad and wgrad), each timed twice; `wukong`,
 the GEMMs of Wukong's plain and 8192-wide configurations; `models`, those of every other built-in model; `chains`, bare and fused
-kernels of Wukong's towers, for `loka.dispatch.chain_plan`. Known rows are not measured again.
+kernels of Wukong's towers. Known rows are not measured again.
 
 The bar: over the shapes, the speed of the choice is at least 0.97 of the oracle's (geometric mean; the oracle is the best of the second timing, bf16
 included, among kernels that are right and accurate enough), and never more than 3 % slower than bf16. The choice is made by `loka.dispatch` from the first

@@ -9,8 +9,7 @@ with static shapes and replayed as CUDA graphs; training is forward and backward
     fp32, tf32                              the float32 model
     bf16                                    autocast in training, bf16 weights in inference: the baseline
     torchao-tensorwise, torchao-rowwise     torchao's float8 training, or its post-training quantisation, on every linear whose widths are multiples of 16
-    loka                                    towers as FusedTower, FP8 from one layer to the next; other linears of 256 or more both ways as FusedProjection
-    loka-split                              the same with HSTU's activation left to the compiler instead of the GEMM's epilogue
+    loka                                    loka.mods.Fuse: chains of linears in FP8 from one layer to the next; other linears of 256 or more both ways too
     loka-convert                            loka.convert(recipe="tensorwise") on the same linears, nothing fused: what a model gets that nobody rewrites
 
 HSTU is its layers over embedded events (ragged, static lengths) and one logit an event; tables and softmax over items are left out, as tables are in the others.
@@ -34,7 +33,7 @@ import models
 PRECISIONS = ("fp32", "tf32", "bf16", "torchao-tensorwise", "torchao-rowwise", "loka")
 MODELS = ("wukong", "wukong8k", "wukong8k4k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
 BRIEF = ("wukong8k4k", "dcn", "dhen")  # these in bf16 and ours, the others in every precision
-EXTRA = {"hstu": ("loka-split", "loka-convert"), "interformer": ("loka-convert",), "elfm": ("loka-convert",)}
+EXTRA = {"hstu": ("loka-convert",), "interformer": ("loka-convert",), "elfm": ("loka-convert",)}
 CASES = tuple(
     f"{model}-{mode}-{precision}"
     for model in MODELS

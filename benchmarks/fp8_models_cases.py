@@ -121,7 +121,8 @@ def build(case: str, device: str, *, scale: int, compiled: bool) -> tuple[Callab
         model = model.eval().requires_grad_(False)
         if precision not in ("fp32", "tf32"):
             model, feed = model.to(torch.bfloat16), feed.to(torch.bfloat16)
-    facts |= lower(model, precision, mode, least=WIDE if scale == 1 else 16)
+    example = tuple(feed.first(512).arguments())
+    facts |= lower(model, precision, mode, example, least=WIDE if scale == 1 else 16)
     facts |= describe_share(find_fp8(model), flops, total)
     if reference is not None:
         facts["difference"] = difference(model, reference, feed, mode, device)

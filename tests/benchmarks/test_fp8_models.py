@@ -33,7 +33,7 @@ def build(script: ModuleType, case: str) -> dict:
 
 
 MODELS = ("wukong", "wukong8k", "wukong8k4k", "dlrm", "elfm", "interformer", "hstu", "dcn", "dhen")
-OURS = [f"{model}-loka" for model in MODELS] + ["hstu-loka-split", "hstu-loka-convert", "elfm-loka-convert"]
+OURS = [f"{model}-loka" for model in MODELS] + ["hstu-loka-convert", "elfm-loka-convert"]
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -87,7 +87,7 @@ def test_narrow_linears_of_interformer_stay(script: ModuleType) -> None:
     family, size, _, overrides = script.cases.SIZES["interformer"]
     config = script.cases.configure(family, size, **overrides, style=script.cases.MODS)
     model = script.cases.make_model(config, "meta")
-    script.lower.fuse(model, script.lower.WIDE, epilogue=True)
+    script.lower.fuse(model, "train", None, script.lower.WIDE)
     low = script.lower.find_fp8(model)
     assert "layers.0.backbone.interaction.interactions.0_dot.project" in low  # 2556 -> 8192
     assert "layers.1.pffn.make_weight.last" in low
@@ -115,7 +115,7 @@ def test_a_wrong_backward_is_not_timed(script: ModuleType, monkeypatch: pytest.M
 
 
 def test_a_wrong_forward_is_not_timed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_model(model: nn.Module, precision: str, mode: str, *, least: int) -> dict:
+    def break_model(model: nn.Module, precision: str, mode: str, example: tuple, *, least: int) -> dict:
         with torch.no_grad():
             model.layers[1].out.weight.mul_(-3)
         return {}
@@ -157,8 +157,8 @@ def test_a_linear_nobody_counted_is_an_error(script: ModuleType) -> None:
 
 def test_a_name_is_one_case_and_a_beginning_is_many(script: ModuleType) -> None:
     assert script.select(["hstu-train-loka"]) == ["hstu-train-loka"]
-    assert script.select(["hstu-train-loka-"]) == ["hstu-train-loka-split", "hstu-train-loka-convert"]
-    assert len(script.select(["hstu"])) == 16
+    assert script.select(["hstu-train-loka-"]) == ["hstu-train-loka-convert"]
+    assert len(script.select(["hstu"])) == 14
     assert len(script.select([])) == len(script.CASES)
     assert {"hstu-infer-torchao-rowwise", "interformer-train-fp32", "dlrm-infer-tf32"} <= set(script.CASES)
 

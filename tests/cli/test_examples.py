@@ -48,7 +48,6 @@ RUN: dict[str, int] = {
     "loka plan runs/demo/records/probe.json --accuracy-only --out plan.json": 0,
     'loka plan probe.json --target "NVIDIA H200" --row-factor 16': 0,
     "loka plan probe.json --accuracy-only --max-metric-change 0.001": 0,
-    'loka plan probe.json --target "NVIDIA H200" --row-factor 16 --chains wukong:tiny': 0,
     "loka explain plan.json core.head.last": 0,
     "loka diff plan.json other.json": 1,
     "loka export plan.json torchao": 0,

@@ -6,11 +6,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from loka.dispatch.chain_plan import with_chains
 
 from loka.dispatch import Policy, make_plan
 from loka.dispatch.budget import spend
-from loka.records import ChainPlan, ChainStep, Plan, RecordError, from_json, load, save, to_json
+from loka.records import LinkPlan, Plan, RecordError, UnitPlan, from_json, load, save, to_json
 
 from .evidence import candidate, interval, report, site
 
@@ -29,9 +28,12 @@ def plan() -> Plan:
     ]  # fmt: skip
     evidence = report(*sites)
     made = make_plan(evidence, Policy(min_speedup=None, overrides={"*.3.*": "high"}))
-    step = ChainStep(ops=["layers.0.linear"], kernel="bf16 linear", reads="bf16", writes="bf16", microseconds=1.5)
-    chain = ChainPlan(ops=["layers.0.linear"], steps=[step], microseconds=1.5, baseline_microseconds=None)
-    return with_chains(spend(evidence, made, 0.001), [chain])
+    links = [
+        LinkPlan(linear="tower.0", k=64, n=96, activation="relu", passed=["tower.1"]),
+        LinkPlan(linear="tower.2", k=96, n=64),
+    ]
+    unit = UnitPlan(name="tower.0", links=links, reason="asked for")
+    return msgspec.structs.replace(spend(evidence, made, 0.001), units=[unit], mods=["no_bias"])
 
 
 def damage_bytes(data: bytes, dice: random.Random) -> bytes:
@@ -135,7 +137,7 @@ def test_an_edit_is_accepted_once_its_seal_is_removed() -> None:
 
 def test_plans_from_before_there_were_seals_load() -> None:
     document = json.loads(to_json(plan()))
-    for name in ("seal", "chains", "weights", "max_metric_change", "expected_metric_change"):
+    for name in ("seal", "units", "mods", "weights", "max_metric_change", "expected_metric_change"):
         document.pop(name)
     for planned in document["sites"]:
         for choice in planned["choices"]:

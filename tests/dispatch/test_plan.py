@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from loka.dispatch import Policy, check, diff, explain, make_plan, spell
-from loka.records import ChainPlan, ChainStep, Plan, SitePlan
+from loka.records import LinkPlan, Plan, SitePlan, UnitPlan
 
 from .evidence import candidate, report, site
 
@@ -127,14 +127,18 @@ def test_explain_says_where_a_speed_comes_from() -> None:
 
 
 def test_chains_are_explained_and_compared() -> None:
-    step = ChainStep(ops=["0", "2"], kernel="fused_linear on triton", reads="bf16", writes="e4m3:row", microseconds=7.0)
-    chain = ChainPlan(ops=["0", "2"], steps=[step], microseconds=7.0, baseline_microseconds=12.0)
-    plan = msgspec.structs.replace(make(), chains=[chain])
-    text = explain(plan, "0")
-    assert "in the chain 0 -> 2: 7.0 us, bf16 12.0" in text
-    assert "0 + 2: fused_linear on triton, bf16 -> e4m3:row, 7.0 us" in text
-    assert diff(make(), plan) == "~ chain 0 -> 2: absent => fused_linear on triton (bf16 -> e4m3:row)"
-    assert "chain" not in explain(make(), "0")
+    links = [LinkPlan(linear="0", k=16, n=8, activation="relu", passed=["1"]), LinkPlan(linear="2", k=8, n=4)]
+    unit = UnitPlan(name="0", links=links, reason="it is faster", refusals=["e5m2 gradients: error 0.2"])
+    plan = msgspec.structs.replace(make(), units=[unit])
+    text = explain(plan, "2")
+    assert "in the unit 0: chain 0 relu -> 2, delayed scales, delayed gradients" in text
+    assert "because it is faster" in text
+    assert "refused e5m2 gradients: error 0.2" in text
+    assert diff(make(), plan) == "~ unit 0: absent => chain 0 relu -> 2, delayed scales, delayed gradients"
+    assert "unit" not in explain(make(), "0")
+    assert plan.unit_of("2") is unit
+    with pytest.raises(ValueError, match="0 is in two units"):
+        msgspec.structs.replace(plan, units=[unit, unit])
 
 
 def test_diff_names_settings() -> None:

@@ -111,9 +111,11 @@ def test_latency_rows_are_measured_beside_the_unmodified_tower_and_refusals_say_
         ("all", "fused", True),
     ]
     assert 0.005 < rows[1].error < 0.2  # FP8, and no more than that
-    nothing = latency.prepare_group(dataclasses.replace(group, variant="none", precisions=("fused",)))
-    assert nothing[:2] == (None, [])
-    assert "BlockNorm" in nothing[2][0].why
+    plain = latency.prepare_group(dataclasses.replace(group, variant="none", precisions=("fused",)))
+    assert [row.name for row in plain[1]] == ["fused"], "a chain runs with the user's own norms too"
+    nothing = latency.prepare_group(dataclasses.replace(group, width=32, precisions=("fused",)))
+    assert nothing[1] == []
+    assert "narrower than 64" in nothing[2][0].why
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fused"])

@@ -338,17 +338,17 @@ def test_public_names_resolve() -> None:
         _ = loka.nothing
 
 
-def test_linears_of_a_fused_tower_and_protected_ones_are_left_alone() -> None:
-    from loka.lowp import FusedTower, Link
-
-    tower = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
-    model = nn.Sequential(FusedTower.replacing(tower, [Link("0")]), nn.Linear(16, 16), nn.Linear(16, 16))
-    model[2].loka_protected = True
+def test_protected_linears_are_left_alone_and_fused_ones_are_converted_already() -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.Linear(64, 64), nn.Linear(64, 1))
+    model[3].loka_protected = True
     summary = loka.convert(model, recipe="rowwise")
-    assert list(summary.converted) == ["0.1", "1"]
-    assert "inside the fused tower 0" in summary.kept["0.0"]
-    assert "protected" in summary.kept["2"]
-    assert type(tower[0]) is nn.Linear
+    assert list(summary.converted) == ["0", "2", "4"]
+    assert "protected" in summary.kept["3"]
+    assert type(model[3]) is nn.Linear
+    loka.revert(model)
+    loka.mods.apply(model, loka.mods.Fuse(), example=torch.randn(4, 64))
+    with pytest.raises(ValueError, match=r"already converted: 0; call loka\.revert"):
+        loka.convert(model, recipe="rowwise")
 
 
 def test_an_interrupted_calibration_leaves_the_scales_of_the_last_whole_one() -> None:

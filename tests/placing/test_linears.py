@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import loka
 from loka.lowp.linear import Linear
 from loka.probe import Probe
-from loka.records import ChainPlan, ChainStep, Plan, SitePlan
+from loka.records import Plan, SitePlan
 
 change = msgspec.structs.replace
 
@@ -136,15 +136,6 @@ def test_a_backend_beside_a_plan_replaces_the_plan_s_and_nothing_else(plan: Plan
         loka.convert(model, change(plan, target="NVIDIA H200"), backend="auto")
     measured = loka.convert(model, change(plan, min_speedup=1.05), backend="reference")
     assert "the plan's speed-ups are not of these kernels" in str(measured)
-
-
-def test_chains_are_not_applied_and_it_is_said(plan: Plan) -> None:
-    step = ChainStep(ops=["a", "head"], kernel="triton", reads="bf16", writes="e4m3:tensor:static", microseconds=1.0)
-    chain = ChainPlan(ops=["a", "head"], steps=[step], microseconds=1.0, baseline_microseconds=2.0)
-    summary = loka.convert(Tied(), change(plan, chains=[chain]))
-    assert "not applied: the plan's chain a -> head" in str(summary)
-    assert "loka.mods.Fuse" in str(summary)
-    assert loka.convert(Tied(), plan).notes == ()
 
 
 @pytest.mark.gpu

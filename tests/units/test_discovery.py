@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from foreign_zoo import ZOO
 from loka.lowp import chains_of
+from loka.models import build
 from loka.nn import BlockNorm
 from loka.units import discover, place
 
@@ -259,3 +260,11 @@ def test_linears_that_stand_alone_are_units_where_they_are_wide_enough() -> None
     assert names(discover(model, x, linears=96)) == [["cross.0"], ["cross.1"], ["deep1", "deep2"]]
     assert names(discover(model, x, linears=97)) == EXPECTED["cross"]
     assert names(discover(model, x, module_filter_fn=lambda module, name: name != "deep2")) == [["deep1"]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_models_of_this_package_need_no_example(device: str) -> None:
+    with torch.device(device):
+        model = build("wukong", "tiny", tower_norm="block", norm="block")
+    inputs = torch.ones(4, model.config.n, model.config.d, device=device)
+    assert names(discover(model, narrow=16)) == names(discover(model, inputs, narrow=16)) != []

@@ -293,7 +293,7 @@ class Chain:
     def infer(self, x: Tensor | QTensor, dtype: torch.dtype) -> Tensor:
         """Without gradients, from [M, K] in high precision or quantised already."""
         layout, tensors = self.layout(dtype), self.tensors()
-        a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout)
+        a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
         y: Tensor | None = None
         for at, weight in enumerate(self._quantized_weights()):
             step = run_link(a, weight, at, layout, tensors, training=False)

@@ -203,8 +203,12 @@ class Kept(NamedTuple):
 _KEPT = len(Kept._fields)
 
 
-def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout) -> QTensor:
-    """x_0 for inference: with the scale that is given, otherwise one scale a row, which a compiler finds where the row is made."""
+def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout, *, rows: bool = True) -> QTensor:
+    """x_0 without gradients: with the scale that is given, otherwise one scale a row, which a compiler finds where the row is made.
+
+    `rows` False: one scale for the tensor, as `quantize_input_both` has it, so that a forward whose gradient is computed by running it again (activation
+    checkpointing) is the same both times.
+    """
     backend = layout.precision.quantize_backend
     if backend == "auto" and torch.compiler.is_compiling():
         # Plain torch: the compiler joins it to what made x, which then never reaches memory in 16 bits, nor is rounded to them: some values become the
@@ -212,7 +216,7 @@ def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout) -> QTensor:
         backend = "compiled"
     if layout.given_input:
         return quantize(x, STATIC_SPEC, scale=scale, backend=backend)
-    return quantize(x, ROW_SPEC, backend=backend)
+    return quantize(x, ROW_SPEC if rows else TENSOR_SPEC, backend=backend)
 
 
 def quantize_input_both(x: Tensor, scale: Tensor | None, layout: Layout) -> tuple[QTensor, QTensor]:

@@ -18,6 +18,7 @@ from loka.records.mods import ModClass
 from loka.records.prose import spell_unit
 from loka.records.unit import GradientScales
 from loka.units import discover, place
+from loka.units.discovery import NARROW
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,13 @@ class Fuse:
         precision: "fp8", the only one there is.
         gradient: scales of the gradients; None is what the chain's norms allow: "tensor" behind block norms, "delayed" without a norm.
         linears: the narrowest linear outside of a chain that is taken too; 0 takes none.
+        narrow: the narrowest linear that a chain may have.
     """
 
     precision: Literal["fp8"] = "fp8"
     gradient: GradientScales | None = None
     linears: int = 0
+    narrow: int = NARROW
     name: ClassVar[str] = "fuse"
     separable: ClassVar[bool] = False  # what a kernel took over and what no longer runs itself go together
     effect: ClassVar[ModClass] = "rounding"
@@ -44,13 +47,20 @@ class Fuse:
             raise ValueError(
                 f"fuse(gradient={self.gradient!r}): expected {', '.join(get_args(GradientScales))}, or None"
             )
+        if self.narrow < 1:
+            raise ValueError(f"fuse(narrow={self.narrow}): expected a width of at least 1")
         if self.linears < 0:
             raise ValueError(f"fuse(linears={self.linears}): expected a width, or 0 for none")
 
     def rewrite(self, editor: Editor) -> None:
         """Find the chains, then place them."""
         found = discover(
-            editor.model, editor.example, module_filter_fn=editor.keeps, linears=self.linears, gradient=self.gradient
+            editor.model,
+            editor.example,
+            module_filter_fn=editor.keeps,
+            linears=self.linears,
+            gradient=self.gradient,
+            narrow=self.narrow,
         )
         for unit in found.units:
             try:

@@ -162,6 +162,9 @@ def _fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]
     if backend is None:
         return list(units)
     ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
+    if units and not ops and backend != "auto":
+        known = sorted({name for op in ("fused_linear", "scaled_mm", "quantize") for name in BACKENDS[op]})
+        raise ValueError(f"the kernels of a chain have no backend {backend!r}; backends are auto, {', '.join(known)}")
     kernels = [KernelBucket(rows=2**31, kernels=dict.fromkeys(ops, backend))] if ops else []  # none: auto
     return [msgspec.structs.replace(unit, kernels=kernels) for unit in units]
 

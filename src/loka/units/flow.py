@@ -336,6 +336,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
         self._buffers |= {id(ghost) for ghost in ghosts.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
+        self._flow, self._values, self._outside = (
+            Flow(),
+            {},
+            set(),
+        )  # making the ghosts read every parameter, which the model does not
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
     def finish(self, result: Any) -> Flow:

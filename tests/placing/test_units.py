@@ -1,0 +1,367 @@
+"""A plan with units: saved, loaded, placed whole, trained on, taken back; copied and wrapped meanwhile; refused where it does not fit."""
+
+import copy
+import io
+import pickle
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import loka
+from foreign_zoo import ZOO
+from loka import models, mods
+from loka.lowp import chain_of, chains_of
+from loka.lowp.interaction import interactions_of
+from loka.placing import calibrating, freeze_model, load_scale_state, plan_everything, scale_state
+from loka.records import LinkPlan, Plan, UnitPlan
+
+change = msgspec.structs.replace
+
+
+def make(name: str = "dlrm") -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    build, inputs = ZOO[name]
+    return build(), inputs(16)
+
+
+def converted(name: str = "dlrm", **options) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model, x = make(name)
+    loka.convert(model, plan_everything(model, x, **options))
+    return model, x
+
+
+def step(model: nn.Module, x: tuple[Tensor, ...], optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(*x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def placed(model: nn.Module) -> list[tuple]:
+    """What runs in which chain, with which scales."""
+    around = {name for name, _ in interactions_of(model)}
+    return [
+        (name, chain.links, chain.precision, chain.bounded_input, [s is None for s in chain.out], [float(s.scale) for s in chain.remembered], around)
+        for name, chain in chains_of(model)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_plan_save_load_convert_train_revert(name: str, tmp_path) -> None:
+    model, x = make(name)
+    twin = copy.deepcopy(model)
+    plan = Plan.load(plan_everything(model, x).save(tmp_path / "plan.json"))
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    kinds, keys = {n: type(m) for n, m in modules.items()}, list(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)  # made before
+    done = loka.convert(model, plan, example=x)
+    assert done.units == plan.units
+    assert {n for unit in plan.units for n in unit.linears} <= done.converted.keys()
+    assert done.converted.keys().isdisjoint(done.kept)
+    assert 0 < done.low_precision_share <= 1
+    assert f"in {len(plan.units)} chains" in str(done)
+    assert [(n, p.data_ptr()) for n, p in model.named_parameters()] == [
+        (n, p.data_ptr()) for n, p in parameters.items()
+    ]
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    loka.revert(model)
+    assert torch.equal(model.eval()(*x), twin.eval()(*x)), "converting and taking it back is nothing"
+    model.train()
+    loka.convert(model, plan)
+    losses = [step(model, x, optimizer) for _ in range(6)]
+    assert losses[-1] < losses[0]
+    trained = copy.deepcopy(model.state_dict())
+    assert any(not torch.equal(trained[k], v) for k, v in twin.state_dict().items())
+    assert loka.revert(model) == sum(len(unit.links) for unit in plan.units)
+    assert {n: type(m) for n, m in model.named_modules()} == kinds
+    assert all(modules[n] is m for n, m in model.named_modules())
+    assert all(parameters[n] is p for n, p in model.named_parameters())
+    twin.load_state_dict(trained)
+    assert torch.equal(model.eval()(*x), twin(*x)), "what was trained stays"
+    step(model.train(), x, optimizer)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("name", ["dlrm", "encoder", "tower"])
+def test_copies_while_converted(name: str, how: str) -> None:
+    model, x = converted(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model, x, optimizer)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, buffer := io.BytesIO())
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    assert placed(twin) == placed(model)
+    assert torch.equal(twin(*x), model(*x))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert model(*x).any()
+    step(twin, x, torch.optim.SGD(twin.parameters(), lr=0.1))  # its chains are its own
+    loka.revert(twin)
+    assert not list(chains_of(twin))
+    assert list(chains_of(model))
+    model(*x)
+
+
+def test_state_dicts_and_scales_survive_a_restart() -> None:
+    model, x = converted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        step(model, x, optimizer)
+    again, _ = converted()
+    again.load_state_dict(model.state_dict())
+    assert not torch.equal(again(*x), model(*x)), "without its scales the first step finds them anew"
+    load_scale_state(again, scale_state(model))
+    assert torch.equal(again(*x), model(*x))
+    plain, _ = make()
+    plain.load_state_dict(model.state_dict())
+    state = scale_state(model)
+    state.pop(next(iter(state)))
+    with pytest.raises(ValueError, match="missing"):
+        load_scale_state(again, state)
+
+
+def _broken(plan: Plan, **links) -> Plan:
+    unit = plan.units[-1]
+    return change(plan, units=[*plan.units[:-1], change(unit, links=[change(unit.links[0], **links), *unit.links[1:]])])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reasons"),
+    [
+        (lambda m, p: _broken(p, linear="over.nope"), ["over.nope: the model has no such module"]),
+        (lambda m, p: _broken(p, linear="over.1"), ["over.1: is a ReLU, expected an nn.Linear"]),
+        (lambda m, p: _broken(p, k=7), ["over.0: the model has K 85, N 128, the plan K 7, N 128"]),
+        (lambda m, p: _broken(p, activation="silu"), ["over.0: the model has activation relu behind it, the plan silu"]),
+        (lambda m, p: _broken(p, passed=[]), ["over.0: the model has activation none behind it, the plan relu"]),
+        (lambda m, p: _broken(p, passed=["over.9"]), ["over.9: the model has no such module"]),
+        (lambda m, p: _broken(p, functions=[":dense"]), ["'dense' is no activation function"]),
+        (lambda m, p: _broken(p, norm="layer", norm_site="over.1"), ["the model has norm none behind it, the plan layer"]),
+        (lambda m, p: (setattr(m.over, "1", nn.SiLU()), p)[1], ["the model has activation silu behind it, the plan relu"]),
+        (lambda m, p: (setattr(m.over, "3", nn.LeakyReLU(0.3)), setattr(m.over, "1", nn.Softmax(-1)), p)[2],
+         ["over.1: is a Softmax, which cannot run in a chain", "over.3: has slope 0.3, the plan 0.01"]),
+        (lambda m, p: (m.over[2].register_forward_hook(lambda *_: None), p)[1], ["over.2: has hooks"]),
+        (lambda m, p: (m.over[1].register_forward_hook(lambda *_: None), p)[1], ["over.1: has hooks"]),
+        (lambda m, p: change(p, units=[*p.units, UnitPlan(name="x", links=[LinkPlan(linear="nope", k=1, n=1)], around="here")]),
+         ["nope: the model has no such module", "here: the model has no such module"]),
+    ],
+)  # fmt: skip
+def test_plans_that_do_not_fit_are_refused_with_every_reason_and_nothing_is_changed(spoil, reasons: list[str]) -> None:
+    model, x = make()
+    plan = spoil(model, plan_everything(model, x))
+    kinds, before = [type(m) for m in model.modules()], model(*x)
+    with pytest.raises(ValueError, match="do not fit") as refused:
+        loka.convert(model, plan)
+    for reason in reasons:
+        assert reason in str(refused.value)
+    assert [type(m) for m in model.modules()] == kinds
+    assert not any(chain_of(m) for m in model.modules())
+    assert torch.equal(model(*x), before)
+
+
+def test_a_norm_with_another_eps_is_another_norm() -> None:
+    model, x = make("tower")
+    plan = plan_everything(model, x)
+    model.net[1].eps = 1e-3
+    with pytest.raises(ValueError, match=r"net.1: a layer norm with eps 0.001, the plan has net.1 with eps 1e-05"):
+        loka.convert(model, plan)
+
+
+def test_twice_is_refused() -> None:
+    model, x = converted()
+    with pytest.raises(ValueError, match=r"already converted: dense.2, over.0; call loka.revert"):
+        loka.convert(model, plan_everything(make()[0], x))
+
+
+def test_mods_of_a_plan_are_applied_and_taken_back() -> None:
+    model, x = make("tower")
+    before, keys = model(*x), list(model.state_dict())
+    plan = plan_everything(model, x, mods=["block_norm", "hard_swish"])
+    assert torch.equal(model(*x), before), "planning changes nothing"
+    done = loka.convert(model, plan, example=x)
+    assert done.mods == ["block_norm", "hard_swish"]
+    assert {link.norm for _, chain in chains_of(model) for link in chain.links[:-1]} == {"block"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step(model, x, optimizer)
+    with pytest.raises(ValueError, match="call loka"):
+        mods.revert(model)
+    with pytest.raises(ValueError, match=r"changed the architecture by .*discard=") as refused:
+        loka.revert(model)
+    assert "block_norm" in str(refused.value)
+    assert list(chains_of(model)), "nothing was changed"
+    loka.revert(model, discard=["block_norm", "hard_swish"])
+    assert list(model.state_dict()) == keys
+    assert not list(chains_of(model))
+    assert [type(m).__name__ for m in model.net] == ["Linear", "LayerNorm", "SiLU"] * 3
+    model(*x)
+
+
+def test_a_plan_that_fails_after_its_mods_takes_them_back() -> None:
+    model, x = make("tower")
+    plan = _broken(plan_everything(model, x, mods=["block_norm"]), k=3)
+    before, kinds = model(*x), [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match="do not fit"):
+        loka.convert(model, plan, example=x)
+    assert [type(m) for m in model.modules()] == kinds
+    assert torch.equal(model(*x), before)
+
+
+def _families() -> list[str]:
+    return [*ZOO, *models.names()]
+
+
+@pytest.mark.parametrize("name", _families())
+def test_fuse_and_a_plan_place_the_same(name: str) -> None:
+    from mods.zoo import family_inputs
+
+    torch.manual_seed(0)
+    if name in ZOO:
+        model, x = make(name)
+    else:
+        model = models.build(name, "tiny")
+        x = tuple(t.float() if isinstance(t, Tensor) and t.dtype == torch.float64 else t for t in family_inputs(name, model.config))  # fmt: skip
+    twin = copy.deepcopy(model)
+    mods.apply(model, mods.Fuse(), example=x)
+    loka.convert(twin, plan_everything(twin, x))
+    assert placed(model) == placed(twin)
+
+
+def test_serving_from_a_calibration() -> None:
+    model, x = make()
+    exact = model.eval()(*x)
+    plan = plan_everything(model, x)
+    with pytest.raises(ValueError, match=r"no scales are known for dense.2, over.0; hint: .*calibrating"):
+        loka.convert(model.train(), plan, freeze=True)
+    assert model.training
+    assert all(p.requires_grad for p in model.parameters())
+    assert not list(chains_of(model))
+    loka.convert(model, plan)
+    with calibrating(model), torch.no_grad():
+        model.eval()(*x)
+    assert freeze_model(model) == 5
+    served = model(*x)
+    assert not served.requires_grad
+    assert (served - exact).norm() < 0.1 * exact.norm()
+    model.train().requires_grad_(True)
+    model(*x).sum().backward()
+    loka.revert(model)
+    known, _ = make()
+    loka.convert(known, plan_everything(known, x, serving=True), freeze=True)
+    assert (known(*x) - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_backend_beside_the_plan_runs() -> None:
+    model, x = make()
+    plan = plan_everything(model, x)
+    loka.convert(model, plan, backend="reference")
+    assert {(c.precision.fused_backend, c.precision.gemm_backend) for _, c in chains_of(model)} == {("reference", "reference")}  # fmt: skip
+    loka.revert(model)
+    with pytest.raises(ValueError, match="no backend 'nope'"):
+        loka.convert(model, plan, backend="nope")
+
+
+def test_gradient_accumulation_is_one_step_of_the_scales() -> None:
+    model, x = converted("tower")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model, x, optimizer)
+    chain = next(chains_of(model))[1]
+    scales = [state.scale.clone() for state in chain.remembered]
+    optimizer.zero_grad()
+    for factor in (1.0, 3.0):
+        model(x[0] * factor).square().mean().backward()
+        assert all(torch.equal(s.scale, was) for s, was in zip(chain.remembered, scales, strict=True)), "micro-batches share one scale"  # fmt: skip
+    delayed = chain.remembered[:-1]  # the gradient that comes in from outside is scaled by its own magnitude
+    filled = [int((s.history > 0).sum()) for s in delayed]
+    optimizer.step()
+    assert [int((s.history > 0).sum()) for s in delayed] == [n + 1 for n in filled]
+
+
+def test_an_evaluation_between_two_steps_leaves_no_trace() -> None:
+    model, x = converted("tower")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step(model, x, optimizer)
+    before = {name: tensor.clone() for name, tensor in scale_state(model).items()}
+    with torch.no_grad():
+        model.eval()(x[0] * 100)
+    model.train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in scale_state(model).items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_runs_the_same_twice(reentrant: bool) -> None:
+    results = []
+    for checkpointed in (False, True):
+        model, x = converted("tower")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        given = x[0].clone().requires_grad_()
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = checkpoint(model, given, use_reentrant=reentrant) if checkpointed else model(given)
+            out.square().mean().backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_grad_scaler_sees_an_overflow_and_recovers() -> None:
+    model, x = converted("tower")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for at in range(6):
+        optimizer.zero_grad()
+        loss = model(*x).square().mean()
+        if at == 3:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        assert moved == (at != 3), at
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(s.scale.isfinite() for _, chain in chains_of(model) for s in chain.remembered)
+
+
+def test_gradient_clipping_and_an_average_of_the_weights() -> None:
+    model, x = converted()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(*x).square().mean().backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).isfinite()
+        optimizer.step()
+        average.update_parameters(model)
+    names = [[name for name, _ in chains_of(one)] for one in (model, average.module)]
+    assert names[0] == names[1]
+    with torch.no_grad():
+        wanted, got = model.eval()(*x), average.eval()(*x)
+    assert 0 < (got - wanted).norm() < wanted.norm()
+
+
+def test_without_a_torch_optimizer_refresh_ends_a_step() -> None:
+    model, x = converted()
+    model(*x).sum().backward()
+    assert not any(chain.primed for _, chain in chains_of(model))
+    assert loka.refresh(model) == 5
+    assert all(chain.primed and chain.gradients_primed for _, chain in chains_of(model))
+
+
+def test_a_plan_may_call_a_linear_by_another_of_its_names() -> None:
+    model, x = make("cross")
+    model.alias = model.deep1
+    plan = plan_everything(model, x)
+    renamed = change(plan, units=[change(u, links=[change(k, linear="alias" if k.linear == "deep1" else k.linear) for k in u.links]) for u in plan.units])  # fmt: skip
+    loka.convert(model, renamed)
+    assert chain_of(model.deep1) is chain_of(model.deep2) is not None
+    model(*x).sum().backward()
