@@ -263,7 +263,9 @@ def test_a_hung_engine_is_told_and_not_waited_for() -> None:
         assert post(server.url, {"number": 3})[2]["number"] == 6
 
 
-def test_a_failing_engine_is_a_500_and_the_next_request_works(sleeper: Server) -> None:
+def test_a_failing_engine_is_a_500_and_the_next_request_works(
+    sleeper: Server, caplog: pytest.LogCaptureFixture
+) -> None:
     model = sleeper.service.first.model
     model.broken = True  # type: ignore[attr-defined]
     try:
@@ -271,6 +273,8 @@ def test_a_failing_engine_is_a_500_and_the_next_request_works(sleeper: Server) -
     finally:
         model.broken = False  # type: ignore[attr-defined]
     assert (status, body["error"]["reason"]) == (500, "engine")
+    assert "RuntimeError" not in body["error"]["message"]  # what went wrong inside is for the log
+    assert "RuntimeError: broken" in caplog.text
     assert post(sleeper.url, {"number": 1})[0] == 200
 
 
