@@ -256,6 +256,20 @@ def test_a_busy_server_sheds_at_once_with_the_time_to_come_back() -> None:
         assert 200 in {status for status, _, _ in found}
 
 
+def test_a_starved_event_loop_sheds_before_it_reads() -> None:
+    with Server(Sleeper(COST), sla=2.0, port=0).background() as server:
+        service = server.service
+        assert service._pulse is not None
+        assert server._loop is not None
+        server._loop.call_soon_threadsafe(service._pulse.cancel)
+        wait_for(service._pulse.done)
+        service.lag = 3.0
+        status, headers, body = post(server.url, b"{ this is not even read")
+        assert (status, body["error"]["reason"], headers["retry-after"]) == (429, "lag", "3")
+        service.lag = 0.0
+        assert post(server.url, {"number": 1})[0] == 200
+
+
 def test_a_hung_engine_is_told_and_not_waited_for() -> None:
     model = Sleeper({(1, 0): 0.005})
     with Server(model, sla=0.3, port=0, limits=Limits(grace=0.1)).background() as server:
