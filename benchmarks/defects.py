@@ -2,6 +2,7 @@
 
     python benchmarks/defects.py --count 1000 --seed 0 --out benchmarks/results/cpu/defects.json
     python benchmarks/defects.py --count 1000 --seed 0 --out ... --seconds 600      stops there; the same line carries on
+    python benchmarks/defects.py --device cuda --workers 1 --limits 16384 4096 4096 --out ...
 
 Case i of a seed is the same on every machine: a shape up to --limits, Specs, a family and its parameters (defects_kernels, defects_quantizers, defects_correct). A draw that changes nothing beyond
 tolerance on the operands its family names is drawn again. Exit 1 when fewer than 995 of 1,000 defects are refused, or any correct kernel is.
@@ -55,7 +56,7 @@ def shows(draw: Draw, call: MatmulCall, seed: int) -> bool:
     return beyond_tolerance(out, law(*pair), call)
 
 
-def judge_defect(seed: int, index: int, limits: tuple[int, int, int]) -> dict[str, Any]:
+def judge_defect(seed: int, index: int, limits: tuple[int, int, int], device: str = "cpu") -> dict[str, Any]:
     """Draw until something is defective, and show it to the gate."""
     begin = time.monotonic()
     rng = random.Random(f"defect {seed} {index}")
@@ -67,13 +68,13 @@ def judge_defect(seed: int, index: int, limits: tuple[int, int, int]) -> dict[st
             if not spoils(chosen.make(), chosen.inputs(index), spec):
                 continue
             described = QuantizeCall(call.m, call.k, spec, torch.float32)
-            family, text, verdict = chosen.family, chosen.text, judge_quantizer(chosen.make(), described, "cpu")
+            family, text, verdict = chosen.family, chosen.text, judge_quantizer(chosen.make(), described, device)
             name = str(described)
         else:
             draw = rng.choice(FAMILIES)(rng, call)
             if not shows(draw, call, index):
                 continue
-            family, text, verdict = draw.family, draw.text, judge_backend("scaled_mm", draw.make(), call, "cpu")
+            family, text, verdict = draw.family, draw.text, judge_backend("scaled_mm", draw.make(), call, device)
             name = str(call)
         forget_answers()
         row = {"index": index, "family": family, "call": name, "refused": not verdict.ok, "draws": attempt + 1}
@@ -82,13 +83,13 @@ def judge_defect(seed: int, index: int, limits: tuple[int, int, int]) -> dict[st
     raise RuntimeError(f"case {index} of seed {seed}: a hundred draws without a defect")
 
 
-def judge_correct(seed: int, index: int, limits: tuple[int, int, int]) -> dict[str, Any]:
+def judge_correct(seed: int, index: int, limits: tuple[int, int, int], device: str = "cpu") -> dict[str, Any]:
     """Draw a correct kernel and show it to the gate."""
     begin = time.monotonic()
     rng = random.Random(f"correct {seed} {index}")
     call = draw_call(rng, limits)
     family, text, kernel = draw_correct(rng, call)
-    verdict = judge_backend("scaled_mm", kernel, call, "cpu")
+    verdict = judge_backend("scaled_mm", kernel, call, device)
     forget_answers()
     row = {
         "index": index,
@@ -104,26 +105,29 @@ def judge_correct(seed: int, index: int, limits: tuple[int, int, int]) -> dict[s
 JUDGES = {"defects": judge_defect, "correct": judge_correct}
 
 
-def judge_case(kind: str, seed: int, index: int, limits: tuple[int, int, int]) -> tuple[str, dict[str, Any]]:
+def judge_case(
+    kind: str, seed: int, index: int, limits: tuple[int, int, int], device: str
+) -> tuple[str, dict[str, Any]]:
     torch.set_num_threads(1)
-    return kind, JUDGES[kind](seed, index, limits)
+    torch.set_default_device(device)  # where drawn kernels make what they need
+    return kind, JUDGES[kind](seed, index, limits, device)
 
 
 def run_cases(
-    todo: list[tuple[str, int]], seed: int, limits: tuple[int, int, int], workers: int, end: float
+    todo: list[tuple[str, int]], seed: int, limits: tuple[int, int, int], device: str, workers: int, end: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Cases as they finish, until the time is up."""
     if workers < 2:
         for kind, index in todo:
             if time.monotonic() > end:
                 return
-            yield judge_case(kind, seed, index, limits)
+            yield judge_case(kind, seed, index, limits, device)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         queue, running = iter(todo), set()
         while time.monotonic() < end:
             while len(running) < 2 * workers and (case := next(queue, None)) is not None:
-                running.add(pool.submit(judge_case, case[0], seed, case[1], limits))
+                running.add(pool.submit(judge_case, case[0], seed, case[1], limits, device))
             if not running:
                 return
             done = next(as_completed(running))
@@ -154,7 +158,7 @@ def summarise(rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def save(path: Path, rows: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
-    environment = capture_environment(threads=torch.get_num_threads())
+    environment = capture_environment(device=options.device, threads=options.workers)
     content = {
         "summary": summarise(rows), "seed": options.seed, "count": options.count, "limits": list(options.limits),
         "environment": {name: getattr(environment, name) for name in environment.__struct_fields__},
@@ -184,13 +188,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file; a run that was cut off carries on there")
     parser.add_argument("--limits", type=int, nargs=3, default=LIMITS, metavar=("M", "K", "N"), help="largest shape")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument("--device", default="cpu", help="cuda: emulated on a GPU, for larger --limits; one worker then")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
     rows = load(options.out, options)
     known = {(kind, row["index"]) for kind, some in rows.items() for row in some}
     todo = [(kind, i) for i in range(options.count) for kind in JUDGES if (kind, i) not in known]
     saved = time.monotonic()
-    for kind, row in run_cases(todo, options.seed, tuple(options.limits), options.workers, saved + options.seconds):
+    end = saved + options.seconds
+    for kind, row in run_cases(todo, options.seed, tuple(options.limits), options.device, options.workers, end):
         rows[kind].append(row)
         if row["refused"] != (kind == "defects"):
             print(f"{kind}: {json.dumps(row)}", file=sys.stderr, flush=True)

@@ -49,6 +49,19 @@ def blocks(chunk: int, *, shuffled: bool, split: int = 1) -> Adder:
     return add
 
 
+def short_sums(bits: int, step: int) -> Adder:
+    """The running sum cut to a few bits after every step: a plain way to emulate fast accumulation."""
+
+    def add(left: Tensor, right: Tensor, rng: random.Random) -> Tensor:
+        total = torch.zeros(len(left), len(right))
+        for x, w in zip(left.split(step, 1), right.split(step, 1), strict=True):
+            mantissa, exponent = torch.frexp(total + x @ w.T)
+            total = torch.ldexp(torch.trunc(mantissa * 2.0**bits) / 2.0**bits, exponent)
+        return total
+
+    return add
+
+
 def tensor_core(promotion: int) -> Adder:
     """32 products at a time, sum and products cut to a grid 2^-13 below the larger of them; moved to float32 every `promotion` products."""
 
@@ -123,6 +136,7 @@ def draw_correct(rng: random.Random, call: MatmulCall) -> tuple[str, str, Correc
     if call.m * call.n * -(-call.k // 32) <= EMULATED:
         promotion = 1 << 30 if call.fast_accum else 128
         families["tensor cores"] = (f"tensor cores, promotion every {promotion}", tensor_core(promotion))
+        families["short sums"] = ("sums of 14 bits every 32 products", short_sums(14, 32))
     family = rng.choice(sorted(families))
     text, add = families[family]
     habit = rng.choice(("", "", "", "transposed result", "padded result", "prepares", "demands alignment"))

@@ -62,20 +62,21 @@ class Draw:
 # Operands that show a defect: none of the gate's.
 
 
+def normal(*shape: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(0, 1) on the default device, the same numbers on all of them."""
+    x = torch.randn(*shape, generator=generator, device="cpu", dtype=dtype)
+    return x.to(torch.get_default_device())
+
+
 def plain(call: MatmulCall, seed: int, *, spread: float = 0.0) -> Pair:
     """N(0, 1), quantised by the law; rows of different size where asked."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(rows: int, spec: Spec) -> QTensor:
-        x = torch.randn(rows, call.k, generator=generator)
-        x = x * torch.exp(spread * torch.randn(rows, 1, generator=generator))
+        x = normal(rows, call.k, generator=generator) * torch.exp(spread * normal(rows, 1, generator=generator))
         if spread:
-            x = (
-                x
-                * torch.exp(spread * torch.randn(1, -(-call.k // 128), generator=generator)).repeat_interleave(128, 1)[
-                    :, : call.k
-                ]
-            )
+            blocks = torch.exp(spread * normal(1, -(-call.k // 128), generator=generator))
+            x = x * blocks.repeat_interleave(128, 1)[:, : call.k]
         return quantize(x, spec)
 
     return one(call.m, call.a), one(call.n, call.b)
@@ -403,7 +404,7 @@ def duplicates(rng: random.Random, call: MatmulCall) -> Draw:
             out = super().product(a, b)
             if of_b:
                 a, b, out = b, a, out.T.contiguous()
-            key = torch.randn(a.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+            key = normal(a.shape[1], 2, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
             hashed = (a.data.view(torch.uint8).double() @ key).round(decimals=6)
             _, group_of = torch.unique(hashed, dim=0, return_inverse=True)
             first = torch.full((int(group_of.max()) + 1,), len(out)).scatter_reduce(
@@ -697,13 +698,13 @@ FAMILIES: tuple[Callable[[random.Random, MatmulCall], Draw], ...] = (
 
 
 def draw_call(rng: random.Random, limits: tuple[int, int, int]) -> MatmulCall:
-    """A shape up to the limits (one in fifty at them), spread evenly over sizes; half of the widths are multiples of 16, Specs and types of any kind."""
+    """A shape up to the limits (one in a hundred and fifty at them), spread evenly over sizes; half of the widths are multiples of 16, Specs and types of any kind."""
 
     def size(limit: int) -> int:
         value = min(limit, int(2 ** rng.uniform(3, math.log2(limit) + 0.2)))
         return max(16, value // 16 * 16) if rng.random() < 0.5 else max(2, value)
 
-    shape = limits if rng.random() < 0.02 else (size(limits[0]), size(limits[1]), size(limits[2]))
+    shape = limits if rng.random() < 1 / 150 else (size(limits[0]), size(limits[1]), size(limits[2]))
     a, b = rng.choice(SPECS)
     dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float32))
     return MatmulCall(*shape, Spec.parse(a), Spec.parse(b), dtype, rng.random() < 0.5)

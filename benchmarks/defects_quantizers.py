@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from defects_kernels import normal as draw_normal
 from torch import Tensor
 
 from loka.formats import QTensor, Spec
@@ -39,7 +40,7 @@ def draw_quantizer(rng: random.Random, rows: int, cols: int, spec: Spec) -> Quan
     top = 0x7E if spec.format.name == "e4m3" else 0x7B
 
     def normal(number: int, *, size: float = 1.0) -> Tensor:
-        return size * torch.randn(rows, cols, generator=torch.Generator().manual_seed(number))
+        return size * draw_normal(rows, cols, generator=torch.Generator().manual_seed(number))
 
     def uneven(number: int) -> list[Tensor]:
         return [normal(number) * torch.exp(normal(number + 1)[:, :1] * 2), normal(number + 2, size=7.0)]
@@ -114,7 +115,8 @@ def draw_quantizer(rng: random.Random, rows: int, cols: int, spec: Spec) -> Quan
         return [normal(number).sign()]
 
     def tiny(number: int) -> list[Tensor]:
-        x = normal(number) * torch.exp2(-20 * torch.rand(rows, cols, generator=torch.Generator().manual_seed(number)))
+        uniform = torch.rand(rows, cols, generator=torch.Generator().manual_seed(number), device="cpu")
+        x = normal(number) * torch.exp2(-20 * uniform.to(torch.get_default_device()))
         x[:, 0] = 1
         return [x]
 

@@ -40,6 +40,13 @@ SIZES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     # 256 histories of 64 to 320 events, 49152 in all
     "hstu": ("hstu", "base", 256, {"d": 1024, "layers": 4, "heads": 8, "d_qk": 128, "d_v": 128, "max_length": 320}),
 }
+# How far a low-precision model may be from float32 (relative L2). Correct kernels reach, over the 43 low-precision cases of benchmarks/results/h200/fp8_models.json: outputs 0.074;
+# gradients 0.147, but 0.31 on the plain wukong under one scale per tensor, where torchao's kernels, which share none of ours, are at 0.30: that is the recipe. The compiled
+# model rounds in other places than the eager one, 0.070 at most. Each limit is what was seen and less than as much again; kernels one by one are the gate's business.
+OUTPUT_LIMIT = 0.15
+GRADIENT_LIMIT = 0.25
+GRADIENT_LIMITS = {"wukong": 0.35}
+COMPILED_LIMIT = 0.1
 HSTU_TINY = {"d": 32, "layers": 2, "heads": 2, "d_qk": 16, "d_v": 16, "max_length": 20}
 
 
@@ -119,7 +126,9 @@ def build(case: str, device: str, *, scale: int, compiled: bool) -> tuple[Callab
     if reference is not None:
         facts["difference"] = difference(model, reference, feed, mode, device)
         if mode == "train":
-            facts["gradient_difference"] = gradient_difference(model, reference, feed, device)
+            facts["gradient_difference"] = gradient_difference(
+                model, reference, feed, device, limit=GRADIENT_LIMITS.get(name, GRADIENT_LIMIT)
+            )
         del reference
         release_memory(device)
     run = compile_static(model, compiled)
@@ -225,8 +234,10 @@ def difference(model: nn.Module, reference: nn.Module, feed: Feed, mode: str, de
         mine = read_last(model, few)
     theirs = read_last(reference, few.to(torch.float32))
     error = float((mine.float() - theirs).norm() / theirs.norm())
-    if not error < 0.5:
-        raise ValueError(f"the low-precision model differs from the float32 one by {error:.2f} of its output")
+    if not error < OUTPUT_LIMIT:
+        raise ValueError(
+            f"the low-precision model differs from the float32 one by {error:.2f} of its output, limit {OUTPUT_LIMIT}"
+        )
     return error
 
 
@@ -253,7 +264,7 @@ def take_gradients(model: nn.Module) -> list[Tensor | None]:
     return taken
 
 
-def compare_gradients(mine: list[Tensor | None], theirs: list[Tensor | None], what: str) -> float:
+def compare_gradients(mine: list[Tensor | None], theirs: list[Tensor | None], what: str, *, limit: float) -> float:
     """Relative L2 over all parameters; a wrong backward is not worth timing."""
     off = size = 0.0
     for a, b in zip(mine, theirs, strict=True):
@@ -263,18 +274,19 @@ def compare_gradients(mine: list[Tensor | None], theirs: list[Tensor | None], wh
             a, b = a.to(b.device).float(), b.float()
             off, size = off + float((a - b).square().sum()), size + float(b.square().sum())
     error = (off / size) ** 0.5
-    if not error < 0.5:
-        raise ValueError(f"{what} differ by {error:.2f}")
+    if not error < limit:
+        raise ValueError(f"{what} differ by {error:.2f}, limit {limit}")
     return error
 
 
-def gradient_difference(model: nn.Module, reference: nn.Module, feed: Feed, device: str) -> float:
+def gradient_difference(model: nn.Module, reference: nn.Module, feed: Feed, device: str, *, limit: float) -> float:
     """All parameters' gradients against float32's, on the first rows."""
     few = feed.first(512)
     backward(model, few, device, low=True)
     mine = take_gradients(model)
     backward(reference, few, device, low=False)
-    return compare_gradients(mine, [p.grad for p in reference.parameters()], "its gradients and the float32 ones")
+    theirs = [p.grad for p in reference.parameters()]
+    return compare_gradients(mine, theirs, "its gradients and the float32 ones", limit=limit)
 
 
 def compiled_difference(run: Any, model: nn.Module, feed: Feed, device: str) -> float:
@@ -286,7 +298,7 @@ def compiled_difference(run: Any, model: nn.Module, feed: Feed, device: str) -> 
     backward(model, Feed([x.detach() for x in feed.vectors], feed.rest, feed.offsets), device, low=True)
     theirs = [p.grad for p in model.parameters()]
     model.zero_grad()
-    return compare_gradients(mine, theirs, "the gradients of the compiled and of the eager model")
+    return compare_gradients(mine, theirs, "the gradients of the compiled and of the eager model", limit=COMPILED_LIMIT)
 
 
 @torch.no_grad()

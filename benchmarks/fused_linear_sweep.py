@@ -57,7 +57,7 @@ EXTRAS = [
     Launch(128, 256, 128, 8, 4, 16),
     Launch(64, 128, 128, 4, 4),
 ]
-SPLIT = ("relu", "norm")  # forms whose launches are tried with a cut K too
+SPLIT = ("relu", "norm", "train relu")  # forms whose launches are tried with a cut K too
 L2_BYTES = 120 * 2**20
 
 
@@ -272,6 +272,16 @@ def bare_times(sets: list[Operands]) -> dict[str, float]:
     return {"tensor": graph_time([torch_tensor(o) for o in sets]), "row": graph_time([torch_row(o) for o in sets])}
 
 
+NAMED = [
+    (3072, 1280, 1792),
+    (6144, 2560, 3072),
+    (4096, 5120, 1536),
+    (12288, 768, 2304),
+    (1536, 3584, 4096),
+    (10000, 2048, 2560),
+]
+
+
 def random_shapes(count: int, seed: int) -> list[tuple[int, int, int]]:
     draw = random.Random(seed)
     return [
@@ -296,8 +306,9 @@ def measure(
         bare = bare or bare_times(repeated)
         row = Row(form, m, k, n, bare)
         call = call_of(form, m, k, n)
-        chosen = choose_launch(call, properties_of(device))[0]
-        for launch in [chosen] if chosen_only else launches_for(form, m, k, n, device, splits):
+        tried = launches_for(form, m, k, n, device, splits)
+        chosen = next(launch for launch in choose_launch(call, properties_of(device)) if launch in tried)
+        for launch in [chosen] if chosen_only else tried:
             try:
                 time_us = graph_time([partial(o.run, form, launch) for o in repeated])
             except Exception as error:
@@ -342,6 +353,7 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=5)
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--chosen-only", action="store_true")
+    parser.add_argument("--named", action="store_true", help="also shapes that one fixed tile was seen to be slow at")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = torch.device("cuda")
@@ -356,14 +368,19 @@ def main() -> None:
         print("WRONG", result)
     started, rows = time.monotonic(), []
     forms = options.forms.split(",")
-    for index, shape in enumerate(random_shapes(options.shapes, options.seed)):
+    shapes = random_shapes(options.shapes, options.seed)
+    for index, shape in enumerate([*shapes, *(NAMED if options.named else [])]):
         if time.monotonic() - started > options.seconds:
             print(f"out of time after {index} shapes")
             break
-        here = [form for form in forms if form not in FEW or index % 4 == 0]
+        here = (
+            [form for form in forms if form not in FEW or index % 4 == 0] if index < len(shapes) else ["relu", "norm"]
+        )
         rows += measure(shape, here, device, options.splits, options.chosen_only)
         torch.cuda.empty_cache()
-    print(table(rows))
+    print(table(rows[: len(rows) - 2 * len(NAMED)] if options.named and len(rows) > 2 * len(NAMED) else rows))
+    if options.named:
+        print(table(rows[-2 * len(NAMED) :]))
     record = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv), "seconds": time.monotonic() - started,
         "checks": results, "rows": [vars(row) for row in rows],

@@ -69,7 +69,7 @@ def section_gemm(plan: Plan) -> None:
                 if (
                     (name == "reference") == cuda
                     or (variant == PLAIN and name == "torch")
-                    or not backend.supports(call.call, plan.device)
+                    or not backend.supports(call, plan.device)
                 ):
                     continue
                 thunks = [adapter.thunk(backend, call, o) for o in sets]

@@ -3,7 +3,7 @@
     python benchmarks/planted.py --out benchmarks/results/cpu/planted.json
 
 The site is a linear of K = 320, N = 192 fed with the stress mode of the synthetic data (rows of very different size, a few large channels,
-a bias that grows), trained for a few steps with a Probe attached. The kernels are those of loka.probe.planted; each is evaluated as any
+a bias that grows), trained for a few steps with a Probe attached. The kernels are those of planted_kernels; each is evaluated as any
 engine would be. Exit 1 when one of them survives both gates, or when the right one does not pass.
 """
 
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import torch
+from planted_kernels import PLANTED, Inspection, inspect, make_hard_site
 
-from loka.probe.planted import PLANTED, Inspection, inspect, make_hard_site
 from loka.records import capture_environment, write_atomically
 
 

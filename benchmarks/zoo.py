@@ -7,7 +7,8 @@ Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
 
     bf16                    the model as it is, autocast in training, bf16 weights in inference
     torchao-RECIPE          torchao's own conversion of linears of 256 and more
-    loka                    `loka.convert(model, plan)` with the units that `loka.units.discover` finds: no change of architecture
+    loka                    `loka.convert(model, plan)` with the units that `loka.units.discover` finds, after the mods that change nothing but the layout
+    bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
     loka-tune               `loka.tune`, which chooses between all of these
 
@@ -208,6 +209,10 @@ def prepare(model, way, inputs, mode, facts):
         return model
     import loka
 
+    example = inputs if len(inputs) > 1 else inputs[0]
+    if way == "bf16-layout":
+        facts["summary"] = str(loka.mods.apply(model, list(loka.mods.FREE), example=example))[:4000]
+        return model
     if way == "loka-tune":
         batches = [(inputs, None)] * 4
         tuned = loka.tune(
@@ -215,8 +220,7 @@ def prepare(model, way, inputs, mode, facts):
         )
         facts["summary"] = str(tuned)[:6000]
         return tuned.model
-    example = inputs if len(inputs) > 1 else inputs[0]
-    mods = ["no_bias", "block_norm", "hard_swish"] if way == "loka-mods" else []
+    mods = [*(["no_bias", "block_norm", "hard_swish"] if way == "loka-mods" else []), *loka.mods.FREE]
     plan = loka.placing.plan_everything(model, example, mods=mods, serving=mode == "infer", linears=256)
     conversion = loka.convert(model, plan, example=example, freeze=mode == "infer")
     facts["summary"] = str(conversion)[:4000]

@@ -86,7 +86,7 @@ def test_what_changes_nothing_is_not_counted(modules: dict[str, Any]) -> None:
 
 def test_cases_are_functions_of_their_seed_and_runs_carry_on(modules: dict[str, Any], tmp_path: Path) -> None:
     defects = modules["defects"]
-    options = argparse.Namespace(seed=5, count=2, limits=(40, 32, 32))
+    options = argparse.Namespace(seed=5, count=2, limits=(40, 32, 32), device="cpu", workers=1)
     rows = {
         "defects": [defects.judge_defect(5, 0, (40, 32, 32))],
         "correct": [defects.judge_correct(5, 0, (40, 32, 32))],

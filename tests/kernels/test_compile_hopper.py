@@ -67,10 +67,10 @@ BACK = {
 
 DGRAD = {
     "g_desc": desc("fp8e4nv", 128, 128), "w_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "q_desc": desc("fp8e4nv", 128, 128),
-    "qt_desc": desc("fp8e4nv", 128, 128), "sg_ptr": S, "sw_ptr": S, "z_scale_ptr": S, "scale_ptr": S, "amax_ptr": "*i32", "bias_ptr": S,
+    "qt_desc": desc("fp8e4nv", 128, 128), "z_ptr": Q, "sg_ptr": S, "sw_ptr": S, "z_scale_ptr": S, "scale_ptr": S, "amax_ptr": "*i32", "bias_ptr": S,
 }  # fmt: skip
 STEP = {
-    "BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "SLOPE": 0.01, "E5M2": False, "AMAX": True, "BIAS": True, "PREROUND": False,
+    "BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "Z_BYTES": 1, "SLOPE": 0.01, "E5M2": False, "AMAX": True, "BIAS": True, "PREROUND": False,
 }  # fmt: skip
 
 INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
@@ -192,7 +192,7 @@ CONFIGURATIONS = {
 }  # fmt: skip
 WRITES_FP8 = {"_rows", "_tiles", "_both", "_forward", "_fused", "_finish", "_gradient", "_dgrad", "_interact"}
 MULTIPLIES = {"_gemm", "_fused", "_dgrad", "_interact", "_interact_gradient"}
-DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g"}
+DIVISIBLE = {"M", "N", "K", "stride_x", "stride_q", "stride_dy", "stride_z", "stride_g", "z_stride"}
 
 
 def build(op: str, name: str, what: str):

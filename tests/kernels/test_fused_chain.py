@@ -139,7 +139,7 @@ def test_rows_beyond_the_last_do_not_count(name: str, device: torch.device) -> N
 
 
 @every_backend
-@every_activation
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "tanh"])
 @pytest.mark.parametrize("out", [STATIC, "float32"])
 def test_special_values_stay_visible_and_leave_no_trace_in_amax(
     name: str, activation: str, out: str, device: torch.device

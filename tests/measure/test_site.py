@@ -139,8 +139,25 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "run", lambda *a, **o: right(*a, **o) * 1.1)
     (answer,) = case()
     assert answer["refusal"].startswith("wrong:")
+    assert answer["wrong"]
     assert "microseconds" not in answer
     assert answer["error"] > answer["tolerance"]
+
+
+def test_a_kernel_that_is_wrong_beyond_some_row_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = registry.backend("scaled_mm", "reference")
+    right = reference.run
+
+    def zeros_beyond(*operands: Any, **options: Any) -> torch.Tensor:
+        out = right(*operands, **options)
+        out[700:701] = 0
+        return out
+
+    monkeypatch.setattr(reference, "run", zeros_beyond)
+    (answer,) = case(m=701)
+    assert answer["wrong"]
+    (answer,) = case(m=700)
+    assert "wrong" not in answer
 
 
 def test_a_wrong_quantiser_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

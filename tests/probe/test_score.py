@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from loka.formats import Spec, fake_quantize
 from loka.probe import Probe
-from loka.probe.score import SCORED, Shown, harm, harm_from, operands_of, score_look, share_of_margin
+from loka.probe.score import SCORED, Shown, harm, harm_from, operands_of, round_trip, score_look, share_of_margin
 from loka.probe.tally import Tally
 
 from .small import Small, batches, train
@@ -179,3 +179,16 @@ def test_what_is_asked_must_make_sense() -> None:
         operands_of("finest", "fprop")
     assert share_of_margin(0.0002, 16) == pytest.approx(0.00005)
     assert set(SCORED) >= {"tensorwise", "rowwise", "blockwise", "static", "delayed"}
+
+
+@pytest.mark.parametrize(
+    "spec", ["e4m3:tensor", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e5m2:row", "e4m3:1x32:e8m0", "e4m3:col"]
+)
+def test_the_short_way_rounds_like_the_law(spec: str) -> None:
+    """Up to the last bit of a scale's reciprocal, which may move a value that lies between two codes."""
+    torch.manual_seed(0)
+    x = torch.randn(200, 300) * torch.exp(2 * torch.randn(200, 1))
+    x[0] = 0.0
+    short, law = round_trip(x, Spec.parse(spec)), fake_quantize(x, Spec.parse(spec))
+    assert float((short != law).float().mean()) < 1e-3
+    torch.testing.assert_close(short, law, rtol=0.13, atol=1e-6)

@@ -60,6 +60,18 @@ def test_times_reach_every_candidate_and_equal_ones_are_timed_once(monkeypatch: 
     assert asked == [1, 1, 0]
 
 
+def test_what_turns_out_wrong_while_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note about speed would leave it to a plan for accuracy alone."""
+
+    def fake(gemm: Any, m: int, k: int, n: int, candidates: Any, device: Any, **_: Any) -> list[SiteTiming]:
+        return [SiteTiming(c, refusal="wrong: row 7", wrong=True) for c in candidates]
+
+    monkeypatch.setattr(speed, "time_gemms", fake)
+    (found,) = timed(candidate())
+    assert found.refusal == "fails the conformance gate while timed, wrong: row 7"
+    assert (found.mere, found.speed_note, found.errors) == (None, None, [])
+
+
 def test_a_slow_candidate_is_taken_apart() -> None:
     torch.manual_seed(0)
     time = Interval(value=1e6, low=1e6, high=1e6)

@@ -4,6 +4,7 @@
     loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton
     loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json
     loka bench kernels --op fused_linear                  the layer, its training form and its gradient
+    loka bench kernels --op attention --shapes 256x8x320  rows x heads x length; interaction: rows x vectors x width; route: tokens x width x experts
     loka bench kernels --device cpu --no-isolate          emulation only: the label says so
 
 Prints bf16, each backend and the roofline per call, then what refused and why. A wrong kernel is not timed: it is listed, and the exit status is 1.
@@ -18,7 +19,12 @@ __all__ = ["kernels", "parse_shapes"]
 
 
 def kernels(
-    op: Annotated[str, typer.Option(help="Which op: scaled_mm, quantize, norm_quantize, fused_linear.")] = "scaled_mm",
+    op: Annotated[
+        str,
+        typer.Option(
+            help="Which op of the registry, e.g. scaled_mm, quantize, norm_quantize, fused_linear, attention."
+        ),
+    ] = "scaled_mm",
     shapes: Annotated[
         str, typer.Option(help="MxKxN, comma-separated.")
     ] = "2048x1024x1024,8192x1024x1024,8192x4096x4096",

@@ -1,6 +1,7 @@
 """`loka train`: train a ranking model, or a sequence model (loka.cli.train_sequence), on a data set.
 
     loka train --model wukong --config tiny --data complete-journey --steps 20 --precision bf16 --out runs/x
+    torchrun --nproc-per-node 8 -m loka train --distributed --rows int8:row --collectives e4m3:1x128:pow2 --out runs/x
     loka train --from runs/x/checkpoints/step-00000020 --mods no_bias,block_norm,hard_swish --steps 10
 
 The parts are those of loka.training; this file only turns options into them. With `--out` the run leaves
@@ -91,12 +92,25 @@ def train(
     data_option: Annotated[list[str] | None, typer.Option(help="Data set option, e.g. rows=100000.")] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="Format of the embedding rows while training, e.g. int8:row; default float32.")
+    ] = None,
+    distributed: Annotated[
+        bool,
+        typer.Option(
+            "--distributed", help="One of the processes that torchrun starts; --batch-size counts all of them."
+        ),
+    ] = False,
+    collectives: Annotated[
+        str | None, typer.Option(help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2.")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the Run record as JSON.")] = False,
 ) -> None:
     """Train a ranking or sequence model and test it."""
     from loka.cli import train_sequence
     from loka.cli.recovery import rewrite
+    from loka.nn.tables import quantize_tables
     from loka.training import NonFiniteLossError, TrainConfig, Trainer
 
     try:
@@ -126,7 +140,14 @@ def train(
             keep=keep,
             max_bad_batches=max_bad_batches,
         )
-        check_request(resume, from_, out, tensorboard)
+        check_request(resume, from_, out, tensorboard, distributed=distributed, collectives=collectives)
+        if distributed or rows is not None:
+            check_tables(is_sequence=is_sequence, mods=mods, distributed=distributed)
+        if distributed:
+            run_distributed(
+                recipe, settings, threads, data_root, source, from_, out, rows or "float32", collectives, resume=resume, fallback=fallback, as_json=json_
+            )  # fmt: skip
+            return
         changed = None
         if is_sequence:
             job = train_sequence.prepare_sequence(
@@ -137,6 +158,8 @@ def train(
         else:
             dataset, network = prepare(recipe, seed, threads, data_root, source, None if mods else from_)
             changed = rewrite(network, mods, dataset, from_, settings) if mods else None
+            if rows is not None:
+                quantize_tables(network, rows=rows)
             trainer, curve = make_trainer(network, dataset, settings, out, tensorboard)
             test = partial(Trainer.evaluate, split=dataset.test)
         result = trainer.fit(resume=resume, fallback=fallback)
@@ -169,7 +192,15 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def check_request(resume: bool, from_: Path | None, out: Path | None, tensorboard: bool) -> None:
+def check_request(
+    resume: bool,
+    from_: Path | None,
+    out: Path | None,
+    tensorboard: bool,
+    *,
+    distributed: bool = False,
+    collectives: str | None = None,
+) -> None:
     """Refuse what contradicts itself, before anything is loaded."""
     import os
 
@@ -177,11 +208,63 @@ def check_request(resume: bool, from_: Path | None, out: Path | None, tensorboar
         raise ValueError("--resume continues a run and --from starts a new one: choose one")
     if out is None and (resume or tensorboard):
         raise ValueError(f"{'--resume' if resume else '--tensorboard'} needs the folder of the run: give --out")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if collectives is not None and not distributed:
+        raise ValueError("--collectives says what processes send each other: it needs --distributed")
+    if distributed and tensorboard:
+        raise ValueError("--tensorboard is not part of --distributed; log.jsonl has the curve")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed:
         raise ValueError(
-            "loka train is a single process, but WORLD_SIZE is above 1: each process would train a model of its own; "
-            "for several, pass a DistributedDataParallel model to loka.training.Trainer"
+            "WORLD_SIZE is above 1, but loka train without --distributed is a single process: each would train a model of its own; "
+            "give --distributed, or pass a DistributedDataParallel model to loka.training.Trainer"
         )
+
+
+def check_tables(*, is_sequence: bool, mods: str | None, distributed: bool) -> None:
+    """Refuse what low-precision tables and many processes do not go with."""
+    problems = []
+    if is_sequence:
+        problems.append("sequence models tie their tables to the output, and train in one process")
+    if mods and distributed:
+        problems.append("--mods rewrites a model in one process; hint: rewrite it first, then give --from")
+    if problems:
+        raise ValueError(f"--rows and --distributed cannot be honoured: {'; '.join(problems)}")
+
+
+def run_distributed(
+    recipe: Recipe,
+    settings: TrainConfig,
+    threads: int | None,
+    root: Path | None,
+    source: Path | None,
+    weights: Path | None,
+    out: Path | None,
+    rows: str,
+    collectives: str | None,
+    *,
+    resume: bool,
+    fallback: bool,
+    as_json: bool,
+) -> None:
+    """The same run as one of many processes; rank 0 alone speaks and writes."""
+    from loka.training import Curve, JsonlLog, Trainer
+    from loka.training.distributed import DistributedTrainer, joined
+
+    with joined():
+        import torch.distributed as dist
+
+        dataset, network = prepare(recipe, settings.seed, threads, root, source, weights)
+        curve = Curve()
+        callbacks: list[Callback] = [curve] if out is None else [curve, JsonlLog(out / "log.jsonl")]
+        trainer = DistributedTrainer(
+            network, dataset, settings, rows=rows, collectives=collectives, out=out, callbacks=callbacks
+        )
+        result = trainer.fit(resume=resume, fallback=fallback)
+        first = dist.get_rank() == 0
+        run = finish(trainer, result, recipe, partial(Trainer.evaluate, split=dataset.test), curve, out, write=first)
+        if first:
+            if trainer.wire is not None:
+                typer.echo(f"sent {trainer.wire.ratio:.3f} of what float32 would be ({collectives})", err=True)
+            tell(result, run, None, as_json=as_json)
 
 
 def prepare(
@@ -238,6 +321,8 @@ def finish(
     test: Callable[[Trainer], dict[str, float]],
     curve: Curve,
     out: Path | None,
+    *,
+    write: bool = True,
 ) -> Run:
     """Test the best weights, and write down what happened."""
     import torch
@@ -265,7 +350,7 @@ def finish(
         low_precision_flops_share=0.0,
         environment=records.capture_environment(device=device, threads=torch.get_num_threads()),
     )
-    if out is not None:
+    if out is not None and write:
         records.save(run, out / "run.json")
         for name, value in (("model", recipe), ("result", result)):
             text = json.dumps(asdict(value), indent=1, default=str) + "\n"

@@ -1,9 +1,9 @@
-"""The activations our kernels know, in plain torch: their names, their values, their slopes. `triton_activation` is the same on a tile in registers.
+"""The activations our kernels know, in plain torch: their names, their values, their slopes. `tile.activate` is the same on a tile in registers.
 
     none z      relu max(z, 0)      leaky_relu max(z, 0.01 z)      tanh      sigmoid      silu z sigmoid(z)      hard_swish z clamp(z + 3, 0, 6) / 6
     gelu z Phi(z)                   gelu_tanh z sigmoid(2 u),  u = sqrt(2 / pi) (z + 0.044715 z^3)
 
-A kernel is told an activation by its place in `ACTIVATIONS`; the first four places are older than this table and must stay.
+A kernel is told an activation by its place in `ACTIVATIONS`.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch import Tensor
 
 __all__ = ["ACTIVATIONS", "LEAK", "activate", "activation_slope", "check_activation"]
 
-LEAK = 0.01  # torch's default; a LeakyReLU with another slope is not this activation
 ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
+LEAK = 0.01  # of leaky_relu below zero, torch's default
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z.clone(),
+    "none": torch.clone,
     "relu": F.relu,
     "silu": F.silu,
     "hard_swish": F.hardswish,
@@ -27,7 +27,6 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
-    "leaky_relu": lambda z: F.leaky_relu(z, LEAK),
 }
 
 
@@ -37,12 +36,13 @@ def check_activation(name: str) -> None:
         raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
 
 
-def activate(z: Tensor, name: str) -> Tensor:
+def activate(z: Tensor, name: str, slope: float = LEAK) -> Tensor:
     """The activation of z, in z's own type.
 
     Args:
         z: any floating tensor.
         name: one of ACTIVATIONS.
+        slope: of leaky_relu below zero.
 
     Returns:
         A fresh tensor, also for "none".
@@ -51,15 +51,17 @@ def activate(z: Tensor, name: str) -> Tensor:
         >>> activate(torch.tensor([-1.0, 2.0]), "relu")
         tensor([0., 2.])
     """
-    return _VALUES[name](z)
+    return F.leaky_relu(z, slope) if name == "leaky_relu" else _VALUES[name](z)
 
 
-def activation_slope(z: Tensor, name: str) -> Tensor:
+def activation_slope(z: Tensor, name: str, slope: float = LEAK, *, from_output: bool = False) -> Tensor:
     """d activate(z) / dz in closed form (torch.compile cannot trace a call of autograd), with torch's convention at the kinks.
 
     Args:
         z: what the activation was applied to.
         name: one of ACTIVATIONS.
+        slope: of leaky_relu below zero.
+        from_output: z is the activation's value already, for tanh and sigmoid.
 
     Returns:
         A tensor like z.
@@ -68,22 +70,19 @@ def activation_slope(z: Tensor, name: str) -> Tensor:
         >>> activation_slope(torch.tensor([-1.0, 2.0]), "relu")
         tensor([0., 1.])
     """
-    if name == "relu":
-        return (z > 0).to(z.dtype)
-    if name == "leaky_relu":
-        return torch.where(z > 0, torch.ones_like(z), LEAK)
+    if name in ("relu", "leaky_relu"):
+        return torch.where(z > 0, torch.ones_like(z), 0.0 if name == "relu" else slope)
     if name == "hard_swish":
         return torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)).to(z.dtype)
-    if name == "tanh":
-        return 1 - torch.tanh(z).square()
     if name == "gelu":
         density = torch.exp(-0.5 * z.square()) * (1 / math.sqrt(2 * math.pi))
         return 0.5 * (1 + torch.erf(z * math.sqrt(0.5))) + z * density
     if name == "gelu_tanh":
-        factor = 2 * math.sqrt(2 / math.pi)
+        factor = 2 * math.sqrt(2 / math.pi)  # tanh(u) = 2 sigmoid(2u) - 1
         s = torch.sigmoid(factor * (z + 0.044715 * z**3))
         return s + z * s * (1 - s) * factor * (1 + 3 * 0.044715 * z.square())
+    if name in ("tanh", "sigmoid"):
+        y = z if from_output else activate(z, name)
+        return 1 - y.square() if name == "tanh" else y * (1 - y)
     s = torch.sigmoid(z)
-    if name == "sigmoid":
-        return s * (1 - s)
     return s * (1 + z * (1 - s)) if name == "silu" else torch.ones_like(z)

@@ -22,6 +22,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
     "interaction": ("triton", "reference"),
+    "dots": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.formats import QTensor, scale_from_amax
+from loka.kernels.activation import activate
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED_SCALE
-from loka.kernels.fused_linear.reference import apply_activation
 from loka.kernels.quantize import quantize
 from loka.lowp.chain_function import (
     STATIC_SPEC,
@@ -44,7 +44,7 @@ from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
 from loka.nn.norm import BlockNorm
 
-__all__ = ["Chain", "Part", "chain_of", "chains_of"]
+__all__ = ["Chain", "Part", "chain_of", "chains_of", "is_watched"]
 
 CHAIN = "loka_chain"  # on every module of a chain: the chain
 HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
@@ -161,12 +161,9 @@ class Chain:
     def place(self) -> "Chain":
         """Change the classes of its modules. Refuses modules that somebody watches, naming them."""
         modules = [m for part in self.parts for m in (part.linear, *part.passed)]
-        watched = [part.link.linear for part in self.parts if _is_watched(part.linear)]
+        watched = [part.link.linear for part in self.parts if is_watched(part.linear)]
         watched += [
-            f"{type(m).__name__} behind {part.link.linear}"
-            for part in self.parts
-            for m in part.passed
-            if _is_watched(m)
+            f"{type(m).__name__} behind {part.link.linear}" for part in self.parts for m in part.passed if is_watched(m)
         ]
         if watched:
             raise ValueError(f"{self.name}: {', '.join(watched)} has forward or backward hooks that would see other tensors; hint: remove them first")  # fmt: skip
@@ -213,7 +210,7 @@ class Chain:
         at, placed = names.index(site), self.placed
         if placed:
             self.release()
-        made = []
+        made: list[Chain] = []
         for begin, end in ((0, at), (at + 1, len(names))):
             if begin == end:
                 continue
@@ -226,6 +223,7 @@ class Chain:
                     old = theirs[begin + index]
                     if state is not None and old is not None:
                         state.load(old.state())
+                        state.saturated.copy_(old.saturated)
             made.append(half.place() if placed else half)
         return made
 
@@ -322,7 +320,7 @@ class Chain:
             )
             size = (x.shape[-1],)
             x = F.layer_norm(x, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(x, size, weight, link.eps)  # fmt: skip
-        return apply_activation(x, link.activation, link.slope)
+        return activate(x, link.activation, link.slope)
 
     # Weights for serving
 
@@ -352,6 +350,15 @@ class Chain:
         if self.frozen is not None:
             self._move_weights(self.frozen[0].device)
         self.frozen = None
+
+    def refresh(self) -> None:
+        """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
+        if self.frozen is not None:
+            devices = [q.device for q in self.frozen]
+            self.frozen = [
+                quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
+                for linear, device in zip(self.linears, devices, strict=True)
+            ]
 
     def _move_weights(self, device: torch.device) -> None:
         for linear in self.linears:
@@ -447,7 +454,10 @@ class Chain:
             step = run_link(a, weight, at, layout, tensors, training=False)
             got = y.index_select(0, rows) if step.a is None else step.a.dequantize()
             error = row_error(got, wanted) if self.primed or step.a is None else torch.zeros_like(turn)
-            record(self.health[at], FORWARD, x, self.linears[at].weight, (got,), error)
+            last = step.a is None
+            # what went into this layer; the last one's output is that of the whole batch, and so is what it is blamed for
+            given = torch.stack([_extent(exact), _extent(x)]) if last or at == 0 else exact
+            record(self.health[at], FORWARD, given, self.linears[at].weight, (y if last else got,), error)
             if step.a is not None:
                 a, exact = step.a, step.a.dequantize()
 
@@ -478,6 +488,10 @@ class Chain:
         return f"Chain({self.name}: {' -> '.join(map(str, widths))}, {self.precision}{state})"
 
 
+def _extent(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, float("inf")).float()
+
+
 def _check(name: str, parts: Sequence[Part]) -> None:
     if not parts:
         raise ValueError(f"{name}: a chain needs at least one linear")
@@ -500,7 +514,15 @@ def _as_last(part: Part) -> Part:
     return Part(Link(part.link.linear), part.linear) if part.link.norm in ("layer", "rms") else part
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody's hooks see what goes in or out, forward or backward.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True where it has a hook of any kind.
+    """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
 
@@ -526,8 +548,7 @@ class _InChain(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         chain = self.__dict__[CHAIN]
         if chain.frozen is not None and isinstance(self, nn.Linear):  # made from other weights
-            at = chain.linears.index(self)
-            chain.frozen[at] = quantize(self.weight.detach().to(chain.frozen[at].device), TENSOR_SPEC)
+            chain.refresh()
 
     def train(self, mode: bool = True) -> Any:
         """Training mode thaws: frozen weights have no gradient."""

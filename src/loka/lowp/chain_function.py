@@ -346,9 +346,7 @@ def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors)
     for at in range(len(layout.links)):
         weight = tensors.weight[at]
         assert weight is not None
-        w, w_t = quantize_both(
-            weight, TENSOR_SPEC, layout.precision.weight_t_spec, backend=layout.precision.quantize_backend
-        )
+        w, w_t = _quantize_weight(weight, layout)
         step = run_link(a, w, at, layout, tensors, training=True)
         z, z_scale = (step.z.data, step.z.scale) if isinstance(step.z, QTensor) else (step.z, None)
         saved += [a_t.data, a_t.scale, w_t.data, w_t.scale, z, z_scale, step.rstd, step.mean]
@@ -358,6 +356,14 @@ def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors)
             a, a_t = step.a, step.a_t
     assert y is not None
     return y, saved
+
+
+def _quantize_weight(weight: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
+    """W and W^T; where both have one scale for the tensor a compiler finds it, faster than our kernel does for a matrix as small as a weight."""
+    precision = layout.precision
+    if precision.weight_t_spec == TENSOR_SPEC:
+        return quantize_found(weight, TENSOR_SPEC, precision.quantize_backend)
+    return quantize_both(weight, TENSOR_SPEC, precision.weight_t_spec, backend=precision.quantize_backend)
 
 
 class Gradients(NamedTuple):

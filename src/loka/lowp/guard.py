@@ -256,29 +256,32 @@ class Guard:
         table = torch.cat(
             [torch.stack([c.to(device) for c in counted if c is not None]), torch.stack(over)[:, None]], 1
         )
+        ranks = 1
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table)
+            ranks = torch.distributed.get_world_size()
         rows = table.tolist()  # the only wait for the device
         for c in counted:
             if c is not None:
                 clear(c)
         found = {}
         for site, (*row, beyond) in zip(names, rows, strict=True):
-            if finding := self._find(site, row) or self._find_saturated(site, beyond):
+            if finding := self._find(site, row) or self._find_saturated(site, beyond, ranks):
                 found[site] = finding
         return found
 
-    def _find_saturated(self, site: str, beyond: float) -> tuple[str, bool] | None:
+    def _find_saturated(self, site: str, beyond: float, ranks: int) -> tuple[str, bool] | None:
         inside = self.chained.get(site)
         if inside is None:
             return None
         if inside.chain.frozen is not None:
             reason = "values exceed the calibrated scale and saturate; hint: calibrate on batches like these"
             return (reason, False) if beyond else None
-        steps, new = self.step - inside.steps, beyond - inside.seen
+        # what was counted before the first check, with the guard or without it, is nobody's finding
+        steps, new = self.step - inside.steps if inside.steps else 0, beyond - inside.seen
         inside.seen, inside.steps = beyond, self.step
-        if steps > 1 and new > self.config.max_saturated * steps:
-            return f"values exceeded the delayed scale in {new:.0f} of {steps} steps", True
+        if steps > 1 and new > self.config.max_saturated * steps * ranks:
+            return f"values exceeded the delayed scale in {new:.0f} of {steps * ranks} steps", True
         return None
 
     def _find(self, site: str, row: list[float]) -> tuple[str, bool] | None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from loka.kernels.prepared import layout_of
 from loka.lowp.auto import moved
 from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.chain import chains_of
 from loka.lowp.health import FORWARD, record, sampled_error, turn_of
 from loka.lowp.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.lowp.linear_state import LinearState, can_cache
@@ -342,9 +343,9 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def refresh(model: nn.Module) -> int:
-    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen; returns how many Linears there are."""
-    linears = [linear for _, linear in linears_of(model)]
-    for linear in linears:
-        linear.refresh()
-    file_magnitudes(linears)
-    return len(linears)
+    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too; returns how many linears there are."""
+    linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    for placed in (*linears, *chains):
+        placed.refresh()
+    file_magnitudes([*linears, *chains])
+    return len(linears) + sum(len(chain.links) for chain in chains)

@@ -17,13 +17,16 @@ from loka.kernels.backend import Backend
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
+from loka.measure.attention import Attention
 from loka.measure.beam import BeamAttention
 from loka.measure.conformance import Conformance
 from loka.measure.fused import compiled
 from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
+from loka.measure.interaction import Interaction
 from loka.measure.layer import FusedLinear
 from loka.measure.norm import NormQuantize
+from loka.measure.route import Route
 from loka.measure.tables import EmbeddingBag, EmbeddingUpdate
 from loka.measure.timing import Rival, Thunk
 from loka.measure.topk import Topk
@@ -271,6 +274,9 @@ ADAPTERS: dict[str, Adapter] = {
         GroupedMm(),
         BeamAttention(),
         Topk(),
+        Attention(),
+        Interaction(),
+        Route(),
         EmbeddingBag(),
         EmbeddingUpdate(),
     )

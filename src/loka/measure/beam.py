@@ -26,14 +26,13 @@ _SLICE = 1 << 27  # elements of float64 scores at a time
 
 
 @dataclass(frozen=True)
-class RaggedCall:
+class RaggedCall(BeamAttentionCall):
     """A call, and whether its requests differ in length."""
 
-    call: BeamAttentionCall
-    ragged: bool
+    ragged: bool = False
 
     def __str__(self) -> str:
-        return f"{self.call}{', ragged' if self.ragged else ''}"
+        return f"{super().__str__()}{', ragged' if self.ragged else ''}"
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,13 @@ class BeamAttention:
         h, g, d = (int(part) for part in match.groups())
         requests, beams, length = shape
         dtype = getattr(torch, dtypes[0]) if dtypes else torch.bfloat16
-        return RaggedCall(
-            BeamAttentionCall(requests, beams, h, g, length, d, dtype, "shared" in options), "ragged" in options
-        )
+        return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, "ragged" in options)
 
     def encode(self, call: RaggedCall) -> dict[str, Any]:
         """As JSON."""
-        c = call.call
-        options = [*(["shared"] if c.shared else []), *(["ragged"] if call.ragged else [])]
-        options.append(str(c.dtype).removeprefix("torch."))
-        return {**self.shape(call), "variant": "|".join([f"{c.heads}/{c.groups}x{c.d}", *options])}
+        options = [*(["shared"] if call.shared else []), *(["ragged"] if call.ragged else [])]
+        options.append(str(call.dtype).removeprefix("torch."))
+        return {**self.shape(call), "variant": "|".join([f"{call.heads}/{call.groups}x{call.d}", *options])}
 
     def decode(self, fields: dict[str, Any]) -> RaggedCall:
         """From JSON."""
@@ -84,24 +80,23 @@ class BeamAttention:
 
     def shape(self, call: RaggedCall) -> dict[str, int]:
         """Requests, beams, context."""
-        return {"requests": call.call.requests, "beams": call.call.beams, "context": call.call.length}
+        return {"requests": call.requests, "beams": call.beams, "context": call.length}
 
     def operands(self, call: RaggedCall, *, seed: int, distribution: str, device: torch.device) -> BeamOperands:
         """Keys and values of the distribution, normal queries; ragged lengths run from a third to all of the context."""
-        c = call.call
 
         def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
-            return inputs.draw(rows, c.d, distribution=kind, seed=3 * seed + part, device=device, dtype=c.dtype)
+            return inputs.draw(rows, call.d, distribution=kind, seed=3 * seed + part, device=device, dtype=call.dtype)
 
-        q = draw(c.requests * c.beams * c.heads, 0).view(c.requests, c.beams, c.heads, c.d)
-        context = (c.requests, c.length, c.groups, c.d)
-        rows = c.requests * c.length * c.groups
+        q = draw(call.requests * call.beams * call.heads, 0).view(call.requests, call.beams, call.heads, call.d)
+        context = (call.requests, call.length, call.groups, call.d)
+        rows = call.requests * call.length * call.groups
         k = draw(rows, 1, distribution).view(context)
-        v = k if c.shared else draw(rows, 2).view(context)
-        lengths = torch.full((c.requests,), c.length, dtype=torch.int32, device=device)
+        v = k if call.shared else draw(rows, 2).view(context)
+        lengths = torch.full((call.requests,), call.length, dtype=torch.int32, device=device)
         if call.ragged:
-            steps = torch.arange(c.requests, device=device) * 2 * c.length // (3 * max(c.requests - 1, 1))
-            lengths = (c.length - steps).to(torch.int32)
+            steps = torch.arange(call.requests, device=device) * 2 * call.length // (3 * max(call.requests - 1, 1))
+            lengths = (call.length - steps).to(torch.int32)
         return BeamOperands(q, k, v, lengths)
 
     def thunk(self, backend: Backend, call: RaggedCall, operands: BeamOperands) -> Thunk:
@@ -114,7 +109,7 @@ class BeamAttention:
         return self._judge(self.thunk(backend, call, operands), call, operands, poison=True)
 
     def _judge(self, run: Thunk, call: RaggedCall, operands: BeamOperands, *, poison: bool) -> Conformance:
-        dtype, d = call.call.dtype, call.call.d
+        dtype, d = call.dtype, call.d
         law = self._law(operands)
         rounding = math.hypot(ULP[dtype], 2 * ULP[dtype]) / math.sqrt(12)
         allowed = math.hypot(rounding, 2.0**-20 * math.sqrt(d))
@@ -139,13 +134,13 @@ class BeamAttention:
     def baseline(self, call: RaggedCall, operands: BeamOperands) -> Thunk:
         """torch's attention over the whole context, without a mask: its fastest kernel, which ignores that lengths differ."""
         q, k, v = (t.transpose(1, 2) for t in (operands.q, operands.k, operands.v))
-        grouped = call.call.heads != call.call.groups
+        grouped = call.heads != call.groups
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, enable_gqa=grouped).transpose(1, 2)
 
     def check_baseline(self, call: RaggedCall, operands: BeamOperands) -> Conformance:
         """Against the law of full lengths."""
-        full = torch.full_like(operands.lengths, call.call.length)
+        full = torch.full_like(operands.lengths, call.length)
         whole = BeamOperands(operands.q, operands.k, operands.v, full)
         return self._judge(self.baseline(call, whole), call, whole, poison=False)
 
@@ -155,11 +150,9 @@ class BeamAttention:
 
     def bytes_moved(self, call: RaggedCall) -> int:
         """Queries in, results out, the context once."""
-        c = call.call
-        context = c.requests * c.length * c.groups * c.d * (1 if c.shared else 2)
-        return (2 * c.requests * c.beams * c.heads * c.d + context) * c.dtype.itemsize
+        context = call.requests * call.length * call.groups * call.d * (1 if call.shared else 2)
+        return (2 * call.requests * call.beams * call.heads * call.d + context) * call.dtype.itemsize
 
     def flops(self, call: RaggedCall) -> int:
         """Two products; ragged requests do fewer."""
-        c = call.call
-        return 4 * c.requests * c.beams * c.heads * c.length * c.d
+        return 4 * call.requests * call.beams * call.heads * call.length * call.d

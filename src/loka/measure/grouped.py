@@ -29,14 +29,13 @@ _PLAIN = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @dataclass(frozen=True)
-class LoadedCall:
+class LoadedCall(GroupedCall):
     """A call and how its rows are shared out."""
 
-    call: GroupedCall
-    even: bool
+    even: bool = False
 
     def __str__(self) -> str:
-        return f"{self.call}{' even' if self.even else ' skewed'}"
+        return f"{super().__str__()}{' even' if self.even else ' skewed'}"
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,13 @@ class GroupedMm:
         specs = (Spec.parse(left), Spec.parse(right)) if at else (None, None)
         dtype = specs[0].format.dtype if specs[0] is not None else _PLAIN[kind]
         out = torch.bfloat16 if at else dtype
-        call = GroupedCall(m, k, n, int(counts[0]), specs[0], specs[1], dtype, out, "fast" in options)
-        return LoadedCall(call, "even" in options)
+        fast, even = "fast" in options, "even" in options
+        return LoadedCall(m, k, n, int(counts[0]), specs[0], specs[1], dtype, out, fast, even=even)
 
     def encode(self, call: LoadedCall) -> dict[str, Any]:
         """As JSON."""
-        c = call.call
-        kind = str(c.in_dtype).removeprefix("torch.") if c.a is None else f"{c.a}@{c.b}"
-        options = [str(c.experts), *(["even"] if call.even else []), *(["fast"] if c.fast_accum else [])]
+        kind = str(call.in_dtype).removeprefix("torch.") if call.a is None else f"{call.a}@{call.b}"
+        options = [str(call.experts), *(["even"] if call.even else []), *(["fast"] if call.fast_accum else [])]
         return {**self.shape(call), "variant": "|".join([kind, *options])}
 
     def decode(self, fields: dict[str, Any]) -> LoadedCall:
@@ -101,17 +99,21 @@ class GroupedMm:
 
     def shape(self, call: LoadedCall) -> dict[str, int]:
         """M, K, N, experts."""
-        return {"m": call.call.m, "k": call.call.k, "n": call.call.n, "experts": call.call.experts}
+        return {"m": call.m, "k": call.k, "n": call.n, "experts": call.experts}
 
     def operands(self, call: LoadedCall, *, seed: int, distribution: str, device: torch.device) -> GroupedOperands:
         """Rows of the distribution, normal weights."""
-        c = call.call
-        x = inputs.draw(c.m, c.k, distribution=distribution, seed=2 * seed, device=device)
-        w = inputs.draw(c.experts * c.n, c.k, seed=2 * seed + 1, device=device).view(c.experts, c.n, c.k) * c.k**-0.5
-        offsets = group_offsets(c.m, c.experts, even=call.even, seed=seed, device=device)
-        if c.a is None or c.b is None:
-            return GroupedOperands(x.to(c.in_dtype), w.to(c.in_dtype), offsets, x.bfloat16(), w.bfloat16())
-        qx, qw = inputs.quantized(x, c.a), inputs.quantized(w, c.b)
+        x = inputs.draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
+        w = (
+            inputs.draw(call.experts * call.n, call.k, seed=2 * seed + 1, device=device).view(
+                call.experts, call.n, call.k
+            )
+            * call.k**-0.5
+        )
+        offsets = group_offsets(call.m, call.experts, even=call.even, seed=seed, device=device)
+        if call.a is None or call.b is None:
+            return GroupedOperands(x.to(call.in_dtype), w.to(call.in_dtype), offsets, x.bfloat16(), w.bfloat16())
+        qx, qw = inputs.quantized(x, call.a), inputs.quantized(w, call.b)
         return GroupedOperands(qx, qw, offsets, qx.dequantize(torch.bfloat16), qw.dequantize(torch.bfloat16))
 
     def thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Thunk:
@@ -123,8 +125,8 @@ class GroupedMm:
         return prepare_for(backend, w, x.spec) if isinstance(x, QTensor) and isinstance(w, QTensor) else w
 
     def _thunk(self, backend: Backend, call: LoadedCall, operands: GroupedOperands, w: QTensor | Tensor) -> Thunk:
-        o, c = operands, call.call
-        return lambda: backend.run(o.x, w, o.offsets, out_dtype=c.out_dtype, fast_accum=c.fast_accum)
+        o = operands
+        return lambda: backend.run(o.x, w, o.offsets, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
 
     def check(self, backend: Backend, call: LoadedCall, operands: GroupedOperands) -> Conformance:
         """Every expert against the law, plain and with poisoned allocations; prepared weights give the same bits."""
@@ -143,23 +145,24 @@ class GroupedMm:
 
     def judge(self, out: Tensor, call: LoadedCall, operands: GroupedOperands) -> Conformance:
         """One result, expert by expert."""
-        c = call.call
-        if out.shape != (c.m, c.n):
-            return Conformance(False, float("inf"), 0.0, f"result is {tuple(out.shape)}, expected {(c.m, c.n)}")
-        allowed = self._tolerance(c)
+        if out.shape != (call.m, call.n):
+            return Conformance(False, float("inf"), 0.0, f"result is {tuple(out.shape)}, expected {(call.m, call.n)}")
+        allowed = self._tolerance(call)
         verdicts = [Conformance(True, 0.0, allowed)]
-        for expert, (start, stop) in enumerate(spans(operands.offsets, c.m)):
+        for expert, (start, stop) in enumerate(spans(operands.offsets, call.m)):
             law = self._law(operands, expert, start, stop)
             verdict = conformance.judge(
-                out[start:stop], law, allowed, c.out_dtype, prefix=f"expert {expert}, rows {start} to {stop}: "
+                out[start:stop], law, allowed, call.out_dtype, prefix=f"expert {expert}, rows {start} to {stop}: "
             )
             verdicts.append(verdict)
         return worst_of(verdicts)
 
-    def _tolerance(self, c: GroupedCall) -> float:
-        if c.a is None or c.b is None:
-            return conformance.baseline_tolerance(c.out_dtype, c.k)
-        return conformance.tolerance(MatmulCall(c.m, c.k, c.n, c.a, c.b, c.out_dtype, c.fast_accum))
+    def _tolerance(self, call: GroupedCall) -> float:
+        if call.a is None or call.b is None:
+            return conformance.baseline_tolerance(call.out_dtype, call.k)
+        return conformance.tolerance(
+            MatmulCall(call.m, call.k, call.n, call.a, call.b, call.out_dtype, call.fast_accum)
+        )
 
     def _law(self, operands: GroupedOperands, expert: int, start: int, stop: int) -> conformance.Law:
         x, w = operands.x, operands.w
@@ -182,10 +185,9 @@ class GroupedMm:
 
     def check_baseline(self, call: LoadedCall, operands: GroupedOperands) -> Conformance:
         """Against the law of the bf16 values."""
-        c = call.call
-        plain = GroupedCall(c.m, c.k, c.n, c.experts, in_dtype=torch.bfloat16)
+        plain = LoadedCall(call.m, call.k, call.n, call.experts, in_dtype=torch.bfloat16, even=call.even)
         o = GroupedOperands(operands.x16, operands.w16, operands.offsets, operands.x16, operands.w16)
-        return self.judge(self.baseline(call, operands)(), LoadedCall(plain, call.even), o)
+        return self.judge(self.baseline(call, operands)(), plain, o)
 
     def rivals(self, call: LoadedCall, sets: Sequence[GroupedOperands]) -> list[Rival]:
         """None: the other backends are."""
@@ -193,10 +195,9 @@ class GroupedMm:
 
     def bytes_moved(self, call: LoadedCall) -> int:
         """Rows in, every expert's weights once, results out."""
-        c = call.call
-        item = 1 if c.a is not None and c.a.format == E4M3 else c.in_dtype.itemsize
-        return (c.m + c.experts * c.n) * c.k * item + c.m * c.n * c.out_dtype.itemsize
+        item = 1 if call.a is not None and call.a.format == E4M3 else call.in_dtype.itemsize
+        return (call.m + call.experts * call.n) * call.k * item + call.m * call.n * call.out_dtype.itemsize
 
     def flops(self, call: LoadedCall) -> int:
         """2 M K N: a row meets one expert."""
-        return 2 * call.call.m * call.call.k * call.call.n
+        return 2 * call.m * call.k * call.n

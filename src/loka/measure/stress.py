@@ -77,7 +77,7 @@ def _vary(flat: OperandSet, name: str) -> OperandSet:
     a, b = flat.a, flat.b
     if name == "rescaled":
         return OperandSet(name, a, replace(b, scale=b.scale * (1.25 if b.spec.scale == "f32" else 2.0)))
-    return OperandSet(name, *(_turn_row(q, 2 * len(q.data) // 3) for q in (a, b)))
+    return OperandSet(name, _turn_row(a, 2 * a.shape[0] // 3), _turn_row(b, 2 * b.shape[0] // 3))
 
 
 def _turn_row(q: QTensor, row: int) -> QTensor:

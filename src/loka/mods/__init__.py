@@ -10,6 +10,7 @@ Every change states what it does to the function: exact, up to rounding, or an a
 
 from loka.mods.align_shapes import AlignShapes
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.feature_layout import FeatureLayout
 from loka.mods.fuse import Fuse
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod, spell
@@ -17,7 +18,7 @@ from loka.mods.no_bias import NoBias
 from loka.mods.norm_order import NormOrder
 from loka.mods.protect_intermediates import ProtectIntermediates, is_protected, unprotected
 from loka.mods.protect_residual import ProtectResidual
-from loka.mods.registry import CORE, find, names, parse
+from loka.mods.registry import CORE, FREE, find, names, parse
 from loka.mods.rewriting import Applied, applied_to, apply, revert
 from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
 from loka.mods.suggestion import Suggestion, suggest, unjudged
@@ -25,9 +26,11 @@ from loka.units.flow import Example, capture_example
 
 __all__ = [
     "CORE",
+    "FREE",
     "AlignShapes",
     "Applied",
     "Example",
+    "FeatureLayout",
     "Fuse",
     "Mod",
     "NoBias",

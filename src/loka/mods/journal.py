@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from loka.lowp.chain import chain_of
 from loka.lowp.interaction import release_interaction
 from loka.mods.mixing import unmix
+from loka.nn.wrapping import named_sites
 
 ATTRIBUTE = "_loka_mods"
 
@@ -223,10 +224,11 @@ class PlacedUnit:
 
     def undo(self, model: nn.Module) -> None:
         """High precision again."""
+        modules = dict(named_sites(model))  # units are spelled in plain names
         if self.around is not None:
-            release_interaction(model.get_submodule(self.around))
+            release_interaction(modules[self.around])
         for name in self.linears:
-            chain = chain_of(model.get_submodule(name))
+            chain = chain_of(modules[name])
             if chain is not None:
                 chain.release()
 

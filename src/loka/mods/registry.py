@@ -4,8 +4,11 @@ import ast
 from collections.abc import Iterable
 
 from loka.mods.align_shapes import AlignShapes
+from loka.mods.attention_layout import AttentionLayout
 from loka.mods.block_norm import UseBlockNorm
+from loka.mods.feature_layout import FeatureLayout
 from loka.mods.fuse import Fuse
+from loka.mods.fused_dots import FuseDots
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod
 from loka.mods.no_bias import NoBias
@@ -21,8 +24,16 @@ MODS: dict[str, type[Mod]] = {
     "protect_residual": ProtectResidual,
     "protect_intermediates": ProtectIntermediates,
     "align_shapes": AlignShapes,
+    "feature_layout": FeatureLayout,
+    "fused_dots": FuseDots,
+    "attention_layout": AttentionLayout,
     "fuse": Fuse,
 }
+FREE = (
+    "feature_layout",
+    "fused_dots",
+    "attention_layout",
+)  # the same function up to rounding, and never slower: taken without asking
 CORE = ("no_bias", "block_norm", "hard_swish")
 
 

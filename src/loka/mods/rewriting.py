@@ -22,7 +22,7 @@ from torch import nn
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import Linear
 from loka.mods.editor import Editor, ModuleFilter
-from loka.mods.journal import Drop, Fold, Mark, Step, journal_of, undo_to
+from loka.mods.journal import Drop, Fold, Mark, PlacedUnit, Step, journal_of, undo_to
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
 from loka.mods.trial import Trial
@@ -233,6 +233,8 @@ def revert(model: nn.Module) -> int:
     """
     inner = unwrap(model)
     converted = [name for name, module in inner.named_modules() if isinstance(module, Linear)]
+    fused = {name for step in journal_of(inner) if isinstance(step, PlacedUnit) for name in step.linears}
+    converted += [name for name, chain in chains_of(inner) if chain.links[0].linear not in fused]
     if converted and journal_of(inner):
         raise ValueError(
             f"still in low precision: {', '.join(converted[:5])}; call loka.revert(model) before mods.revert"

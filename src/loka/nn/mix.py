@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.kernels.dots import dots
+
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype a matrix product of x runs in: autocast's where it is active, else x's own."""
@@ -56,6 +58,23 @@ class _MixRows(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dx = torch.bmm(weight.to(x.dtype).mT.expand(x.shape[0], -1, -1), grad)
         return dw, dx
+
+
+def mix_features(weight: Tensor, x: Tensor) -> Tensor:
+    """W X for one weight [m, n] and a batch x [B, n, d], without a copy of either.
+
+    Args:
+        weight: [m, n], cast to x's dtype.
+        x: [B, n, d].
+
+    Returns:
+        [B, m, d].
+
+    Example:
+        >>> mix_features(linear.weight, x)  # linear(x.transpose(1, 2)).transpose(1, 2)
+    """
+    out: Tensor = _MixRows.apply(weight, x)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _sum_products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -101,6 +120,22 @@ class FeatureMix(nn.Module):
     def extra_repr(self) -> str:
         """Inputs and rows."""
         return f"n={self.n}, rows={self.rows}"
+
+
+def multiply_pairs(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Products of chosen pairs of an example's vectors: `torch.bmm(x, x.mT)[:, first, second]` in one kernel.
+
+    Args:
+        x: [B, n, d].
+        first: [P] int64, indices into n.
+        second: [P] int64.
+
+    Returns:
+        [B, P] in the type a product of x has, under autocast too.
+    """
+    x = x.to(compute_dtype(x))
+    with torch.autocast(x.device.type, enabled=False):
+        return dots(x, first, second)
 
 
 class _ProductTransposed(torch.autograd.Function):

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from loka import mods
 from loka.dispatch import RECIPES, recipe_named
+from loka.kernels.registry import BACKENDS
 from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import BoundGemm, LinearBinding, LinearOptions
 from loka.lowp.chain import Chain, chains_of
@@ -35,7 +37,7 @@ from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
-from loka.records import GEMMS, Conversion, Plan, UnitPlan, capture_environment
+from loka.records import GEMMS, Conversion, KernelBucket, Plan, UnitPlan, capture_environment
 from loka.units import place, refuse_unit
 
 __all__ = [
@@ -159,9 +161,9 @@ def _fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]
     """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
     if backend is None:
         return list(units)
-    import msgspec
-
-    return [msgspec.structs.replace(unit, kernels=[]) for unit in units]
+    ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
+    kernels = [KernelBucket(rows=2**31, kernels=dict.fromkeys(ops, backend))] if ops else []  # none: auto
+    return [msgspec.structs.replace(unit, kernels=kernels) for unit in units]
 
 
 def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
@@ -216,7 +218,7 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
     inner.eval().requires_grad_(False)
     for chain in chains:
         chain.freeze(offload=offload)
-    return refresh(inner) + sum(len(chain.links) for chain in chains)
+    return refresh(inner)
 
 
 def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:

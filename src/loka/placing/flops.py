@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from loka.lowp.binding import LinearBinding
+from loka.units.flow import call_model
 
 __all__ = ["low_precision_share"]
 
@@ -62,10 +63,8 @@ def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
         if callable(example):
             out = example()
-        elif isinstance(example, dict):
-            out = model(**example)
         else:
-            out = model(*example) if isinstance(example, tuple | list) else model(example)
+            out = call_model(model, tuple(example) if isinstance(example, list) else example)
         leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         parameters = [p for p in model.parameters() if p.requires_grad]
         if leaves and parameters:

@@ -5,9 +5,11 @@ from loka.probe.drift import describe_drift, survey_judge, would_change
 from loka.probe.engine import Engine
 from loka.probe.probe import Probe
 from loka.probe.report import Report
+from loka.probe.score import harm
 from loka.probe.sensitivity import add_sensitivity, measure_sensitivity
 from loka.probe.statistics import Statistics
 from loka.probe.survey import DEFAULT_RECIPES, Settings
+from loka.probe.swapping import Swapped, Switchable, swap
 
 __all__ = [
     "DEFAULT_RECIPES",
@@ -18,10 +20,14 @@ __all__ = [
     "Report",
     "Settings",
     "Statistics",
+    "Swapped",
+    "Switchable",
     "add_sensitivity",
     "describe_drift",
+    "harm",
     "measure_sensitivity",
     "register",
     "survey_judge",
+    "swap",
     "would_change",
 ]

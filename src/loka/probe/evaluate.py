@@ -14,34 +14,36 @@ never decides: it knows nothing about the site.
 
 Intervals are 95 % bootstraps:
 
-    rows       the rows are resampled, `samples` times, scales included; quantiles of the replicates, widened to contain the error of all rows
-    learned    `samples` independent draws of 16 rows (wgrad: of 128); the mean and the bootstrap of the mean, resampling weights where several
-               draws share one. That the learned parameters are themselves estimates is not in the interval.
+    rows       the rows are resampled, `samples` times; quantiles of the replicates, widened to contain the error of all rows
+    learned    up to `samples` draws of 16 rows, in a few products that share a weight; the mean and the bootstrap of the mean, resampling weights where
+               several draws share one. It stops early once the interval lies on one side of the limit. That the learned parameters are themselves
+               estimates is not in the interval.
+    wgrad      512 rows, whatever their origin; groups of 16 of them are resampled, the scales staying those of all rows
 
-A row's error does not depend on other rows, unless they share a scale: so a resample of rows needs no new product, but for a tensor scale one
-product per distinct largest row. In wgrad the rows are summed: every replicate is computed (on at most 512 rows). Of wide results some blocks of
-outputs are looked at (`Outputs`), so that the cost of a site does not grow with the square of its width.
+A row's error does not depend on other rows but through a shared scale, which is that of all rows looked at: so a resample needs no new product, and an
+evaluation is a few large products per candidate and not thousands of small ones. Operands are quantised once for all candidates that share a Spec. Of wide
+results some blocks of outputs are looked at (`Outputs`), so that the cost of a site does not grow with the square of its width.
 
 The conformance gate comes first (`loka.probe.engine`); what fails it has a refusal and no error. Times are `loka.probe.speed`'s business.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from loka.dispatch import Operands, error_of, recipe_named
-from loka.formats import TENSOR, QTensor
+from loka.formats import QTensor, Spec
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
 from loka.probe.problem import (
     MAX_WGRAD_ROWS,
     ROWS_PER_SAMPLE,
-    WGRAD_ROWS,
     Chunk,
     Outputs,
     Problem,
@@ -54,6 +56,9 @@ from loka.probe.problem import (
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
 
+ENOUGH = 25  # draws before an interval may decide
+WGRAD_GROUPS = 32
+FEW_MERES = 8  # resamples of a weight gradient whose elements are compared one by one: its MERE is a column, not what it is judged by
 JUDGED: tuple[Source, ...] = ("rows", "copula", "gaussian")
 
 
@@ -93,6 +98,7 @@ class Evaluator:
         judged_on: Sequence[Source],
         seed: int,
         gate: bool = True,
+        limits: Mapping[Gemm, float] | None = None,
     ) -> None:
         check_sources(sources, judged_on)
         if samples < 1:
@@ -102,6 +108,7 @@ class Evaluator:
         self.sources, self.judged_on = tuple(sources), tuple(judged_on)
         self._generator = torch.Generator().manual_seed(seed)
         self._gate = Gate() if gate else None
+        self._limits = dict(limits or {})  # where draws may stop early
         self._normal: dict[tuple[object, ...], DistributionError | str] = {}
 
     @torch.no_grad()
@@ -138,7 +145,9 @@ class Evaluator:
                 found = measure_rows(rows, [o.trial for o in fresh], self.samples, self._generator)
             else:
                 drawn = draw_chunks(watch, gemm, source, self.samples, self._generator, outputs) if fresh else ()
-                found = measure_draws(drawn, [o.trial for o in fresh], source, self._generator)
+                trials, limit = [o.trial for o in fresh], self._limits.get(gemm)
+                found = measure_draws(drawn, trials, source, self._generator, samples=self.samples, limit=limit)
+                found = found if fresh else []
         except _NothingLearnedError as error:
             found = [str(error)] * len(fresh)
         results = {known[id(outcome)]: result for outcome, result in zip(fresh, found, strict=True)}
@@ -190,19 +199,22 @@ def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
     )
 
 
-@dataclass(frozen=True)
-class Right:
-    """The right operand as a trial has it, and the shares of it that saturate and vanish."""
+class Quantized:
+    """The operands of one problem under every quantiser and Spec that is asked for, each made once, with what it loses."""
 
-    q: QTensor
-    lost: tuple[float, float]
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._made: dict[tuple[str, object, Spec], tuple[QTensor, Tensor, Tensor]] = {}
 
-    @classmethod
-    def of(cls, b: Tensor, trial: Trial) -> "Right":
-        """Quantised once, for as many products as share it."""
-        q = trial.engine.quantize(b.contiguous(), trial.operands.b)
-        saturated, underflowed = lost_by_row(b, q)
-        return cls(q, (_mean(saturated), _mean(underflowed)))
+    def get(self, side: Literal["a", "b"], trial: Trial) -> tuple[QTensor, Tensor, Tensor]:
+        """(quantised, shares of each row that saturate, shares that vanish)."""
+        operand = self._problem.a if side == "a" else self._problem.b
+        spec = trial.operands.a if side == "a" else trial.operands.b
+        key = (side, id(trial.engine.quantize), spec)
+        if key not in self._made:
+            q = trial.engine.quantize(operand.contiguous(), spec)
+            self._made[key] = (q, *lost_by_row(operand, q))
+        return self._made[key]
 
 
 def _mean(values: Tensor) -> float:
@@ -210,43 +222,71 @@ def _mean(values: Tensor) -> float:
 
 
 def run_rows(
-    problem: Problem, trial: Trial, reference: Tensor, right: Right | None = None
+    problem: Problem, trial: Trial, reference: Tensor, quantized: Quantized | None = None
 ) -> tuple[RowErrors, tuple[float, float]]:
     """Errors of every row of the result, and the shares of b that saturate and vanish."""
-    right = right or Right.of(problem.b, trial)
-    qa = trial.engine.quantize(problem.a.contiguous(), trial.operands.a)
-    out = trial.engine.multiply(qa, right.q, trial.operands)
-    return RowErrors(*compare_rows(out, reference), *lost_by_row(problem.a, qa)), right.lost
+    quantized = quantized or Quantized(problem)
+    (qa, *lost), (qb, *of_b) = quantized.get("a", trial), quantized.get("b", trial)
+    out = trial.engine.multiply(qa, qb, trial.operands)
+    return RowErrors(*compare_rows(out, reference), *lost), (_mean(of_b[0]), _mean(of_b[1]))
 
 
 def summarise(rows: RowErrors, of_b: tuple[float, float]) -> Values:
     """The four numbers of one sample."""
-    size, error = float(rows.size.sum()), float(rows.error.sum())
-    l2 = math.sqrt(error / size) if size > 0 else (0.0 if error == 0 else math.inf)
-    saturated, underflowed = max(_mean(rows.saturated), of_b[0]), max(_mean(rows.underflowed), of_b[1])
-    return _mean(rows.mere), l2, saturated, underflowed
+    everything = torch.arange(rows.mere.numel(), device=rows.mere.device)[None]
+    return resample(rows, of_b, everything)[0]
+
+
+def resample(rows: RowErrors, of_b: tuple[float, float], index: Tensor) -> list[Values]:
+    """The four numbers of every sample of rows, [samples, rows] of indices, at once."""
+    size, error = rows.size[index].sum(1), rows.error[index].sum(1)
+    l2 = torch.where(size > 0, (error / size.clamp(min=1e-300)).sqrt(), torch.where(error == 0, 0.0, torch.inf))
+    saturated = rows.saturated[index].mean(1).clamp(min=of_b[0])
+    underflowed = rows.underflowed[index].mean(1).clamp(min=of_b[1])
+    table = torch.stack([rows.mere[index].mean(1), l2, saturated, underflowed], 1)
+    return [(row[0], row[1], row[2], row[3]) for row in table.tolist()]
 
 
 def measure_draws(
-    chunks: Iterable[Chunk], trials: Sequence[Trial], source: Source, generator: torch.Generator
+    chunks: Iterable[Chunk],
+    trials: Sequence[Trial],
+    source: Source,
+    generator: torch.Generator,
+    *,
+    samples: int = 100,
+    limit: float | None = None,
 ) -> list[DistributionError | str]:
-    """Every trial on the same draws; a reason instead of an error where there is none."""
+    """Every trial on the same draws; a reason instead of an error where there is none. With a limit it stops once every interval is on one side."""
     results: list[list[Values] | str] = [[] for _ in trials]
     weights: list[int] = []
-    rows = ROWS_PER_SAMPLE
     for number, chunk in enumerate(_drawn(chunks)):
-        reference = chunk.problem.reference()
+        if chunk.problem.gemm == "wgrad":
+            return measure_wgrad(chunk.problem, trials, samples, generator, source)
+        reference, quantized = chunk.problem.reference(), Quantized(chunk.problem)
         weights += [number] * chunk.samples
-        rows = WGRAD_ROWS if chunk.problem.gemm == "wgrad" else ROWS_PER_SAMPLE
-        for index, trial in enumerate(trials):
-            held = results[index]
+        index = torch.arange(chunk.problem.rows, device=reference.device)
+        index = index[: chunk.problem.rows // chunk.samples * chunk.samples].view(chunk.samples, -1)
+        for place, trial in enumerate(trials):
+            held = results[place]
             if isinstance(held, str):
                 continue
             try:
-                held += _run_chunk(chunk, trial, reference)
+                held += resample(*run_rows(chunk.problem, trial, reference, quantized), index)
             except Exception as error:  # a backend that fails is an answer, not the end of the others
-                results[index] = f"fails on {source} operands: {type(error).__name__}: {error}"
-    return [r if isinstance(r, str) else summarise_draws(r, weights, source, rows, generator) for r in results]
+                results[place] = f"fails on {source} operands: {type(error).__name__}: {error}"
+        if limit is not None and all(isinstance(r, str) or _decided(r, limit) for r in results):
+            break
+    return [
+        r if isinstance(r, str) else summarise_draws(r, weights, source, ROWS_PER_SAMPLE, generator) for r in results
+    ]
+
+
+def _decided(values: Sequence[Values], limit: float) -> bool:
+    """Whether more draws could hardly move the mean to the other side of the limit: four standard errors away, from enough draws."""
+    if len(values) < ENOUGH:
+        return False
+    errors = torch.tensor([value[0] for value in values], dtype=torch.float64)
+    return bool((errors.mean() - limit).abs() > 4 * errors.std() / math.sqrt(len(values)))
 
 
 def _drawn(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -257,72 +297,78 @@ def _drawn(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         raise _NothingLearnedError(f"cannot be drawn: {error}") from error
 
 
-def _run_chunk(chunk: Chunk, trial: Trial, reference: Tensor) -> list[Values]:
-    problem, count = chunk.problem, chunk.samples
-    if problem.gemm == "wgrad" or count == 1:
-        return [summarise(*run_rows(problem, trial, reference))]
-    height = problem.rows // count
-    parts = [slice(i * height, (i + 1) * height) for i in range(count)]
-    right = Right.of(problem.b, trial)
-    if trial.operands.a.block.rows == 1:  # rows do not share a scale: one product serves all samples
-        errors, of_b = run_rows(problem, trial, reference, right)
-        return [summarise(errors[part], of_b) for part in parts]
-    split = [(Problem(problem.gemm, problem.a[part], problem.b), reference[part]) for part in parts]
-    return [summarise(*run_rows(some, trial, expected, right)) for some, expected in split]
-
-
 def measure_rows(
     problem: Problem, trials: Sequence[Trial], samples: int, generator: torch.Generator
 ) -> list[DistributionError | str]:
     """Every trial on the kept rows, with the bootstrap over them."""
-    if problem.gemm == "wgrad" and problem.rows > MAX_WGRAD_ROWS:
-        chosen = torch.randperm(problem.rows, generator=generator)[:MAX_WGRAD_ROWS]
-        problem = problem.select(chosen.to(problem.a.device))
+    if problem.gemm == "wgrad":
+        if problem.rows > MAX_WGRAD_ROWS:
+            chosen = torch.randperm(problem.rows, generator=generator)[:MAX_WGRAD_ROWS]
+            problem = problem.select(chosen.to(problem.a.device))
+        return measure_wgrad(problem, trials, samples, generator, "rows")
     index = torch.randint(problem.rows, (samples, problem.rows), generator=generator).to(problem.a.device)
-    reference = problem.reference()
-    found: list[DistributionError | str] = []
-    for trial in trials:
-        try:
-            whole, of_b = run_rows(problem, trial, reference)
-            value = summarise(whole, of_b)
-            if not all(math.isfinite(v) for v in value[:2]):
-                found.append(not_finite("rows", value))
-                continue
-            if problem.gemm == "wgrad":
-                replicates = [_replicate_wgrad(problem.select(part), trial) for part in index]
-            elif trial.operands.a.block == TENSOR:
-                replicates = _replicate_tensorwise(problem, trial, reference, index)
-            else:
-                replicates = [summarise(whole[part], of_b) for part in index]
-        except Exception as error:  # a backend that fails is an answer, not the end of the others
-            found.append(f"fails on rows operands: {type(error).__name__}: {error}")
-            continue
-        bad = [r for r in replicates if not all(math.isfinite(v) for v in r)]
-        if bad:
-            found.append(not_finite("rows", bad[0]))
-            continue
-        intervals = [interval_of(v, [r[i] for r in replicates]) for i, v in enumerate(value)]
-        found.append(make_entry("rows", samples, problem.rows, intervals))
-    return found
+    reference, quantized = problem.reference(), Quantized(problem)
+
+    def replicate(trial: Trial) -> tuple[Values, list[Values]]:
+        errors, of_b = run_rows(problem, trial, reference, quantized)
+        return summarise(errors, of_b), resample(errors, of_b, index)
+
+    return [_measure_trial(trial, replicate, "rows", samples, problem.rows) for trial in trials]
 
 
-def _replicate_wgrad(problem: Problem, trial: Trial) -> Values:
-    return summarise(*run_rows(problem, trial, problem.reference()))
+def measure_wgrad(
+    problem: Problem, trials: Sequence[Trial], samples: int, generator: torch.Generator, source: Source
+) -> list[DistributionError | str]:
+    """A weight gradient sums over its rows: groups of them are resampled, each group's part of the sum computed once.
+
+    The product itself is the engine's; the parts that tell how much it varies are sums of the same quantised operands.
+    """
+    reference, quantized = problem.reference(), Quantized(problem)
+    groups = min(max(problem.rows // 2, 1), WGRAD_GROUPS)
+    index = torch.randint(groups, (samples, groups), generator=generator)
+    counts = torch.zeros(samples, groups).scatter_add_(1, index, torch.ones(samples, groups)).to(problem.a)
+    exact = _parts(problem.a, problem.b, groups).flatten(1)
+    sizes = _squares(counts, exact)
+    few = counts[:FEW_MERES]
+    references = (few @ exact).view(-1, *reference.shape)
+
+    def replicate(trial: Trial) -> tuple[Values, list[Values]]:
+        value = summarise(*run_rows(problem, trial, reference, quantized))
+        (qa, *_), (qb, *_) = quantized.get("a", trial), quantized.get("b", trial)
+        low = _parts(qa.dequantize(), qb.dequantize(), groups).flatten(1)
+        l2 = (_squares(counts, low - exact) / sizes).sqrt().tolist()
+        rows = compare_rows((few @ low).view(references.shape).flatten(0, 1), references.flatten(0, 1))[0]
+        mere = rows.view(len(few), -1).mean(1).tolist()
+        return value, [(mere[i % len(mere)], error, *value[2:]) for i, error in enumerate(l2)]
+
+    return [_measure_trial(trial, replicate, source, samples, problem.rows) for trial in trials]
 
 
-def _replicate_tensorwise(problem: Problem, trial: Trial, reference: Tensor, index: Tensor) -> list[Values]:
-    """Resamples under one scale for all their rows: it is that of the largest row among them, so few products serve them all."""
-    right = Right.of(problem.b, trial)
-    largest = problem.a.abs().nan_to_num(0.0, 0.0, 0.0).amax(1)
-    tops = largest[index].amax(1)
-    known: dict[float, tuple[RowErrors, tuple[float, float], Tensor]] = {}
-    replicates = []
-    for part, top in zip(index, tops.tolist(), strict=True):
-        if top not in known:
-            inside = (largest <= top).nonzero().flatten()
-            place = torch.full_like(largest, -1, dtype=torch.long)
-            place[inside] = torch.arange(inside.numel(), device=place.device)
-            known[top] = (*run_rows(problem.select(inside), trial, reference[inside], right), place)
-        errors, of_b, place = known[top]
-        replicates.append(summarise(errors[place[part]], of_b))
-    return replicates
+def _squares(counts: Tensor, parts: Tensor) -> Tensor:
+    """Squared norms of sums of parts, for many ways to count them, from the parts' Gram matrix."""
+    return ((counts @ (parts @ parts.T)) * counts).sum(1)
+
+
+def _parts(a: Tensor, b: Tensor, groups: int) -> Tensor:
+    """a b^T in parts, one for every group of contracted columns: [groups, rows of a, rows of b]."""
+    padding = -a.shape[1] % groups
+    a, b = (torch.nn.functional.pad(t.float(), (0, padding)).view(t.shape[0], groups, -1) for t in (a, b))
+    return torch.einsum("ngr,kgr->gnk", a, b)
+
+
+def _measure_trial(
+    trial: Trial,
+    replicate: Callable[[Trial], tuple[Values, list[Values]]],
+    source: Source,
+    samples: int,
+    rows: int,
+) -> DistributionError | str:
+    try:
+        value, replicates = replicate(trial)
+    except Exception as error:  # a backend that fails is an answer, not the end of the others
+        return f"fails on {source} operands: {type(error).__name__}: {error}"
+    bad = [r for r in (value, *replicates) if not all(math.isfinite(v) for v in r[:2])]
+    if bad:
+        return not_finite(source, bad[0])
+    intervals = [interval_of(v, [r[i] for r in replicates]) for i, v in enumerate(value)]
+    return make_entry(source, samples, rows, intervals)

@@ -113,6 +113,10 @@ class Gaussian:
         """Rows mu + L z, float32 [count, width]."""
         return self.mean + self.normals(count, generator)
 
+    def release(self) -> None:
+        """Forget the factor of the covariance; the next draw makes it again."""
+        self._factor = None
+
     def state_dict(self) -> dict[str, Tensor]:
         """Everything, as tensors."""
         state = {"count": self.count, "mean": self.mean, **self.scatter.tensors()}

@@ -121,6 +121,13 @@ class Learned:
             return self._examples
         return [weight] if weight.dim() == 2 else list(weight.unbind())
 
+    def release(self) -> None:
+        """Forget what can be computed again."""
+        for gaussian in self.gaussians.values():
+            gaussian.release()
+        if self.matrix_normal is not None:
+            self.matrix_normal.release()
+
     def describe(self) -> list[TensorStats]:
         """The statistics that have seen anything."""
         found = [self.statistics[role].finish(role) for role in self.statistics]

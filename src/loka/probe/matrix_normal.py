@@ -66,6 +66,10 @@ class Side:
         self.blocks *= factor
         self._root = None
 
+    def release(self) -> None:
+        """Forget the factors."""
+        self._root = None
+
     def _factor(self, samples: float) -> Tensor:
         shrunk = shrink(self.blocks.double(), samples)
         if self.padding:  # absent channels: a one on the diagonal keeps the block invertible and touches nothing else
@@ -176,6 +180,11 @@ class MatrixNormal:
         seen = float(self.snapshots)
         coloured = self.v.colour(z, self.v.root(self.n * seen))
         return self.mean + self.u.colour(coloured.T, self.u.root(self.k * seen)).T
+
+    def release(self) -> None:
+        """Forget the factors of U and V; the next draw makes them again."""
+        self.u.release()
+        self.v.release()
 
     def _tensors(self) -> dict[str, Tensor]:
         return {"mean": self._mean, "u": self.u.blocks, "v": self.v.blocks}

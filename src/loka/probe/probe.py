@@ -23,6 +23,7 @@ from loka.formats import Spec
 from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
 from loka.probe.observer import Observer
+from loka.probe.progress import telling
 from loka.probe.report import Report
 from loka.probe.survey import DEFAULT_RECIPES, MAX_ERROR, MAX_GRADIENT_ERROR, Settings, Survey
 from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site, capture_environment
@@ -57,7 +58,7 @@ class Probe(Observer):
         progress: Callable[[str, int, int], None] | None = None,
         **settings: Any,
     ) -> Report:
-        """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each.
+        """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each; without one a terminal shows a bar.
 
         `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
         `settings` are further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights, repeats, seconds, gate.
@@ -77,10 +78,12 @@ class Probe(Observer):
         total = self._flops or sum(flops.values()) + sum(part.flops for part in unseen) or 1
         units = sum(bool(watch.gemms) and watch.kept is None for watch in self._watches.values())
         sites = []
-        for number, watch in enumerate(self._watches.values()):
-            if progress is not None:
-                progress(watch.name, number, len(self._watches))
-            sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))
+        with telling(progress) as tell:
+            for number, watch in enumerate(self._watches.values()):
+                tell(watch.name, number, len(self._watches))
+                sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what the products took goes back to the device
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,

@@ -26,13 +26,15 @@ from loka.probe.watch import Watch
 from loka.records import Gemm, Source
 
 ROWS_PER_SAMPLE = 16  # of a drawn fprop or dgrad: 100 samples look at 1,600 rows
-WGRAD_ROWS = 128  # contracted rows of a drawn wgrad: one whole 1x128 group
+WGRAD_ROWS = 128  # contracted rows of a drawn wgrad, for each sample asked for: one whole 1x128 group
 MAX_WGRAD_ROWS = (
-    512  # of real ones: a gradient of few examples is mostly noise, and its relative error larger than a batch's
+    512  # at most: a gradient of few examples is mostly noise, and its relative error larger than a batch's
 )
 WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
-MIN_WEIGHTS = 5
-DRAWN_TOGETHER = 10  # samples of a wgrad: a draw has a fixed cost
+MIN_WEIGHTS, MAX_WEIGHTS = (
+    4,
+    8,
+)  # a weight costs a draw, a quantisation and a product for every candidate; rows are cheap
 MAX_OUTPUTS: dict[Gemm, int] = {
     "fprop": 256,
     "dgrad": 256,
@@ -130,15 +132,14 @@ def weight_of(watch: Watch) -> Tensor:
 def draw_chunks(
     watch: Watch, gemm: Gemm, source: Source, samples: int, generator: torch.Generator, outputs: Outputs | None = None
 ) -> Iterator[Chunk]:
-    """`samples` draws of a GEMM; weights are drawn anew as often as WEIGHT_FLOPS allows."""
+    """`samples` draws of a GEMM in few large products: all that share a weight together, and a wgrad in one, whose rows are resampled instead."""
     outputs = outputs or Outputs()
     if gemm == "wgrad":
-        for count in split_samples(samples, -(-samples // DRAWN_TOGETHER)):
-            x, dy = watch.draw_pair(source, count * WGRAD_ROWS, generator)
-            for left, right in zip(torch.split(dy, WGRAD_ROWS), torch.split(x, WGRAD_ROWS), strict=True):
-                yield Chunk(Problem(gemm, left.T.contiguous(), right.T.contiguous()).keep(outputs), 1)
+        x, dy = watch.draw_pair(source, min(samples * WGRAD_ROWS, MAX_WGRAD_ROWS), generator)
+        yield Chunk(Problem(gemm, dy.T.contiguous(), x.T.contiguous()).keep(outputs), 1)
         return
-    for count in split_samples(samples, count_weights(watch.n, watch.k, samples)):
+    weights = 1 if source == "copula" else count_weights(watch.n, watch.k, samples)
+    for count in split_samples(samples, weights):
         weight = weight_of(watch) if source == "copula" else watch.draw("w", source, watch.n, generator)
         a = watch.draw("x" if gemm == "fprop" else "dy", source, count * ROWS_PER_SAMPLE, generator)
         yield Chunk(Problem(gemm, a, weight if gemm == "fprop" else weight.T.contiguous()).keep(outputs), count)
@@ -147,7 +148,7 @@ def draw_chunks(
 def count_weights(n: int, k: int, samples: int) -> int:
     """How many weights are drawn for `samples` pairs: drawing one factors U and V and multiplies [N, N] by [N, K] by [K, K]."""
     affordable = int(WEIGHT_FLOPS / (2 * n * k * (n + k) + (n**3 + k**3) / 3))
-    return max(1, min(samples, max(affordable, MIN_WEIGHTS)))
+    return max(1, min(samples, MAX_WEIGHTS, max(affordable, MIN_WEIGHTS)))
 
 
 def split_samples(samples: int, parts: int) -> list[int]:

@@ -35,13 +35,24 @@ in squares; a loss nobody recognises needs `probe.step(loss)`; losses that are n
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from loka.dispatch import RECIPES, Operands
-from loka.formats import TENSOR, Spec, block_amax, dequantize, fake_quantize, quantize, scale_from_amax
+from loka.formats import (
+    E4M3,
+    E5M2,
+    SMALLEST_SCALE,
+    TENSOR,
+    Spec,
+    block_amax,
+    dequantize,
+    expand_scale,
+    quantize,
+    scale_from_amax,
+)
 from loka.records import GEMMS, Gemm, Interval
 
 __all__ = [
@@ -63,6 +74,7 @@ PROGRESS = 0.02  # d log(loss) / d log(noise of the gradient)
 MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 HEADROOM = 1.0  # of scales that are given: over the largest value seen before
 SURE = 1.96
+WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
 _STATIC = Operands.parse("e4m3:tensor:static", "e4m3:tensor", fast_accum=True)
 _DELAYED = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor", fast_accum=True)
@@ -151,6 +163,7 @@ class _Operands:
         if shown.dy is not None:
             self._plain["dy"] = shown.dy.float()
         self._made: dict[tuple[str, Spec], Tensor] = {}
+        self.kept: dict[str, Tensor] = {}  # products that several recipes share
 
     def plain(self, role: str) -> Tensor:
         found = self._plain[role]
@@ -167,13 +180,34 @@ class _Operands:
     def _round(self, role: str, spec: Spec) -> Tensor:
         plain = self.plain(role)
         if spec.block != TENSOR or role == "w":
-            return fake_quantize(plain, spec)
+            return round_trip(plain, spec)
         here = block_amax(plain, TENSOR)
         largest = _finite((self._shown.largest or {}).get(role, here), here)
         if spec.mode != "dynamic":
             largest = _finite((self._shown.before or {}).get(role, largest), largest) * HEADROOM
-        given = Spec(spec.format, spec.block, scale=spec.scale, mode="static")
-        return dequantize(quantize(plain, given, scale=scale_from_amax(largest, given)))
+        return round_trip(plain, spec, largest)
+
+
+def round_trip(x: Tensor, spec: Spec, largest: Tensor | None = None) -> Tensor:
+    """What x looks like after quantisation, as `loka.formats` has it, in few operations: a look has to be cheap.
+
+    Args:
+        x: float32.
+        spec: of an 8-bit float with float32 scales; anything else goes the long way.
+        largest: what the scale comes from where that is not x.
+
+    Returns:
+        float32 of the same shape.
+    """
+    if spec.format not in (E4M3, E5M2) or spec.scale != "f32" or spec.rounding != "nearest":
+        given = Spec(spec.format, spec.block, scale=spec.scale, mode="static", rounding=spec.rounding)
+        scale = None if largest is None else scale_from_amax(largest, given)
+        return dequantize(quantize(x, spec if scale is None else given, scale=scale))
+    amax = block_amax(x, spec.block) if largest is None else largest
+    scale = torch.where(amax > 0, (amax / spec.format.max).clamp(min=SMALLEST_SCALE), 1.0)
+    wide = expand_scale(scale, x.shape, spec.block)
+    limit = spec.format.max
+    return (x / wide).clamp(-limit, limit).to(spec.format.dtype).float() * wide
 
 
 def _finite(largest: Tensor, otherwise: Tensor) -> Tensor:
@@ -213,19 +247,24 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
             chosen = operands_of(recipe, gemm)
             if chosen is None:
                 continue
-            key = (gemm, Operands(chosen.a, chosen.b))
+            key = (gemm, Operands(_given(chosen.a), _given(chosen.b)))
             if key not in known:
-                known[key] = _MEASURES[gemm](operands, chosen, pulled, shown)
+                known[key] = _MEASURES[gemm](operands, key[1], pulled, shown)
             found[gemm, recipe] = known[key]
     return found
 
 
+def _given(spec: Spec) -> Spec:
+    """Static and delayed scales are both given: within a look they are the same."""
+    return spec if spec.mode == "dynamic" else replace(spec, mode="static")
+
+
 def _score_fprop(operands: _Operands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
     x, xq = operands.plain("x"), operands.low("x", chosen.a)
-    key = ("g(W^-W)", chosen.b)
-    if key not in operands._made:
-        operands._made[key] = _product(operands.plain("dy"), operands.low("w", chosen.b) - operands.plain("w"))
-    bent = operands._made[key]
+    key = f"bent {chosen.b}"
+    if key not in operands.kept:
+        operands.kept[key] = _product(operands.plain("dy"), operands.low("w", chosen.b) - operands.plain("w"))
+    bent = operands.kept[key]
     rows = ((xq - x) * (pulled + bent) + x * bent).sum(1)
     return _sums(_per_example(rows * (shown.examples / shown.loss), shown))
 
@@ -256,9 +295,11 @@ def _score_dgrad(operands: _Operands, chosen: Operands, pulled: Tensor, shown: S
 
 
 def _score_wgrad(operands: _Operands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
-    dy, x = operands.plain("dy"), operands.plain("x")
-    low = _product(operands.low("dy", chosen.a, transposed=True).T, operands.low("x", chosen.b, transposed=True))
-    return _sums(_lost(_product(dy.T, x), low).reshape(1))
+    every = max(1, -(-shown.weight.shape[0] // WGRAD_OUTPUTS))  # some of the rows of dW say what all of them would
+    if "exact" not in operands.kept:
+        operands.kept["exact"] = _product(operands.plain("dy")[:, ::every].T, operands.plain("x"))
+    dy, x = operands.low("dy", chosen.a, transposed=True), operands.low("x", chosen.b, transposed=True)
+    return _sums(_lost(operands.kept["exact"], _product(dy[:, ::every].T, x)).reshape(1))
 
 
 def _lost(exact: Tensor, low: Tensor) -> Tensor:

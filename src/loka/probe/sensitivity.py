@@ -14,7 +14,9 @@ hundredths of a percent is common.
 Log loss for a ranker: its relative change is that of NE too, since NE divides by a constant of the labels. Recall for a generative model. Any
 callable will do; the change is (low precision - high) / high, whichever direction is better.
 
-Forward only: fprop is replaced, gradients do not happen here.
+Forward only: fprop is replaced, gradients do not happen here. `swap` does the same for anything that can be switched on and off (`loka.probe.swapping`).
+
+A measured change vetoes: a site whose own swap may move the metric by more than its share of the margin is not called safe, whatever its score.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +28,24 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch import Operands, recipe_named
-from loka.metrics import compare_paired
+from loka.nn.wrapping import named_sites
 from loka.probe.engine import Engine
 from loka.probe.report import Report
-from loka.records import Interval
+from loka.probe.swapping import Swapped, Switchable, allow, compare_losses, swap
+from loka.records import GemmVerdict, Interval, ProbeReport, Site
+
+__all__ = [
+    "Swapped",
+    "Switchable",
+    "add_sensitivity",
+    "compare_losses",
+    "fake_quantized",
+    "fake_units",
+    "measure_sensitivity",
+    "measure_together",
+    "recipes_of",
+    "swap",
+]
 
 Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 SiteRecipes = Mapping[str, str]
@@ -38,7 +54,7 @@ SiteRecipes = Mapping[str, str]
 @contextmanager
 def fake_quantized(model: nn.Module, recipes: SiteRecipes, *, backend: str = "reference") -> Iterator[None]:
     """Inside, the named linears multiply in low precision, forward; recipes by site name."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_sites(model))
     engine = Engine.named(backend)
     with ExitStack() as stack:
         for site, recipe in recipes.items():
@@ -51,6 +67,36 @@ def fake_quantized(model: nn.Module, recipes: SiteRecipes, *, backend: str = "re
                 handle = module.register_forward_hook(_make_hook(engine, operands), with_kwargs=True)
                 stack.callback(handle.remove)
         yield
+
+
+def fake_units(model: nn.Module, recipes: SiteRecipes, *, backend: str = "reference") -> list[Switchable]:
+    """Units for `swap` that need no conversion: linears whose forward product is that of rounded operands while they are switched on.
+
+    Args:
+        model: any.
+        recipes: recipe by name of the linear.
+        backend: of scaled_mm.
+
+    Returns:
+        One unit per linear.
+
+    Raises:
+        ValueError: a name that is no nn.Linear of the model, or an unknown recipe.
+
+    Example:
+        >>> swap(model, fake_units(model, {"over.2": "rowwise", "over.4": "tensorwise"}), held_out, losses)
+    """
+    units = []
+    for site, recipe in recipes.items():
+        with fake_quantized(model, {site: recipe}, backend=backend):
+            pass  # refuses what cannot be done, now and not in the middle
+        stack = ExitStack()
+
+        def enable(stack: ExitStack = stack, site: str = site, recipe: str = recipe) -> None:
+            stack.enter_context(fake_quantized(model, {site: recipe}, backend=backend))
+
+        units.append(Switchable(site, enable, stack.close))
+    return units
 
 
 def _make_hook(engine: Engine, operands: Operands) -> Callable[..., Tensor]:
@@ -111,7 +157,7 @@ def measure_together(
 
 def recipes_of(report: Report, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """(every linear's best forward recipe, the safe ones'): the candidate with the smallest upper bound of its error."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_sites(model))
     best, safe = {}, {}
     for site in report.record.sites:
         candidate = report.best(site.name, "fprop")
@@ -132,10 +178,17 @@ def add_sensitivity(
     together: Interval | None = None,
     together_sites: Sequence[str] = (),
 ) -> Report:
-    """The report with what each site does to the end metric, and all safe ones together; `described` says what was measured, on what."""
+    """The report with what each site does to the end metric, and all safe ones together; `described` says what was measured, on what.
+
+    A change that may be more than a site's share of the margin makes its forward GEMM unsafe, and the reason says so.
+    """
     recipes = recipes or {}
     sites = [
-        msgspec.structs.replace(s, metric_change=found.get(s.name), metric_recipe=recipes.get(s.name))
+        _veto(
+            msgspec.structs.replace(s, metric_change=found.get(s.name), metric_recipe=recipes.get(s.name)),
+            report.record,
+            described,
+        )
         for s in report.record.sites
     ]
     return Report(
@@ -149,13 +202,21 @@ def add_sensitivity(
     )
 
 
-def compare_losses(candidate: Tensor, baseline: Tensor, groups: Tensor | None, *, seed: int = 0) -> Interval:
-    """Relative change of the mean with its 95 % interval."""
-    result = compare_paired(
-        candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True, seed=seed
-    )
-    value, low, high = (x / 100 for x in (result.estimate, result.low, result.high))
-    return Interval(value=value, low=min(low, value), high=max(high, value))
+def _veto(site: Site, record: ProbeReport, described: str) -> Site:
+    """The site with its forward verdict corrected by what was measured."""
+    if site.metric_change is None:
+        return site
+    judged = allow(site.metric_change, margin=record.margin, units=max(record.units, 1))
+    words = f"swapped in alone it changes {described} by {judged.text}"
+
+    def correct(verdict: GemmVerdict) -> GemmVerdict:
+        if verdict.gemm != "fprop":
+            return verdict
+        if judged.within:
+            return msgspec.structs.replace(verdict, reason=f"{verdict.reason}; {words}")
+        return msgspec.structs.replace(verdict, safety="unsafe", reason=f"{words}: vetoed; {verdict.reason}")
+
+    return msgspec.structs.replace(site, verdicts=[correct(verdict) for verdict in site.verdicts])
 
 
 def _spread(sites: Sequence[str] | SiteRecipes, recipe: str) -> dict[str, str]:

@@ -78,8 +78,8 @@ def _note(candidate: Candidate, note: str) -> Candidate:
 
 def _refuse(candidate: Candidate, reason: str) -> Candidate:
     """The candidate as one that was never measured: an error or a time of something wrong says nothing."""
-    bare = {"gemm": candidate.gemm, "recipe": candidate.recipe, "backend": candidate.backend}
-    return Candidate(**bare, a=candidate.a, b=candidate.b, refusal=reason)
+    c = candidate
+    return Candidate(gemm=c.gemm, recipe=c.recipe, backend=c.backend, a=c.a, b=c.b, refusal=reason)
 
 
 def _add(candidate: Candidate, timing: SiteTiming) -> Candidate:

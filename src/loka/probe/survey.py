@@ -76,6 +76,7 @@ class Survey:
             judged_on=settings.judged_on,
             seed=seed,
             gate=settings.gate,
+            limits={"fprop": settings.max_error},
         )
 
     def visit(self, watch: Watch, flops_share: float, *, units: int = 1) -> Site:
@@ -83,6 +84,8 @@ class Survey:
         gemms = watch.gemms if watch.reservoir.kept else []
         alarms = find_offsets(watch.reservoir.x) if watch.is_raw and watch.reservoir.kept else []
         candidates = [c for gemm in gemms for c in self._measure(watch, gemm)]
+        verdicts = self._judge(watch, candidates, units, alarms)
+        watch.release()
         return Site(
             name=watch.name,
             type=watch.type,
@@ -94,7 +97,7 @@ class Survey:
             gemms=watch.gemms,
             stats=watch.describe(),
             candidates=candidates,
-            verdicts=self._judge(watch, candidates, units, alarms),
+            verdicts=verdicts,
             covariance=watch.covariance_kind,
             groups=watch.groups,
             kept=watch.kept,

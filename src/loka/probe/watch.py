@@ -348,7 +348,7 @@ class Watch:
             self.unscored = UNKNOWN_LOSS
             return
         groups = look.x.shape[0] // look.together
-        wanted = max(1, min(ROWS, max(FEW, look.count // 2)) // look.together)
+        wanted = max(1, min(ROWS, max(FEW, look.count // 4)) // look.together)
         pick = torch.arange(look.x.shape[0], device=look.x.device).view(groups, look.together)
         rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
         shown = Shown(
@@ -376,6 +376,11 @@ class Watch:
         """Take the weight into its matrix normal."""
         if self.learned is not None and self.adapter.kind != "lookup":
             self.learned.snapshot(self.weight)
+
+    def release(self) -> None:
+        """Give back what only drawing needed: factors of covariances, as large as those themselves. They are made again when needed."""
+        if self.learned is not None:
+            self.learned.release()
 
     def describe(self) -> list[TensorStats]:
         """The statistics that have seen anything."""

@@ -7,7 +7,7 @@ where nothing could be timed it is kept for accuracy alone, and the plan says so
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -74,14 +74,7 @@ def make_offers(looked: Looked, *, margin: float, training: bool) -> Chosen:
         for name in unit.linears:
             if why := _refuse(looked.sites[name], _recipe_of(unit, training), margin, share, training):
                 unsafe[name] = why
-        for part in split_unit(unit, set(unsafe)):
-            recipe = _recipe_of(part, training)
-            harms = [
-                h for n in part.linears if (h := looked.sites[n].total_harm(recipe, training=training)) is not None
-            ]
-            harm = add_in_squares(harms) if harms else None
-            flops = sum(looked.sites[name].flops for name in part.linears) / total
-            offers.append(Offer(part, "chain", harm, flops, _explain(harm)))
+        offers += [_offer(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
         for name, why in unsafe.items():
             offer = _finer(looked.sites[name], margin, share, total, why, training)
             if offer is None:
@@ -89,6 +82,45 @@ def make_offers(looked: Looked, *, margin: float, training: bool) -> Chosen:
             else:
                 offers.append(offer)
     return Chosen(offers, kept)
+
+
+def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offer:
+    recipe = _recipe_of(unit, training)
+    harms = [looked.sites[name].total_harm(recipe, training=training) for name in unit.linears]
+    known = [harm for harm in harms if harm is not None]
+    harm = add_in_squares(known) if known else None
+    flops = sum(looked.sites[name].flops for name in unit.linears) / total
+    return Offer(unit, "chain", harm, flops, _explain(harm))
+
+
+def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
+    """A part of a chain that was offered, as an offer of its own.
+
+    Args:
+        offer: the chain.
+        unit: the part, from `split_unit`.
+        looked: what was seen.
+        training: gradients count too.
+
+    Returns:
+        The offer.
+    """
+    made = _offer(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
+    return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
+
+
+def predicted_harm(site: SiteLook, *, training: bool) -> float:
+    """What one scale for the tensor is predicted to cost at a linear.
+
+    Args:
+        site: what was seen there.
+        training: gradients count too.
+
+    Returns:
+        A relative change of the loss; 0 where nothing is known.
+    """
+    harm = site.total_harm("delayed" if training else "static", training=training)
+    return 0.0 if harm is None else harm.value
 
 
 def _recipe_of(unit: UnitPlan, training: bool) -> str:

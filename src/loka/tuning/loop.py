@@ -25,7 +25,7 @@ from loka.probe.score import MARGIN
 from loka.records import Interval, Plan, UnitEvidence, capture_environment
 from loka.records.tuning import TunedUnit, Tuning
 from loka.tuning import timing
-from loka.tuning.choosing import Chosen, Offer, make_offers, to_plan_parts
+from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_harm, split_unit, to_plan_parts
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import Looked, look
 from loka.tuning.progress import Progress
@@ -89,15 +89,13 @@ def tune(
     inner = unwrap(model)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
     session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
+    session.time_original()
     with ExitStack() as undo:
-        names = list(mods_room.CORE) if architecture else []
-        if names:
-            undo.callback(mods_room.revert, inner)
-            mods_room.apply(inner, [mods_room.parse(name) for name in names], example=task.example())
+        undo.callback(mods_room.revert, inner)
+        names = session.apply_mods(list(mods_room.CORE) if architecture else [])
         record = session.run(names)
-        if names:
-            undo.pop_all().close()
-        if record.plan.units or any(site.low_precision_share for site in record.plan.sites):
+        undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
+        if record.plan.units or names or any(site.low_precision_share for site in record.plan.sites):
             done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
             record = session.with_conversion(record, done)
     tuned = Tuned(model, record)
@@ -105,6 +103,10 @@ def tune(
         tuned.save(out)
     session.progress.finish(record.verdict)
     return tuned
+
+
+def _spell_mode(mode: str | None) -> str:
+    return "" if mode is None else " max-autotune"
 
 
 def _computing_type(model: nn.Module, autocast: Any) -> torch.dtype | None:
@@ -127,6 +129,32 @@ class _Session:
         self.evidence = Evidence(out, task.model, {"training": training, "margin": margin, "thorough": thorough})
         if self.evidence.resumed:
             self.notes.append("went on from evidence of an earlier call")
+
+    def time_original(self) -> None:
+        """Compile and capture the model as it is, before anything changes it."""
+        self.base: dict[str, timing.Run] = {}
+        if timing.can_time(self.task.device) is None:
+            with self.phase("compile 16 bits"):
+                for mode in self.modes:
+                    self.base[f"bf16{_spell_mode(mode)}"] = timing.whole_step(
+                        self.task, training=self.training, mode=mode
+                    )
+
+    @property
+    def modes(self) -> list[str | None]:
+        return [None, "max-autotune-no-cudagraphs"] if self.thorough else [None]
+
+    def apply_mods(self, asked: list[str]) -> list[str]:
+        """Rewrites of the layout that keep the function, and what was asked for; the names of those that changed something."""
+        names = [*asked, *mods_room.FREE]
+        done = mods_room.apply(self.task.model, [mods_room.parse(name) for name in names], example=self.task.example())
+        changed = {change.mod for change in done.summary.changed}
+        taken = [name for name in names if name in changed]
+        if taken != names:
+            mods_room.revert(self.task.model)
+            if taken:
+                mods_room.apply(self.task.model, [mods_room.parse(name) for name in taken], example=self.task.example())
+        return taken
 
     @property
     def left(self) -> float:
@@ -263,10 +291,23 @@ class _Session:
         while taken and together is not None and together.high > used:
             worst = max(taken, key=lambda o: alone[o.name].high)
             taken.remove(worst)
-            change = alone[worst.name]
-            chosen.kept.update(dict.fromkeys(worst.unit.linears, f"swapped in alone it moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], and all together exceeded {used:.3%}"))  # fmt: skip
+            for part in self.without_worst(worst, chosen, looked, alone, used):
+                alone[part.name] = self.swap([part], chosen, looked, base)
+                taken.append(part)
             together = self.swap(taken, chosen, looked, base) if taken else None
         return taken, alone, together, used
+
+    def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
+        """A chain without the linear that is predicted to cost most; nothing of a single one."""
+        change = alone[offer.name]
+        why = f"swapped in, {offer.name} moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], and all together exceeded {used:.3%}"
+        worst = max(offer.unit.linears, key=lambda name: predicted_harm(looked.sites[name], training=self.training))
+        chosen.kept[worst] = why
+        if offer.way != "chain" or len(offer.unit.links) == 1:
+            return []
+        parts = [part_of(offer, unit, looked, training=self.training) for unit in split_unit(offer.unit, {worst})]
+        chosen.offers[:] = [*(o for o in chosen.offers if o is not offer), *parts]
+        return parts
 
     def swap(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses) -> Interval:
         plan = self.make_plan(offers, chosen, looked, [], {}, {})
@@ -277,9 +318,9 @@ class _Session:
         """The whole step, compiled, beside compiled 16 bits; units are dropped until it is not slower."""
         if (why := timing.can_time(self.task.device)) is not None:
             return offers, {}, None, why
-        modes: list[str | None] = [None, "max-autotune-no-cudagraphs"] if self.thorough else [None]
-        base = {f"bf16{'' if m is None else ' max-autotune'}": timing.whole_step(self.task, training=self.training, mode=m) for m in modes}  # fmt: skip
-        taken = list(offers)
+        base, taken = dict(self.base), list(offers)
+        if mods:
+            base["bf16 layout"] = timing.whole_step(self.task, training=self.training, mode=None)
         for attempt in range(3):
             if not taken:
                 break
@@ -287,30 +328,31 @@ class _Session:
                 if not self.training:
                     self._freeze()
                 runs = dict(base)
-                for m in modes:
-                    runs[f"loka{'' if m is None else ' max-autotune'}"] = timing.whole_step(
-                        self.task, training=self.training, mode=m
-                    )
+                for mode in self.modes:
+                    runs[f"loka{_spell_mode(mode)}"] = timing.whole_step(self.task, training=self.training, mode=mode)
                 times = timing.time_in_turns(runs)
             medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-            best = min((n for n in medians if n.startswith("bf16")), key=medians.__getitem__)
-            mine = min((n for n in medians if n.startswith("loka")), key=medians.__getitem__)
-            speedup = timing.compare(times, mine, best)
-            if speedup.low >= 1.0 or (attempt == 0 and speedup.value >= 1.0):
-                return taken, medians, speedup, None
-            if self.left < 0.2 * self.budget or len(taken) == 1:
+            best, mine = (
+                min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka")
+            )
+            original = min((n for n in self.base), key=medians.__getitem__)
+            if timing.compare(times, mine, best).value >= 1.0:
+                return taken, medians, timing.compare(times, mine, original), None
+            if self.left < 0.2 * self.budget or len(taken) == 1 or attempt == 2:
                 break
             slowest = min(taken, key=lambda o: speeds[o.name].value if o.name in speeds else 1.0)
             taken.remove(slowest)
-            chosen.kept.update(dict.fromkeys(slowest.unit.linears, f"the whole step was {speedup.value:.2f}x with it"))
-        note = (
-            "nothing was faster than compiled 16 bits as a whole step, so nothing is converted"
-            if offers
-            else "no unit is both safe and fast"
-        )
+            why = f"the whole step was {timing.compare(times, mine, best).value:.2f}x of 16 bits with it"
+            chosen.kept.update(dict.fromkeys(slowest.unit.linears, why))
+        note = "FP8 was not faster than compiled 16 bits as a whole step" if offers else "no unit is both safe and fast"
         for offer in taken:
             chosen.kept.update(dict.fromkeys(offer.unit.linears, note))
-        return [], {}, None, note
+        if not mods:
+            return [], {}, None, f"{note}: nothing is converted"
+        times = timing.time_in_turns(base)
+        medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+        speedup = timing.compare(times, "bf16 layout", min(self.base, key=medians.__getitem__))
+        return [], medians, speedup, None
 
     def _freeze(self) -> None:
         from loka.placing import freeze_model
@@ -345,7 +387,9 @@ class _Session:
         rows = []
         for o in chosen.offers:
             reason = o.reason if o.name in taken else chosen.kept.get(o.unit.linears[0], "not taken")
-            alarms = [a.text for name in o.unit.linears for a in looked.sites[name].alarms]
+            alarms = (
+                [] if o.name in taken else [a.text for name in o.unit.linears for a in looked.sites[name].alarms[:1]]
+            )
             rows.append(
                 TunedUnit(
                     name=o.name, linears=o.unit.linears, way=o.way if o.name in taken else "high", flops_share=o.flops_share, reason=reason,
@@ -357,7 +401,7 @@ class _Session:
         for name, why in chosen.kept.items():
             if name not in offered:
                 site = looked.sites[name]
-                rows.append(TunedUnit(name=name, linears=[name], way="high", flops_share=site.flops / total, reason=why, alarms=[a.text for a in site.alarms]))  # fmt: skip
+                rows.append(TunedUnit(name=name, linears=[name], way="high", flops_share=site.flops / total, reason=why, alarms=[a.text for a in site.alarms[:2]]))  # fmt: skip
         return rows
 
     def with_conversion(self, record: Tuning, done: Any) -> Tuning:

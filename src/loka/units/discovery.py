@@ -8,7 +8,7 @@ One execution is no proof: a model that takes another path on other data may use
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from loka.kernels.activation import LEAK
+from loka.lowp.chain import is_watched
 from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
-from loka.nn.wrapping import named_sites, unwrap
+from loka.nn.wrapping import named_sites, plain_name, unwrap
 from loka.records.unit import GradientScales, LinkPlan, UnitPlan
 from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
 
@@ -109,9 +110,18 @@ def discover(
         flow = record(inner, example, training=training)
         if isinstance(flow, Unknown):
             raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
-        searches.append(_Search(inner, flow, serving, narrow, module_filter_fn))
+        searches.append(_Search(inner, _with_plain_names(flow), serving, narrow, module_filter_fn))
     asked = _Asked(serving, linears, gradient)
     return searches[0].run(searches[1:], asked)
+
+
+def _with_plain_names(flow: Flow) -> Flow:
+    """A flow whose names are those of the plain model, where a block is compiled or checkpointed on its own."""
+    calls = [
+        replace(call, site=None if call.site is None else plain_name(call.site), inside=plain_name(call.inside))
+        for call in flow.calls
+    ]
+    return replace(flow, calls=calls, outside_reads=frozenset(plain_name(name) for name in flow.outside_reads))
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ class _Search:
         self.flow, self.serving, self.narrow, self.keep = flow, serving, narrow, keep
         self.modules = dict(named_sites(model))
         self.prediction = frozenset(prediction_linears(flow))
+        self.watched = [name for name, module in self.modules.items() if module._modules and is_watched(module)]
         self.calls: dict[str, list[Call]] = {}
         self.readers: dict[int, list[Call]] = {}
         for call in flow.calls:
@@ -161,7 +172,9 @@ class _Search:
             if single and not 0 < asked.linears <= min(links[0].k, links[0].n):
                 self.found.alone[call.site] = f"stands alone: {end}"
             else:
-                bounded = self._is_bounded(call)
+                bounded = self._is_bounded(call) and all(
+                    other._is_bounded(theirs) for other in others for theirs in other.calls.get(call.site, [])
+                )
                 self.found.units.append(_unit(links, bounded, self._find_around(links, bounded), asked))
                 self.found.ends[links[-1].linear] = end
         return self.found
@@ -202,6 +215,8 @@ class _Search:
             return "it shares its weight"
         if {f"{site}.weight", f"{site}.bias"} & self.flow.outside_reads:
             return "its weight is read elsewhere too"
+        if is_watched(module):
+            return "it has hooks that would see other tensors"
         if min(module.in_features, module.out_features) < self.narrow:
             return f"{module.in_features} x {module.out_features}: narrower than {self.narrow}"
         return None
@@ -231,6 +246,8 @@ class _Search:
             if len(readers) != 1 or readers[0].inputs.count(value) != 1:
                 return state.link(), None, f"its output is read by {len(readers)} operations"
             reader = readers[0]
+            if watched := self._watched_between(call, reader):
+                return state.link(), None, f"{watched} has hooks that would see other tensors"
             if reader.site is not None and reader.linear and reader.inputs == (value,):
                 if why := self._refuse(reader.site):
                     return state.link(), None, f"{reader.site}: {why}"
@@ -245,17 +262,33 @@ class _Search:
         if len(reader.outputs) != 1:
             return f"{where} stands behind it"
         if reader.site is None:
-            return (
-                state.take_function(reader, self.modules) if reader.inputs == (value,) else f"{where} stands behind it"
-            )
+            if reader.inputs != (value,):
+                return f"{where} stands behind it"
+            same = [
+                call
+                for call in self.flow.calls
+                if call.site is None and (call.op, call.inside) == (reader.op, reader.inside)
+            ]
+            return state.take_function(reader, self.modules, len(same) - 1)
         module = self.modules[reader.site]
         if reader.inputs != (value,) or len(self.calls[reader.site]) != 1:
             return f"{where} is used more than once"
-        if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)):
+        if is_watched(module):
             return f"{where} has hooks that would see other tensors"
         if getattr(module, PROTECTED, None):
             return f"{where} is protected"
         return state.take(reader.site, module, serving=self.serving)
+
+    def _watched_between(self, call: Call, reader: Call) -> str | None:
+        """A module with hooks that holds one of two calls and not the other: what it takes or gives would be inside of the chain."""
+        for name in self.watched:
+            inside = [
+                f"{at}.".startswith(f"{name}.") or not name
+                for at in (call.site or call.inside, reader.site or reader.inside)
+            ]
+            if inside[0] != inside[1]:
+                return name
+        return None
 
     def _find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
         """The layer whose interactions can be fused around a chain."""
@@ -303,12 +336,12 @@ class _Following:
         elif isinstance(module, nn.Dropout):
             if module.p > 0 and not serving:
                 return f"{site} is a dropout with p {module.p:g}, which must be drawn in training"
-        elif (kind := _norm_kind(module, self.linear.out_features)) is not None:
+        elif (kind := norm_kind(module, self.linear.out_features)) is not None:
             if self.norm != "none" or self.activation != "none":
                 return f"{site} normalises after {'another norm' if self.norm != 'none' else 'an activation'}"
             self.norm, self.norm_site = kind, site
-            self.eps = float(getattr(module, "eps", None) or torch.finfo(torch.float32).eps)
-        elif (activation := _activation_of(module)) is not None and self.activation == "none":
+            self.eps = norm_eps(module)
+        elif (activation := activation_of(module)) is not None and self.activation == "none":
             self.activation = activation
             self.slope = float(getattr(module, "negative_slope", LEAK))
             if self.norm in ("layer", "rms") and self.slope != LEAK:
@@ -318,13 +351,15 @@ class _Following:
         self.passed.append(site)
         return None
 
-    def take_function(self, reader: Call, modules: dict[str, nn.Module]) -> str | None:
-        """An activation that is a function in an attribute of the module that calls it."""
+    def take_function(self, reader: Call, modules: dict[str, nn.Module], again: int) -> str | None:
+        """An activation that is a function in an attribute of the module that calls it; `again`: how often it is called elsewhere in that module."""
         known = _FUNCTIONS.get(reader.op)
         owner = modules.get(reader.inside)
         if known is None or owner is None or self.activation != "none":
             return f"{reader.op} in {reader.inside or 'the model'} stands behind it"
         names = [name for name, value in vars(owner).items() if any(value is function for function in known[1])]
+        if again:
+            return f"{reader.op} in {reader.inside or 'the model'} is called {again + 1} times"
         if len(names) != 1:
             return (
                 f"{reader.op} in {reader.inside or 'the model'} is called as a function, which cannot be taken along; "
@@ -349,13 +384,23 @@ def _as_last(link: LinkPlan) -> LinkPlan:
     return link
 
 
-def _activation_of(module: nn.Module) -> str | None:
+def activation_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return ACTIVATIONS.get(type(module))
 
 
-def _norm_kind(module: nn.Module, width: int) -> str | None:
+def function_name(function: Any) -> str | None:
+    """The kernels' name of an activation that is a plain function; None for any other."""
+    return next((name for name, known in _FUNCTIONS.values() if any(function is one for one in known)), None)
+
+
+def norm_eps(module: nn.Module) -> float:
+    """What a norm adds before it divides; RMSNorm's default is the smallest difference of float32."""
+    return float(getattr(module, "eps", None) or torch.finfo(torch.float32).eps)
+
+
+def norm_kind(module: nn.Module, width: int) -> str | None:
     """The kernels' name of a norm over the last dimension; None for other modules and norms they do not know."""
     if isinstance(module, BlockNorm):
         fits = module.block == min(BLOCK, module.width) and module.eps == EPS

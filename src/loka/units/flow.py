@@ -228,9 +228,9 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
     try:
         with undisturbed(model), recorder.watching(training), torch.no_grad():
             result = recorder.run_without_storage() if ghost else call_model(model, example)
+            return recorder.finish(result)  # in here: what a forward keeps in attributes is still there
     except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so
         return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
-    return recorder.finish(result)
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
     def finish(self, result: Any) -> Flow:
-        self._flow.results = frozenset(self._value(t) for t in tensors_in(result))
+        kept = [
+            value for module in self._model.modules() for value in vars(module).values()
+        ]  # for a loss that reads it later
+        known = [t for t in tensors_in(kept) if id(t) in self._values]
+        self._flow.results = frozenset(self._value(t) for t in (*tensors_in(result), *known))
         self._flow.outside_reads = frozenset(self._outside)
         return self._flow
 

@@ -4,12 +4,13 @@ from typing import cast
 
 from torch import nn
 
-from loka.lowp.chain import Chain, Part
+from loka.lowp.chain import Chain, Part, is_watched
 from loka.lowp.chain_function import ChainPrecision, Link
-from loka.lowp.interaction import place_interaction
+from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, UnitPlan
+from loka.units.discovery import activation_of, function_name, norm_eps, norm_kind
 
 __all__ = ["build_chain", "place", "refuse_unit"]
 
@@ -26,8 +27,11 @@ def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
     """
     modules = dict(named_sites(model))
     problems = [problem for link in unit.links for problem in _refuse_link(modules, link)]
-    if unit.around is not None and unit.around not in modules:
-        problems.append(f"{unit.around}: the model has no such module")
+    if unit.around is not None:
+        problems += _refuse_around(modules, unit)
+    last = unit.links[-1]
+    if last.norm in ("layer", "rms"):
+        problems.append(f"{last.linear}: the last linear of a unit, whose {last.norm} norm runs outside of it")
     kinds = {id(modules[name]) for name in unit.linears if name in modules}
     if len(kinds) < len([name for name in unit.linears if name in modules]):
         problems.append(f"{unit.name}: two of its linears are one module")
@@ -51,11 +55,51 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
         *(f.partition(":")[0] for f in link.functions),
     ]
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
+    if is_watched(linear):
+        problems.append(f"{link.linear}: has hooks that would see other tensors; hint: remove them first")
+    return problems or _refuse_behind(modules, link, linear)
+
+
+def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Linear) -> list[str]:
+    """What stands behind the linear must be what the plan runs in its place."""
+    problems, found = [], {"norm": "none", "activation": "none"}
+    for name in link.passed:
+        module = modules[name]
+        if is_watched(module):
+            problems.append(f"{name}: has hooks that would see other tensors; hint: remove them first")
+        if (norm := norm_kind(module, linear.out_features)) is not None:
+            found["norm"] = norm
+            eps = norm_eps(module)
+            if name != link.norm_site or (norm != "block" and eps != link.eps):
+                problems.append(
+                    f"{name}: a {norm} norm with eps {eps:g}, the plan has {link.norm_site or 'none'} with eps {link.eps:g}"
+                )
+        elif (activation := activation_of(module)) is not None:
+            found["activation"] = activation
+            slope = getattr(module, "negative_slope", link.slope)
+            if slope != link.slope:
+                problems.append(f"{name}: has slope {slope:g}, the plan {link.slope:g}")
+        elif not isinstance(module, (nn.Identity, nn.Dropout)):
+            problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
     for function in link.functions:
         owner, _, attribute = function.partition(":")
-        if owner in modules and not callable(getattr(modules[owner], attribute, None)):
-            problems.append(f"{owner}: has no function {attribute!r}")
+        value = getattr(modules[owner], attribute, None)
+        if (activation := function_name(value)) is None:
+            problems.append(f"{owner}: {attribute!r} is no activation function a chain knows")
+        else:
+            found["activation"] = activation
+    for what, name in found.items():
+        if name != getattr(link, what) and not problems:
+            problems.append(f"{link.linear}: the model has {what} {name} behind it, the plan {getattr(link, what)}")
     return problems
+
+
+def _refuse_around(modules: dict[str, nn.Module], unit: UnitPlan) -> list[str]:
+    if unit.around not in modules:
+        return [f"{unit.around}: the model has no such module"]
+    linears = [modules[name] for name in unit.linears if name in modules]
+    reason = refuse_interaction(modules[unit.around], linears, bounded_input=unit.bounded_input)
+    return [] if reason is None else [f"{unit.around}: its interactions cannot be fused: {reason}"]
 
 
 def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec
+from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.fused_linear.call import (
     NORM_BLOCK,
     NORMALIZED,
     NORMALIZED_SCALE,
-    SLOPE,
     DgradCall,
     DgradResult,
     FusedCall,

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, TENSOR, QTensor, Spec
+from loka.kernels.activation import LEAK as SLOPE
+from loka.kernels.activation import check_activation
 
-# The place in this tuple is the kernels' number for the activation (`loka.kernels.tile.activate`).
-ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
-SLOPE = 0.01  # of leaky_relu below zero, torch's default
 NORM_BLOCK = 256
 NORM_EPS = 1e-6
 # After BlockNorm the mean square of a block is 1, so no value exceeds sqrt(256) = 16: a static scale of 1/16 (largest value 28) cannot saturate.
@@ -182,8 +181,7 @@ def check_options(norm_block: int, activation: str, slope: float = SLOPE) -> Non
         raise ValueError(
             f"the norm block is {NORM_BLOCK} (or 0 for none), got {norm_block}; it is part of the model's definition"
         )
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    check_activation(activation)
     if not 0 <= slope <= 1:
         raise ValueError(
             f"leaky_relu's slope is between 0 and 1, got {slope}: outside, |y| <= |z| fails and the sign of y does not tell that of z"

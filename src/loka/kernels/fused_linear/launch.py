@@ -5,8 +5,8 @@
     time  = start + sum over waves of (steps * max(multiply, load) + epilogue)
 
     multiply   bm * bn * bk products at the rate of one multiprocessor's tensor cores
-    load       (bm + bn) * bk bytes at the rate one multiprocessor reads the L2 cache: less where rows of the operands (K bytes) start within a sector of 32 bytes,
-               more where two programs share a multiprocessor
+    load       (bm + bn) * bk bytes at the rate one multiprocessor reads the L2 cache: higher with more bytes in flight (stages, programs that share it), lower where
+               rows of the operands (K bytes) start within a sector of 32 bytes
     epilogue   bm * bn elements; more where a transpose or z is written too
 
 What decides in practice is the last wave: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which leaves most of them idle, while 336 tiles of
@@ -34,13 +34,14 @@ _SPLITS = (2, 3, 4, 6, 8, 16)
 
 # Fitted to an H200 (benchmarks/fused_linear_sweep.py), in microseconds on one multiprocessor; the model is within 10 % of what was measured.
 _MULTIPLY = 1 / 6.1e6  # a product and sum of FP8 numbers
-_LOAD = {1: 1 / 85e3, 2: 1 / 102e3}  # a byte from the L2 cache, by programs on the multiprocessor
-_LOAD_ASTRIDE = 1 / 61e3  # the same where rows do not start at whole sectors
+_RATE, _RATE_IN_FLIGHT = 60e3, 0.24  # bytes from the L2 cache: with little in flight, and more for each byte in flight
+_RATE_ASTRIDE = 62e3  # where rows do not start at whole sectors
 _WAVE, _ELEMENT = 0.5, 0.72 / 32768  # of the epilogue: each, and an element of the tile
 _ALSO = 1.2 / 32768  # an element that is written once more
 _START = 3.3
-_FINISH = 2.2  # start of the second kernel
-_PARTIAL = 1 / 3e6  # a byte of partial sums written and read, by the whole chip
+_FINISH = 2.1  # the second kernel's start, and each part that it adds
+_PART = 0.57
+_PARTIAL = 1 / 2.8e6  # a byte of partial sums written and read, by the whole chip
 
 
 @dataclass(frozen=True)
@@ -112,18 +113,20 @@ class Work:
     norm: bool = False
     grouped: bool = False  # output scales per 1x128
     doubled: bool = False  # scales per 128 along K need a second accumulator
-    whole: bool = False  # cannot be finished by a second kernel
+    whole: bool = False  # a step of backward: cannot be finished by a second kernel, and reads z
+    astride: bool = False  # rows of the operands start within sectors of 32 bytes
 
 
 def work_of(call: FusedCall | DgradCall) -> Work:
-    """A call without its types."""
+    """A call without its types, its operands stored without gaps."""
     if isinstance(call, DgradCall):
-        return Work(call.m, call.k, call.n, 1, call.z_bytes, True, whole=True)
+        return Work(call.m, call.k, call.n, 1, call.z_bytes, True, whole=True, astride=call.k % 32 != 0)
     form = kept_form(call.norm_block, call.activation, call.out) if call.keep else "nothing"
     grouped = isinstance(call.out, Spec) and call.out.block == _GROUP
     return Work(
         call.m, call.k, call.n, 1 if isinstance(call.out, Spec) else call.out.itemsize, _KEPT_BYTES[form], call.transpose,
         call.norm_block > 0, grouped, _GROUP in (call.a.block, call.b.block) or call.b.block == _SQUARE,
+        astride=call.k % 32 != 0,
     )  # fmt: skip
 
 
@@ -153,28 +156,29 @@ def rank(work: Work, properties: Properties) -> tuple[Launch, ...]:
 
 def _tiles(work: Work, properties: Properties) -> list[Launch]:
     """Tiles worth trying, whole and split, each with as many stages as fit, up to what helps."""
-    if work.doubled:  # a second accumulator: half the tile
-        shapes = [(64, 256, 8, 1), (128, 128, 8, 1), (64, 128, 4, 2), (64, 64, 4, 2)]
-    else:
-        shapes = [
-            (128, 256, 8, 1), (256, 128, 8, 1), (128, 128, 4, 1), (128, 128, 8, 1), (64, 256, 4, 1), (64, 128, 4, 1), (64, 128, 4, 2),
-            (128, 64, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2),
-        ]  # fmt: skip
     launches = []
-    for bm, bn, warps, resident in shapes:
+    for bm, bn, warps, resident in _shapes(work):
         rest = -(-work.m // bm) * -(-work.n // bn) % (properties.processors * resident)
+        few = rest * 2 <= 2 * properties.processors and resident == 1
         splits = [
-            split
-            for split in _SPLITS
-            if resident == 1 and 256 * split <= work.k and rest * split <= 2 * properties.processors
+            split for split in _SPLITS if few and 256 * split <= work.k and rest * split <= 2 * properties.processors
         ]
         for split in (1, *splits):
             launch = Launch(bm, bn, 128, warps, 2, 8, resident, split)
             room = properties.shared_memory // resident - _RESERVED - waiting_bytes(launch, work)
-            stages = min(room // ((bm + bn) * 128), 4 if bm * bn >= 16384 else 6)
-            if stages >= 2:
+            most = 6 if bm * bn < 16384 else 3 if bm * bn > 16384 and work.astride else 4
+            stages = min(room // ((bm + bn) * 128), most)
+            if stages >= (2 if split == 1 else 3):
                 launches.append(replace(launch, stages=stages))
     return launches
+
+
+def _shapes(work: Work) -> list[tuple[int, int, int, int]]:
+    """(bm, bn, warps, resident). A second accumulator halves the tile; an epilogue that writes a transpose wants registers, and rows that lie in few warps."""
+    if work.doubled:
+        return [(64, 256, 8, 1), (128, 128, 8, 1), (64, 128, 4, 2), (64, 64, 4, 2), (64, 128, 4, 1)]
+    common = [(128, 256, 8, 1), (64, 256, 4, 1), (64, 128, 4, 1), (64, 128, 4, 2), (64, 64, 4, 1), (64, 64, 4, 2)]
+    return [*common, (128, 128, 8, 1)] if work.transpose else [*common, (256, 128, 8, 1), (128, 128, 4, 1)]
 
 
 def stored_width(launch: Launch, grouped: bool) -> int:
@@ -232,8 +236,8 @@ def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
     steps, tiles = -(-work.k // launch.bk), _count(launch, work)
     waves, rest = divmod(tiles, slots)
     area = launch.bm * launch.bn
-    also = work.transpose + (0 if work.whole else work.kept > 0) + (work.out > 1)
-    epilogue = area * (_ELEMENT + also * _ALSO)
+    also = work.transpose + (1.5 if work.whole else work.kept > 0) + (work.out > 1)
+    epilogue = area * (_ELEMENT + also * _ALSO) * (1.3 if launch.bm == 256 else 1.0)
 
     def wave(programs: int, steps: int, epilogue: float) -> float:
         sharing = min(launch.resident, -(-programs // properties.processors))
@@ -245,11 +249,12 @@ def predicted_time(launch: Launch, work: Work, properties: Properties) -> float:
     parts, left = divmod(rest * launch.split, slots)
     share = -(-steps // launch.split)
     time += parts * wave(slots, share, area * _ALSO) + (wave(left, share, area * _ALSO) if left else 0)
-    return time + _FINISH + 4 * area * rest * launch.split * _PARTIAL
+    return time + _FINISH + launch.split * (_PART + 4 * area * rest * _PARTIAL)
 
 
 def _step(launch: Launch, work: Work, sharing: int) -> float:
     """One step along K of the programs that share a multiprocessor."""
     multiply = launch.bm * launch.bn * launch.bk * _MULTIPLY * (2 if work.doubled else 1)
-    load = _LOAD_ASTRIDE if work.k % 32 else _LOAD[min(sharing, 2)]
-    return sharing * max(multiply, (launch.bm + launch.bn) * launch.bk * load)
+    loaded = (launch.bm + launch.bn) * launch.bk
+    rate = _RATE_ASTRIDE if work.astride else _RATE + _RATE_IN_FLIGHT * sharing * launch.stages * loaded
+    return sharing * max(multiply, loaded / rate)

@@ -12,21 +12,18 @@ Backward sees z as it was kept (`call.kept_form`): rounded to E4M3 with the stat
 scale where there is none and the output is E4M3; as y itself where the derivative follows from it; to bf16 where the output has 16 bits.
 """
 
-import math
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loka.formats import QTensor, Spec, block_amax, quantize
 from loka.formats.spec import TENSOR
+from loka.kernels.activation import LEAK as SLOPE
+from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.fused_linear.call import (
     NORM_EPS,
     NORMALIZED,
     NORMALIZED_SCALE,
-    SLOPE,
     DgradCall,
     DgradResult,
     FusedCall,
@@ -50,48 +47,6 @@ def _block_mean(x: Tensor, block: int) -> Tensor:
     """Mean over each block of columns, repeated to x's width; the tail over its own width."""
     parts = torch.split(x, block, dim=1)
     return torch.cat([part.mean(1, keepdim=True).expand(-1, part.shape[1]) for part in parts], 1)
-
-
-def apply_activation(z: Tensor, activation: str, slope: float = SLOPE) -> Tensor:
-    """The activations of the fused layer."""
-    if activation == "none":
-        return z.clone()
-    if activation == "leaky_relu":
-        return F.leaky_relu(z, slope)
-    if activation == "gelu_tanh":
-        return F.gelu(z, approximate="tanh")
-    table: dict[str, Callable[[Tensor], Tensor]] = {
-        "relu": F.relu, "silu": F.silu, "hard_swish": F.hardswish, "gelu": F.gelu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    }  # fmt: skip
-    return table[activation](z)
-
-
-def activation_slope(z: Tensor, activation: str, slope: float = SLOPE, *, from_output: bool = False) -> Tensor:
-    """Derivative in closed form (torch.compile cannot trace a call of autograd), with torch's convention at the kinks.
-
-    `from_output`: z is y already, for tanh and sigmoid.
-    """
-    if activation in ("relu", "leaky_relu"):
-        return torch.where(z > 0, 1.0, 0.0 if activation == "relu" else slope).to(z.dtype)
-    if activation == "silu":
-        s = torch.sigmoid(z)
-        return s * (1 + z * (1 - s))
-    if activation == "hard_swish":
-        return torch.where(z <= -3, 0.0, torch.where(z < 3, z / 3 + 0.5, 1.0)).to(z.dtype)
-    if activation == "gelu":
-        density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        return 0.5 + 0.5 * torch.erf(z / math.sqrt(2)) + z * density
-    if activation == "gelu_tanh":
-        root = math.sqrt(8 / math.pi)  # tanh(u) = 2 sigmoid(2u) - 1
-        s = torch.sigmoid(root * z * (1 + 0.044715 * z * z))
-        return s * (1 + z * (1 - s) * root * (1 + 3 * 0.044715 * z * z))
-    if activation == "tanh":
-        y = z if from_output else torch.tanh(z)
-        return 1 - y * y
-    if activation == "sigmoid":
-        y = z if from_output else torch.sigmoid(z)
-        return y * (1 - y)
-    return torch.ones_like(z)
 
 
 def run(
@@ -121,7 +76,7 @@ def run(
         z, rstd = p * spread, spread[:, ::norm_block].contiguous()
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(z, TENSOR).reshape(amax.shape)))
-    y = apply_activation(z, activation, slope)
+    y = activate(z, activation, slope)
     form = kept_form(norm_block, activation, out) if keep else "nothing"
     rstd = rstd if keep else None
     if not isinstance(out, Spec):

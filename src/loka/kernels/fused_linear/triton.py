@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.activation import ACTIVATIONS
+from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.backend import Verdict, no
 from loka.kernels.fused_linear.call import (
-    ACTIVATIONS,
     NORMALIZED,
     NORMALIZED_SCALE,
-    SLOPE,
     DgradCall,
     DgradResult,
     FusedCall,

@@ -15,7 +15,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.fused_linear.launch import Work, properties_of
 from loka.kernels.fused_linear.triton_gradient_kernels import slope_of
-from loka.kernels.fused_linear.triton_kernels import accumulate, aligned, halves, launch_for, raise_amax, scalar_scales
+from loka.kernels.fused_linear.triton_kernels import (
+    accumulate,
+    aligned,
+    astride,
+    halves,
+    late,
+    launch_for,
+    number_at,
+    raise_amax,
+)
 from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
 from loka.kernels.tile import INTERPRETED, inverse, tile_order, to_fp8
 
@@ -61,23 +70,37 @@ def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inver
 
 
 @triton.jit
-def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N, K,
-           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
-           E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+def _prefetch(z_ptr, stride, first_row, first_column, M, N, BM: tl.constexpr, BN: tl.constexpr, BYTES: tl.constexpr):
+    """Ask for a tile of z to be brought to the L2 cache, a line of 128 bytes at a time, while the products are made. `stride` is in bytes."""
+    LINES: tl.constexpr = BN * BYTES // 128 if BN * BYTES >= 128 else 1
+    line = tl.arange(0, BM * LINES)
+    row = tl.minimum(first_row + line // LINES, M - 1).to(tl.int64)
+    byte = tl.minimum(first_column * BYTES + line % LINES * 128, (N - 1) * BYTES)
+    at = z_ptr.to(tl.pointer_type(tl.uint8)) + row * stride + byte
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N, K, z_stride,
+           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, Z_BYTES: tl.constexpr,
+           SLOPE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    scale, q_inverse = scalar_scales(sg_ptr, sw_ptr, _SCALAR, _SCALAR), inverse(tl.load(scale_ptr))
-    z_scale = 1.0
-    if Z >= _Z_SCALED and Z != _Z_NONE:
-        z_scale = tl.load(z_scale_ptr)
+    sg, sw, q_scale = tl.load(sg_ptr), tl.load(sw_ptr), tl.load(scale_ptr)
+    z_scale = number_at(z_scale_ptr, Z >= _Z_SCALED and Z != _Z_NONE)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
         first_row, first_column = tile_m * BM, tile_n * BN
+        if Z_BYTES > 0 and not PREROUND:
+            _prefetch(z_ptr, z_stride, first_row, first_column, M, N, BM, BN, Z_BYTES)
         acc = accumulate(g_desc, w_desc, sg_ptr, sw_ptr, first_row, first_column, 0, tl.cdiv(K, BK), M, N, 0, 0, 0, 0, BM, BN, BK, _SCALAR, _SCALAR)  # fmt: skip
         left, right = halves(acc, BM, BN)
         if Z != _Z_NONE:
             z_left, z_right = halves(z_desc.load([first_row, first_column]), BM, BN)
         else:
             z_left, z_right = left, right
+        scale, q_inverse = late(sg, PREROUND) * late(sw, PREROUND), inverse(late(q_scale, PREROUND))
         _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
                     BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
         _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
@@ -110,18 +133,20 @@ def dgrad(
 ) -> dict[str, Tensor | None]:
     """Launch the step. Rows of g and w_t start at multiples of 16 bytes (TMA)."""
     (m, k), n, device = g.shape, w_t.shape[0], g.device
-    chosen = launch_for(Work(m, k, n, 1, 0 if z is None else z.element_size(), True, whole=True), launch, device)
-    bm, bn, bk, warps, stages, group, resident, _ = chosen.numbers
     g, w_t = tma_ready(g), tma_ready(w_t)
+    z_bytes = 0 if z is None else z.element_size()
+    work = Work(m, k, n, 1, z_bytes, True, whole=True, astride=astride(g, w_t))
+    bm, bn, bk, warps, stages, group, resident, _ = launch_for(work, launch, device).numbers
     q, q_t = aligned(m, n, dtype, device), aligned(n, m, dtype, device)
+    z = None if z is None else _tma_rows(z)
     sums = torch.zeros(n, dtype=torch.float32, device=device) if bias else None
     programs = min(properties_of(device).processors * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
     _dgrad[(programs,)](
         TensorDescriptor.from_tensor(g, [bm, bk]), TensorDescriptor.from_tensor(w_t, [bn, bk]),
-        None if z is None else TensorDescriptor.from_tensor(_tma_rows(z), [bm, bn]),
+        None if z is None else TensorDescriptor.from_tensor(z, [bm, bn]),
         TensorDescriptor.from_tensor(q, [bm, bn // 2]), TensorDescriptor.from_tensor(q_t, [bn // 2, bm]),
-        sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, m, n, k,
-        bm, bn, bk, group, activation, kept, slope, dtype == torch.float8_e5m2, amax is not None, bias, INTERPRETED,
+        z, sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, m, n, k, 0 if z is None else z.stride(0) * z_bytes,
+        bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax is not None, bias, INTERPRETED,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return {"g": q, "g_t": q_t, "bias": sums}

@@ -89,22 +89,21 @@ def accumulate(a_desc, b_desc, sa_ptr, sb_ptr, first_row, first_column, first_k,
 
 
 @triton.jit
-def scalar_scales(sa_ptr, sb_ptr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr):
-    """The product of the scales of whole tensors. Read once a program: behind the products their latency would be waited for in every tile."""
-    scale = 1.0
-    if A_SCALE == _SCALAR:
-        scale *= tl.load(sa_ptr)
-    if B_SCALE == _SCALAR:
-        scale *= tl.load(sb_ptr)
-    return scale
+def number_at(ptr, THERE: tl.constexpr):
+    """A number of the whole tensor, or 1. Read when the program starts; `late` says where it is needed."""
+    if THERE:
+        return tl.load(ptr)
+    else:
+        return 1.0
 
 
 @triton.jit
-def _output_inverse(out_scale_ptr, OUT: tl.constexpr):
-    if OUT == _OUT_STATIC:
-        return inverse(tl.load(out_scale_ptr))
+def late(x, PREROUND: tl.constexpr):
+    """x, for use behind the products. Without it the compiler moves what is made of x to the program's start, and all wait there for memory before the first load."""
+    if PREROUND:
+        return x
     else:
-        return 1.0
+        return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -152,7 +151,7 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yt
 
 
 @triton.jit
-def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
            BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
@@ -161,7 +160,11 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_
     row = first_row + tl.arange(0, BM)
     column = first_column + tl.arange(0, BN)
     # What is constant along a row joins the norm's factor: one product an element instead of three.
-    factor = tl.full((BM,), 1.0, tl.float32) * scale
+    factor = tl.full((BM,), 1.0, tl.float32)
+    if A_SCALE == _SCALAR:
+        factor *= late(sa, PREROUND)
+    if B_SCALE == _SCALAR:
+        factor *= late(sb, PREROUND)
     if A_SCALE == _VECTOR:
         factor *= tl.load(sa_ptr + row, row < M, other=0.0)
     if B_SCALE == _VECTOR:
@@ -180,6 +183,9 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_
         acc *= factor[:, None]
     if AMAX:  # rows beyond M hold the bias and must not count
         raise_amax(acc, row < M, amax_ptr, PREROUND)
+    out_inverse = 1.0
+    if OUT == _OUT_STATIC:
+        out_inverse = inverse(late(out_scale, PREROUND))
     if HALVES:  # less shared memory waits to be stored, which leaves more for the pipeline; and fewer registers
         left, right = halves(acc, BM, BN)
         _store(left, tile_m, 2 * tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
@@ -225,12 +231,13 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, b
            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The first `whole` tiles from a to y; of the others (SPLITS) the sums over `split` parts of K each, part after part, tile after tile."""
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
-    scale, out_inverse = scalar_scales(sa_ptr, sb_ptr, A_SCALE, B_SCALE), _output_inverse(out_scale_ptr, OUT)
+    sa, sb = number_at(sa_ptr, A_SCALE == _SCALAR), number_at(sb_ptr, B_SCALE == _SCALAR)
+    out_scale = number_at(out_scale_ptr, OUT == _OUT_STATIC)
     for tile in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
         acc = accumulate(a_desc, b_desc, sa_ptr, sb_ptr, tile_m * BM, tile_n * BN, 0, num_k, M, N,
                          sa_stride, sa_stride_k, sb_stride, sb_stride_k, BM, BN, BK, A_SCALE, B_SCALE)  # fmt: skip
-        _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+        _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
                BM, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
     if SPLITS:
         for index in tl.range(tl.program_id(0), (num_m * num_n - whole) * split, tl.num_programs(0), flatten=True):
@@ -250,12 +257,13 @@ def _finish(part_ptr, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_sca
     """The layer behind the sums of the tiles that were split, ROWS rows of a tile of that height a program."""
     tile, slab = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_order(whole + tile, tl.cdiv(M, height), tl.cdiv(N, BN), GROUP_M)
-    scale, out_inverse = scalar_scales(sa_ptr, sb_ptr, A_SCALE, B_SCALE), _output_inverse(out_scale_ptr, OUT)
+    sa, sb = number_at(sa_ptr, A_SCALE == _SCALAR), number_at(sb_ptr, B_SCALE == _SCALAR)
+    out_scale = number_at(out_scale_ptr, OUT == _OUT_STATIC)
     row, column = slab * ROWS + tl.arange(0, ROWS), tl.arange(0, BN)
     acc = tl.zeros((ROWS, BN), dtype=tl.float32)
     for part in tl.static_range(SPLIT):
         acc += tl.load(part_ptr + ((tile * SPLIT + part).to(tl.int64) * height + row)[:, None] * BN + column[None, :])
-    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, yt_desc, z_desc, scale, out_inverse, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
            ROWS, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
 
 
@@ -273,11 +281,19 @@ def _descriptor(x: Tensor | None, block: list[int]):
     return None if x is None else TensorDescriptor.from_tensor(x, block)
 
 
+def astride(a: Tensor, b: Tensor) -> bool:
+    """Whether rows of an operand start within sectors of 32 bytes."""
+    return a.stride(0) % 32 != 0 or b.stride(0) % 32 != 0
+
+
 def launch_for(work: Work, given: list[int] | None, device: torch.device) -> Launch:
     """The caller's launch, if it can run the work, or the best by the model."""
     properties = properties_of(device)
     if given is None:
-        return rank(work, properties)[0]
+        ranked = rank(work, properties)
+        if not ranked:
+            raise ValueError(f"no launch of {work} fits {properties}")
+        return ranked[0]
     launch = Launch(*given)
     wrong = problems(launch, work, properties)
     if wrong:
@@ -311,10 +327,9 @@ def fused(
     grouped = out == OUT_GROUPED
     doubled = a_source == GROUPED or b_source >= GROUPED
     kept_bytes = KEEP_TYPES[keep].itemsize if keep else 0
-    chosen = launch_for(
-        Work(m, k, n, out_dtype.itemsize, kept_bytes, transpose, norm, grouped, doubled), launch, device
-    )
     a, b = tma_ready(a), tma_ready(b)
+    work = Work(m, k, n, out_dtype.itemsize, kept_bytes, transpose, norm, grouped, doubled, astride=astride(a, b))
+    chosen = launch_for(work, launch, device)
     y = aligned(m, n, out_dtype, device)
     y_t = aligned(n, m, out_dtype, device) if transpose else None
     y_scale = block_scales(m, n, GROUPED, device) if grouped else None

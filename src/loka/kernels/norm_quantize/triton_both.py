@@ -19,8 +19,17 @@ from torch import Tensor
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
 from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, nan_for_inf, pack_rows, pack_rows_checked, to_fp8
-from loka.kernels.triton_activation import activate_tile, slope_tile
+from loka.kernels.tile import (
+    INTERPRETED,
+    activate,
+    activation_slope,
+    finite_magnitude,
+    inverse,
+    nan_for_inf,
+    pack_rows,
+    pack_rows_checked,
+    to_fp8,
+)
 
 _NEAR = 100 << 10  # bytes of a program's rows, so that two programs fit the L1 of a multiprocessor
 # Elements of a chunk. ptxas gives forward 128 registers, two programs a multiprocessor, and backward 241, one: 32 KB in flight either way.
@@ -89,7 +98,7 @@ def _output(x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, stride_x, WEIGHT
             ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """activation(norm(x)) of some rows and columns, 0 outside."""
     x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
-    y = activate_tile(_affine((x - mean[:, None]) * rstd[:, None], w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
+    y = activate(_affine((x - mean[:, None]) * rstd[:, None], w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
     return tl.where((row < M)[:, None] & (column < K)[None, :], y, 0.0)
 
 
@@ -178,7 +187,7 @@ def _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, st
     x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
     xhat = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
     dy = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
-    return xhat, dy * slope_tile(_affine(xhat, w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
+    return xhat, dy * activation_slope(_affine(xhat, w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
 
 
 @triton.jit

@@ -13,8 +13,7 @@ from torch import Tensor
 from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
-from loka.kernels.triton_activation import activate_tile, slope_tile
+from loka.kernels.tile import INTERPRETED, activate, activation_slope, finite_magnitude, inverse, scale_of, to_fp8
 
 LAYER, RMS, BLOCK = 0, 1, 2
 # Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.
@@ -147,7 +146,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
         y *= tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         y += tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
-    y = activate_tile(y, ACTIVATION, PREROUND)
+    y = activate(y, ACTIVATION, PREROUND)
     if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
         y = tl.where(inside, y, 0.0)
     if OUT:
@@ -204,7 +203,7 @@ def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, d
         if BIAS:
             p += b
         dp = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
-        dp *= slope_tile(p, ACTIVATION, PREROUND)
+        dp *= activation_slope(p, ACTIVATION, PREROUND)
         if WEIGHT:
             dw += tl.sum(dp * xhat, 0)
         if BIAS:

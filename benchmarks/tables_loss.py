@@ -1,0 +1,145 @@
+"""What low-precision rows cost in training: the test log loss beside float32 rows, paired seeds (same weights, same batches).
+
+    python benchmarks/tables_loss.py --data ml-1m --source FOLDER --seeds 8 --steps 400 --out tables-loss-ml-1m.json
+
+Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, everything else in float32):
+
+    int8               one scale a row, stochastic rounding          bf16        stochastic rounding
+    e4m3               scales of powers of two, stochastic           e4m3-hot    the same, the hottest 20 % of the rows in float32
+    e4m3-nearest       rounding to nearest, planted: it loses the small updates and must come out worse than int8
+
+The learning rates fall to zero (cosine): at a constant rate the last steps move the loss by more than what is looked for.
+
+For each way: the relative change of the test log loss, mean and 95 % Student interval over seeds. A run whose loss is not finite is reported and not averaged. The file is written
+again after every run, and finished runs are not repeated.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loka.data import load
+from loka.kernels.embedding_update import reference as law
+from loka.metrics import compare_paired
+from loka.models import build_ranker
+from loka.nn.tables import quantize_tables
+from loka.records import capture_environment
+from loka.training import TrainConfig, Trainer, seed_everything
+
+BASELINE = "float32"
+MARGIN = 0.1  # percent of the log loss
+WAYS: dict[str, dict[str, Any]] = {
+    BASELINE: {"rows": "float32"},
+    "int8": {"rows": "int8:row"},
+    "bf16": {"rows": "bfloat16"},
+    "e4m3": {"rows": "e4m3:row:pow2"},
+    "e4m3-hot": {"rows": "e4m3:row:pow2", "hot": 0.2},
+    "e4m3-nearest": {"rows": "e4m3:row:pow2"},
+}
+HALF = 2**23  # of 24 bits: rounds up what is above the middle
+
+
+@contextmanager
+def rounding_to_nearest(planted: bool) -> Iterator[None]:
+    original = law.uniform_bits
+    if planted:
+        law.uniform_bits = lambda rows, columns, draw, **_: torch.full((len(rows), columns), HALF)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        law.uniform_bits = original
+
+
+def run(way: str, seed: int, data: Any, options: argparse.Namespace) -> dict[str, Any]:
+    start = time.perf_counter()
+    seed_everything(seed)
+    model = build_ranker(data.schema, "dlrm", "tiny", d=options.width)
+    quantize_tables(model, **WAYS[way])
+    for module in model.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"  # the planted rounding is the law's
+    config = TrainConfig(
+        steps=options.steps, batch_size=options.batch_size, seed=seed, device="cpu", compile="off",
+        learning_rate=options.learning_rate, embedding_learning_rate=options.embedding_learning_rate,
+        schedule="cosine", evaluate_every=0, log_every=options.steps,
+    )  # fmt: skip
+    trainer = Trainer(model, data, config)
+    with rounding_to_nearest(way == "e4m3-nearest"):
+        trainer.fit()
+    metrics = trainer.evaluate(data.test)
+    seconds = time.perf_counter() - start
+    return {"way": way, "seed": seed, "log_loss": metrics["log_loss"], "auc": metrics["auc"], "seconds": seconds}
+
+
+def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Relative change of the log loss, way by way, over the seeds that both have."""
+    loss = {(r["way"], r["seed"]): r["log_loss"] for r in runs if math.isfinite(r["log_loss"])}
+    rows = []
+    for way in WAYS:
+        seeds = sorted(seed for w, seed in loss if w == way and (BASELINE, seed) in loss)
+        if way == BASELINE or len(seeds) < 2:
+            continue
+        pair = [torch.tensor([loss[w, s] for s in seeds], dtype=torch.float64) for w in (way, BASELINE)]
+        found = compare_paired(
+            *pair, margin=MARGIN, metric="log loss", lower_is_better=True, relative=True, method="student"
+        )
+        rows.append({
+            "way": way, "seeds": len(seeds), "change_percent": found.estimate, "low": found.low, "high": found.high, "mde": found.mde,
+            "verdict": str(found.verdict),
+        })  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="complete-journey")
+    parser.add_argument("--source", type=Path, help="raw files of the data set")
+    parser.add_argument("--root", type=Path, help="folder of caches")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--embedding-learning-rate", type=float, default=2e-2)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    settings = {
+        name: value for name, value in vars(options).items() if name not in ("out", "source", "root", "ways", "seeds")
+    }
+    stored = json.loads(options.out.read_text()) if options.out.exists() else {"settings": settings, "runs": []}
+    if stored["settings"] != json.loads(json.dumps(settings)):
+        raise SystemExit(f"{options.out} was made with other settings: {stored['settings']}")
+    data = load(options.data, root=options.root, source=options.source)
+    done = {(r["way"], r["seed"]) for r in stored["runs"]}
+    for seed in range(options.seeds):
+        for way in options.ways.split(","):
+            if (way, seed) in done:
+                continue
+            stored["runs"].append(run(way, seed, data, options))
+            print(json.dumps(stored["runs"][-1]), file=sys.stderr, flush=True)
+            stored["environment"] = json.loads(_environment())
+            stored["changes"] = compare(stored["runs"])
+            options.out.write_text(json.dumps(stored, indent=1) + "\n")
+    for row in stored["changes"]:
+        interval = f"[{row['low']:+.4f}, {row['high']:+.4f}]"
+        print(f"{row['way']:14} {row['change_percent']:+.4f} %  {interval}  {row['seeds']} seeds  {row['verdict']}")
+    return 0
+
+
+def _environment() -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(capture_environment(device="cpu", threads=torch.get_num_threads()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""dots: products of chosen pairs of an example's feature vectors, the interaction of DLRM, read once and written once."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.dots.call import DotsCall
+from loka.kernels.registry import load, pick
+
+__all__ = ["DotsCall", "dots"]
+
+
+class _Dots(torch.autograd.Function):
+    """x [B, n, d], first and second [P] -> [B, P]."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, first: Tensor, second: Tensor, backend: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, first, second)
+        ctx.backend = backend
+        return _pick(x, first, backend).run(x, first, second)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+        x, first, second = ctx.saved_tensors
+        return _pick(x, first, ctx.backend).gradient(grads[0].contiguous(), x, first, second), None, None, None
+
+
+def _pick(x: Tensor, first: Tensor, backend: str):  # type: ignore[no-untyped-def]
+    b, n, d = x.shape
+    return pick("dots", backend, DotsCall(b, n, d, first.shape[0], x.dtype), x.device).backend
+
+
+def dots(x: Tensor, first: Tensor, second: Tensor, *, backend: str = "auto") -> Tensor:
+    """sum over d of x[b, first[p]] * x[b, second[p]] for every example b and pair p.
+
+    Args:
+        x: [B, n, d], 16 or 32 bits.
+        first: [P] int64, indices into n; no pair (first, second) may occur twice.
+        second: [P] int64.
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [B, P] in the type of x, summed in float32.
+
+    Example:
+        >>> i, j = torch.triu_indices(n, n, 1)
+        >>> dots(x, i, j)  # torch.bmm(x, x.transpose(1, 2))[:, i, j]
+    """
+    load("dots")
+    result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
+    return result

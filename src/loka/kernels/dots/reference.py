@@ -1,0 +1,33 @@
+"""The law of pairwise products, in plain torch.
+
+y[b, p]  = sum_d x[b, first[p], d] x[b, second[p], d]
+dx[b, i] = sum over the pairs p that i is in of dy[b, p] x[b, the other]
+"""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import YES, Verdict
+from loka.kernels.dots.call import DotsCall
+
+
+def supports(call: DotsCall, device: torch.device) -> Verdict:
+    """Everything."""
+    return YES
+
+
+def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """[B, P]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = torch.bmm(wide, wide.mT)[:, first, second]
+    return y if y.dtype == x.dtype else y.to(x.dtype)
+
+
+def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """dx [B, n, d]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    n = x.shape[1]
+    grid = torch.zeros(x.shape[0], n * n, dtype=wide.dtype, device=x.device)
+    grid = grid.index_add(1, first * n + second, dy.to(wide.dtype)).view(-1, n, n)
+    dx = torch.bmm(grid + grid.mT, wide)
+    return dx if dx.dtype == x.dtype else dx.to(x.dtype)

@@ -1,0 +1,36 @@
+"""Our kernel: one program an example, its vectors in registers, all products by the tensor cores, the chosen ones written."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import Verdict, no
+from loka.kernels.dots.call import DotsCall
+from loka.kernels.triton_device import triton_multiplies_on
+
+MOST_VECTORS = 64  # n x n sums in the registers of four warps
+MOST_WIDTH = 512
+
+
+def supports(call: DotsCall, device: torch.device) -> Verdict:
+    """Up to 64 vectors of up to 512 numbers, 16 or 32 bits."""
+    if call.n > MOST_VECTORS or call.d > MOST_WIDTH:
+        return no(f"holds up to {MOST_VECTORS} vectors of {MOST_WIDTH} numbers, not {call.n} of {call.d}")
+    if call.dtype == torch.float64:
+        return no("multiplies 16 and 32 bits, not float64")
+    return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
+
+
+def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """[B, P]."""
+    from loka.kernels.dots import triton_ops
+
+    result: Tensor = triton_ops.dots(x, first, second)
+    return result
+
+
+def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """dx [B, n, d]."""
+    from loka.kernels.dots import triton_ops
+
+    result: Tensor = triton_ops.dots_gradient(dy, x, first, second)
+    return result

@@ -1,0 +1,43 @@
+"""Pairwise products as torch ops. Where a pair goes is a small table, made once for every pair of index tensors."""
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from loka.kernels.dots import triton_kernels as kernels
+
+_PLACES: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def places(first: Tensor, second: Tensor, n: int) -> Tensor:
+    """[n, n] int32: the number of the pair (i, j), or -1."""
+    known = _PLACES.get(first)
+    if known is not None and known[0] is second and known[1:4] == (first._version, second._version, n):
+        return known[4]
+    table = torch.full((n * n,), -1, dtype=torch.int32, device=first.device)
+    table[first * n + second] = torch.arange(first.shape[0], dtype=torch.int32, device=first.device)
+    table = table.view(n, n)
+    _PLACES[first] = (second, first._version, second._version, n, table)
+    return table
+
+
+@torch.library.custom_op("loka::dots", mutates_args=())
+def dots(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """[B, P]."""
+    return kernels.dots(x, places(first, second, x.shape[1]), first.shape[0])
+
+
+@dots.register_fake
+def _(x, first, second):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], first.shape[0])
+
+
+@torch.library.custom_op("loka::dots_gradient", mutates_args=())
+def dots_gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """dx [B, n, d]."""
+    return kernels.dots_gradient(dy, x, places(first, second, x.shape[1]))
+
+
+@dots_gradient.register_fake
+def _(dy, x, first, second):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)

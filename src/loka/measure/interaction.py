@@ -1,0 +1,232 @@
+"""The benchmark's view of interaction: a Wukong layer around its tower, M examples of K vectors of width N (shape rows x vectors x width).
+
+A variant is `K/NL+NF`: K mixtures for the products, NL linear mixtures, NF vectors from the tower, e.g. `24/32+32`; options: `project` (the residual is mixed too),
+`gradient` (both gradient kernels instead), and a type. The tower itself is not part of it: its output and its gradient are given.
+
+Products in FP8 are judged as every fused result (`rounding`), allowing for mixtures that were rounded to 16 bits; the next x and gradients by relative L2, of the
+whole and of every example. The law is the layer's equations in float64.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.kernels.fused_linear.call import NORMALIZED_SCALE
+from loka.kernels.interaction.call import NORM_EPS, InteractionCall
+from loka.measure import inputs
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
+from loka.measure.fused import DTYPES, FLOAT32, block_norm, compiled, judge_twice
+from loka.measure.inputs import Shape
+from loka.measure.nearness import as_share, judge_near
+from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.timing import Rival, Thunk
+
+_VARIANT = re.compile(r"(\d+)/(\d+)\+(\d+)")
+NEXT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative L2: mixtures and result are rounded
+GRADIENT = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # four products, rounded in between
+
+
+@dataclass(frozen=True)
+class LayerCall(InteractionCall):
+    """A call, and whether it is the gradient."""
+
+    gradient: bool = False
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{', gradient' if self.gradient else ''}"
+
+
+@dataclass(frozen=True)
+class LayerOperands:
+    """x, the rows of the mix, the scale of the products, the tower's output; for the gradient those of the products and of next, and next with its rstd."""
+
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    tower: Tensor
+    dq: Tensor
+    dnext: Tensor
+    next: Tensor
+    rstd: Tensor
+
+
+@dataclass(frozen=True)
+class Exact:
+    """In float64: normalised products and what their mixtures' rounding does to them, the next x, the factor of its norm."""
+
+    products: Tensor
+    error: Tensor
+    next: Tensor
+    rstd: Tensor
+
+
+class Interaction:
+    """The layer, or its gradient."""
+
+    op = "interaction"
+    VARIANTS = ("24/32+32", "24/32+32|project", "24/32+32|gradient")
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[LayerCall]:
+        """Every shape (examples, vectors, width) under every variant that it can have."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> LayerCall:
+        counts, *options = variant.split("|")
+        match = _VARIANT.fullmatch(counts)
+        kinds = [option for option in options if option in DTYPES]
+        if match is None or set(options) - {"project", "gradient", *kinds} or len(kinds) > 1:
+            raise ValueError(
+                f"variant {variant!r} is not K/NL+NF[|project][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
+            )
+        kind = DTYPES[kinds[0]] if kinds else torch.bfloat16
+        k, n_l, n_f = (int(part) for part in match.groups())
+        return LayerCall(*shape, k, n_l, n_f, "project" in options, kind, "gradient" in options)
+
+    def encode(self, call: LayerCall) -> dict[str, Any]:
+        """As JSON."""
+        options = [name for name in ("project", "gradient") if getattr(call, name)]
+        options.append(str(call.dtype).removeprefix("torch."))
+        return {**self.shape(call), "variant": "|".join([f"{call.k}/{call.n_l}+{call.n_f}", *options])}
+
+    def decode(self, fields: dict[str, Any]) -> LayerCall:
+        """From JSON."""
+        return self._call((fields["rows"], fields["n"], fields["d"]), fields["variant"])
+
+    def shape(self, call: LayerCall) -> dict[str, int]:
+        """Examples, vectors, width."""
+        return {"rows": call.rows, "n": call.n, "d": call.d}
+
+    def operands(self, call: LayerCall, *, seed: int, distribution: str, device: torch.device) -> LayerOperands:
+        """Vectors of the distribution after the norm that made them, mixtures of order one, normal tower output and gradients."""
+
+        def draw(rows: int, columns: int, part: int, kind: str = "normal") -> Tensor:
+            return inputs.draw(rows, columns, distribution=kind, seed=8 * seed + part, device=device)
+
+        raw = draw(call.rows * call.n, call.d, 0, distribution)
+        x = block_norm(raw.double(), NORM_EPS)[0].view(call.rows, call.n, call.d).to(call.dtype)
+        weight = (draw(call.weights, call.n, 1) * call.n**-0.5).to(call.dtype)
+        tower = draw(call.rows, call.n_f * call.d, 2).to(call.dtype)
+        vectors = call.n_f + call.n_l
+        exact = _exact(call, x, weight, tower)
+        return LayerOperands(
+            x,
+            weight,
+            torch.full((), NORMALIZED_SCALE, device=device),
+            tower,
+            draw(call.rows, call.n * call.k, 3).to(call.dtype),
+            draw(call.rows, vectors * call.d, 4).view(call.rows, vectors, call.d).to(call.dtype),
+            exact.next.to(call.dtype),
+            exact.rstd.float(),
+        )
+
+    def thunk(self, backend: Any, call: LayerCall, operands: LayerOperands) -> Thunk:
+        """Both kernels of the layer, or both of its gradient."""
+        o = operands
+
+        def forward() -> tuple[Any, Tensor]:
+            made = backend.run(o.x, o.weight, call, o.scale, keep=True)
+            return made.products, backend.finish(made, o.tower, call)
+
+        def backward() -> tuple[Tensor, ...]:
+            ds = backend.norm_gradient(o.dnext, o.next, o.rstd)
+            return ds, *backend.gradient(o.x, o.weight, o.dq, ds, call)
+
+        return backward if call.gradient else forward
+
+    def check(self, backend: Any, call: LayerCall, operands: LayerOperands) -> Conformance:
+        """Everything it writes, plain and with poisoned allocations."""
+        if call.gradient:
+            return judge_twice(
+                self.thunk(backend, call, operands), lambda result: _judge_gradient(call, operands, result)
+            )
+        exact = _exact(call, operands.x, operands.weight, operands.tower)
+
+        def judge(result: Any) -> Conformance:
+            products, following = result
+            near = judge_near(following, exact.next, NEXT[call.dtype], what="next")
+            return worst_of([judge_rounded(products, exact.products, exact.error, what="products"), as_share(near)])
+
+        return judge_twice(self.thunk(backend, call, operands), judge)
+
+    def baseline(self, call: LayerCall, operands: LayerOperands) -> Thunk:
+        """The layer in the operands' own type with plain torch and an RMS norm, without quantising; compiled on a GPU. Forward only."""
+        run = compiled(lambda x, w, tower: _plain(call, x, w, tower), operands.x.device)
+        return lambda: run(operands.x, operands.weight, operands.tower)
+
+    def check_baseline(self, call: LayerCall, operands: LayerOperands) -> Conformance:
+        """The next x by relative L2; the sums are rounded before the norm."""
+        exact = _exact(call, operands.x, operands.weight, operands.tower)
+        found = self.baseline(call, operands)()[1]
+        return judge_near(found, exact.next, 2 * NEXT[call.dtype], what="the baseline")
+
+    def rivals(self, call: LayerCall, sets: Sequence[LayerOperands]) -> list[Rival]:
+        """None."""
+        return []
+
+    def bytes_moved(self, call: LayerCall) -> int:
+        """x and the tower's output in, products and the next x out; backward x, next and both gradients in, dS and dx out."""
+        item, vectors = call.dtype.itemsize, call.n_f + call.n_l
+        if call.gradient:
+            inner = call.n * call.k * item + 3 * vectors * call.d * item
+            return call.rows * (inner + 2 * call.n * call.d * item)
+        return call.rows * (call.n * call.d * item + call.n * call.k + (call.n_f + vectors) * call.d * item)
+
+    def flops(self, call: LayerCall) -> int:
+        """The mixtures and the products; backward each of them twice, and once more for what is computed again."""
+        mixed, products = call.weights * call.n * call.d, call.n * call.k * call.d
+        again = call.k * call.n * call.d + products
+        return 2 * call.rows * ((2 * (mixed + products) + again) if call.gradient else mixed + products)
+
+
+def _layer(call: InteractionCall, x: Tensor, weight: Tensor, tower: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Products before their norm, their mixtures, and the sums before the last norm."""
+    mixed = weight @ x
+    mixtures = mixed[:, call.n_l : call.n_l + call.k]
+    residual = mixed[:, call.n_l + call.k :] if call.project else x
+    vectors = torch.cat([tower.view(-1, call.n_f, call.d), mixed[:, : call.n_l]], 1)
+    return (x @ mixtures.mT).flatten(1), mixtures, vectors + residual
+
+
+def _factor(sums: Tensor) -> Tensor:
+    return torch.rsqrt(sums.square().mean(-1) + NORM_EPS)
+
+
+def _exact(call: InteractionCall, x: Tensor, weight: Tensor, tower: Tensor) -> Exact:
+    wide = x.double()
+    products, mixtures, sums = _layer(call, wide, weight.double(), tower.double())
+    normal, factor = block_norm(products, NORM_EPS)
+    terms = (wide.square() @ mixtures.square().mT).flatten(1).sqrt() * factor
+    typical = ULP[x.dtype] / 12**0.5 * (terms + terms.square().mean(1, keepdim=True).sqrt())
+    error = ELEMENT_ALLOWANCE * typical + FLOAT32 * normal.abs().amax(1, keepdim=True)
+    rstd = _factor(sums)
+    return Exact(normal, error, sums * rstd[..., None], rstd)
+
+
+def _plain(call: InteractionCall, x: Tensor, weight: Tensor, tower: Tensor) -> tuple[Tensor, Tensor]:
+    products, _, sums = _layer(call, x, weight, tower)
+    flat = products.float()
+    normal = flat * torch.rsqrt(flat.square().mean(1, keepdim=True) + NORM_EPS)
+    wide = sums.float()
+    return normal.to(x.dtype), (wide * _factor(wide)[..., None]).to(x.dtype)
+
+
+def _judge_gradient(call: LayerCall, o: LayerOperands, result: tuple[Tensor, ...]) -> Conformance:
+    """dS from next and its rstd; dx and dW by autograd in float64, from the dS that the backend made."""
+    ds, dx, dw = result
+    n, g = o.next.double(), o.dnext.double()
+    exact_ds = o.rstd.double()[..., None] * (g - n * (g * n).mean(-1, keepdim=True))
+    allowed = GRADIENT[call.dtype]
+    verdicts = [judge_near(ds, exact_ds, allowed, what="dS")]
+    if not verdicts[0]:
+        return as_share(verdicts[0])
+    x, weight = o.x.double().requires_grad_(), o.weight.double().requires_grad_()
+    with torch.enable_grad():
+        products, _, sums = _layer(call, x, weight, o.tower.double())
+        normal = block_norm(products, NORM_EPS)[0]
+        found = torch.autograd.grad([normal, sums], [x, weight], [o.dq.double(), ds.double()])
+    verdicts += [judge_near(dx, found[0], allowed, what="dx"), judge_near(dw, found[1], allowed, what="dW")]
+    return worst_of([as_share(verdict) for verdict in verdicts])

@@ -1,0 +1,221 @@
+"""The benchmark's view of route: M tokens of width K to some of N experts (shape tokens x width x experts).
+
+A variant is `top=T`, how many experts a token visits; options: `always` (and a shared one), `sorted` (the visits sorted by expert, as grouped_mm wants them), and a
+type.
+
+Which expert comes first among nearly equal ones depends on the order of a sum, so a choice is judged by its score in float64: no expert left out may be better than one chosen, by
+more than the rounding of a logit explains, nor one chosen later than one chosen earlier; weights must be those of the chosen. Where sums are exact (small integers, with many
+equal scores) everything must equal the law, ties included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.kernels.grouped_mm.reference import permute
+from loka.kernels.route import reference
+from loka.kernels.route.call import RouterCall
+from loka.measure import inputs
+from loka.measure.conformance import ULP, Conformance
+from loka.measure.fused import DTYPES, compiled, judge_twice
+from loka.measure.inputs import Shape
+from loka.measure.rounding import worst_of
+from loka.measure.timing import Rival, Thunk
+
+FLOAT32 = 2.0**-20  # what sums in another order lose of their terms
+FEW = 4096  # tokens of the exact case
+
+
+@dataclass(frozen=True)
+class SortedRouterCall(RouterCall):
+    """A call, and whether its visits are sorted."""
+
+    sorted: bool = False
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{', sorted' if self.sorted else ''}"
+
+
+@dataclass(frozen=True)
+class RouterOperands:
+    """Tokens, the router's weight, the balance."""
+
+    x: Tensor
+    weight: Tensor
+    balance: Tensor
+
+
+class Route:
+    """Routing of tokens to experts."""
+
+    op = "route"
+    VARIANTS = ("top=3", "top=3|always|sorted")
+
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[SortedRouterCall]:
+        """Every shape (tokens, width, experts) under every variant."""
+        return [self._call(shape, variant) for shape in shapes for variant in variants]
+
+    def _call(self, shape: Shape, variant: str) -> SortedRouterCall:
+        top, *options = variant.split("|")
+        kinds = [option for option in options if option in DTYPES]
+        number = top.removeprefix("top=")
+        if number == top or not number.isdigit() or set(options) - {"always", "sorted", *kinds} or len(kinds) > 1:
+            raise ValueError(f"variant {variant!r} is not top=T[|always][|sorted][|dtype]; e.g. {self.VARIANTS[1]}")
+        kind = DTYPES[kinds[0]] if kinds else torch.bfloat16
+        return SortedRouterCall(*shape, int(number), kind, "always" in options, "sorted" in options)
+
+    def encode(self, call: SortedRouterCall) -> dict[str, Any]:
+        """As JSON."""
+        options = [name for name in ("always", "sorted") if getattr(call, name)]
+        options.append(str(call.dtype).removeprefix("torch."))
+        return {**self.shape(call), "variant": "|".join([f"top={call.top}", *options])}
+
+    def decode(self, fields: dict[str, Any]) -> SortedRouterCall:
+        """From JSON."""
+        return self._call((fields["tokens"], fields["k"], fields["experts"]), fields["variant"])
+
+    def shape(self, call: SortedRouterCall) -> dict[str, int]:
+        """Tokens, width, experts."""
+        return {"tokens": call.tokens, "k": call.k, "experts": call.experts}
+
+    def operands(self, call: SortedRouterCall, *, seed: int, distribution: str, device: torch.device) -> RouterOperands:
+        """Tokens of the distribution; a normal router whose logits are of order one, and a balance that decides some choices."""
+        x = inputs.draw(call.tokens, call.k, distribution=distribution, seed=3 * seed, device=device, dtype=call.dtype)
+        weight = inputs.draw(call.experts, call.k, seed=3 * seed + 1, device=device) * call.k**-0.5
+        balance = 0.1 * inputs.draw(1, call.experts, seed=3 * seed + 2, device=device)[0]
+        return RouterOperands(x, weight.to(call.dtype), balance)
+
+    def thunk(self, backend: Any, call: SortedRouterCall, operands: RouterOperands) -> Thunk:
+        """The choice, sorted or not."""
+        run, o = backend.run_sorted if call.sorted else backend.run, operands
+        return lambda: run(o.x, o.weight, o.balance, call.top, always=call.always)
+
+    def check(self, backend: Any, call: SortedRouterCall, operands: RouterOperands) -> Conformance:
+        """By score in float64, and bit by bit where sums are exact; plain and with poisoned allocations."""
+        near = judge_twice(
+            self.thunk(backend, call, operands), lambda result: _judge(_unsorted(call, result), call, operands)
+        )
+        if not near:
+            return near
+        whole = _integers(call, operands)
+        law = self.thunk(reference, call, whole)()
+        exact = judge_twice(self.thunk(backend, call, whole), lambda result: _equal(result, law))
+        return worst_of([near, exact])
+
+    def baseline(self, call: SortedRouterCall, operands: RouterOperands) -> Thunk:
+        """Linear, sigmoid, topk, gather and normalise in the operands' own type; compiled on a GPU. Unsorted."""
+        o = operands
+
+        def plain(x: Tensor, weight: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+            scores = F.linear(x, weight).float().sigmoid()
+            ids = (scores + balance).topk(call.top, dim=1).indices
+            gates = scores.gather(1, ids)
+            return ids, gates / gates.sum(-1, keepdim=True)
+
+        run = compiled(plain, o.x.device)
+        return lambda: run(o.x, o.weight, o.balance)
+
+    def check_baseline(self, call: SortedRouterCall, operands: RouterOperands) -> Conformance:
+        """By score; it knows no shared expert."""
+        plain = SortedRouterCall(call.tokens, call.k, call.experts, call.top, call.dtype)
+        return _judge(self.baseline(call, operands)(), plain, operands)
+
+    def rivals(self, call: SortedRouterCall, sets: Sequence[RouterOperands]) -> list[Rival]:
+        """None."""
+        return []
+
+    def bytes_moved(self, call: SortedRouterCall) -> int:
+        """Tokens and router in; an index and a weight a visit out, and where sorted the way back."""
+        visits = call.tokens * (call.top + call.always)
+        return (call.tokens + call.experts) * call.k * call.dtype.itemsize + visits * (20 if call.sorted else 12)
+
+    def flops(self, call: SortedRouterCall) -> int:
+        """One product."""
+        return 2 * call.tokens * call.k * call.experts
+
+
+def _unsorted(call: SortedRouterCall, result: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Experts and weights of each token; a sorted result that contradicts itself comes back as experts that do not exist."""
+    if not call.sorted:
+        return result[0], result[1]
+    order, offsets, inverse, gates = result
+    columns, experts = call.top + call.always, call.experts + call.always
+    none = torch.full((call.tokens, columns), -1, dtype=torch.int64, device=order.device)
+    places = torch.arange(call.tokens * columns, device=order.device)
+    of_place = torch.bucketize(places, offsets[1:].long(), right=True)
+    if inverse.shape != places.shape or not bool(((inverse >= 0) & (inverse < len(places))).all()):
+        return none, gates
+    ids = of_place[inverse].view(call.tokens, columns)
+    if bool((ids >= experts).any()):
+        return none, gates
+    same = zip((order, offsets, inverse), permute(ids, experts), strict=True)
+    return (ids if all(torch.equal(a, b) for a, b in same) else none), gates
+
+
+def _judge(result: tuple[Tensor, Tensor], call: SortedRouterCall, o: RouterOperands) -> Conformance:
+    """Choice and weights against scores in float64. The error is the worst gap over what rounding explains."""
+    ids, gates = result
+    wanted = (call.tokens, call.top + call.always)
+    if ids.shape != wanted or gates.shape != wanted or ids.dtype != torch.int64:
+        return _red(f"experts are {tuple(ids.shape)} {ids.dtype} and weights {tuple(gates.shape)}, expected {wanted}")
+    if call.always:
+        if not ((ids[:, -1] == call.experts).all() and (gates[:, -1] == 1).all()):
+            return _red("the shared expert is not visited by all, with weight one")
+        ids, gates = ids[:, :-1], gates[:, :-1]
+    if ids.numel() == 0:
+        return Conformance(True, 0.0, 1.0)
+    ordered = ids.sort(dim=1).values
+    if ids.min() < 0 or ids.max() >= call.experts or (ordered[:, 1:] == ordered[:, :-1]).any():
+        return _red(
+            "a token visits an expert that does not exist, or one twice; or the sorted visits contradict themselves"
+        )
+    logits = o.x.double() @ o.weight.double().T
+    terms = (o.x.double().square() @ o.weight.double().square().T).sqrt()
+    scores = logits.sigmoid()
+    slack = (ULP[call.dtype] * logits.abs() + 8 * FLOAT32 * terms) * scores * (1 - scores) + 2.0**-22
+    total = scores + o.balance.double()
+    chosen, given = total.gather(1, ids), slack.gather(1, ids)
+    left_out = (total - slack).scatter(1, ids, -torch.inf).amax(1)
+    gap = (left_out - (chosen + given).amin(1)).clamp(min=0) / slack.amax(1)
+    order = (chosen[:, 1:] - given[:, 1:] - chosen[:, :-1] - given[:, :-1]).clamp(min=0)
+    if order.numel():
+        gap = torch.maximum(gap, order.amax(1) / slack.amax(1))
+    share = scores.gather(1, ids)
+    exact = share / share.sum(1, keepdim=True)
+    loss = (given / share.clamp(min=1e-300)).amax(1, keepdim=True)  # relative, of a score and of the sum
+    off = ((gates.double() - exact).abs() / (exact * (2 * loss + 2.0**-20))).amax(1)
+    worst = float(torch.maximum(1 + gap, off).max()) if gap.max() > 0 else float(off.max())
+    if worst <= 1:
+        return Conformance(True, worst, 1.0)
+    what = "a better expert was left out, or visited later" if gap.max() > 0 else "a weight is not that of its expert"
+    return Conformance(False, worst, 1.0, f"{what}: {worst:.3g} times what rounding explains")
+
+
+def _red(reason: str) -> Conformance:
+    return Conformance(False, float("inf"), 1.0, reason)
+
+
+def _integers(call: SortedRouterCall, o: RouterOperands) -> RouterOperands:
+    """Operands whose sums are exact in every order and in every type: at most 16 products of 0 and plus or minus 1 a logit, whose sigmoids differ where they do."""
+    generator = torch.Generator(device=o.x.device).manual_seed(11)
+
+    def whole(rows: int) -> Tensor:
+        made = torch.randint(-1, 2, (rows, call.k), generator=generator, device=o.x.device)
+        return torch.where(torch.arange(call.k, device=o.x.device) < 16, made, 0).to(call.dtype)
+
+    return RouterOperands(whole(min(call.tokens, FEW)), whole(call.experts), torch.zeros_like(o.balance))
+
+
+def _equal(result: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:
+    *ids, gates = result
+    *expected, weights = law
+    if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(ids, expected, strict=True)):
+        return _red("on whole numbers: other experts than the law's, or equal scores in another order")
+    off = float((gates - weights).abs().max()) / 2.0**-20 if gates.numel() else 0.0
+    return Conformance(
+        off <= 1, off, 1.0, "" if off <= 1 else f"on whole numbers: a weight is off by {off * 2.0**-20:.3g}"
+    )

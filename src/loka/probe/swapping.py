@@ -1,0 +1,247 @@
+"""What units really do to the metric: each swapped in alone, then all together, on the same examples, paired.
+
+    swapped = swap(model, units, batches, metric)
+    swapped.alone["over.2"]          Interval of the relative change of the mean metric
+    swapped.vetoed                   units whose change may be more than they are allowed, and why
+
+A unit is anything that can be switched on and off: a placed module, a chain, a hook (`fake_units`). The metric is called with the model and a batch and
+returns one number per example, log loss for a ranker. Differences are taken example by example; intervals are 95 % bootstraps over examples, or over groups of
+them (users). Both directions count: a change for the better on these examples is noise that may turn around on others.
+
+The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, since independent errors add in squares. Where the examples
+cannot resolve that (half the interval is wider), 0.1 % counts instead, and the text says so. The upper end decides: what is not shown to be within is vetoed.
+
+Nothing stays switched on: the model, its mode and the random state are as they were, whatever happens.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.metrics import compare_paired
+from loka.probe.progress import Progress, telling
+from loka.probe.score import MARGIN, share_of_margin
+from loka.records import Interval
+
+__all__ = ["COARSE_MARGIN", "Allowance", "Swapped", "Switchable", "allow", "compare_losses", "furthest", "swap"]
+
+COARSE_MARGIN = 0.001
+Metric = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Switchable:
+    """A unit that can be switched on and off.
+
+    Args:
+        name: of the unit.
+        enable: switches it to low precision.
+        disable: switches it back.
+
+    Example:
+        >>> Switchable("over.2", lambda: layer.set_mode("fp8"), lambda: layer.set_mode("high"))
+    """
+
+    name: str
+    enable: Callable[[], object]
+    disable: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a measured change is held against, and what came of it."""
+
+    allowed: float
+    within: bool
+    text: str
+
+
+def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowance:
+    """Judge a measured change by its upper end.
+
+    Args:
+        change: relative change of the metric.
+        margin: for the whole model.
+        units: that share it; 1 for a change of all together.
+
+    Returns:
+        The bound that was taken (the coarse one where the interval cannot resolve the fine one), whether the change is within, and the sentence.
+
+    Example:
+        >>> allow(Interval(value=0.0, low=-0.0001, high=0.0001)).within
+        True
+    """
+    fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
+    resolved = (change.high - change.low) / 2 <= fine
+    allowed = fine if resolved else coarse
+    within = furthest(change) <= allowed
+    share = f", {margin if resolved else COARSE_MARGIN:.2%} over the root of {units} units" if units > 1 else ""
+    words = f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], allowed {allowed:.4%}{share}"
+    if not resolved:
+        words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts"
+    return Allowance(allowed, within, words)
+
+
+def furthest(change: Interval) -> float:
+    """The end of an interval that is further from no change."""
+    return max(abs(change.low), abs(change.high))
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What was measured.
+
+    Args:
+        alone: relative change of the mean metric, unit by unit.
+        together: with all of them at once; None where there was only one, or it was not asked for.
+        margin: relative change that the whole model may have.
+        examples: how many were compared.
+        failed: units that could not run, and why.
+    """
+
+    alone: Mapping[str, Interval]
+    together: Interval | None
+    margin: float
+    examples: int
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def vetoed(self) -> dict[str, str]:
+        """Units that may not be used, with the reason: what failed, or what may change the metric by more than its share."""
+        found = {name: allow(change, margin=self.margin, units=len(self.alone)) for name, change in self.alone.items()}
+        return {
+            **{name: f"fails: {why}" for name, why in self.failed.items()},
+            **{name: f"alone it changes the metric by {a.text}" for name, a in found.items() if not a.within},
+        }
+
+    @property
+    def holds(self) -> bool:
+        """Whether all units together stay within the margin, as far as these examples tell."""
+        change = self.together or next(iter(self.alone.values()), None)
+        return change is not None and not self.failed and allow(change, margin=self.margin).within
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name}: {allow(change, margin=self.margin, units=len(self.alone)).text}"
+            for name, change in self.alone.items()
+        ]
+        if self.together is not None:
+            lines.append(f"all {len(self.alone)} together: {allow(self.together, margin=self.margin).text}")
+        return "\n".join([*lines, *(f"{name}: fails: {why}" for name, why in self.failed.items())])
+
+
+def swap(
+    model: nn.Module,
+    units: Sequence[Switchable],
+    batches: Iterable[Any],
+    metric: Metric,
+    *,
+    margin: float = MARGIN,
+    together: bool = True,
+    groups: Callable[[Any], Tensor] | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Swapped:
+    """Measure what units do to a metric, alone and together.
+
+    Args:
+        model: with every unit switched off.
+        units: what to switch on.
+        batches: held-out examples; gone through once for every unit, so they are kept.
+        metric: (model, batch) -> one number per example, in a fixed order.
+        margin: relative change that the whole model may have.
+        together: also measure all of them at once.
+        groups: batch -> integer ids, one per example, where examples are not independent (the same user).
+        seed: of the bootstrap.
+        progress: called with (unit, done, total).
+
+    Returns:
+        Intervals of relative changes, and what is vetoed.
+
+    Raises:
+        ValueError: no units, no batches, a name twice, or a metric that is not one number per example.
+
+    Example:
+        >>> swap(model, fake_units(model, {"over.2": "rowwise"}), held_out, losses).vetoed
+        {}
+    """
+    held = list(batches)
+    names = [unit.name for unit in units]
+    if not units or not held:
+        raise ValueError(
+            f"{len(units)} units and {len(held)} batches: expected at least one of each; is an iterator empty?"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"units are named twice: {sorted(n for n in names if names.count(n) > 1)}")
+    ids = None if groups is None else torch.cat([groups(batch).reshape(-1).cpu() for batch in held])
+    baseline = _values(model, held, metric)
+    alone: dict[str, Interval] = {}
+    failed: dict[str, str] = {}
+    with telling(progress, "swap") as tell:
+        for number, unit in enumerate(units):
+            tell(unit.name, number, len(units) + together)
+            try:
+                alone[unit.name] = compare_losses(_measure(model, [unit], held, metric), baseline, ids, seed=seed)
+            except Exception as error:  # a unit that cannot run is an answer about that unit
+                failed[unit.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        able = [unit for unit in units if unit.name in alone]
+        both = None
+        if together and len(able) > 1:
+            tell("all together", len(units), len(units) + 1)
+            both = compare_losses(_measure(model, able, held, metric), baseline, ids, seed=seed)
+    return Swapped(alone, both, margin, baseline.numel(), failed)
+
+
+def _measure(model: nn.Module, units: Sequence[Switchable], held: Sequence[Any], metric: Metric) -> Tensor:
+    switched: list[Switchable] = []
+    try:
+        for unit in units:
+            switched.append(unit)  # before: what fails half way is switched off too
+            unit.enable()
+        return _values(model, held, metric)
+    finally:
+        for unit in reversed(switched):
+            unit.disable()
+
+
+def _values(model: nn.Module, held: Sequence[Any], metric: Metric) -> Tensor:
+    training = model.training
+    devices = [next(model.parameters()).device] if any(p.is_cuda for p in model.parameters()) else []
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            parts = [metric(model, batch).detach().double().reshape(-1).cpu() for batch in held]
+    finally:
+        model.train(training)
+    values = torch.cat(parts)
+    if values.numel() < 2:
+        raise ValueError(
+            f"the metric gave {values.numel()} number(s): expected one per example, e.g. a loss without reduction"
+        )
+    return values
+
+
+def compare_losses(candidate: Tensor, baseline: Tensor, groups: Tensor | None, *, seed: int = 0) -> Interval:
+    """Relative change of the mean with its 95 % interval.
+
+    Args:
+        candidate: one number per example.
+        baseline: of the same examples.
+        groups: ids of what is independent; None for the examples themselves.
+        seed: of the bootstrap.
+
+    Returns:
+        (candidate - baseline) / baseline, as a share. Infinite where the candidate is not finite.
+    """
+    if not bool(candidate.isfinite().all()):
+        return Interval(value=math.inf, low=math.inf, high=math.inf)
+    result = compare_paired(
+        candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True, seed=seed
+    )
+    value, low, high = (x / 100 for x in (result.estimate, result.low, result.high))
+    return Interval(value=value, low=min(low, value), high=max(high, value))

@@ -1,0 +1,311 @@
+"""Training on many processes, started by torchrun: FSDP2 for the dense part, tables kept in step by their sparse gradients, checkpoints by DCP.
+
+    torchrun --nproc-per-node 8 -m loka train --distributed --rows int8:row --collectives e4m3:1x128:pow2 --out runs/x
+
+    with joined("gloo"):
+        trainer = DistributedTrainer(model, data, TrainConfig(batch_size=1024), rows="int8:row", out="runs/x")
+        trainer.fit(resume=True)
+
+* Dense parameters are sharded (`fully_shard`); `collectives` encodes what they send (`loka.comms`).
+* Every rank holds all tables, whose optimiser gathers the rows and gradients of a step from all ranks and makes the same update everywhere; only what a batch touched travels.
+* `batch_size` is the whole batch, of all ranks together. Each rank reads the same batches and takes its share, so the order of examples, and with it the run, does not depend on the
+  number of ranks beyond the last bits of its sums.
+* A checkpoint is a folder written by all ranks (torch.distributed.checkpoint) and completed by rank 0 with a rename: one that was interrupted does not exist. It can be resumed with
+  another number of ranks: DCP shards it anew, the random numbers of stochastic rounding depend on step, table and row alone, and the data's position counts whole batches.
+
+Not here: tables sharded over ranks. For those use TorchRec's DistributedModelParallel with `loka.comms.torchrec`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from loka.comms import StepClock, Wire, parse_codec, quantize_fsdp
+from loka.data.batch import Jagged
+from loka.nn.tables import Table, quantize_tables
+from loka.training.checkpoint import find_checkpoints, prune, read_best, step_of, write_best
+from loka.training.config import TrainConfig
+from loka.training.result import NonFiniteLossError
+from loka.training.snapshot import seed_everything
+from loka.training.stream import EpochStream, TrainData
+from loka.training.trainer import Trainer
+
+__all__ = ["DistributedTrainer", "joined", "share_of"]
+
+_COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
+
+
+@contextmanager
+def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[None]:
+    """A process group from torchrun's environment, left at the end.
+
+    Args:
+        backend: `gloo` or `nccl`; None: nccl where there are GPUs.
+        timeout: seconds a collective may wait for a rank.
+
+    Raises:
+        ValueError: torchrun did not start this process.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"--distributed is for processes that torchrun starts, but {', '.join(missing)} are not set; "
+            "hint: torchrun --nproc-per-node 2 -m loka train --distributed ..."
+        )
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if chosen == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def share_of(batch: Any, rank: int, world: int) -> Any:
+    """One rank's examples of a batch: the r-th of `world` equal stretches.
+
+    Args:
+        batch: a dataclass of tensors, Jagged rows, dictionaries of these, and None.
+        rank: whose.
+        world: of how many; must divide the batch's size.
+
+    Returns:
+        A batch of the same type.
+    """
+    if batch.size % world:
+        raise ValueError(f"a batch of {batch.size} examples cannot be shared equally by {world} ranks")
+    size = batch.size // world
+    return _cut(batch, rank * size, (rank + 1) * size)
+
+
+def _cut(value: Any, start: int, stop: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop]
+    if isinstance(value, Jagged):
+        offsets = value.offsets[start : stop + 1]
+        return Jagged(value.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+    if isinstance(value, dict):
+        return {key: _cut(part, start, stop) for key, part in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _cut(getattr(value, f.name), start, stop) for f in fields(value)})
+    if value is None:
+        return None
+    raise ValueError(f"a batch holds a {type(value).__name__}, which has no examples to share")
+
+
+class SharedStream(EpochStream):
+    """The whole batches of one process, of which this rank takes its share."""
+
+    def __init__(self, split: Any, batch_size: int, *, seed: int, rank: int, world: int) -> None:
+        super().__init__(split, batch_size, seed=seed)
+        self._share = rank, world
+
+    def __next__(self) -> Any:
+        """This rank's examples of the next batch."""
+        return share_of(super().__next__(), *self._share)
+
+
+class DistributedTrainer(Trainer):
+    """A Trainer among others. Build it on every rank with the same model, data and settings, inside `joined`.
+
+    Args:
+        model: plain, the same weights on every rank; its tables are swapped and its dense part is sharded, in place.
+        data: as Trainer's.
+        config: as Trainer's; `batch_size` counts all ranks together.
+        rows: format of the tables' rows.
+        collectives: codec of weights and gradients; None sends them as they are.
+        out: folder of the run, on a file system that all ranks see.
+        options: of Trainer: `loss_fn`, `callbacks`, ...
+
+    Example:
+        >>> with joined("gloo"):
+        ...     DistributedTrainer(model, data, TrainConfig(steps=100, batch_size=64), rows="int8:row", out="runs/x").fit()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: TrainData,
+        config: TrainConfig | None = None,
+        *,
+        rows: str = "float32",
+        collectives: str | None = None,
+        out: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        config = config or TrainConfig()
+        world = dist.get_world_size()
+        _check(config, world)
+        codec = None if collectives is None else parse_codec(collectives)
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        )
+        if config.device not in ("auto", device.type, str(device)):
+            raise ValueError(f"this process group runs on {device}, the request is for {config.device}")
+        model = model.to(device)
+        quantize_tables(model, rows=rows)
+        shard_dense(model)
+        self.clock = StepClock(seed=config.seed)
+        self.wire: Wire | None = None
+        if codec is not None:
+            self.wire = quantize_fsdp(model, all_gather=codec, reduce_scatter=codec, clock=self.clock)
+        super().__init__(model, data, replace(config, device=str(device)), out=out, **options)
+        self.stream = SharedStream(data.train, config.batch_size, seed=config.seed, rank=self.ranks.rank, world=world)
+
+    def load_best(self) -> None:
+        """Put the weights of the best evaluation into the model."""
+        if self.folder is None:
+            raise ValueError("the best weights are kept in the folder of the run: pass out=")
+        self._load_tensors(read_best(self.folder), optimizer=False)
+
+    def _start(self, resume: bool, fallback: bool) -> None:
+        if fallback:
+            raise ValueError("a distributed checkpoint is complete or does not exist: there is no fallback to ask for")
+        found = [] if self.folder is None else find_checkpoints(self.folder)
+        if resume and self.folder is None:
+            raise ValueError("resume needs the folder of the run: pass out=")
+        if found and not resume and self.step == 0:
+            raise ValueError(f"{self.folder} already holds {found[-1].name}; resume it, or choose another folder")
+        seed_everything(self.config.seed + self.ranks.rank)
+        if found:
+            self._restore(found[-1])
+        for callback in self.callbacks:
+            callback.on_start(self)
+
+    def _train_step(self) -> None:
+        self.clock.step = self.step
+        super()._train_step()
+
+    def _checkpoint(self) -> None:
+        if self._saved_step == self.step:
+            return
+        assert self.folder is not None
+        with self._paused():
+            bad = [name for name, tensor in _local_tensors(self.module) if not bool(tensor.isfinite().all())]
+            if self.ranks.any(bool(bad), self.device):
+                raise NonFiniteLossError(
+                    f"weights of {bad[:5] or 'another rank'} are not finite after step {self.step}; nothing was saved"
+                )
+            self._write()
+            self._saved_step = self.step
+
+    def _write(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        assert self.folder is not None
+        final = self.folder / f"step-{self.step:08d}"
+        temporary = self.folder / f".writing-{final.name}"
+        if self.ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        dcp.save(self._tensors(), checkpoint_id=temporary)
+        if self.ranks.rank == 0:
+            (temporary / "state.json").write_text(json.dumps(self._state()) + "\n", encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.replace(final)
+            best = self.monitor.best
+            if best is not None and best["step"] == self.step:
+                write_best(self.folder, best)
+            prune(self.folder, keep=self.config.keep, protect=None if best is None else best["step"])
+        dist.barrier()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": self.config.to_json(),
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "monitor": self.monitor.state_dict(),
+            "metrics": self.metrics,
+            "stream": self.stream.state_dict(),
+            "world": self.ranks.world,
+        }
+
+    def _tensors(self) -> dict[str, Any]:
+        self._prepare_optimizer()
+        return {"model": self.module.state_dict(), "optimizer": self.optimizers.state_tensors()}
+
+    def _prepare_optimizer(self) -> None:
+        """Adam makes its state in the first step; a checkpoint to load needs somewhere to go before."""
+        for optimizer, _ in self.optimizers._parts:
+            if isinstance(optimizer, torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if not optimizer.state[parameter]:
+                            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                            step = torch.zeros((), dtype=torch.float32, device=self.device)
+                            optimizer.state[parameter] = {"step": step, **moments}
+
+    def _load_tensors(self, path: Path, *, optimizer: bool = True) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        tensors = self._tensors()
+        state = tensors.pop("optimizer")
+        if optimizer:  # copies: the codes of a table are its own, and loading its weight would round them
+            tensors["optimizer"] = {name: tensor.clone() for name, tensor in state.items()}
+        dcp.load(tensors, checkpoint_id=path)
+        self.module.load_state_dict(tensors["model"])
+        if optimizer:
+            self.optimizers.load_state_tensors(tensors["optimizer"])
+
+    def _restore(self, path: Path) -> None:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if changes := self.config.changes_since(TrainConfig.from_json(state["config"])):
+            raise ValueError(f"cannot resume with other settings ({'; '.join(changes)}); resume with the stored ones")
+        self._load_tensors(path)
+        self.stream.load_state_dict(state["stream"])
+        for name, value in state["counters"].items():
+            setattr(self, name, value)
+        self.metrics = state["metrics"]
+        self.monitor.load_state_dict(state["monitor"])
+        seed = hash((self.config.seed, self.ranks.rank, self.step)) % 2**63
+        seed_everything(seed)
+        random.seed(seed)
+        self._resumed_from = self._saved_step = step_of(path)
+
+
+def shard_dense(model: nn.Module) -> None:
+    """Shard everything but the tables' anchors, each larger block on its own, then the rest.
+
+    Args:
+        model: changed in place.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    anchors: set[nn.Parameter] = {module.anchor for module in model.modules() if isinstance(module, Table)}
+    for child in model.children():
+        if any(p not in anchors for p in child.parameters()) and not isinstance(child, Table):
+            fully_shard(child, ignored_params={p for p in child.parameters() if p in anchors})
+    fully_shard(model, ignored_params=anchors)
+
+
+def _local_tensors(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
+    """What this rank holds, table by table and shard by shard."""
+    named = [(name, p.to_local() if hasattr(p, "to_local") else p) for name, p in model.named_parameters()]
+    tables = [(name, part) for name, m in model.named_modules() if isinstance(m, Table) for part in m.witnesses()]
+    return [(name, tensor.detach()) for name, tensor in [*named, *tables]]
+
+
+def _check(config: TrainConfig, world: int) -> None:
+    problems = []
+    if config.batch_size % world:
+        problems.append(
+            f"batch_size {config.batch_size} is of all {world} ranks together and must be a multiple of {world}"
+        )
+    if config.compile == "on":
+        problems.append("compilation is not part of it yet")
+    if problems:
+        raise ValueError(f"these settings cannot be trained on {world} processes: {'; '.join(problems)}")

@@ -1,0 +1,99 @@
+"""Training on several processes: the run of one process, checkpoints that resume bit for bit and with another number of ranks, faults survived."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from comms.ranks import on_ranks
+from loka.nn.tables import quantize_tables
+from loka.training import TrainConfig, Trainer
+from loka.training.distributed import joined, share_of
+
+from .toy import assert_same_bits, make_data, make_model
+
+JOB = ("training.jobs_distributed", "train")
+
+
+def alone(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    model = make_model(dropout=0.0)
+    quantize_tables(model, rows="float32")
+    config = TrainConfig(
+        steps=steps, batch_size=48, device="cpu", log_every=5, clip_norm=1.0, learning_rate=1e-2, compile="off"
+    )
+    trainer = Trainer(model, make_data(), config)
+    trainer.fit()
+    return model.state_dict(), trainer.evaluate()
+
+
+def test_two_ranks_train_the_model_of_one_process() -> None:
+    results = on_ranks(2, *JOB, None, 12, "float32", None, False)
+    weights, metrics = alone(12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(results[0]["weights"][name], weight, rtol=1e-4, atol=1e-5)
+        assert torch.equal(results[0]["weights"][name], results[1]["weights"][name])
+    assert results[0]["examples"] == 12 * 48
+    assert results[0]["valid"]["ne"] == pytest.approx(metrics["ne"], rel=1e-4)
+
+
+def test_a_killed_run_resumes_with_the_same_bits_and_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """int8 rows and encoded collectives; rank 1 dies by SIGKILL in step 9, after the checkpoint of step 8."""
+    rows, codec = "int8:row", "e4m3:1x128:pow2:stochastic"
+    straight = on_ranks(2, *JOB, str(tmp_path / "straight"), 12, rows, codec, False)
+    broken = str(tmp_path / "broken")
+    with pytest.raises(AssertionError, match="rank 0 ended with"):
+        on_ranks(2, *JOB, broken, 12, rows, codec, False, (9, 1), dead=(1,))
+    resumed = on_ranks(2, *JOB, broken, 12, rows, codec, True)
+    assert resumed[0]["resumed"] == 8
+    assert_same_bits(straight[0]["weights"], resumed[0]["weights"])
+    assert resumed[0]["examples"] == straight[0]["examples"]
+    assert resumed[0]["wire"] > 0
+    (more,) = on_ranks(1, *JOB, str(tmp_path / "straight"), 16, rows, codec, True)
+    assert more["resumed"] == 12
+    assert more["examples"] == 16 * 48
+    assert more["loss"] < straight[0]["loss"] * 1.2
+
+
+def test_a_share_is_a_stretch_of_the_batch() -> None:
+    from loka.data.batch import Batch, Jagged
+
+    sequences = {"h": Jagged.from_rows([[1, 2], [], [3], [4, 5, 6]])}
+    batch = Batch(
+        dense=torch.arange(4.0).view(4, 1),
+        categorical=torch.arange(4).view(4, 1),
+        sequences=sequences,
+        labels=torch.ones(4, 1),
+        group=torch.arange(4),
+    )
+    second = share_of(batch, 1, 2)
+    assert second.dense.flatten().tolist() == [2.0, 3.0]
+    assert second.sequences["h"].values.tolist() == [3, 4, 5, 6]
+    assert second.sequences["h"].offsets.tolist() == [0, 1, 4]
+    with pytest.raises(ValueError, match="cannot be shared equally"):
+        share_of(batch, 0, 3)
+
+
+def test_without_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="torchrun"), joined():
+        pass
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
+    def launch(world: int, steps: int, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "loka", "train", "--distributed",
+            "--data", "synthetic", "--model", "dlrm", "--steps", str(steps), "--batch-size", "64", "--evaluate-every", "0", "--checkpoint-every", "3",
+            "--rows", "int8:row", "--collectives", "e4m3:1x128:pow2", "--out", str(tmp_path / "run"), *more,
+        ]  # fmt: skip
+        return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+    first = launch(2, 3)
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert first.stdout.count("test  ") == 1, "only rank 0 speaks"
+    second = launch(1, 5, "--resume")
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert '"resumed_from": 3' in (tmp_path / "run" / "result.json").read_text()

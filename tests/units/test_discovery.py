@@ -1,0 +1,261 @@
+"""Chains are found by what an example shows, however the model is written; what ends one is said; and what is found can be placed and is the model up to FP8."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from foreign_zoo import ZOO
+from loka.lowp import chains_of
+from loka.nn import BlockNorm
+from loka.units import discover, place
+
+EXPECTED = {
+    "dlrm": [["dense.2", "dense.4"], ["over.0", "over.2", "over.4"]],
+    "tower": [["net.0", "net.3", "net.6"]],
+    "cross": [["deep1", "deep2"]],
+    "encoder": [[f"encoder.layers.{i}.linear1", f"encoder.layers.{i}.linear2"] for i in range(2)],
+    "auxiliary": [["second"]],
+}
+
+
+def names(found) -> list[list[str]]:
+    return [unit.linears for unit in found.units]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_models_that_know_nothing_of_this_package(name: str) -> None:
+    make, inputs = ZOO[name]
+    model, example = make(), inputs(8)
+    found = discover(model, example)
+    assert names(found) == EXPECTED[name]
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert {n for unit in found.units for n in unit.linears} | found.alone.keys() == linears
+    assert found.ends.keys() == {unit.linears[-1] for unit in found.units}
+    assert all(found.alone.values())
+    assert str(found).count("\n") + 1 == len(found.units) + len(found.alone)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_what_is_found_is_the_model_up_to_fp8_forward_and_backward(name: str) -> None:
+    make, inputs = ZOO[name]
+    model, batch = make(), inputs(32)
+    twin = copy.deepcopy(model)
+    for unit in discover(model, batch).units:
+        place(model, unit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(2):
+        for one in (model, twin):
+            one.zero_grad()
+            one(*batch).square().sum().backward()
+        got, wanted = model(*batch), twin(*batch)
+        assert 0 < (got - wanted).norm() < 0.1 * wanted.norm(), step
+        for (key, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert a.grad is not None, key
+            if b.grad.norm() > 1e-4:
+                assert (a.grad - b.grad).norm() < 0.6 * b.grad.norm(), (key, step)
+        optimizer.step()
+    with torch.no_grad():
+        assert (model.eval()(*batch) - twin.eval()(*batch)).norm() < 0.1 * twin(*batch).norm()
+
+
+class Net(nn.Module):
+    """Three wide linears and a prediction layer, joined by what a test wants."""
+
+    def __init__(self, forward, **parts: object) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+        self.act, self.act2 = nn.ReLU(), nn.SiLU()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def straight(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.act2(m.b(m.act(m.a(x))))))
+
+
+def find(forward, *, before=lambda model: None, serving: bool = False, rows: int = 8, **parts):
+    model = Net(forward, **parts)
+    before(model)
+    return discover(model, torch.randn(rows, 64), serving=serving)
+
+
+def _two_readers(m: Net, x: Tensor) -> Tensor:
+    h = m.act(m.a(x))
+    return m.last(m.c(m.b(h)) + h.mean(-1, keepdim=True))
+
+
+def _twice(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.c(m.b(m.act(m.a(x))))))
+
+
+def _functional(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(F.relu(m.b(m.act(m.a(x))))))
+
+
+def _kept(m: Net, x: Tensor) -> Tensor:
+    h = m.act(m.a(x))
+    m.hidden = h  # a loss reads it later
+    return m.last(m.c(m.act2(m.b(h))))
+
+
+def _weight_read(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.b(m.act(m.a(x))))) + m.b.weight.sum() * 0
+
+
+def _shared_activation(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.act(m.b(m.act(m.a(x))))))
+
+
+def _shared_function(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.function(m.c(m.b(m.function(m.a(x))))))
+
+
+def _function(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.b(m.function(m.a(x)))))
+
+
+def _added(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.act2(m.b(m.act(m.a(x))) + 1)))
+
+
+def _tie(model: Net) -> None:
+    model.twin = nn.Linear(96, 64)
+    model.twin.weight = model.b.weight
+
+
+def _hook(name: str):
+    return lambda model: model.get_submodule(name).register_forward_hook(lambda module, inputs, output: None)
+
+
+def _protect(model: Net) -> None:
+    model.b.loka_protected = "by hand"
+
+
+@pytest.mark.parametrize(
+    ("forward", "options", "chains", "why"),
+    [
+        (straight, {}, [["a", "b", "c"]], "last: it is a prediction layer"),
+        (_two_readers, {}, [["a"], ["b", "c"]], "its output is read by 2 operations"),
+        (_twice, {}, [["a", "b"]], "c: it is called 2 times"),
+        (_functional, {}, [["a", "b"]], "hint: a module (nn.ReLU()) in its place"),
+        (_kept, {}, [["a"], ["b", "c"]], "it is a result of the model"),
+        (_weight_read, {}, [["a"]], "b: its weight is read elsewhere too"),
+        (_shared_activation, {}, [], "act is used more than once"),
+        (_function, {"function": F.relu}, [["a", "b", "c"]], "last: it is a prediction layer"),
+        (_shared_function, {"function": F.relu}, [["b", "c"]], "relu in the model is called 2 times"),
+        (_added, {}, [["a", "b"]], "add in the model stands behind it"),
+        (straight, {"before": _tie}, [["a"]], "b: it shares its weight"),
+        (straight, {"before": _hook("b")}, [["a"]], "b: it has hooks that would see other tensors"),
+        (straight, {"before": _hook("act2")}, [["a", "b"]], "act2 has hooks that would see other tensors"),
+        (straight, {"before": _protect}, [["a"]], "b: protected: by hand"),
+        (straight, {"b": nn.Linear(96, 32), "c": nn.Linear(32, 64)}, [["a"]], "b: 96 x 32: narrower than 64"),
+        (straight, {"act": nn.Dropout(0.5)}, [["b", "c"]], "act is a dropout with p 0.5"),
+        (straight, {"act": nn.Dropout(0.0)}, [["a", "b", "c"]], "last: it is a prediction layer"),
+        (straight, {"act": nn.Dropout(0.5), "serving": True}, [["a", "b", "c"]], "last: it is a prediction layer"),
+        (straight, {"act": nn.Softmax(-1)}, [["b", "c"]], "act (Softmax) stands behind it"),
+        (straight, {"act": nn.BatchNorm1d(96)}, [["b", "c"]], "act (BatchNorm1d) stands behind it"),
+        (straight, {"act": nn.LayerNorm([96])}, [["a", "b", "c"]], "last: it is a prediction layer"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_chain(forward, options: dict, chains: list[list[str]], why: str) -> None:
+    found = find(forward, **options)
+    assert names(found) == chains
+    assert any(why in text for text in [*found.ends.values(), *found.alone.values()]), str(found)
+
+
+def _drop(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.act2(F.dropout(m.b(m.act(m.a(x))), 0.5, m.training))))
+
+
+def test_a_functional_dropout_ends_a_chain_in_training_and_not_in_serving() -> None:
+    found = find(_drop)
+    assert names(found) == [["a", "b"]]
+    assert found.ends["b"].startswith("in training: ")
+    assert names(find(_drop, serving=True)) == [["a", "b", "c"]]
+
+
+def _norm_drop(m: Net, x: Tensor) -> Tensor:
+    return m.last(m.c(m.act2(m.b(m.act(m.a(F.dropout(m.norm(x), 0.5, m.training)))))))
+
+
+def test_a_dropout_behind_a_block_norm_bounds_nothing_in_training() -> None:
+    """It divides by 1 - p: values beyond 16 would saturate at the static scale."""
+    assert not find(_norm_drop, norm=BlockNorm(64)).units[0].bounded_input
+    assert find(_norm_drop, norm=BlockNorm(64), serving=True).units[0].bounded_input
+
+
+def test_a_container_that_somebody_watches_ends_a_chain() -> None:
+    """Its hook would see what the whole chain makes, not what the container does."""
+
+    def blocks() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Sequential(nn.Linear(64, 96), nn.ReLU()), nn.Sequential(nn.Linear(96, 64), nn.ReLU()), nn.Linear(64, 1)
+        )
+
+    x = torch.randn(8, 64)
+    assert names(discover(blocks(), x)) == [["0.0", "1.0"]]
+    model = blocks()
+    seen: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    found = discover(model, x)
+    assert names(found) == [["0.0"], ["1.0"]]
+    assert "0 has hooks" in found.ends["0.0"]
+    for unit in found.units:
+        place(model, unit)
+    seen.clear()
+    model(x)
+    assert seen[0].shape == (8, 96)
+    model = blocks()
+    model.register_forward_hook(lambda module, inputs, output: None)
+    assert names(discover(model, x)) == [["0.0", "1.0"]], "a hook on all of it sees what it saw"
+
+
+def test_names_are_those_of_the_plain_model() -> None:
+    make, inputs = ZOO["dlrm"]
+    plain, x = make(), inputs(8)
+    expected = discover(plain, x).units
+    assert discover(torch.compile(plain, backend="eager"), x).units == expected
+    inside = make()
+    inside.over = checkpoint_wrapper(inside.over)
+    assert discover(inside, x).units == expected
+    for unit in expected:
+        place(inside, unit)
+    assert len(list(chains_of(inside))) == 2
+    inside(*x).sum().backward()
+
+
+@pytest.mark.parametrize("order", ["norm first", "activation first"])
+def test_a_norm_stands_before_the_activation(order: str) -> None:
+    parts = (nn.LayerNorm(96), nn.ReLU()) if order == "norm first" else (nn.ReLU(), nn.LayerNorm(96))
+    model = nn.Sequential(nn.Linear(64, 96), *parts, nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 1))
+    found = discover(model, torch.randn(4, 64))
+    assert names(found) == ([["0", "3"]] if order == "norm first" else [["0"], ["3"]])
+
+
+def test_nothing_is_changed_and_a_failure_is_said() -> None:
+    make, inputs = ZOO["tower"]
+    model = make().train()
+    state = copy.deepcopy(model.state_dict())
+    discover(model, inputs(4))
+    assert model.training
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with pytest.raises(ValueError, match=r"units of Tower cannot be found: .*mat1 and mat2"):
+        discover(model, torch.randn(4, 81))
+    with pytest.raises(ValueError, match="no example was given"):
+        discover(model)
+
+
+def test_linears_that_stand_alone_are_units_where_they_are_wide_enough() -> None:
+    model, x = ZOO["cross"][0](), ZOO["cross"][1](8)
+    assert names(discover(model, x, linears=96)) == [["cross.0"], ["cross.1"], ["deep1", "deep2"]]
+    assert names(discover(model, x, linears=97)) == EXPECTED["cross"]
+    assert names(discover(model, x, module_filter_fn=lambda module, name: name != "deep2")) == [["deep1"]]
