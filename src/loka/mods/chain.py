@@ -104,8 +104,14 @@ def find_chain(editor: Editor, site: str, module: nn.Module, names: list[str]) -
         return "there is nothing to fuse: no linear with a norm, an activation or another linear behind it"
     rest = [(name, module.get_submodule(name)) for name in tail]
     if any(isinstance(m, nn.Linear) and not is_kept(editor, f"{site}.{n}".lstrip("."), m) for n, m in rest):
-        return f"after {tail[0]} ({type(rest[0][1]).__name__}) there are more linears: the chain is broken there; hint: norm_order"
+        return f"after {tail[0]} ({type(rest[0][1]).__name__}) there are more linears: the chain is broken there; {_hint(rest[0][1], norms)}"
     return Chain(site, tuple(links), tuple(tail), is_bounded(editor, f"{site}.{links[0].linear}".lstrip(".")))
+
+
+def _hint(part: nn.Module, norms: tuple[type[nn.Module], ...]) -> str:
+    if isinstance(part, norms):
+        return "hint: norm_order puts a norm before its activation"
+    return "hint: the kernels know a norm and an activation behind a linear, in this order, and nothing else"
 
 
 def is_kept(editor: Editor, name: str, linear: nn.Linear) -> bool:

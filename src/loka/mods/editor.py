@@ -34,7 +34,22 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 Judge = Callable[[ModClass, Sequence[Step]], str | None]  # of one change: why it must be undone
 FEW_OUTPUTS = 8  # without a flow, a linear with at most this many outputs is taken for a prediction layer
 # What stands between a prediction layer and the result: no weights, no products, no norms.
-_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
+_TAIL = {
+    "sigmoid",
+    "sigmoid_",
+    "add_",
+    "mul_",
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "_log_softmax",
+    "tanh",
+    "clamp",
+    "mul",
+    "div",
+    "neg",
+    "exp",
+}
 _TAIL |= {
     "view",
     "_unsafe_view",
@@ -298,7 +313,7 @@ def _ends(flow: Flow) -> Iterator[str]:
             continue
         if call.site is not None and call.linear:
             yield call.site
-        elif call.op in _TAIL and not _is_residual(flow, call):
+        elif (call.op in _TAIL or (call.inner and call.inner <= _TAIL)) and not _is_residual(flow, call):
             waiting.extend(value for value in call.inputs if value not in seen)
             seen.update(call.inputs)
 

@@ -294,7 +294,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         atom = next(module.children(), None) is None
-        named = [*enumerate(args), *kwargs.items()]
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         self._arguments.append(tuple((key, self._value(value)) for key, value in named if isinstance(value, Tensor)))
         self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
 

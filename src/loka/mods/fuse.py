@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from loka.mods.align_shapes import Aligned
+from loka.mods.align_shapes import is_aligned
 from loka.mods.chain import (
     ACTIVATIONS,
     Absorbed,
@@ -149,7 +149,9 @@ class Fuse:
     def _fuse_linears(self, editor: Editor) -> None:
         """Linears that are in no chain, each with the activation behind it."""
         for name, linear in list(editor.modules()):
-            if not (type(linear) is nn.Linear or isinstance(linear, Aligned)) or is_kept(editor, name, linear):
+            if not isinstance(linear, nn.Linear) or (type(linear) is not nn.Linear and not is_aligned(linear)):
+                continue
+            if is_kept(editor, name, linear):
                 continue
             if min(linear.in_features, linear.out_features) < self.linears:
                 editor.leave(name, f"{linear.in_features} x {linear.out_features}: narrower than {self.linears}")
@@ -190,7 +192,7 @@ class Fuse:
         linears = [module.get_submodule(link.linear) for link in chain.links]
         if any(editor.is_tied(linear) for linear in linears):
             return "one of its linears shares its weight"
-        if any(type(linear) is not nn.Linear and not isinstance(linear, Aligned) for linear in linears):
+        if any(type(linear) is not nn.Linear and not is_aligned(linear) for linear in linears):
             return "one of its linears is more than an nn.Linear"
         if self.precision == "fp8" and not chain.site:
             return "the model is itself a chain and cannot be swapped in place; wrap it in nn.Sequential"
