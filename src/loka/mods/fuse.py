@@ -38,6 +38,7 @@ from loka.mods.chain import (
     unroll,
 )
 from loka.mods.editor import Editor
+from loka.mods.journal import has_hooks
 from loka.mods.protect_intermediates import MARK
 from loka.nn import (
     BLOCK,
@@ -194,6 +195,9 @@ class Fuse:
             return "one of its linears shares its weight"
         if any(type(linear) is not nn.Linear and not is_aligned(linear) for linear in linears):
             return "one of its linears is more than an nn.Linear"
+        hooked = [name for name in chain.names() if has_hooks(module.get_submodule(name))]
+        if self.precision == "fp8" and hooked:
+            return f"a hook on {hooked[0]} would not run inside a kernel; hint: remove it (probe.detach()), block_norm before norm_order, or precision='high'"
         if self.precision == "fp8" and not chain.site:
             return "the model is itself a chain and cannot be swapped in place; wrap it in nn.Sequential"
         return None

@@ -92,7 +92,7 @@ def apply(
     refuse_converted(inner)
     _refuse_lazy(inner)
     before = set(inner.state_dict())
-    with same_randomness(inner):
+    with same_randomness():
         trial = None if example is None else Trial(inner, example)
         editors = [_rewrite(_Job(inner, mod, module_filter_fn, example, trial, _is_ddp(model))) for mod in chosen]
     if is_compiled(model) and any(editor.changed for editor in editors):
