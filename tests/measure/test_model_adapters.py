@@ -1,4 +1,4 @@
-"""The benchmark's views of attention, interaction and route: they accept the law and our kernels, notice what is wrong, and count what must move."""
+"""The benchmark's views of attention, interaction, dots and route: they accept the law and our kernels, notice what is wrong, and count what must move."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from loka.measure.adapter import ADAPTERS, adapter_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-SHAPES = {"attention": (3, 2, 40), "interaction": (4, 32, 16), "route": (70, 48, 21)}
+SHAPES = {"attention": (3, 2, 40), "interaction": (4, 32, 16), "route": (70, 48, 21), "dots": (5, 9, 24)}
 EVERY = [
     ("attention", "16x32|bfloat16"),
     ("attention", "16x16|gradient|float16"),
@@ -29,6 +29,10 @@ EVERY = [
     ("route", "top=1|float32|sorted"),
     ("route", "top=8|always|sorted|float16"),
     ("route", "top=21|always|float32"),
+    ("dots", "pairs|bfloat16"),
+    ("dots", "pairs|self|float32"),
+    ("dots", "pairs|self|gradient|float16"),
+    ("dots", "pairs|gradient|bfloat16"),
 ]
 every_variant = pytest.mark.parametrize(("op", "variant"), EVERY)
 
@@ -106,10 +110,10 @@ def one_slice(out: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])
-@pytest.mark.parametrize("variant", [v for op, v in EVERY if op == "attention"])
-def test_a_wrong_attention_is_red(variant: str, change: Callable[[Tensor], Tensor]) -> None:
-    adapter, call, operands = prepare("attention", variant)
-    assert not adapter.check(Wrong("attention", lambda name, out: change(out)), call, operands)
+@pytest.mark.parametrize(("op", "variant"), [(op, v) for op, v in EVERY if op in ("attention", "dots")])
+def test_a_wrong_result_is_red(op: str, variant: str, change: Callable[[Tensor], Tensor]) -> None:
+    adapter, call, operands = prepare(op, variant)
+    assert not adapter.check(Wrong(op, lambda name, out: change(out)), call, operands)
 
 
 def test_an_attention_whose_bias_gradient_is_lost_is_red() -> None:
@@ -242,6 +246,7 @@ def test_the_benchmark_runs(op: str) -> None:
         ("attention", "16x32|plain|float32", "outlier_channels"),
         ("interaction", "24/16+16|float16", "normal"),
         ("interaction", "7/8+8|project|gradient|float16", "outlier_channels"),
+        ("dots", "pairs|self|gradient|float16", "outlier_channels"),
         ("route", "top=3|float32", "zero_rows"),
         ("route", "top=8|always|sorted|float16", "lognormal_rows"),
     ],

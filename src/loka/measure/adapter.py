@@ -20,6 +20,7 @@ from loka.measure import conformance, inputs
 from loka.measure.attention import Attention
 from loka.measure.beam import BeamAttention
 from loka.measure.conformance import Conformance
+from loka.measure.dots import Dots
 from loka.measure.fused import compiled
 from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
@@ -277,6 +278,7 @@ ADAPTERS: dict[str, Adapter] = {
         Attention(),
         Interaction(),
         Route(),
+        Dots(),
         EmbeddingBag(),
         EmbeddingUpdate(),
     )
