@@ -100,6 +100,7 @@ class Chain:
         >>> chain.release()
     """
 
+    @torch.inference_mode(False)  # its scales outlive the block they are made in
     def __init__(
         self,
         name: str,
