@@ -22,6 +22,7 @@ from loka.records.mods import ModClass
 from loka.units.flow import Call, Flow
 
 _TURNS = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
+_MATRIX_TRANSPOSE = vars(torch._C.TensorBase)["mT"].__get__  # what `x.mT` shows as
 _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
