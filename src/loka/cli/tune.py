@@ -65,7 +65,7 @@ def tune(
         optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
         for batch in islice(subject.stream("train"), train_steps):
             optimizer.zero_grad()
-            subject.loss(batch).backward()
+            subject.loss(batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     held = list(islice(subject.batches("valid"), batches)) or list(islice(subject.batches("train"), batches))
     tuned = run(

@@ -501,7 +501,8 @@ class Chain:
 
 
 def _extent(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, float("inf")).float()
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"))
+    return largest.float()
 
 
 def _check(name: str, parts: Sequence[Part]) -> None:
@@ -636,7 +637,7 @@ def _reclass(module: nn.Module, role: type[_InChain] | None) -> None:
         return
     original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
     if now is ours:
-        module.__class__ = original
+        module.__class__ = original  # type: ignore[assignment]
     else:
         bases = tuple(original if base is ours else base for base in now.__bases__)
         names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}

@@ -41,7 +41,7 @@ class _Looking(TorchFunctionMode):
                 return found
         out = func(*args, **(kwargs or {}))
         if (func in _TURNS and len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}) or (
-            func is Tensor.mT.__get__ and args[0].dim() == 3
+            func == _MATRIX_TRANSPOSE and args[0].dim() == 3
         ):
             self.turned.append((out, args[0]))
         elif func in _PRODUCTS and len(args) == 2:

@@ -154,6 +154,12 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
 
 def capture(step: Run) -> Run:
     """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) is run as it is."""
+    # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        return _capture(step)
+
+
+def _capture(step: Run) -> Run:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
