@@ -185,7 +185,10 @@ class Generative(Bench):
                     f"{variant} {context}: correctness", lambda m=model: self.check(m), needs=5
                 ):
                     self.report["failed"].append(
-                        {"part": f"{variant} {context}", "error": "answers differ: not measured"}
+                        {
+                            "part": f"{variant} {context}",
+                            "error": "correctness was not shown (answers differ, or no time was left): not measured",
+                        }
                     )
                     continue
                 for sla in self.slas:
