@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loka.mods.flow import tensors_in
+from loka.mods.trial import tensors_in
 
 BATCH = 32
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import loka
 from loka import mods
-from loka.mods.flow import tensors_in
+from loka.mods.trial import tensors_in
 
 from .catalog import BUILDERS, Foreign, build
 

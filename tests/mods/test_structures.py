@@ -9,7 +9,7 @@ from torch import Tensor
 
 import loka
 from loka import mods
-from loka.mods.flow import tensors_in
+from loka.mods.trial import tensors_in
 
 from .structures import STRUCTURES, Structure
 from .zoo import assert_same_state, snapshot
