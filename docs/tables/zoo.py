@@ -70,8 +70,12 @@ def tune_table() -> str | None:
             [
                 MODELS.get(row["model"], row["model"]),
                 row["target"],
-                "not measured" if speed is None else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
-                "not measured" if change is None else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
+                "not measured"
+                if speed is None
+                else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
+                "not measured"
+                if change is None
+                else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
                 f"{record['used_margin']:.2%}",
                 f"{taken:.0%}",
                 f"{row['tune_s']:.0f} s",

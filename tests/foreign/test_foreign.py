@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import loka
 from loka import mods
+from loka.units.flow import tensors_in
 
 from .catalog import BUILDERS, Foreign, build
 
