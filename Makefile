@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 LOCK   := pyproject.toml constraints.txt
 
-.PHONY: demo test check format bench docs clean
+.PHONY: demo test test-foreign check format bench docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,18 @@ demo: $(VENV)/.demo  ## the whole job on embedded real data, CPU
 test: $(VENV)/.dev  ## every test a machine without a GPU can run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
+# In an environment of its own: these libraries bring a hundred others, and some ask for versions that nobody has any more (hence --no-deps).
+FOREIGN := $(VENV)-foreign
+$(FOREIGN)/.done: $(LOCK) tests/foreign/requirements.txt
+	$(PYTHON) -m venv $(FOREIGN)
+	$(FOREIGN)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[data,report,dev]'
+	$(FOREIGN)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r tests/foreign/requirements.txt
+	@touch $@
+
+test-foreign: $(FOREIGN)/.done  ## mods and the whole loop on models of other libraries; docs/foreign-models.md lists the results
+	OMP_NUM_THREADS=1 $(FOREIGN)/bin/python -m pytest -n auto --dist worksteal -m foreign tests/foreign
+	OMP_NUM_THREADS=1 $(FOREIGN)/bin/python tests/foreign/table.py
+
 check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -45,4 +57,4 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-foreign build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -55,9 +55,8 @@ class Cell:
         return "/".join(map(str, asdict(self).values()))
 
 
-def cells() -> Iterator[Cell]:
+def cells(families: list[str]) -> Iterator[Cell]:
     """In an order that covers families first, then hazards, then seeds."""
-    families = ("dlrm", "dcn", "wukong", "dhen", "elfm")
     plans = (("none", 1e-3, 300), ("offset", 1e-3, 300), ("heavy", 1e-3, 300), ("none", 4e-3, 300), ("none", 1e-3, 900))
     for seed in range(8):
         for hazard, rate, steps in plans:
@@ -69,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=600.0, help="start no further cell after so many")
+    parser.add_argument("--families", nargs="+", default=["dlrm", "dcn", "wukong", "dhen", "elfm"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--gradients", type=int, default=1, help="dgrad and wgrad of DLRM and DCN on so many seeds")
     asked = parser.parse_args()
@@ -76,7 +76,7 @@ def main() -> None:
     held = json.loads(asked.out.read_text()) if asked.out.exists() else {"pairs": []}
     done, started = {pair["cell"] for pair in held["pairs"]}, time.monotonic()
     data = load("complete-journey") if asked.seconds else None
-    for cell in cells():
+    for cell in cells(asked.families):
         if cell.key in done or time.monotonic() - started > asked.seconds:
             continue
         began = time.monotonic()

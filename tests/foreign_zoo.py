@@ -1,5 +1,6 @@
 """Models in plain PyTorch as users write them, scaled down: nothing in them knows of this package."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -21,7 +22,7 @@ class DLRM(nn.Module):
         self.register_buffer("j", j)
         widths = [d + n * (n - 1) // 2, *top]
         layers: list[nn.Module] = []
-        for a, b in zip(widths, widths[1:], strict=False):
+        for a, b in itertools.pairwise(widths):
             layers += [nn.Linear(a, b), nn.ReLU()]
         self.over = nn.Sequential(*layers, nn.Linear(widths[-1], 1))
 

@@ -111,3 +111,31 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path) -> Non
         assert time.monotonic() - begin < 30
     finally:
         server.kill()
+
+
+def test_an_experiment_is_read_from_its_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import random
+
+    from loka.serving import EventLog, Split
+
+    source, split = random.Random(0), Split(("base", "new"), (50, 50), "sim")
+    log = EventLog(tmp_path / "events", split)
+    for user in range(3000):
+        arm, name = split.arm(user), f"r{user}"
+        log.write("exposure", name, user=user, arm=arm, ms=10.0, status=200, empty=False, simulated=True)
+        log.write("outcome", name, name="click", value=float(source.random() < (0.5 if arm == "base" else 0.3)))
+    log.close()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["ab", "--online", str(tmp_path / "events"), "--out", str(tmp_path / "records" / "online.json")])
+    told = capsys.readouterr().out
+    assert ended.value.code == 1  # a metric is worse
+    assert "click" in told
+    assert ": worse" in told
+    assert "no mismatch found" in told
+    assert "simulated" in told
+    from loka.report.render import render
+    from loka.report.results import Results
+
+    page = render(Results.load(tmp_path / "records"))
+    assert "new against base on live traffic" in page
+    assert "users are simulated" in page

@@ -85,3 +85,14 @@ def ddp(codec: str | None, steps: int) -> dict:
         "weights": model.module.state_dict(),
         "wire": None if wire is None else (wire.ratio, wire.by_op),
     }
+
+
+def everything() -> dict:
+    """All jobs in one start of the processes: starting them is what costs."""
+    exact = "e4m3:1x128:pow2"
+    return {
+        "collectives": collectives(exact),
+        "gathered": fsdp(exact, None, 1),
+        "trained": fsdp(exact, f"{exact}:stochastic", 4),
+        "ddp": ddp(exact, 3),
+    }

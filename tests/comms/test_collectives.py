@@ -15,54 +15,57 @@ from loka.comms.fsdp import QuantizedAllGather, QuantizedReduceScatter, StepCloc
 E4M3 = "e4m3:1x128:pow2"
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Of all jobs, rank by rank, on two and on four ranks."""
+    return on_ranks(request.param, "comms.jobs_dense", "everything")
+
+
 def through(codec: str, x: torch.Tensor) -> torch.Tensor:
     chosen = parse_codec(codec)
     return chosen.decode(chosen.encode(x), x.numel())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_collectives_add_up_what_was_decoded(world: int) -> None:
-    results = on_ranks(world, "comms.jobs_dense", "collectives", E4M3)
-    inputs = [r["x"] for r in results]
-    for rank, result in enumerate(results):
+def test_collectives_add_up_what_was_decoded(results: list[dict[str, Any]]) -> None:
+    found, world = [r["collectives"] for r in results], len(results)
+    inputs = [r["x"] for r in found]
+    for rank, result in enumerate(found):
         expected = sum(through(E4M3, x.view(world, -1)[rank]) for x in inputs)
         assert torch.equal(result["scattered"], expected)
         assert torch.equal(result["gathered"], torch.cat([through(E4M3, x[:1000]) for x in inputs]))
-        assert torch.equal(result["reduced"], results[0]["reduced"])
+        assert torch.equal(result["reduced"], found[0]["reduced"])
     exact = torch.stack([x[:777] for x in inputs]).sum(0)
-    assert float((results[0]["reduced"] - exact).norm() / exact.norm()) < 0.05
+    assert float((found[0]["reduced"] - exact).norm() / exact.norm()) < 0.05
 
 
-def averaged(gather: str | None) -> dict[str, torch.Tensor]:
-    """One process: the mean of two ranks' gradients, at weights rounded as they are gathered."""
+def averaged(gather: str | None, world: int) -> dict[str, torch.Tensor]:
+    """One process: the mean of all ranks' gradients, at weights rounded as they are gathered."""
     grads: dict[str, torch.Tensor] = {}
-    for rank in range(2):
+    for rank in range(world):
         model = tower()
         if gather is not None:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
-                    shards = [shard.reshape(-1) for shard in parameter.data.chunk(2)]
+                    shards = [shard.reshape(-1) for shard in parameter.data.split(-(-len(parameter) // world))]
                     parameter.data = torch.cat([through(gather, s) for s in shards]).view_as(parameter)
         x, y = data(rank)
         nn.functional.mse_loss(model(x), y).backward()
         for name, parameter in model.named_parameters():
-            grads[name] = grads.get(name, 0) + parameter.grad / 2
+            grads[name] = grads.get(name, 0) + parameter.grad / world
     return grads
 
 
-def test_fsdp_gathers_encoded_weights_and_keeps_vectors_whole() -> None:
+def test_fsdp_gathers_encoded_weights_and_keeps_vectors_whole(results: list[dict[str, Any]]) -> None:
     """With exact gradients the first gradient is that of one process with the weights rounded, and biases and norms not."""
-    result = on_ranks(2, "comms.jobs_dense", "fsdp", E4M3, None, 1)
-    expected = averaged(E4M3)
-    for rank in result:
-        for name, grad in rank["grads"].items():
+    expected, plain = averaged(E4M3, len(results)), averaged(None, len(results))
+    for rank in results:
+        for name, grad in rank["gathered"]["grads"].items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
-    assert any(not torch.allclose(g, averaged(None)[n], rtol=1e-4, atol=1e-6) for n, g in expected.items())
+    assert any(not torch.allclose(g, plain[n], rtol=1e-4, atol=1e-6) for n, g in expected.items())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_fsdp_trains_alike_on_all_ranks_with_few_bytes(world: int) -> None:
-    results = on_ranks(world, "comms.jobs_dense", "fsdp", E4M3, f"{E4M3}:stochastic", 4)
+def test_fsdp_trains_alike_on_all_ranks_with_few_bytes(results: list[dict[str, Any]]) -> None:
+    world, results = len(results), [r["trained"] for r in results]
     for name, weight in results[0]["weights"].items():
         assert all(torch.equal(weight, other["weights"][name]) for other in results)
     assert results[0]["losses"][-1] < results[0]["losses"][0]
@@ -74,8 +77,8 @@ def test_fsdp_trains_alike_on_all_ranks_with_few_bytes(world: int) -> None:
         )  # the tower's biases and norms are 1.3 % of it, and go whole
 
 
-def test_ddp_averages_encoded_gradients() -> None:
-    plain, results = averaged(None), on_ranks(2, "comms.jobs_dense", "ddp", E4M3, 3)
+def test_ddp_averages_encoded_gradients(results: list[dict[str, Any]]) -> None:
+    plain, results = averaged(None, len(results)), [r["ddp"] for r in results]
     for name, grad in results[0]["grads"].items():
         assert torch.equal(grad, results[1]["grads"][name])
         error = float((grad - plain[name]).norm() / plain[name].norm())

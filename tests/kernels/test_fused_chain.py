@@ -112,6 +112,22 @@ def test_one_scale_from_amax_fits_y_and_z(name: str, device: torch.device) -> No
 
 
 @every_backend
+@pytest.mark.parametrize("width", [48, 1104])
+def test_a_prepared_weight_gives_the_same_bits(name: str, width: int, device: torch.device) -> None:
+    """Rows of the weight, and of every FP8 output, start at whole sectors of 32 bytes whatever the width."""
+    case = layer("relu", shape=(20, width, 304))
+    supported(name, case.call(), device)
+    a, b, bias = operands(case, device)
+    prepared = registry.prepare("fused_linear", name, b, a.spec)
+    law, found = run(name, case, a, b, bias), run(name, case, a, prepared, bias)
+    assert torch.equal(law.y.data.float(), found.y.data.float())
+    if name == "triton":
+        assert prepared.data.stride(0) % 32 == 0
+        assert [q.data.stride(0) % 32 for q in (found.y, found.y_t)] == [0, 0]
+        assert registry.prepare("fused_linear", name, prepared, a.spec) is prepared
+
+
+@every_backend
 def test_amax_is_raised_and_never_lowered(name: str, device: torch.device) -> None:
     case = layer("relu")
     supported(name, case.call(), device)

@@ -92,7 +92,7 @@ def test_a_launch_is_checked() -> None:
         (
             Launch(64, 64, split=2),
             DgradCall(64, 512, 512, TENSOR, TENSOR, OUT),
-            "cannot be finished by a second kernel",
+            "the second kernel writes no transpose",
         ),
     ],
     ids=str,
@@ -112,7 +112,8 @@ LAUNCHES = [
 @pytest.mark.parametrize("norm", [False, True])
 def test_every_launch_computes_the_same(name: str, launch: Launch, norm: bool, device: torch.device) -> None:
     """Whole tiles, and some whose K was cut; ragged in every dimension; everything an epilogue writes."""
-    case = Case((140, 400, 300), "e4m3:row", "e4m3:tensor", STATIC, "silu", norm, True, True, True, True)
+    whole = launch.split == 1
+    case = Case((140, 400, 300), "e4m3:row", "e4m3:tensor", STATIC, "silu", norm, True, True, whole, True)
     supported(name, case.call(), device)
     if name == "triton" and problems(launch, work_of(case.call()), properties_of(device)):
         pytest.skip("not for this call on this device")
@@ -121,7 +122,7 @@ def test_every_launch_computes_the_same(name: str, launch: Launch, norm: bool, d
     found = run(name, case, a, b, bias, amax, launch=launch)
     law = run("reference", case, a, b, bias, law_amax)
     share = 0.05 if device.type == "cuda" else 0.003
-    for field in ("y", "y_t", "z"):
+    for field in ("y", "y_t", "z") if whole else ("y", "z"):
         assert_codes_close(getattr(found, field), getattr(law, field), share)
     torch.testing.assert_close(amax, law_amax, rtol=0.02 if device.type == "cuda" else 1e-5, atol=0)
 

@@ -28,7 +28,12 @@ NORMS = [
     "rms>e5m2:row",
     "layer>e4m3:tensor:static|gelu|affine|transpose",
 ]
-EVERY = [("fused_linear", v) for v in LAYERS] + [("norm_quantize", v) for v in NORMS]
+NORM_GRADIENTS = [
+    "gradient layer>e4m3:tensor:delayed|silu|affine",
+    "gradient rms>bfloat16|relu",
+    "gradient block>e5m2:tensor:delayed|gelu_tanh",
+]
+EVERY = [("fused_linear", v) for v in LAYERS] + [("norm_quantize", v) for v in NORMS + NORM_GRADIENTS]
 DISTRIBUTIONS = ("normal", "outlier_channels", "zero_rows", "lognormal_rows")
 
 
@@ -52,7 +57,12 @@ def test_the_baseline_conforms_and_a_wrong_one_does_not(op: str, variant: str, m
     adapter, call, operands = prepare(op, variant)
     assert adapter.check_baseline(call, operands)
     right = adapter.baseline(call, operands)
-    monkeypatch.setattr(adapter, "baseline", lambda call, operands: lambda: right() * 1.1)
+
+    def wrong():
+        found = right()
+        return tuple(part * 1.1 for part in found) if isinstance(found, tuple) else found * 1.1
+
+    monkeypatch.setattr(adapter, "baseline", lambda call, operands: wrong)
     assert not adapter.check_baseline(call, operands)
 
 
@@ -121,6 +131,38 @@ def test_a_wrong_norm_is_noticed(variant: str) -> None:
     if call.residual:
         planted = Wrong(norm, lambda result: replace(result, h=result.h * 1.01))
         assert not adapter.check(planted, call, operands)
+
+
+def row_off(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t[:-1], t[-1:] * 1.02])
+
+
+@pytest.mark.parametrize(
+    ("variant", "field", "change"),
+    [
+        (NORM_GRADIENTS[0], "dx", code_off),
+        (NORM_GRADIENTS[0], "dx_t", code_off),
+        (NORM_GRADIENTS[0], "weight", row_off),
+        (NORM_GRADIENTS[0], "bias", row_off),
+        (NORM_GRADIENTS[1], "dx", row_off),
+        (NORM_GRADIENTS[2], "dx_t", code_off),
+    ],
+)
+def test_a_wrong_gradient_of_a_norm_is_noticed(variant: str, field: str, change) -> None:
+    adapter, call, operands = prepare("norm_quantize", variant)
+    planted = Wrong(norm, lambda result: replace(result, **{field: change(getattr(result, field))}))
+    named = {"weight": "dweight", "bias": "dbias"}.get(field, field)
+    assert adapter.check(planted, call, operands).reason.startswith(f"{named}: ")
+
+
+def test_a_gradient_of_a_norm_that_raises_no_amax_is_noticed() -> None:
+    adapter, call, operands = prepare("norm_quantize", NORM_GRADIENTS[0])
+
+    class Silent:
+        def gradient(self, *operands, amax=None, **options):
+            return norm.gradient(*operands, **options)
+
+    assert "amax" in adapter.check(Silent(), call, operands).reason
 
 
 def test_shapes_are_checked() -> None:

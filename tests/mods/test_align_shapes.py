@@ -11,7 +11,7 @@ from loka import mods
 from loka.mods.align_shapes import Aligned
 from loka.nn import BlockNorm
 
-from .zoo import run, snapshot, subject
+from .zoo import Shared, run, snapshot, subject
 
 size = st.integers(1, 70)
 
@@ -111,7 +111,7 @@ def test_under_autocast_it_computes_what_autocast_computes():
 
 
 def test_tied_weights_are_padded_twice_from_one_parameter():
-    model, inputs = subject("shared")
+    model, inputs = Shared(12).double(), (torch.randn(5, 12, dtype=torch.float64),)
     before = run(model, inputs)
     applied = mods.apply(model, "align_shapes", example=inputs)
     assert set(applied.sites["align_shapes"]) == {"twice", "tied"}

@@ -83,6 +83,26 @@ def test_a_broken_adapter_and_a_full_disk_do_not_stop_training(
     assert probe.evaluate(samples=2).record.notes == probe.notes
 
 
+@pytest.mark.parametrize("where", ["see_output", "settle"])
+def test_an_output_that_cannot_be_looked_at_costs_the_score_and_nothing_else(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Small()
+    probe = Probe(model, every=1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no luck")
+
+    monkeypatch.setattr(probe._loss, where, fail)
+    train(model, batches(3), probe)
+    report = probe.evaluate(samples=2)
+    assert any("no luck" in note for note in report.record.notes)
+    assert probe.watch("first").calls == 3
+    (verdict,) = [v for v in report.site("first").verdicts if v.gemm == "fprop"]
+    assert verdict.safety != "safe"
+
+
 @pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm"])
 def test_a_parametrised_weight_is_not_touched(kind: str) -> None:
     """Reading a spectral norm's weight in training turns its power iteration by one: not bit-identical."""

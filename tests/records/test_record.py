@@ -128,7 +128,16 @@ class TestStrictReading:
     @every_kind
     def test_an_unknown_field_anywhere_is_named(self, kind: type[Record]) -> None:
         document = json.loads(to_json(example_of(kind)))
-        open_mappings = {"metrics", "settings", "by_kind", "codes", "options", "latency_ms", "shed_ms", "send_lag_ms"}  # mappings of anything, not structs
+        open_mappings = {
+            "metrics",
+            "settings",
+            "by_kind",
+            "codes",
+            "options",
+            "latency_ms",
+            "shed_ms",
+            "send_lag_ms",
+        }  # mappings of anything, not structs
         for path, value in nodes(document):
             if not isinstance(value, dict) or (path and path[-1] in open_mappings):
                 continue

@@ -58,14 +58,20 @@ def test_exposures_are_written_once_per_request_id(tmp_path: Path) -> None:
         EventLog(tmp_path, Split(("a", "b"), (50, 50), "other"))
 
 
+def read_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for path in folder.glob("events-*") for line in path.read_text().splitlines()]
+
+
 def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
     with Server(arms, sla=2.0, port=0, shadow=True, events=tmp_path).background() as server:
         for n in range(5):
             assert post(server.url, {"number": n, "user": "u"})[2]["version"] == "1"
-        time.sleep(0.2)
-    lines = [json.loads(line) for path in tmp_path.glob("events-*") for line in path.read_text().splitlines()]
+        end = time.monotonic() + 30
+        while sum(line["event"] == "shadow" for line in read_lines(tmp_path)) < 5 and time.monotonic() < end:
+            time.sleep(0.05)
+    lines = read_lines(tmp_path)
     assert [line["event"] for line in lines].count("shadow") == 5
     assert {line["arm"] for line in lines if line["event"] == "shadow"} == {"b"}
     with pytest.raises(ValueError, match="split, or shadow"):

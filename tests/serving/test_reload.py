@@ -32,6 +32,13 @@ class Mute(Sleeper):
         return [type(one)(number=-1, version=one.version) for one in super().run(bucket, jobs)]  # type: ignore[arg-type]
 
 
+def wait_until(found: list, count: int) -> None:
+    end = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
 def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
     with Server(
         Sleeper(COST, version="old"), sla=3.0, port=0, admin_port=0, opener=open_sleeper
@@ -47,9 +54,9 @@ def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
         threads = [threading.Thread(target=ask) for _ in range(6)]
         for thread in threads:
             thread.start()
-        time.sleep(0.2)
+        wait_until(found, 8)
         status, _, body = post(server.admin_url or "", {"folder": "new"}, path="/reload")
-        time.sleep(0.2)
+        wait_until(found, len(found) + 20)
         stop.set()
         for thread in threads:
             thread.join()
@@ -75,9 +82,9 @@ def test_a_bad_bundle_keeps_the_old_model(folder: str, why: str) -> None:
 
 
 def test_a_model_that_answers_nothing_or_too_slowly_is_refused() -> None:
-    models = {"mute": Mute(COST, version="mute"), "slow": Sleeper({(1, 0): 0.3}, version="slow")}
+    models = {"mute": Mute(COST, version="mute"), "slow": Sleeper({(1, 0): 0.7}, version="slow")}
     with Server(
-        Sleeper(COST), sla=0.25, port=0, admin_port=0, opener=lambda folder: models[folder]
+        Sleeper(COST), sla=0.6, port=0, admin_port=0, opener=lambda folder: models[folder]
     ).background() as server:
         assert post(server.url, {"number": 1})[0] == 200
         assert "empty" in post(server.admin_url or "", {"folder": "mute"}, path="/reload")[2]["error"]["message"]

@@ -38,6 +38,7 @@ def test_two_ranks_train_the_model_of_one_process() -> None:
     assert results[0]["valid"]["ne"] == pytest.approx(metrics["ne"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_bits_and_with_another_number_of_ranks(tmp_path: Path) -> None:
     """int8 rows and encoded collectives; rank 1 dies by SIGKILL in step 9, after the checkpoint of step 8."""
     rows, codec = "int8:row", "e4m3:1x128:pow2:stochastic"

@@ -235,7 +235,7 @@ def step(subject: Subject, optimizers: Optimizers, batch: Any, watcher: Probe) -
         raise typer.Exit(1)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizers.step()
-    watcher.step()
+    watcher.step(value)
 
 
 def save_state(path: Path, model: nn.Module, optimizers: Optimizers, watcher: Probe, job: Job) -> None:

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ class Agreement:
             raise ValueError("there is no process group to agree in; hint: torch.distributed.init_process_group")
         self.group, self.timeout, self.device = group, timeout, torch.device(device)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._store = dist.PrefixStore(f"{name}/agreement", dist.distributed_c10d._get_default_store())
+        self._store = torch._C._distributed_c10d.PrefixStore(
+            f"{name}/agreement", dist.distributed_c10d._get_default_store()
+        )
         self._round = 0
 
     def compare(self, what: str, data: bytes) -> str:
@@ -194,12 +197,11 @@ class Agreement:
 
     def _send(self, data: bytes, target: int) -> None:
         for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)):
-            sent = tensor.to(self.device)
-            self._do(
-                f"send to rank {target}",
-                (target,),
-                lambda sent=sent: dist.isend(sent, self._global(target), group=self.group),
-            )  # type: ignore[misc]
+            self._send_tensor(tensor.to(self.device), target)
+
+    def _send_tensor(self, tensor: torch.Tensor, target: int) -> None:
+        start = partial(dist.isend, tensor, self._global(target), group=self.group)
+        self._do(f"send to rank {target}", (target,), start)
 
     def _receive(self, source: int) -> bytes:
         length = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -10,7 +10,7 @@ A flat buffer is described by `Part`s: matrices are encoded, the others (biases,
 as uint8, since gloo knows no float8 and some transports no bf16. Sent bytes are counted in `Wire`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -100,6 +100,12 @@ def check_parts(elements: int, parts: Sequence[Part]) -> None:
         )
 
 
+def gather_tensors(output: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Every rank's x in `output`, under the name this torch has for it (2.13 renamed it)."""
+    gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, x, group=group)
+
+
 def all_gather(
     output: Tensor,
     shard: Tensor,
@@ -126,7 +132,7 @@ def all_gather(
     blocks = sum(-(-part.elements // codec.block) for part in parts if not part.whole)
     sent = pack(shard, parts, codec, draw=draw, first_block=rank * blocks)
     received = sent.new_empty(world * sent.numel())
-    dist.all_gather_into_tensor(received, sent, group=group)
+    gather_tensors(received, sent, group)
     for target, data in zip(output.view(world, -1), received.view(world, -1), strict=True):
         target.copy_(unpack(data, parts, codec, shard.dtype, out=shard.dtype))
     if wire is not None:

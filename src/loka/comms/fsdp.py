@@ -203,7 +203,7 @@ def quantize_ddp(
     clock = _require_clock(clock, (chosen,))
     group = model.process_group
 
-    def average(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         vectors = torch.cat(
             [torch.full((p.numel(),), is_vector("", p.shape), dtype=torch.bool) for p in bucket.parameters()]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loka.comms.codec import Codec, parse_codec
-from loka.comms.collectives import Wire
+from loka.comms.collectives import Wire, gather_tensors
 
 __all__ = ["distribute_rows", "make_registry", "refuse_substitutions"]
 
@@ -154,7 +154,7 @@ class _ReduceRows(torch.autograd.Function):
         data = codec.encode(grad)
         sent = torch.nn.functional.pad(data, (0, max(sizes) - data.numel()))  # gathers want one length
         received = sent.new_empty(len(splits) * sent.numel())
-        dist.all_gather_into_tensor(received, sent, group=ctx.group)
+        gather_tensors(received, sent, ctx.group)
         ctx.wire.add("rows backward", grad.numel(), data.numel())
         parts = [
             codec.decode(bytes_[:size], rows * width, grad.dtype).view(rows, width)

@@ -1,20 +1,22 @@
 """Policy: from evidence to a plan. For every GEMM, the fastest candidate that is accurate enough.
 
-A candidate is accurate enough when the *upper* end of its error's interval is under the limit: guarded MERE in fprop, relative L2 in the
-gradient GEMMs. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
+A candidate is accurate enough by what its error does to the loss (`Candidate.harm`, see docs/concepts/score.md): at most its share of the margin, margin / sqrt(units). A forward GEMM that was
+swapped in and measured on the metric is judged by that instead: the upper end of the change, at most the margin, whatever the score says; a larger one vetoes. Without a score the error of the
+product counts, which says little about the loss: the upper end of guarded MERE in fprop, of relative L2 in the gradient GEMMs. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
 candidate: it wins whenever nothing passes both, and it wins ties, so nothing that may be slower than bf16 is ever chosen for its speed.
 
 Without measured speed nothing can be called fast, so there are three kinds of plan:
 
     min_speedup = 1.05                         speeds are Probe's own, of the machine it ran on; a candidate without one is refused
     min_speedup = 1.05, target = "NVIDIA H200" speeds are database rows of that machine (`speed`), labelled so
-    min_speedup = None                         accuracy only, labelled so: the first recipe in PREFERENCE that is accurate enough, since
-                                               coarser scales are cheaper to compute (one amax for the tensor, one per row, one per block)
+    min_speedup = None                         accuracy only, labelled so: the first recipe in PREFERENCE that is accurate enough, finer
+                                               scales first: where no speed is known, nothing is gained by the coarser ones
 
 `recipe` keeps to one recipe where "auto" compares all. `overrides` maps wildcards over site names to a recipe or to "high"; the first that
 matches decides, and the plan says that it was told. `max_metric_change` sets a budget for the whole model (`budget`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,7 +29,9 @@ from loka.dispatch.speed import DatabaseSpeeds, Option, ProbeSpeeds, Speeds, cho
 from loka.measure.site import Weights
 from loka.records import Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
-PREFERENCE = ("tensorwise", "rowwise_with_gw_hp", "rowwise", "blockwise")
+PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
+MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
+HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
 HIGH = "high"
 AUTO = "auto"
 
@@ -45,9 +49,10 @@ class Policy:
     weights: Weights = "dynamic"  # which database rows: weights quantised in every call, or before
     row_factor: float = 1.0  # rows per call on the target over rows per call where Probe ran
     max_metric_change: float | None = None  # relative, e.g. 0.001
+    margin: float = MARGIN  # relative change of the loss that counts as none
 
     def __post_init__(self) -> None:
-        for name in ("max_error", "max_gradient_error", "row_factor"):
+        for name in ("max_error", "max_gradient_error", "row_factor", "margin"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}, expected a positive number")
         if self.min_speedup is not None and not self.min_speedup > 0:
@@ -94,7 +99,8 @@ def make_plan(
         max_gradient_error=policy.max_gradient_error,
         min_speedup=policy.min_speedup,
         flops_of=report.flops_of,
-        sites=[_plan_site(site, policy, speeds) for site in report.sites],
+        sites=[_plan_site(site, policy, speeds, report.units or len(report.sites)) for site in report.sites],
+        margin=policy.margin,
         environment=report.environment,
         notes=[*notes, *_take_notes(report, policy, speeds), *_tell_unseen(report)],
         weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
@@ -178,7 +184,7 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
     return SitePlan(site=site.name, m=site.m, k=site.k, n=site.n, flops_share=site.flops_share, choices=choices)
 
 
-def _plan_site(site: Site, policy: Policy, speeds: Speeds) -> SitePlan:
+def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> SitePlan:
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
@@ -189,7 +195,11 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds) -> SitePlan:
                 break
             recipe = recipe_named(override)
             return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
-    return _site_plan(site, [choose(list(speeds.options(site, gemm)), gemm, policy) for gemm in site.gemms])
+    if site.kept is not None:
+        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms])
+    return _site_plan(
+        site, [choose(list(speeds.options(site, gemm)), gemm, policy, site, units) for gemm in site.gemms]
+    )
 
 
 def _high(gemm: Gemm, reason: str, refusals: list[str]) -> Choice:
@@ -226,13 +236,24 @@ def error_of(candidate: Candidate) -> Interval | None:
     return candidate.mere if candidate.gemm == "fprop" else candidate.relative_l2
 
 
-def choose(options: Sequence[Option], gemm: Gemm, policy: Policy) -> Choice:
-    """The choice for one GEMM among its options; high precision where none passes."""
+def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | None = None, units: int = 1) -> Choice:
+    """The choice for one GEMM among its options; high precision where none passes.
+
+    Args:
+        options: candidates with their speeds.
+        gemm: which one.
+        policy: what is asked.
+        site: where it is, for what was measured by swapping it in.
+        units: that share the margin.
+
+    Returns:
+        What runs, why, and what was refused.
+    """
     passing: list[Option] = []
     refusals: list[str] = []
     allowed = [o for o in options if policy.recipe in (AUTO, o.candidate.recipe)]
     for option in allowed:
-        refusal = _refuse(option, policy)
+        refusal = _refuse(option, policy, site, units)
         if refusal is None:
             passing.append(option)
         else:
@@ -264,16 +285,13 @@ def _choice(option: Option, reason: str, refusals: list[str]) -> Choice:
     )
 
 
-def _refuse(option: Option, policy: Policy) -> str | None:
+def _refuse(option: Option, policy: Policy, site: Site | None, units: int) -> str | None:
     """Why a candidate is out, or None."""
     candidate = option.candidate
     if candidate.refusal is not None:
         return candidate.refusal
-    error, limit = error_of(candidate), policy.limit(candidate.gemm)
-    if error is None:
-        return "error not measured"
-    if error.high > limit:
-        return f"error up to {error.high:.3g} exceeds {limit:g}"
+    if (refusal := _refuse_by_harm(candidate, policy, site, units)) is not None:
+        return refusal
     if policy.min_speedup is None:
         return None
     if candidate.speedup is None:
@@ -283,6 +301,26 @@ def _refuse(option: Option, policy: Policy) -> str | None:
     if candidate.speedup.low <= 1:
         return f"speed-up of at least {candidate.speedup.low:.3g}: it may be no faster than bf16, which wins ties"
     return None
+
+
+def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
+    """Why a candidate is not accurate enough, or None: by the metric where it was swapped in, by the score, by the error where there is neither."""
+    harm, margin = candidate.harm, policy.margin
+    if candidate.gemm == "fprop" and site is not None and site.metric_change is not None and site.metric_recipe == candidate.recipe:  # fmt: skip
+        change = site.metric_change
+        if change.high > margin:
+            return f"swapped in alone it moved the metric by up to {change.high:+.4%}, more than the margin of {margin:.3%}"
+        if harm is None or harm.value <= HOPELESS * margin:
+            return None
+    if harm is not None:
+        share = margin / math.sqrt(max(units, 1))
+        if harm.value > share:
+            return f"predicted change of the loss {harm.value:.4%} exceeds {share:.4%}, its share of the margin"
+        return None
+    error, limit = error_of(candidate), policy.limit(candidate.gemm)
+    if error is None:
+        return "error not measured"
+    return f"error up to {error.high:.3g} exceeds {limit:g}" if error.high > limit else None
 
 
 def _rank_by_preference(option: Option) -> tuple[int, float]:
@@ -298,8 +336,13 @@ def _rank_by_time(option: Option) -> tuple[float, float]:
 
 def _explain(best: Option, policy: Policy) -> str:
     candidate, error = best.candidate, error_of(best.candidate)
-    assert error is not None  # _refuse refuses what was not measured
-    reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}"
+    if candidate.harm is not None:
+        reason = (
+            f"{candidate.recipe}: predicted change of the loss {candidate.harm.value:.4%}, margin {policy.margin:.3%}"
+        )
+    else:
+        assert error is not None  # _refuse refuses what was not measured
+        reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}; what it does to the loss was not measured"
     if policy.min_speedup is None or candidate.speedup is None:
         return f"{reason}; the cheapest recipe that passes, speed not considered"
     return f"{reason}; {candidate.speedup.value:.2f}x, the fastest that passes"

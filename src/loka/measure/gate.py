@@ -49,7 +49,7 @@ from loka.measure.comparison import Product, compare_product
 from loka.measure.conformance import Conformance, accumulation_error, check_quantized, poisoned_allocations
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 
-__all__ = ["Round", "forget_answers", "judge_backend", "judge_quantizer"]
+__all__ = ["Round", "allow", "forget_answers", "judge_backend", "judge_quantizer"]
 
 KEPT = 1 << 25  # elements of exact results kept between rounds
 ANSWERS = 4096
@@ -167,7 +167,7 @@ def _is_law(backend: Any) -> bool:
         function = backend.quantize
         by_name = isinstance(function, partial) and function.keywords == {"backend": "reference"}
         return function is quantize_by_law or (by_name and quantize_reference.run is LAWS[1])
-    return any(getattr(backend, "run", None) is law for law in LAWS)
+    return not hasattr(backend, "prepare") and any(getattr(backend, "run", None) is law for law in LAWS)
 
 
 def _as_judged(backend: Any, call: Any) -> Any:

@@ -1,7 +1,7 @@
 """The benchmark's view of norm_quantize: norm + activation + quantise in one pass, beside the quantiser alone and a copy.
 
 A variant is `NORM>SPEC|option`, e.g. `rms>e4m3:row|hard_swish`; options are an activation, affine, residual, transpose,
-and a type for the unquantised output.
+and a type for the unquantised output. Gradients are `gradient NORM>...` (`norm_gradient`).
 Judged against float64 (`rounding`): the float32 reference and a kernel may put an element that lies between two codes on different sides.
 """
 
@@ -15,9 +15,9 @@ from loka.formats import QTensor, Spec, quantize
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.fused_linear.call import NORMALIZED_SCALE
-from loka.kernels.norm_quantize.call import EPS, NormCall, NormResult
+from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradientCall, NormResult
 from loka.kernels.quantize.call import QuantizeCall
-from loka.measure import conformance, inputs
+from loka.measure import conformance, inputs, norm_gradient
 from loka.measure.conformance import Conformance
 from loka.measure.fused import (
     ACTIVATE,
@@ -44,14 +44,16 @@ class NormQuantize:
     )  # fmt: skip
     OPTIONS = frozenset({"affine", "residual", "transpose", *DTYPES})
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[NormCall]:
+    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[NormCall | NormGradientCall]:
         """Every different (M, K) under every variant."""
         return [
             self._call(m, k, variant) for m, k in dict.fromkeys((m, k) for m, k, _ in shapes) for variant in variants
         ]
 
-    def _call(self, m: int, k: int, variant: str) -> NormCall:
+    def _call(self, m: int, k: int, variant: str) -> NormCall | NormGradientCall:
         norm, spec, options, activation = split_variant(variant, set(self.OPTIONS))
+        if norm.startswith(norm_gradient.HEAD):
+            return norm_gradient.parse(m, k, norm, spec, options, activation)
         outputs = [DTYPES[option] for option in options if option in DTYPES]
         return NormCall(
             m, k, Spec.parse(spec), norm, activation or "none", "affine" in options, "residual" in options,
@@ -62,24 +64,26 @@ class NormQuantize:
         assert call.spec is not None  # no variant is without
         return call.spec
 
-    def encode(self, call: NormCall) -> dict[str, Any]:
+    def encode(self, call: NormCall | NormGradientCall) -> dict[str, Any]:
         """As JSON."""
+        if isinstance(call, NormGradientCall):
+            return {**self.shape(call), "variant": norm_gradient.spell(call)}
         options = [call.activation, *(name for name in ("affine", "residual", "transpose") if getattr(call, name))]
         options += [name for name, dtype in DTYPES.items() if dtype == call.out_dtype]
         return {**self.shape(call), "variant": "|".join([f"{call.norm}>{call.spec}", *options])}
 
-    def decode(self, fields: dict[str, Any]) -> NormCall:
+    def decode(self, fields: dict[str, Any]) -> NormCall | NormGradientCall:
         """From JSON."""
         return self._call(fields["m"], fields["k"], fields["variant"])
 
-    def shape(self, call: NormCall) -> dict[str, int]:
+    def shape(self, call: NormCall | NormGradientCall) -> dict[str, int]:
         """M, K."""
         return {"m": call.m, "k": call.k}
 
-    def operands(
-        self, call: NormCall, *, seed: int, distribution: str, device: torch.device
-    ) -> dict[str, Tensor | None]:
+    def operands(self, call: NormCall | NormGradientCall, *, seed: int, distribution: str, device: torch.device) -> Any:
         """x, and the residual, parameters and scale where the call has them."""
+        if isinstance(call, NormGradientCall):
+            return norm_gradient.draw_operands(call, seed=seed, distribution=distribution, device=device)
         options: dict[str, Any] = {"device": device, "dtype": call.in_dtype}
         x = inputs.draw(call.m, call.k, distribution=distribution, seed=3 * seed, **options)
         made: dict[str, Tensor | None] = {"x": x, "residual": None, "weight": None, "bias": None, "scale": None}
@@ -92,14 +96,23 @@ class NormQuantize:
             made["scale"] = torch.full((), NORMALIZED_SCALE, device=device)
         return made
 
-    def thunk(self, backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
+    def thunk(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
         """The fused norm."""
+        if isinstance(call, NormGradientCall):
+            return norm_gradient.make_thunk(backend, call, operands)
         x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
         options = {"norm": call.norm, "activation": call.activation, "out_dtype": call.out_dtype}
         return lambda: backend.run(x, call.spec, transpose=call.transpose, **options, **rest)
 
-    def check(self, backend: Backend, call: NormCall, operands: dict[str, Tensor | None]) -> Conformance:
+    def check(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
         """q, h and the 16-bit output against float64, plain and with poisoned allocations."""
+        if isinstance(call, NormGradientCall):
+            made: NormGradientCall = call
+            judged = judge_twice(
+                self.thunk(backend, made, operands), lambda result: norm_gradient.judge(result, made, operands)
+            )
+            raised = norm_gradient.judge_amax(backend, made, operands) if judged else judged
+            return worst_of([judged, raised])
 
         def judge(result: NormResult) -> Conformance:
             h = cast(Tensor, result.h)  # no operand here is FP8
@@ -126,15 +139,19 @@ class NormQuantize:
         p = p if bias is None else p + bias.double()
         return ACTIVATE[call.activation](p)
 
-    def baseline(self, call: NormCall, operands: dict[str, Tensor | None]) -> Thunk:
+    def baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Thunk:
         """Norm + activation in bf16 (an RMS norm for block norm), without quantising."""
+        if isinstance(call, NormGradientCall):
+            return norm_gradient.make_baseline(call, operands)
         x = operands["x"]
         assert x is not None
         run = compiled(lambda t: ACTIVATE[call.activation](bf16_norm(t, call.norm)), x.device)
         return lambda: run(x)
 
-    def check_baseline(self, call: NormCall, operands: dict[str, Tensor | None]) -> Conformance:
+    def check_baseline(self, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
         """Against the same in float64; one rounding between norm and activation is allowed."""
+        if isinstance(call, NormGradientCall):
+            return norm_gradient.judge_baseline(self.baseline(call, operands)(), call, operands)
         x = operands["x"]
         assert x is not None
         y = ACTIVATE[call.activation](bf16_norm(x.double(), call.norm))
@@ -142,8 +159,10 @@ class NormQuantize:
             self.baseline(call, operands)(), y, STEEPEST * 2.0**-7 * bf16_norm(x.double(), call.norm).abs() + 1e-6
         )
 
-    def rivals(self, call: NormCall, sets: Sequence[dict[str, Tensor | None]]) -> list[Rival]:
+    def rivals(self, call: NormCall | NormGradientCall, sets: Sequence[Any]) -> list[Rival]:
         """The quantiser alone, and a copy."""
+        if isinstance(call, NormGradientCall):
+            return []
         first = sets[0]["x"]
         assert first is not None
         rivals: list[Rival] = [("copy", [_copy(operands) for operands in sets], Conformance(True, 0.0, 0.0))]
@@ -155,13 +174,15 @@ class NormQuantize:
             rivals.append(("quantize", thunks, conformance.check_quantized(thunks[0]()[0], expected)))
         return rivals
 
-    def bytes_moved(self, call: NormCall) -> int:
+    def bytes_moved(self, call: NormCall | NormGradientCall) -> int:
         """x in, FP8 out, once more for the transpose; the residual in and h out; y out."""
+        if isinstance(call, NormGradientCall):
+            return norm_gradient.bytes_moved(call)
         item = call.in_dtype.itemsize
         extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
         return call.m * call.k * (item + 1 + call.transpose + extra)
 
-    def flops(self, call: NormCall) -> int:
+    def flops(self, call: NormCall | NormGradientCall) -> int:
         """None on the matrix units."""
         return 0
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
-from loka.mods.editor import Editor
+from loka.mods.editor import FEW_OUTPUTS, Editor
 from loka.records.mods import ModClass
 
-__all__ = ["AlignShapes", "Aligned", "round_up"]
+__all__ = ["AlignShapes", "Aligned", "is_aligned", "round_up"]
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -73,6 +73,15 @@ class Aligned(nn.Module):
         return f"{super().extra_repr()}, computed as {self.in_features + k} x {self.out_features + n}"
 
 
+def is_aligned(module: nn.Module) -> bool:
+    """Whether a linear computes at aligned sizes.
+
+    Args:
+        module: any module.
+    """
+    return isinstance(module, Aligned)
+
+
 @dataclass(frozen=True)
 class AlignShapes:
     """multiple: what K and N shall be multiples of (16: any FP8 kernel; 128: blockwise scales without a ragged block)."""
@@ -101,7 +110,7 @@ class AlignShapes:
             editor.change(name, f"{sizes[0]} x {sizes[1]} computed as {k} x {n}, padded with zeros", "exact")
 
     def _refuse(self, editor: Editor, name: str, linear: nn.Linear) -> str | None:
-        if isinstance(linear, Aligned):
+        if is_aligned(linear):
             return "it is aligned already"
         if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
             return f"{type(linear).__name__} is more than an nn.Linear"
@@ -109,6 +118,6 @@ class AlignShapes:
             return "nn.MultiheadAttention reads its weight without calling it"
         if parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
             return "its weight is parametrised"
-        if name in editor.prediction:
-            return "a prediction layer: too small a GEMM to gain from it"
+        if name in editor.prediction or linear.out_features <= FEW_OUTPUTS:
+            return "a prediction layer, or as few outputs: too small a GEMM to gain from it"
         return None

@@ -20,9 +20,11 @@ from loka.mods.journal import (
     Reclass,
     Step,
     Swap,
+    has_hooks,
     journal_of,
     names_of,
     put_module,
+    share_hooks,
     undo_to,
 )
 from loka.mods.mixing import mix
@@ -165,8 +167,7 @@ class Editor:
     def may_change(self, name: str) -> bool:
         """Whether a module that was found by its flow may be swapped: the filter lets it through, and nobody watches it."""
         module = self.model.get_submodule(name)
-        watched = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        return not watched and self._lets_through(module, name)
+        return not has_hooks(module) and self._lets_through(module, name)
 
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""
@@ -199,6 +200,7 @@ class Editor:
         names = names_of(self.model, old)
         lost = tuple(key for key in old.state_dict() if key not in new.state_dict())
         new.train(old.training)
+        share_hooks(old, new)
         for every in names:
             put_module(self.model, every, new)
         self.log(Swap(names, old, lost))

@@ -5,7 +5,9 @@ of itself that may change later, is refused (`loka.mods.branching`), and so is o
 decoder's `step`): what replaces its forward would not reach them, and the two would disagree.
 """
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,33 +47,51 @@ def _count_parts(node: fx.Node) -> int | None:
 
 def trace(module: nn.Module) -> fx.Graph | str:
     """The graph of a module's forward, or why there is none."""
-    others = other_entries(type(module))
+    others = other_entries(module)
     if others:
         return f"{type(module).__name__} has other entry points ({', '.join(others)}) that a rewritten forward would not agree with"
     if why := find_branch(module, strict=True):
-        return why
+        return f"{why}; hint: a chain of modules in an nn.Sequential always runs the same"
     try:
         return Tracer().trace(module)
     except Exception as error:  # whatever control flow a forward has; the reason is reported
         return f"its forward cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def other_entries(kind: type[nn.Module]) -> list[str]:
-    """Public methods, beside forward, that are defined below nn.Module and call a child."""
-    found = []
-    for base in kind.__mro__:
+def other_entries(module: nn.Module) -> list[str]:
+    """Public methods, beside forward, that use a child of the module.
+
+    Args:
+        module: any module; methods that nn.Module and torch's own modules define are not counted.
+
+    Returns:
+        Their names; a method whose source cannot be read is assumed to be one.
+    """
+    found: list[str] = []
+    for base in type(module).__mro__:
         if base.__module__.startswith("torch.nn"):
             break
         for name, value in vars(base).items():
             if name.startswith("_") or name in ("forward", "extra_repr", "train", "eval"):
                 continue
-            if inspect.isfunction(value) and "self." in _source(value):
+            if inspect.isfunction(value) and _uses_child(module, value, set()):
                 found.append(name)
     return found
 
 
-def _source(function: Callable[..., Any]) -> str:
+def _uses_child(module: nn.Module, method: Callable[..., Any], seen: set[Any]) -> bool:
+    """Whether a method names a child of the module, itself or through another method."""
+    seen.add(method)
     try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return "self."  # unknown: assume that it calls a child
+        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
+            continue
+        if node.attr in module._modules:
+            return True
+        other = inspect.getattr_static(type(module), node.attr, None)
+        if inspect.isfunction(other) and other not in seen and _uses_child(module, other, seen):
+            return True
+    return False

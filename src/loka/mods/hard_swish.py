@@ -75,5 +75,6 @@ class UseHardSwish:
             module = editor.model.get_submodule(site)
             if not isinstance(module, (nn.SiLU, nn.GELU, nn.Sigmoid, Sigmoid, HardSwish, HardSigmoid)):
                 editor.leave(
-                    site, f"{type(module).__name__} calls {function} as a function, which no swap of modules reaches"
+                    site,
+                    f"{type(module).__name__} calls {function} as a function, which no swap of modules reaches; hint: a module of its own",
                 )

@@ -256,6 +256,38 @@ def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def share_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Hooks on a module that is replaced go on seeing what it is given and returns; a handle removes them from both.
+
+    Args:
+        old: the module that goes.
+        new: the one that comes, without hooks of its own.
+    """
+    for name in _HOOKS:
+        new.__dict__[name] = old.__dict__[name]
+    new.__dict__["_is_full_backward_hook"] = old.__dict__["_is_full_backward_hook"]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody watches a module or changes what it is given or returns.
+
+    Args:
+        module: any module.
+    """
+    return any(module.__dict__.get(name) for name in _HOOKS)
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 

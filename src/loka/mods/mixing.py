@@ -51,7 +51,7 @@ def _meta_for(meta: type) -> type:
         return meta
     if meta not in _METAS:
         _METAS[meta] = type("_Made", (_Made, meta), {})
-        copyreg.pickle(_METAS[meta], _reduce)  # type: ignore[arg-type]
+        copyreg.pickle(_METAS[meta], _reduce)
     return _METAS[meta]
 
 
@@ -61,7 +61,7 @@ def _reduce(made: type) -> Any:
     return made.__qualname__ if parts is None else (mix, (parts[1], parts[0]))
 
 
-copyreg.pickle(_Made, _reduce)  # type: ignore[arg-type]
+copyreg.pickle(_Made, _reduce)
 
 
 def unmix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
@@ -80,9 +80,11 @@ def unmix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     parts = vars(kind).get(_PARTS)
     if parts is not None:
         own, rest = parts
-        return rest if own is mixin else mix(unmix(rest, mixin), own)  # type: ignore[no-any-return]
+        return rest if own is mixin else mix(unmix(rest, mixin), own)
     bases = tuple(unmix(base, mixin) if issubclass(base, mixin) else base for base in kind.__bases__)
     if bases == kind.__bases__:
         raise ValueError(f"{kind.__name__} is no {mixin.__name__} any more, so this change cannot be taken back")
     body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-    return type(kind)(kind.__name__, bases, body)
+    meta: Any = type(kind)
+    made: type[nn.Module] = meta(kind.__name__, bases, body)
+    return made

@@ -61,7 +61,7 @@ class NormOrder:
                 continue
             why = refuse_norm(norm) or _refuse_use(editor, name, norm, len(calls))
             if why is None and isinstance(place, _Place):
-                why = _refuse_frame(editor, calls[0].inside) or editor.find_branch(name, *place.passed)
+                why = _refuse_frame(editor, calls[0].inside) or _say(editor.find_branch(name, *place.passed))
             if why is None and isinstance(place, str):
                 why = place
             if why is None and isinstance(place, _Place):
@@ -80,9 +80,14 @@ def _refuse_use(editor: Editor, name: str, norm: nn.Module, calls: int) -> str |
 
 def _refuse_frame(editor: Editor, frame: str) -> str | None:
     """Other methods of the module that calls the norm, which may use its parts in another order."""
-    kind = type(editor.model.get_submodule(frame))
-    others = other_entries(kind)
-    return f"{kind.__name__} has other entry points ({', '.join(others)}) that may use its parts in another order" if others else None  # fmt: skip
+    module = editor.model.get_submodule(frame)
+    others = other_entries(module)
+    kind = type(module).__name__
+    return _say(f"{kind} has other entry points ({', '.join(others)}) that may use its parts in another order") if others else None  # fmt: skip
+
+
+def _say(why: str | None) -> str | None:
+    return None if why is None else f"{why}; hint: write the order in its forward, by hand"
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ def _find_activation(editor: Editor, flow: Flow, norm: Call) -> _Place | str | N
         return None
     linear = flow.maker(act.inputs[0])
     if linear is None or linear.site is None or not linear.linear or _is_shared(flow, act, linear):
-        return "the activation before it does not follow a linear, or is read elsewhere too"
+        return "the activation before it does not follow a linear, or is read elsewhere too; hint: write the order in its forward, by hand"
     if len(flow.calls_of(linear.site)) > 1:
         return f"{linear.site} is used {len(flow.calls_of(linear.site))} times"
     return _BeforeActivation((linear.site, act.site), linear.site, act.site, norm.inside)
@@ -179,7 +184,7 @@ def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
         return None
     stream = _find_stream(flow, add)
     if stream is None or _is_shared(flow, add):
-        return "the sum before it is no x + f(x), or is read elsewhere too"
+        return "the sum before it is no x + f(x), or is read elsewhere too; hint: a stream that goes on past the norm is pre-norm already"
     branch = next(value for value in add.inputs if value != stream)
     into = flow.ancestors(branch)
     found: dict[str, tuple[Key, ...]] = {}
@@ -188,7 +193,8 @@ def _find_branch(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
             continue
         span = _find_span(flow, norm.inside, reader, stream)
         if span is None:
-            return f"its branch reads x by an operation ({reader.op}), which nothing can stand before"
+            where = reader.site or f"the operation {reader.op}"
+            return f"{where} reads x for the branch, and is no module that the forward with the sum calls; hint: give x + f(x) a module of its own"
         if len(flow.spans_of(span.name)) > 1 or len(names_of(editor.model, editor.model.get_submodule(span.name))) > 1:
             return f"{span.name}, which reads x, is used more than once"
         found[span.name] = tuple(key for key, value in span.arguments if value == stream)
@@ -218,14 +224,14 @@ def _find_sum(editor: Editor, flow: Flow, norm: Call) -> _Place | str | None:
         any(not set(call.outputs) & (ahead | set(add.outputs)) for call in flow.readers(normed))
         or normed in flow.results
     ):
-        return "what it normalises is read by more than the branch"
+        return "what it normalises is read by more than the branch; hint: write the order in its forward, by hand"
     spans = flow.spans_of(norm.inside)
     inside = [
         c for c in flow.readers(add.outputs[0]) if c.inside == norm.inside or c.inside.startswith(f"{norm.inside}.")
     ]
     if len(spans) != 1 or not spans[0].sole or spans[0].outputs != add.outputs or (inside and norm.inside):
         return "the sum is not what its module returns, and nothing can stand behind an addition; hint: give each x + f(x) a module of its own"
-    return _BehindSum((norm.inside,) if norm.inside else (), norm.inside)
+    return _BehindSum((), norm.inside)
 
 
 def _depends(flow: Flow, add: Call, stream: int, value: int) -> bool:

@@ -26,9 +26,9 @@ def refuse_norm(norm: nn.Module) -> str | None:
     if isinstance(norm, Elsewhere):
         return "norm_order has moved it; mods.revert(model), then this mod before norm_order"
     if isinstance(norm, nn.modules.batchnorm._NormBase):
-        return f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace"
+        return f"{type(norm).__name__} keeps statistics over the batch, which a norm over features does not replace; hint: it may stay, or build the model with nn.LayerNorm"
     if isinstance(norm, _TRACKED):
-        return f"{type(norm).__name__} normalises across channels and positions, not over the last dimension"
+        return f"{type(norm).__name__} normalises across channels and positions, not over the last dimension; hint: it may stay, or build the model with nn.LayerNorm"
     shape = getattr(norm, "normalized_shape", None)
     if shape is not None and len(shape) != 1:
         return f"it normalises {len(shape)} dimensions {tuple(shape)} together; a block norm works on the last one"

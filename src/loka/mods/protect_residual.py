@@ -102,7 +102,10 @@ def _raise_sums(editor: Editor, flow: Flow, frame: str, sums: list[Call], raised
             continue
         source = sources.find(call)
         if source is None:
-            editor.leave(frame, f"neither side of its {call.op} is an input of it or comes out of one of its modules")
+            editor.leave(
+                frame,
+                f"neither side of its {call.op} is an input of it or comes out of one of its modules; hint: add in float32 there, x.float() + y",
+            )
             return
         sources.widen(source)
         if isinstance(source, Span):

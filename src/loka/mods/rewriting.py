@@ -22,7 +22,7 @@ from torch import nn
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import Linear
 from loka.mods.editor import Editor, ModuleFilter
-from loka.mods.journal import Drop, Fold, Mark, PlacedUnit, Step, journal_of, undo_to
+from loka.mods.journal import Drop, Fold, Mark, PlacedUnit, Step, Swap, journal_of, undo_to
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
 from loka.mods.trial import Trial
@@ -91,7 +91,7 @@ def apply(
     refuse_converted(inner)
     _refuse_lazy(inner)
     before = set(inner.state_dict())
-    with same_randomness(inner):
+    with same_randomness():
         trial = None if example is None else Trial(inner, example)
         editors = [_rewrite(_Job(inner, mod, module_filter_fn, example, trial, _is_ddp(model))) for mod in chosen]
     if is_compiled(model) and any(editor.changed for editor in editors):
@@ -128,7 +128,7 @@ class _Job:
 
     def judge(self, effect: ModClass, steps: Sequence[Step]) -> str | None:
         """Why steps must be undone."""
-        lost = [step for step in steps if isinstance(step, Drop) or getattr(step, "lost", ())]
+        lost = [step for step in steps if isinstance(step, Drop) or (isinstance(step, Swap) and step.lost)]
         if self.ddp and lost:
             return "DistributedDataParallel waits for the gradients of every parameter it was given; apply the mods before wrapping"
         low = getattr(self.mod, "precision", None) == "fp8"
@@ -161,7 +161,7 @@ def _rewrite(job: _Job) -> Editor:
     if editor.changed:
         effects = {change.effect for change in editor.changed}
         mixed = "architecture" in effects and len(effects) > 1 and job.trial is not None
-        strongest: ModClass = next(e for e in ("architecture", "rounding", "exact") if e in effects)  # type: ignore[misc]
+        strongest: ModClass = next(e for e in ("architecture", "rounding", "exact") if e in effects)
         separable = getattr(job.mod, "separable", True)
         one_by_one = separable and mixed
         why = None if one_by_one else job.judge(strongest, journal_of(job.model)[start:])

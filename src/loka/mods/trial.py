@@ -3,7 +3,8 @@
 Before and after a mod the model is run on the example with the same random state
 
     in eval mode          results
-    in training mode      results, the gradients of every parameter that the mod did not touch, and the buffers it leaves (a batch norm's statistics)
+    in training mode      results, the gradients of every parameter that the mod did not touch (embedding tables of more than 2^24 numbers are
+                          left out), and the buffers it leaves (a batch norm's statistics)
     under autocast        for mods about precision: how far bfloat16 is from float32, which they must not make worse
 
 and the two are compared with a tolerance that fits the claim: what summing in another order does to the narrowest type in the model ("exact"), ten times that
@@ -35,6 +36,9 @@ _EXACT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.
 _ROUNDING = 10.0  # times that: another order of operations
 _GRADIENTS = 30.0  # times that: a backward pass through them
 _WORSE = 3.0  # times the error that autocast had: two errors of one size differ by chance
+_LARGE = (
+    2**24
+)  # elements: gradients of larger parameters, which are embedding tables, are not asked for; they would fill the memory
 _FP8 = 0.6  # of towers in FP8, layers deep: tells another function (1.4 for unrelated numbers) from a coarse one; how coarse it may be, Probe judges
 
 
@@ -132,7 +136,8 @@ class Trial:
 
     def _differentiate(self, results: list[Tensor]) -> tuple[dict[int, tuple[str, Tensor]], str | None]:
         """Of the results, weighed by fixed random numbers; with autograd.grad, which leaves .grad and whatever hangs on it alone."""
-        named = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad and not self._is_fused(n)]
+        every = [(n, p) for n, p in self._model.named_parameters() if p.requires_grad]
+        named = [(n, p) for n, p in every if p.numel() <= _LARGE and not self._is_fused(n)]
         ends = [t for t in results if t.requires_grad and t.is_floating_point()]
         if not named or not ends:
             return {}, None
@@ -143,7 +148,7 @@ class Trial:
         except RuntimeError as error:
             return {}, str(error).strip().splitlines()[0]
         pairs = zip(named, found, strict=True)
-        return {id(p): (n, torch.zeros_like(p) if g is None else g.detach().clone()) for (n, p), g in pairs}, None
+        return {id(p): (n, torch.zeros_like(p) if g is None else g.detach()) for (n, p), g in pairs}, None
 
     def _is_fused(self, parameter: str) -> bool:
         """Whether a backward pass updates a parameter (FBGEMM's embedding tables do): that would be no mere look."""
@@ -191,7 +196,10 @@ _NAMES: dict[Mode, str] = {"eval": "in eval mode", "training": "in training mode
 
 
 def _seed() -> None:
-    torch.manual_seed(SEED)
+    """Generators one by one: torch.manual_seed would also seed devices that nobody uses, now or when they are first used."""
+    torch.default_generator.manual_seed(SEED)
+    for generator in torch.cuda.default_generators if torch.cuda.is_initialized() else ():
+        generator.manual_seed(SEED)
     random.seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(SEED)

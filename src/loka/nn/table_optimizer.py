@@ -118,14 +118,17 @@ class TableOptimizer(torch.optim.Optimizer):
             rows, total = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(0, width, device=device)
         else:
             rows, total = sum_gradients(mine[0], mine[1], mine[4], mine[2], "sum")
+        gather: Callable[..., Any] = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # renamed in torch 2.13
         counts = torch.zeros(world, dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(counts, torch.tensor([len(rows)], device=device), group=self.group)
+        gather(counts, torch.tensor([len(rows)], device=device), group=self.group)
         longest = int(counts.max())
         all_rows = torch.zeros(world * longest, dtype=torch.int64, device=device)
         totals = torch.zeros(world * longest, width, device=device)
         pad = (0, longest - len(rows))
-        dist.all_gather_into_tensor(all_rows, nn.functional.pad(rows, pad), group=self.group)
-        dist.all_gather_into_tensor(totals, nn.functional.pad(total, (0, 0, *pad)), group=self.group)
+        gather(all_rows, nn.functional.pad(rows, pad), group=self.group)
+        gather(totals, nn.functional.pad(total, (0, 0, *pad)), group=self.group)
         real = (torch.arange(longest, device=device) < counts[:, None]).view(-1)
         return all_rows[real], None, None, "sum", totals[real] / world
 

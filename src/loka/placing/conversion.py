@@ -332,8 +332,10 @@ def _release(model: nn.Module) -> int:
     for _, layer in list(interactions_of(model)):
         release_interaction(layer)
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
-    for placed in (*linears, *chains):
-        placed.release()
+    for linear in linears:
+        linear.release()
+    for chain in chains:
+        chain.release()
     open_fast_paths(model)
     return len(linears) + sum(len(chain.links) for chain in chains)
 

@@ -37,13 +37,18 @@ class LossWatch:
     """Sees what the model returns on sampled steps, and its gradient."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on = True
+        self.off: str | None = None  # why it is not looked at any more
         self.calls = 0  # of the model, in this step
         self._pending: dict[int, tuple[int, Tensor, int, Tensor | None, Tensor | None]] = {}
         self._tickets = 0
         self.number = enroll(self)
         self.token = torch.zeros(1, dtype=torch.int32, device=device)
         self.grad_token = self.token.clone()
+
+    def switch_off(self, error: BaseException) -> None:
+        """Look no more, and remember why."""
+        self.off = f"the model's output is not looked at: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self._pending = {}
 
     def see_forward(self, x: Tensor, right: Tensor | None, needs_dgrad: bool, **_: Any) -> int:
         """The output of one call, seen from inside a graph; returns the ticket for its gradient."""
@@ -54,7 +59,7 @@ class LossWatch:
     @torch.no_grad()
     def see_output(self, x: Tensor) -> int:
         """One tensor of an output; returns the ticket for its gradient."""
-        if inside_backward():
+        if self.off is not None or inside_backward():
             return NO_TICKET
         rows = 1 if x.dim() == 0 else x.shape[0] if x.dim() == 1 else x.numel() // max(x.shape[-1], 1)
         matrix = x.detach().reshape(1, 1) if x.dim() == 0 else x.detach().reshape(rows, -1) if x.numel() else None
@@ -71,9 +76,12 @@ class LossWatch:
         """The gradient of one output."""
         if ticket not in self._pending:
             return
-        call, z, rows, index, _ = self._pending[ticket]
-        matrix = dy.detach().reshape(rows, -1)
-        self._pending[ticket] = (call, z, rows, index, take_rows(matrix, -1, index).float().reshape(z.shape))
+        try:
+            call, z, rows, index, _ = self._pending[ticket]
+            matrix = dy.detach().reshape(rows, -1)
+            self._pending[ticket] = (call, z, rows, index, take_rows(matrix, -1, index).float().reshape(z.shape))
+        except Exception as error:
+            self.switch_off(error)
 
     def settle(self, given: Tensor | float | None) -> Callable[[int], Known | None]:
         """The step is over: a function from the number of a call of the model to its loss; None where there is no saying."""
@@ -121,10 +129,13 @@ def make_output_hook(switch: Any, watch: LossWatch) -> Callable[..., Any]:
             with torch.no_grad():
                 ticket = probe_see(watch.token, output, None, None, watch.number, False, True)
             return Tap.apply(output, ticket, watch.grad_token, watch.number)  # type: ignore[no-untyped-call]
-        for leaf in _outputs(output):
-            ticket = watch.see_output(leaf)
-            if ticket != NO_TICKET:
-                leaf.register_hook(lambda dy, ticket=ticket: watch.see_backward(ticket, dy))  # type: ignore[no-untyped-call]
+        try:
+            for leaf in _outputs(output):
+                ticket = watch.see_output(leaf)
+                if ticket != NO_TICKET:
+                    leaf.register_hook(lambda dy, ticket=ticket: watch.see_backward(ticket, dy))  # type: ignore[no-untyped-call]
+        except Exception as error:  # an observer must not raise into a training loop
+            watch.switch_off(error)
         watch.calls += 1
         return None
 

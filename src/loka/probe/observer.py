@@ -27,7 +27,7 @@ from loka.probe.loss import LossWatch, make_output_hook
 from loka.probe.saving import Saver, read_state
 from loka.probe.seeing import make_hooks_count
 from loka.probe.unseen import find_unseen, inside_attention, make_counting_hook
-from loka.probe.watch import Watch
+from loka.probe.watch import LossOf, Watch
 from loka.probe.weights import shape_of_weight
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -187,10 +187,19 @@ class Observer:
         if not self._switch.on:
             return
         with torch.autocast(self._device.type, enabled=False):
-            loss_of = self._loss.settle(loss)
+            loss_of = self._settle_loss(loss)
             shown = [watch.absorb(self.steps, loss_of) for watch in self._watches.values()]
         self.sampled_steps += any(shown)
         self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
+
+    def _settle_loss(self, loss: Tensor | float | None) -> LossOf | None:
+        try:
+            if self._loss.off is not None:
+                self._note(self._loss.off)
+            return self._loss.settle(loss)
+        except Exception as error:
+            self._note(f"the loss could not be recognised: {type(error).__name__}: {error}")
+            return None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

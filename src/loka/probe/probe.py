@@ -7,7 +7,7 @@
     report = probe.evaluate()
 
 Every site is looked at on one step in `every`, 100 by default: statistics, learned distributions and a few real rows of x, W and dy, for all three GEMMs
-(`loka.probe.watch`). On the other steps a hook is one `if`. Training is bit-identical with the probe attached, and within rounding when
+(`loka.probe.watch`), and what every recipe would do to the loss (`loka.probe.score`). On the other steps a hook is one `if`. Training is bit-identical with the probe attached, and within rounding when
 compiled: a sampled step runs a second compiled graph (`loka.probe.seeing`), not eagerly. `evaluate` then runs every candidate on what was learned
 (`loka.probe.survey`). Sites are linears; `kinds` adds grouped, mixed and batched products and lookups (`loka.probe.adapter`).
 """

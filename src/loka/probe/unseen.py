@@ -102,7 +102,7 @@ def make_counting_hook(switch: Any, watch: UnseenWatch) -> Callable[..., None]:
         if torch.compiler.is_compiling() or not switch.on or not torch.is_grad_enabled():
             return
         shown = output if isinstance(module, _ConvNd) else next((a for a in args if isinstance(a, Tensor)), output)
-        if isinstance(shown, Tensor) and shown.dim():
+        if isinstance(shown, Tensor) and shown.dim() and not shown.is_nested:
             width = shown.shape[1] if isinstance(module, _ConvNd) and shown.dim() > 1 else shown.shape[-1]
             watch.calls += 1
             watch.rows += shown.numel() // max(int(width), 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-PROTECTED = "loka_protected"  # what mods set on modules that stay as they are
+from loka.mods.protect_intermediates import is_protected
 
 
 def is_parametrized(module: nn.Module) -> bool:
@@ -41,7 +41,7 @@ def shape_of_weight(module: nn.Module, read: Any) -> torch.Size | None:
     if read is None:
         return None
     if is_parametrized(module):
-        original = next(iter(module.parametrizations["weight"].parameters()), None)  # type: ignore[index,union-attr,operator]
+        original = next(iter(module.parametrizations["weight"].parameters()), None)  # type: ignore[index,union-attr]
         sizes = (getattr(module, "out_features", None), getattr(module, "in_features", None))
         if all(isinstance(size, int) for size in sizes):
             return torch.Size(sizes)  # type: ignore[arg-type]
@@ -55,9 +55,9 @@ def shape_of_weight(module: nn.Module, read: Any) -> torch.Size | None:
 def why_kept(module: nn.Module) -> str | None:
     """Why a site may not be swapped, whatever its error; None where it may."""
     if is_parametrized(module):
-        kinds = ", ".join(type(p).__name__ for p in module.parametrizations["weight"])  # type: ignore[index,union-attr]
+        kinds = ", ".join(type(p).__name__ for p in module.parametrizations["weight"])  # type: ignore[index]
         return f"its weight is parametrised ({kinds.strip('_')}): it is not read outside the forward, and not planned"
-    if getattr(module, PROTECTED, False):
+    if is_protected(module):
         return "protected by a mod: it stays in high precision"
     if not isinstance(module, nn.Linear) and type(module).__name__ == "Conv1D":
         return "a Conv1D holds its weight transposed, which conversion does not take; hint: replace it by an nn.Linear"

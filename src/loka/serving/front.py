@@ -118,6 +118,7 @@ class Front:
         await handler(call)
 
     async def _recommend(self, call: Call) -> None:
+        self._breathe()
         call.kind = wire.content_type(call.header(b"content-type"), call.header(b"content-encoding"))
         request = self.service.codec.decode(await self._body(call), call.kind)
         runner = self.service.choose(request)
@@ -128,6 +129,14 @@ class Front:
             **msgspec.structs.asdict(answer),
         }  # fmt: skip
         await self._send(call, 200, body, ticket=ticket)
+
+    def _breathe(self) -> None:
+        """Shed before reading anything while the event loop itself is later than the SLA: on a starved machine even refusing must be cheap."""
+        lag = self.service.lag
+        if lag > self.service.policy.sla:
+            self.service.telemetry.count("loka_shed_total", model="-", reason="lag")
+            self.service.telemetry.second()["shed"] += 1
+            raise Refused(429, "lag", "the machine is overloaded", retry_after=lag)
 
     async def _run(self, call: Call, request: Any, runner: Runner) -> tuple[Ticket, Any]:
         call.model = runner.arm
@@ -209,6 +218,7 @@ class Front:
             raise Refused(404, "path", "GET /v2/models/NAME, GET .../ready, POST .../infer")
 
     async def _infer(self, call: Call, runner: Runner) -> None:
+        self._breathe()
         body = await self._body(call)
         infer, request = v2.read(body, call.header(b"inference-header-content-length"), runner.model)
         if self.service.split is not None and request.user is not None:

@@ -7,6 +7,7 @@ by the new one, with the deadline it had.
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from loka.serving.servable import Job, Servable
 from loka.serving.telemetry import LATENCIES, SIZES, Telemetry
 from loka.serving.times import BatchTimes, Bucket
 
+log = logging.getLogger("loka.serving")
 REHEARSALS = 5
 RECORDED = 32  # requests kept for probing the next model
 HUNG = 5.0  # seconds that a batch may take beyond ten times its planned duration
@@ -243,8 +245,10 @@ class Runner:
                 if not ticket.future.done():
                     ticket.future.set_result(answer)
         else:
+            fields = {"model": self.arm, "bucket": list(batch.bucket), "requests": len(batch.entries)}
+            log.error("batch failed", exc_info=error, extra={"fields": fields})
             for entry in batch.entries:
-                _refuse(entry.job, 500, "engine", f"the model failed: {type(error).__name__}: {error}")
+                _refuse(entry.job, 500, "engine", "the model failed; the server's log says why")
         self._tell(batch, now)
 
     def _tell(self, batch: Batch, now: float) -> None:

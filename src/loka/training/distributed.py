@@ -204,7 +204,7 @@ class DistributedTrainer(Trainer):
             self._saved_step = self.step
 
     def _write(self) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         assert self.folder is not None
         final = self.folder / f"step-{self.step:08d}"
@@ -213,7 +213,7 @@ class DistributedTrainer(Trainer):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
-        dcp.save(self._tensors(), checkpoint_id=temporary)
+        save(self._tensors(), checkpoint_id=temporary)
         if self.ranks.rank == 0:
             (temporary / "state.json").write_text(json.dumps(self._state()) + "\n", encoding="utf-8")
             shutil.rmtree(final, ignore_errors=True)
@@ -250,13 +250,13 @@ class DistributedTrainer(Trainer):
                             optimizer.state[parameter] = {"step": step, **moments}
 
     def _load_tensors(self, path: Path, *, optimizer: bool = True) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         tensors = self._tensors()
         state = tensors.pop("optimizer")
         if optimizer:  # copies: the codes of a table are its own, and loading its weight would round them
             tensors["optimizer"] = {name: tensor.clone() for name, tensor in state.items()}
-        dcp.load(tensors, checkpoint_id=path)
+        load(tensors, checkpoint_id=path)
         self.module.load_state_dict(tensors["model"])
         if optimizer:
             self.optimizers.load_state_tensors(tensors["optimizer"])

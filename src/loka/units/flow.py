@@ -31,7 +31,22 @@ _COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "
 _RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "_reshape_alias"}
 _CUTS = {"slice", "select", "index", "index_select", "gather"}
 # What stands between a prediction layer and the result: no weights, no products, no norms.
-_TAIL = {"sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "mul", "div", "neg", "exp"}
+_TAIL = {
+    "sigmoid",
+    "sigmoid_",
+    "add_",
+    "mul_",
+    "softmax",
+    "_softmax",
+    "log_softmax",
+    "_log_softmax",
+    "tanh",
+    "clamp",
+    "mul",
+    "div",
+    "neg",
+    "exp",
+}
 _TAIL |= {
     "view",
     "_unsafe_view",
@@ -196,7 +211,7 @@ def prediction_linears(flow: Flow) -> Iterator[str]:
             continue
         if call.site is not None and call.linear:
             yield call.site
-        elif call.op in _TAIL and not _is_residual(flow, call):
+        elif (call.op in _TAIL or (call.inner and call.inner <= _TAIL)) and not _is_residual(flow, call):
             waiting.extend(value for value in call.inputs if value not in seen)
             seen.update(call.inputs)
 
@@ -354,7 +369,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         atom = next(module.children(), None) is None
-        named = [*enumerate(args), *kwargs.items()]
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         self._arguments.append(tuple((key, self._value(value)) for key, value in named if isinstance(value, Tensor)))
         self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
 

@@ -31,7 +31,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
-    with same_randomness(model), run_eagerly(model):
+    with same_randomness(), run_eagerly(model):
         try:
             yield
         finally:
@@ -61,15 +61,9 @@ def _same(buffer: Tensor, value: Tensor) -> bool:
 
 
 @contextmanager
-def same_randomness(model: nn.Module) -> Iterator[None]:
-    """What follows the block draws the random numbers it would have drawn without it.
-
-    Args:
-        model: its devices are those whose generators are kept.
-    """
-    devices = sorted(
-        {p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None}
-    )
+def same_randomness() -> Iterator[None]:
+    """What follows the block draws the random numbers it would have drawn without it, on every device."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     numpy: Any = sys.modules.get("numpy")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices=devices):

@@ -12,7 +12,7 @@
 What decides in practice is the last wave: 168 tiles of 128 x 256 on 132 multiprocessors take two waves, the second of which leaves most of them idle, while 336 tiles of
 64 x 256 take three waves of half the length. Or the tiles that are left over when all multiprocessors have had their share are cut along K (`split`), so that all of them work
 on these too: partial sums in float32, and a second kernel that adds them and finishes the layer. That costs its own start and the sums' way through memory. Few rows
-(serving) are the same case: all tiles are left over.
+(serving) are the same case: all tiles are left over. Not where a transpose is written: Triton 3.6 was seen to write wrong bytes for it from the second kernel's layout.
 
 It is a function of numbers, not a search: the choice must be the same on all ranks, in every process and under graph capture. A caller that has measured passes its own
 `Launch` instead; the ranking is then the list of what is worth measuring.
@@ -97,7 +97,10 @@ def properties_of(device: torch.device) -> Properties:
     if device.type != "cuda":
         return Properties(3, 227 * 1024)
     found = torch.cuda.get_device_properties(device)
-    return Properties(found.multi_processor_count, found.shared_memory_per_block_optin)
+    shared = getattr(
+        found, "shared_memory_per_block_optin", found.shared_memory_per_block
+    )  # absent from torch's type stubs
+    return Properties(found.multi_processor_count, int(shared))
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,8 @@ def problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
 
 def _split_problems(launch: Launch, work: Work, properties: Properties) -> list[str]:
     found = []
-    if work.whole or (work.grouped and work.transpose):
-        found.append(f"this call cannot be finished by a second kernel: split=1, not {launch.split}")
+    if work.whole or work.transpose:
+        found.append(f"the second kernel writes no transpose: split=1, not {launch.split}")
     if launch.split > -(-work.k // launch.bk):
         found.append(f"k={work.k} has no {launch.split} parts of {launch.bk}")
     if _count(launch, work) % (properties.processors * launch.resident) == 0:

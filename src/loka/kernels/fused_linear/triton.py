@@ -22,6 +22,7 @@ from loka.kernels.fused_linear.call import (
     kept_form,
 )
 from loka.kernels.fused_linear.launch import Launch
+from loka.kernels.prepared import Laid, with_layout
 from loka.kernels.scaled_mm import triton as scaled_mm_triton
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.strides import unit_rows
@@ -78,6 +79,22 @@ def _supports_dgrad(call: DgradCall, device: torch.device) -> Verdict:
         return no(f"an epilogue sees one tile and cannot know the amax {call.spec} needs; hint: a delayed scale")
     operands = scaled_mm_triton.supports(MatmulCall(call.m, call.k, call.n, call.g, call.w_t), device)
     return _supports_output(call.spec) if operands else operands
+
+
+def prepare(weight: QTensor, a: Spec) -> QTensor:
+    """Rows at multiples of 128 bytes (of 32 where they are short): with K an odd multiple of 16 they otherwise start within sectors of 32 bytes, which a
+    multiprocessor reads at two thirds of the rate."""
+    return with_layout(weight, "fused_linear", a, _lay)
+
+
+def _lay(weight: QTensor, a: Spec) -> Laid:
+    rows, columns = weight.data.shape
+    step = 128 if columns >= 1024 else 32
+    if weight.data.stride(1) == 1 and weight.data.stride(0) % 32 == 0:
+        return weight.data, weight.scale
+    held = torch.zeros(rows, -(-columns // step) * step, dtype=torch.uint8, device=weight.device)
+    held[:, :columns] = weight.data.view(torch.uint8)
+    return held.view(weight.data.dtype), weight.scale
 
 
 def run(

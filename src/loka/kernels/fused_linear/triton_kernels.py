@@ -36,7 +36,7 @@ _GROUPED = tl.constexpr(3)
 _SQUARE = tl.constexpr(4)
 _EPS = tl.constexpr(NORM_EPS)
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
-FINISH_ROWS = 16  # the least that a transpose can be stored in
+FINISH_ROWS = 16  # of a program that adds parts
 
 # How the output is written.
 OUT_16BIT, OUT_STATIC, OUT_GROUPED = 0, 1, 2
@@ -249,10 +249,10 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, b
 
 
 @triton.jit(do_not_specialize=["whole", "height"])
-def _finish(part_ptr, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N, whole, height,
+def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, rstd_ptr, amax_ptr, M, N, whole, height,
             BN: tl.constexpr, ROWS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
             A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
+            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr,
             AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The layer behind the sums of the tiles that were split, ROWS rows of a tile of that height a program."""
     tile, slab = tl.program_id(0), tl.program_id(1)
@@ -263,8 +263,8 @@ def _finish(part_ptr, y_desc, yt_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_sca
     acc = tl.zeros((ROWS, BN), dtype=tl.float32)
     for part in tl.static_range(SPLIT):
         acc += tl.load(part_ptr + ((tile * SPLIT + part).to(tl.int64) * height + row)[:, None] * BN + column[None, :])
-    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
-           ROWS, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, None, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, None, rstd_ptr, amax_ptr, M, N,
+           ROWS, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, False, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
 
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -338,11 +338,9 @@ def fused(
     blocks = triton.cdiv(n, NORM_BLOCK)
     rstd = torch.empty(m, blocks, dtype=torch.float32, device=device) if keep and norm else None
     raised = None if amax is None else amax.view(torch.int32)
-    pointers = sa, sb, bias, out_scale, y_scale, yt_scale, rstd, raised
-    options = (
-        a_source, b_source, bias is not None, norm, activation, out, out_dtype == torch.float8_e5m2, pow2, keep, transpose,
-        amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), INTERPRETED,
-    )  # fmt: skip
+    before = sa, sb, bias, out_scale, y_scale
+    form = a_source, b_source, bias is not None, norm, activation, out, out_dtype == torch.float8_e5m2, pow2, keep
+    rest = amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), INTERPRETED
     bm, bn, bk, warps, stages, group, resident, split = chosen.numbers
     tiles, slots = triton.cdiv(m, bm) * triton.cdiv(n, bn), properties_of(device).processors * resident
     whole = tiles if split == 1 else tiles - tiles % slots
@@ -351,13 +349,13 @@ def fused(
     _fused[(min(slots, max(whole, (tiles - whole) * split)),)](
         TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
         _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]), _descriptor(part, [bm, min(bn, 64)]),
-        *pointers, m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
-        bm, bn, bk, group, wide < bn, split > 1, *options, num_warps=warps, num_stages=stages,
+        *before, yt_scale, rstd, raised, m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
+        bm, bn, bk, group, wide < bn, split > 1, *form, transpose, *rest, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if part is not None:
         _finish[(tiles - whole, bm // FINISH_ROWS)](
-            part, _descriptor(y, [FINISH_ROWS, wide]), _descriptor(y_t, [wide, FINISH_ROWS]), _descriptor(z, [FINISH_ROWS, wide]),
-            *pointers, m, n, whole, bm, bn, FINISH_ROWS, group, split, wide < bn, *options, num_warps=4,
+            part, _descriptor(y, [FINISH_ROWS, wide]), _descriptor(z, [FINISH_ROWS, wide]), *before, rstd, raised, m, n, whole,
+            bm, bn, FINISH_ROWS, group, split, wide < bn, *form, *rest, num_warps=4,
         )  # fmt: skip
     return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}
 

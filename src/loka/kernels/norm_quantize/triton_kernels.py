@@ -163,7 +163,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
 @triton.jit
 def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, amax_ptr,
               M, K, blocks, stride_dy, stride_h, stride_dh,
-              ROWS: tl.constexpr, WIDE: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+              ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
               WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
               X_SCALE: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_dy, stride_h, stride_dh = (
@@ -181,7 +181,7 @@ def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, d
         w = tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
     if BIAS:
         b = tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
-    for chunk in range(program, tl.cdiv(M, ROWS), PROGRAMS):
+    for chunk in range(program, tl.cdiv(M, ROWS), tl.num_programs(0)):
         row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < M)[:, None] & (column < K)[None, :]
         offset = row[:, None] * K + column[None, :]
@@ -277,7 +277,7 @@ def backward(
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
         dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, programs, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), INTERPRETED,
+        rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), INTERPRETED,
         num_warps=4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {

@@ -80,13 +80,13 @@ def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed,
 
 @triton.jit
 def _rows(x_ptr, q_ptr, s_ptr, c_ptr, M, K, stride_x, stride_q, seed,
-          ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+          ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_x = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN
     column = tl.arange(0, BLOCK)
     if COLUMNS:  # some rows after one another, and the maxima of the columns on the way, in x's own type
         top = tl.zeros((ROWS, BLOCK), tl.float32)
-        for chunk in range(tl.program_id(0), tl.cdiv(M, ROWS), PROGRAMS):
+        for chunk in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
             row = (chunk * ROWS + tl.arange(0, ROWS)).to(tl.int64)
             magnitude = _row(
                 x_ptr, q_ptr, s_ptr, row, column, M, K, stride_x, stride_q, seed, E5M2, POW2, STOCHASTIC, PREROUND
@@ -432,7 +432,7 @@ def _launch_rows(
     programs = triton.cdiv(m, rows) if tops is None else tops.shape[0]
     _rows[(programs,)](
         x, q, scale, tops, m, k, x.stride(0), q.stride(0), seed,
-        rows, block, whole, alignment(x), tops is not None, programs if tops is not None else 1,
+        rows, block, whole, alignment(x), tops is not None,
         e5m2, pow2, stochastic, INTERPRETED, num_warps=4 if block * rows <= 4096 else 8,
     )  # fmt: skip
     return q, scale

@@ -1,0 +1,141 @@
+"""The benchmark's view of norm_quantize's gradient: from dy and what forward kept to dx, in 16 bits or in FP8 both ways, dweight and dbias.
+
+A variant is `gradient NORM>OUTPUT|option`, e.g. `gradient layer>e4m3:tensor:delayed|silu|affine`, or with a type for OUTPUT: `gradient rms>bfloat16|relu`. Judged against autograd in float64.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.formats import TENSOR, Spec, block_amax, scale_from_amax
+from loka.kernels.norm_quantize import reference
+from loka.kernels.norm_quantize.call import EPS, NormGradient, NormGradientCall
+from loka.measure import inputs
+from loka.measure.conformance import Conformance
+from loka.measure.fused import ACTIVATE, DTYPES, FLOAT32, bf16_norm, block_norm, compiled
+from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.timing import Thunk
+
+HEAD = "gradient "
+_SLACK = 8 * FLOAT32  # of the row's largest: two means of products, an approximate reciprocal
+
+
+@dataclass(frozen=True)
+class NormGradientOperands:
+    """dy, what forward kept, the parameters, the given scale of an FP8 gradient."""
+
+    dy: Tensor
+    h: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+
+
+def parse(m: int, k: int, head: str, output: str, options: set[str], activation: str) -> NormGradientCall:
+    """The call of a variant."""
+    if options - {"affine"}:
+        raise ValueError(f"a gradient has the options affine and an activation, not {', '.join(sorted(options))}")
+    kind, spec = (DTYPES[output], None) if output in DTYPES else (torch.bfloat16, Spec.parse(output))
+    return NormGradientCall(m, k, head.removeprefix(HEAD), activation or "none", "affine" in options, False, kind, spec)
+
+
+def spell(call: NormGradientCall) -> str:
+    """The variant of a call."""
+    output = call.spec or str(call.in_dtype).removeprefix("torch.")
+    return "|".join([f"{HEAD}{call.norm}>{output}", call.activation, *(["affine"] if call.affine else [])])
+
+
+def draw_operands(
+    call: NormGradientCall, *, seed: int, distribution: str, device: torch.device
+) -> NormGradientOperands:
+    """h of the distribution, its statistics in float32, normal dy; an FP8 gradient gets the scale that fits it."""
+
+    def draw(rows: int, part: int, kind: str = "normal") -> Tensor:
+        return inputs.draw(rows, call.k, distribution=kind, seed=4 * seed + part, device=device, dtype=call.in_dtype)
+
+    h, dy, noise = draw(call.m, 0, distribution), draw(call.m, 1), draw(2, 2)
+    weight, bias = (1 + 0.3 * noise[0], 0.3 * noise[1]) if call.affine else (None, None)
+    _, mean, rstd = reference._normalize(h.double(), call.norm, EPS[call.norm])
+    kept = NormGradientOperands(dy, h, None if mean is None else mean.float(), rstd.float(), weight, bias, None)
+    if call.spec is None:
+        return kept
+    largest = block_amax(_exact(call, kept)[0].float(), TENSOR)
+    return NormGradientOperands(
+        dy, h, kept.mean, kept.rstd, weight, bias, scale_from_amax(largest, call.spec).reshape(())
+    )
+
+
+def make_thunk(backend: Any, call: NormGradientCall, o: NormGradientOperands, amax: Tensor | None = None) -> Thunk:
+    """The gradient, with an amax raised where it is FP8: what training runs."""
+    if amax is None and call.spec is not None:
+        amax = torch.zeros((), device=o.dy.device)
+    options = {"norm": call.norm, "weight": o.weight, "bias": o.bias, "activation": call.activation}
+    return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, spec=call.spec, scale=o.scale, amax=amax, **options)
+
+
+def judge(result: NormGradient, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
+    """dx both ways, dweight and dbias against float64."""
+    dx, sums = _exact(call, o)
+    error = _SLACK * dx.abs().nan_to_num(0.0).amax(1, keepdim=True).expand_as(dx) if dx.numel() else dx
+    verdicts = [judge_rounded(result.dx, dx, error, what="dx")]
+    if call.spec is not None:
+        assert result.dx_t is not None
+        verdicts.append(judge_rounded(result.dx_t, dx.T, error.T, what="dx_t"))
+    for name, (exact, size) in sums.items():
+        found = getattr(result, name)
+        verdicts.append(judge_rounded(found[None], exact[None], _SLACK * size[None] + 1e-30, what=f"d{name}"))
+    return worst_of(verdicts)
+
+
+def judge_amax(backend: Any, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
+    """Whether an FP8 gradient raises its amax to the largest |dx|."""
+    amax = torch.zeros((), device=o.dy.device)
+    if call.spec is None or not o.dy.numel():
+        return Conformance(True, 0.0, 1.0)
+    make_thunk(backend, call, o, amax)()
+    largest = _exact(call, o)[0].abs().nan_to_num(0.0, 0.0, 0.0).max()
+    off = float((amax.double() - largest).abs() / (_SLACK * largest).clamp(min=1e-30))
+    return Conformance(off <= 1, off, 1.0, "" if off <= 1 else f"amax is {float(amax)}, law {float(largest)}")
+
+
+def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """dx; dweight and dbias, each with the sum of the magnitudes of its terms."""
+    h = o.h.double().requires_grad_()
+    with torch.enable_grad():
+        xhat = block_norm(h, EPS["block"])[0] if call.norm == "block" else bf16_norm(h, call.norm)
+        p = xhat if o.weight is None else xhat * o.weight.double()
+        p = p if o.bias is None else p + o.bias.double()
+        y = ACTIVATE[call.activation](p)
+        dx, dp = torch.autograd.grad(y, [h, p], o.dy.double())
+    terms = {"weight": dp * xhat.detach(), "bias": dp} if call.affine else {}
+    return dx, {name: (t.sum(0), t.abs().sum(0)) for name, t in terms.items()}
+
+
+def make_baseline(call: NormGradientCall, o: NormGradientOperands) -> Thunk:
+    """dx, dweight and dbias in 16 bits by the same formula in plain torch; compiled on a GPU."""
+    options = {"norm": call.norm, "activation": call.activation}
+
+    def plain(dy: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        made = reference.gradient(dy, h, o.mean, o.rstd, weight=o.weight, bias=o.bias, **options)  # type: ignore[arg-type]
+        assert isinstance(made.dx, Tensor)
+        return tuple(part for part in (made.dx, made.weight, made.bias) if part is not None)
+
+    run = compiled(plain, o.dy.device)
+    return lambda: run(o.dy, o.h)
+
+
+def judge_baseline(found: tuple[Tensor, ...], call: NormGradientCall, o: NormGradientOperands) -> Conformance:
+    """Its dx."""
+    dx, _ = _exact(call, o)
+    error = _SLACK * dx.abs().amax(1, keepdim=True).expand_as(dx) if dx.numel() else dx
+    return judge_rounded(found[0], dx, error, what="the baseline's dx")
+
+
+def bytes_moved(call: NormGradientCall) -> int:
+    """dy and h in, dx out: 16 bits once, FP8 twice."""
+    item = call.in_dtype.itemsize
+    return call.m * call.k * (2 * item + (item if call.spec is None else 2))

@@ -1,0 +1,88 @@
+"""Every element of a product is compared: errors of any shape are found, rounding and hardware sums are not errors."""
+
+import pytest
+import torch
+
+from loka.measure import comparison
+from loka.measure.adapter import parse_variant
+from loka.measure.comparison import Product, compare_product
+from loka.measure.conformance import law
+from loka.measure.inputs import matmul_operands
+
+SHAPE = (200, 96, 150)
+ALLOWED = 3e-4
+
+
+def make(variant: str = "e4m3:row@e4m3:row|float32") -> tuple[torch.Tensor, Product, torch.dtype]:
+    call = parse_variant(variant, SHAPE)
+    a, b = matmul_operands(call, distribution="lognormal_rows")
+    return law(a, b).y, Product(a, b, keep=True), call.out_dtype
+
+
+def test_the_exact_product_is_the_laws() -> None:
+    call = parse_variant("e4m3:1x128@e4m3:128x128", SHAPE)
+    a, b = matmul_operands(call)
+    expected = law(a, b)
+    ((start, exact),) = Product(a, b, keep=False).slabs()
+    assert start == 0
+    assert torch.allclose(exact.y, expected.y, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(exact.size.double(), expected.terms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["e4m3:row@e4m3:row", "e4m3:row@e4m3:row|float16", "e4m3:row@e4m3:row|float32"])
+def test_one_rounding_is_no_error_and_two_roundings_down_are(variant: str) -> None:
+    y, product, dtype = make(variant)
+    found = compare_product(y.to(dtype), product, allowed=ALLOWED, dtype=dtype)
+    assert found
+    assert found.error < 1e-6
+    if dtype == torch.bfloat16:
+        cut = (y.float().view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
+        assert not compare_product(cut, product, allowed=ALLOWED, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("part", "factor", "where"),
+    [
+        ((slice(7, 8), slice(None)), 1.003, "row 7"),
+        ((slice(None), slice(9, 10)), 1.003, "column 9"),
+        ((slice(64, 72), slice(8, 16)), 1.003, "rows 64 to 71, columns 8 to 15"),
+        ((slice(5, 6), slice(64, 128)), 1.003, "rows 5 to 5, columns 64 to 127"),
+        ((slice(192, 200), slice(3, 4)), 1.01, "column"),
+        ((slice(None), slice(None)), 1.001, ""),
+    ],
+)
+def test_an_error_is_found_wherever_it_sits(part: tuple[slice, slice], factor: float, where: str) -> None:
+    y, product, dtype = make()
+    out = y.clone()
+    out[part] *= factor
+    found = compare_product(out.to(dtype), product, allowed=ALLOWED, dtype=dtype)
+    assert not found
+    assert where.split()[0] in found.reason if where else True
+
+
+def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    y, product, dtype = make()
+    out = (y * (1 + 1e-4 * torch.randn(y.shape, generator=torch.Generator().manual_seed(0)))).to(dtype)
+    whole = compare_product(out, product, allowed=ALLOWED, dtype=dtype)
+    monkeypatch.setattr(comparison, "SLAB", 64 * 150)
+    again = Product(product.a, product.b, keep=False)
+    assert len(list(again.slabs())) == 4
+    assert compare_product(out, again, allowed=ALLOWED, dtype=dtype).error == pytest.approx(whole.error, rel=0.1)
+    out[199] *= 2
+    assert "19" in compare_product(out, again, allowed=ALLOWED, dtype=dtype).reason
+
+
+def test_what_is_not_finite_must_be_where_the_law_has_it() -> None:
+    y, product, dtype = make()
+    for value in (torch.nan, torch.inf):
+        out = y.to(dtype)
+        out[3, 4] = value
+        assert "[3, 4]" in compare_product(out, product, allowed=ALLOWED, dtype=dtype).reason
+    assert "expected" in compare_product(y[:5].to(dtype), product, allowed=ALLOWED, dtype=dtype).reason
+
+
+def test_equal_rows_are_judged_by_elements_alone() -> None:
+    y, product, dtype = make()
+    out = (y + 2 * ALLOWED * torch.hypot(y, y)).to(dtype)  # an error many elements share, none too large
+    assert not compare_product(out, product, allowed=ALLOWED, dtype=dtype)
+    assert compare_product(out, product, allowed=ALLOWED, dtype=dtype, alike=True)
