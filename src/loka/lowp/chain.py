@@ -636,8 +636,9 @@ def _reclass(module: nn.Module, role: type[_InChain] | None) -> None:
     if not isinstance(module, _InChain):
         return
     original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
+    plain: nn.Module = module
     if now is ours:
-        module.__class__ = original  # type: ignore[assignment]
+        plain.__class__ = original
     else:
         bases = tuple(original if base is ours else base for base in now.__bases__)
         names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
