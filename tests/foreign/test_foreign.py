@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from loka.mods.flow import tensors_in
 from torch import Tensor, nn
 
 import loka

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from loka.mods.flow import tensors_in
 from torch import Tensor
 
 import loka
