@@ -277,6 +277,7 @@ ADAPTERS: dict[str, Adapter] = {
         Topk(),
         Attention(),
         Interaction(),
+        Dots(),
         Route(),
         Dots(),
         EmbeddingBag(),

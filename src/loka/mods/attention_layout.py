@@ -43,7 +43,7 @@ class PackedAttention(nn.Module):
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Self-attention on a batch, without masks, whose weights nobody wants."""
-    same = query is key and key is value and query.dim() == 3
+    same = query is key and key is value and not query.is_nested and query.dim() == 3
     bare = all(options.get(name) is None for name in ("key_padding_mask", "attn_mask"))
     return same and bare and options.get("need_weights") is False and not options.get("is_causal", False)
 

@@ -6,7 +6,7 @@ The first writes n x n products of every example (27 x 27, which no fast GEMM is
 its own transpose that is read by an index alone, in whichever module it stands and whatever it is called.
 
 The forward stays the user's. While it runs, a torch function mode looks at three operations: a transpose of the last two dimensions, a batch product of a tensor with its transpose, and an index of
-that product by two index tensors; the third returns the kernel's result. Compiled, the product that nobody reads is never computed. Sums are in another order: rounding.
+that product by two index tensors; the third returns the kernel's result. Compiled, the product that nobody reads is never computed; a transpose spelled `x.mT` is not seen there and stays torch's. Sums are in another order: rounding.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from loka.kernels.dots.call import DTYPES
+from loka.kernels.dots.pairs import find_fault
 from loka.mods.editor import Editor
 from loka.nn.mix import multiply_pairs
 from loka.records.mods import ModClass
 from loka.units.flow import Call, Flow
 
 _TURNS = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
-_MATRIX_TRANSPOSE = vars(torch._C.TensorBase)["mT"].__get__  # what `x.mT` shows as
+_AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
+_VIEWS = ("expand", "view", "_unsafe_view", "reshape", "_reshape_alias")
 _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class _Looking(TorchFunctionMode):
-    """Returns the pairwise products where their index is asked for."""
+    """Returns the pairwise products where their index is asked for. A write in place forgets what was seen: the product may not be x's any more."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +38,17 @@ class _Looking(TorchFunctionMode):
         self.products: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is Tensor.__getitem__ and self.products:
             found = self._asked(args[0], args[1])
             if found is not None:
                 return found
-        out = func(*args, **(kwargs or {}))
-        if (func in _TURNS and len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}) or (
-            func == _MATRIX_TRANSPOSE and args[0].dim() == 3
+        out = func(*args, **kwargs)
+        if _writes(func, kwargs):
+            self.turned.clear()
+            self.products.clear()
+        elif (func in _TURNS and len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}) or (
+            _is_mt(func) and args[0].dim() == 3
         ):
             self.turned.append((out, args[0]))
         elif func in _PRODUCTS and len(args) == 2:
@@ -51,15 +58,44 @@ class _Looking(TorchFunctionMode):
         return out
 
     def _asked(self, value: Any, index: Any) -> Tensor | None:
-        if not isinstance(index, tuple) or len(index) != 3 or index[0] != slice(None):
+        if not isinstance(index, tuple) or len(index) != 3 or not isinstance(index[0], slice):
             return None
         first, second = index[1], index[2]
-        if not isinstance(first, Tensor) or not isinstance(second, Tensor) or first.dim() != 1 or second.dim() != 1:
+        if index[0] != slice(None) or not isinstance(first, Tensor) or not isinstance(second, Tensor):
             return None
         for product, x in self.products:
             if value is product:
-                return multiply_pairs(x, first, second)
+                return multiply_pairs(x, first, second) if _are_pairs(x, first, second) else None
         return None
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function may change a tensor that is there already."""
+    return _is_inplace(func) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_mt(func: Any) -> bool:
+    """Whether it is the property mT; what reads a property is made anew every time, so it is equal and never the same."""
+    return bool(func == Tensor.mT.__get__)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_inplace(func: Any) -> bool:
+    """Whether it is by its name: `mul_`, `*=`, `z[...] =`, `z.data =`."""
+    name: str = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in ("__setitem__", "__set__") or name[2:] in _AUGMENTED
+    return name.endswith("_")
+
+
+def _are_pairs(x: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Whether the kernel multiplies these as the index would; compiled, where values cannot be seen, the kernel looks itself."""
+    if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
+        return False
+    if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)) or first.shape != second.shape:
+        return False
+    return torch.compiler.is_compiling() or find_fault(first, second, x.shape[1]) is None
 
 
 class FusedDots(nn.Module):
@@ -96,9 +132,26 @@ def _is_gram(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
     """A product of x [B, n, d] with its transpose that is read by one index and by nothing else."""
     if call.site is not None or call.op not in ("bmm", "matmul") or len(call.inputs) != 2:
         return False
-    x, turned = call.inputs
+    x, turned = (_source(flow, value, makers) for value in call.inputs)
     turn = makers.get(turned)
     if turn is None or turn.op not in ("transpose", "permute") or turn.inputs[:1] != (x,):
         return False
-    readers = flow.readers(call.outputs[0])
-    return len(readers) == 1 and readers[0].op == "index" and call.outputs[0] not in flow.results
+    made = call.outputs[0]
+    readers = flow.readers(made)
+    while len(readers) == 1 and _is_same(flow, readers[0]):
+        made = readers[0].outputs[0]
+        readers = flow.readers(made)
+    return len(readers) == 1 and readers[0].op == "index" and made not in flow.results
+
+
+def _source(flow: Flow, value: int, makers: dict[int, Call]) -> int:
+    """Behind the views that matmul puts around its operands."""
+    while (maker := makers.get(value)) is not None and _is_same(flow, maker):
+        value = maker.inputs[0]
+    return value
+
+
+def _is_same(flow: Flow, call: Call) -> bool:
+    if call.site is not None or call.op not in _VIEWS or len(call.inputs) != 1 or len(call.outputs) != 1:
+        return False
+    return flow.shapes[call.inputs[0]] == flow.shapes[call.outputs[0]]

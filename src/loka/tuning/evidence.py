@@ -38,10 +38,11 @@ class Evidence:
         if self.path is not None and self.path.exists():
             try:
                 saved = json.loads(self.path.read_text())
-            except ValueError as error:
+                fingerprint, known = saved["fingerprint"], dict(saved["known"])
+            except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{self.path} is damaged: {error}; hint: another out=, or remove the file") from error
-            if saved.get("fingerprint") == self.fingerprint:
-                self.known, self.resumed = saved["known"], True
+            if fingerprint == self.fingerprint:
+                self.known, self.resumed = known, True
             else:
                 self.path.replace(self.path.with_name("evidence-of-another-model.json"))
 

@@ -89,10 +89,14 @@ def tune(
     inner = unwrap(model)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
     session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
+    present = _mods_of(inner, architecture)
     session.time_original()
     with ExitStack() as undo:
-        undo.callback(mods_room.revert, inner)
-        names = session.apply_mods(list(mods_room.CORE) if architecture else [])
+        if present:  # the user's own, trained with them: they stay, and none are put on top
+            names = present
+        else:
+            undo.callback(mods_room.revert, inner)
+            names = session.apply_mods(list(mods_room.CORE) if architecture else [])
         record = session.run(names)
         undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
         if record.plan.units or names or any(site.low_precision_share for site in record.plan.sites):
@@ -103,6 +107,15 @@ def tune(
         tuned.save(out)
     session.progress.finish(record.verdict)
     return tuned
+
+
+def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
+    """The mods a model has already; with them the architecture is what was trained, and is not changed again."""
+    present = list(mods_room.applied_to(model))
+    lacking = [name for name in mods_room.CORE if name not in {text.partition("(")[0] for text in present}]
+    if present and architecture and lacking:
+        raise ValueError(f"architecture=True applies {', '.join(mods_room.CORE)}, and the model has {', '.join(present)} already; hint: leave architecture out, or loka.mods.revert(model) first")  # fmt: skip
+    return present
 
 
 def _spell_mode(mode: str | None) -> str:
@@ -282,7 +295,7 @@ class _Session:
         used, taken = self.margin, list(offers)
         for index, offer in enumerate(offers):
             self.progress("verify the metric", index + 1, len(offers) + 1)
-            key = f"alone {offer.way} {offer.name} {len(offer.unit.links)}"
+            key = f"alone {offer.way} {offer.name} {len(offer.unit.links)} of {base.digest}"
             alone[offer.name] = self.evidence.get_interval(key) or self.evidence.put_interval(key, self.swap([offer], chosen, looked, base))  # fmt: skip
         together = self.swap(taken, chosen, looked, base) if taken else None
         if together is not None and together.high - together.value > used:

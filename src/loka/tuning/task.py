@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.units.flow import call_model
+from loka.units.undisturbed import undisturbed
 
 __all__ = ["Task"]
 
@@ -101,11 +102,8 @@ class Task:
         """The arguments of one call of the model, as the step makes it."""
         from loka.units import capture_example
 
-        was = self.model.training
-        try:
+        with undisturbed(self.model):
             return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
-        finally:
-            self.model.train(was)
 
 
 def _check_arity(name: str, function: Any, given: int, what: str) -> None:

@@ -6,6 +6,7 @@ The interval is over examples where the loss gives one number each, over batches
 The upper end decides: a plan whose change may exceed the margin is not within it.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from loka.placing import convert, revert
 from loka.records import Interval, Plan
 from loka.tuning.task import Task
+from loka.units.undisturbed import undisturbed
 
 __all__ = ["Losses", "converted", "evaluate", "paired_change"]
 
@@ -51,6 +53,11 @@ class Losses:
         """Over all of them."""
         return float(self.values.mean())
 
+    @property
+    def digest(self) -> str:
+        """Of all of them: other weights, batches or another metric have other losses."""
+        return hashlib.sha256(self.values.numpy().tobytes()).hexdigest()[:16]
+
 
 def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_trained: bool = False) -> Losses:
     """The loss of held-out batches, in eval mode, with the same random numbers in every call.
@@ -64,21 +71,25 @@ def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_train
     Returns:
         The losses, on the CPU, in order.
     """
-    model = task.model
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    parts = []
-    cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    model, parts = task.model, []
+    grads = [(p, p.grad) for p in model.parameters()]
     try:
-        with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(as_trained):
+        with undisturbed(model), torch.set_grad_enabled(as_trained):
+            model.eval()
             torch.manual_seed(0)
             for batch in batches:
-                value = task.losses(model, batch) if metric is None else metric(model, batch)
+                value = task.losses(model, batch) if metric is None else _values(metric(model, batch))
                 parts.append(value.detach().double().reshape(-1).cpu())
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for p, grad in grads:
+            p.grad = grad
     return Losses(torch.cat(parts), per_example=any(part.numel() > 1 for part in parts))
+
+
+def _values(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise ValueError(f"the metric returned {type(value).__name__}, expected a floating tensor, lower is better")
+    return value
 
 
 def paired_change(base: Losses, other: Losses) -> Interval:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.dots.call import DotsCall
+from loka.kernels.dots.pairs import check_pairs
 from loka.kernels.registry import load, pick
 
 __all__ = ["DotsCall", "dots"]
@@ -33,18 +34,25 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, backend: str = "auto") -> 
     """sum over d of x[b, first[p]] * x[b, second[p]] for every example b and pair p.
 
     Args:
-        x: [B, n, d], 16 or 32 bits.
-        first: [P] int64, indices into n; no pair (first, second) may occur twice.
+        x: [B, n, d], 16, 32 or 64 bits.
+        first: [P] int64, indices into n, from 0; no pair (first, second) may occur twice. Looked at once for as long as the tensors live: keep them in buffers.
         second: [P] int64.
         backend: a name of the registry, or "auto".
 
     Returns:
-        [B, P] in the type of x, summed in float32.
+        [B, P] in the type of x, summed in float32, float64 in float64.
+
+    Raises:
+        ValueError: x is not [B, n, d], or the pairs are out of range or repeat; compiled, the kernel says so when it runs.
 
     Example:
         >>> i, j = torch.triu_indices(n, n, 1)
         >>> dots(x, i, j)  # torch.bmm(x, x.transpose(1, 2))[:, i, j]
     """
+    if x.dim() != 3:
+        raise ValueError(f"dots: x is {tuple(x.shape)}, expected [B, n, d]")
+    if not torch.compiler.is_compiling():
+        check_pairs(first, second, x.shape[1])
     load("dots")
     result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
     return result

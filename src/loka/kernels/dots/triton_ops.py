@@ -5,19 +5,23 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from loka.kernels.dots import triton_kernels as kernels
+from loka.kernels.dots.pairs import check_pairs
 
 _PLACES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def places(first: Tensor, second: Tensor, n: int) -> Tensor:
     """[n, n] int32: the number of the pair (i, j), or -1."""
-    known = _PLACES.get(first)
+    counted = not first.is_inference() and not second.is_inference()
+    known = _PLACES.get(first) if counted else None
     if known is not None and known[0] is second and known[1:4] == (first._version, second._version, n):
-        return known[4]
+        return known[4]  # type: ignore[no-any-return]
+    check_pairs(first, second, n)  # a pair that occurs twice has two places and would get one
     table = torch.full((n * n,), -1, dtype=torch.int32, device=first.device)
     table[first * n + second] = torch.arange(first.shape[0], dtype=torch.int32, device=first.device)
     table = table.view(n, n)
-    _PLACES[first] = (second, first._version, second._version, n, table)
+    if counted:
+        _PLACES[first] = (second, first._version, second._version, n, table)
     return table
 
 

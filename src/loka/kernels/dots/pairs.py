@@ -1,0 +1,78 @@
+"""The pairs of a call, looked at once for every two index tensors: what they say is on the device, and asking there stops the host.
+
+Kept per index tensor as long as it lives and is not changed. Inside a CUDA graph nothing can be asked; the check is then part of the graph, and fails when that runs.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["check_pairs", "find_fault"]
+
+_FAULTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+HINT = "hint: torch.bmm(x, x.mT)[:, first, second] takes any indices"
+
+
+def check_pairs(first: Tensor, second: Tensor, n: int) -> None:
+    """Refuse pairs that the kernels would not multiply as asked.
+
+    Args:
+        first: [P] int64, from 0 to n - 1.
+        second: [P] int64.
+        n: vectors of an example.
+
+    Raises:
+        ValueError: not two lists of equal length of int64, out of range, or a pair that occurs twice.
+    """
+    fault = find_fault(first, second, n)
+    if fault is not None:
+        raise ValueError(f"dots: {fault}; {HINT}")
+
+
+def find_fault(first: Tensor, second: Tensor, n: int) -> str | None:
+    """What is wrong with pairs, or None; `check_pairs` says what is right.
+
+    Args:
+        first: [P] int64.
+        second: [P] int64.
+        n: vectors of an example.
+
+    Returns:
+        What was seen and what was expected.
+    """
+    for name, index in (("first", first), ("second", second)):
+        if index.dim() != 1 or index.dtype != torch.int64:
+            return f"{name} is {tuple(index.shape)} of {index.dtype}, expected [P] of torch.int64"
+    if first.shape != second.shape or first.device != second.device:
+        return f"first is {first.shape[0]} long on {first.device} and second {second.shape[0]} on {second.device}, expected two alike"
+    known = None if first.is_inference() else _FAULTS.get(first)
+    if known is not None and known[0] is second and known[1] == _state(first, second, n):
+        return known[2]  # type: ignore[no-any-return]
+    fault = _ask(first, second, n)
+    if not first.is_inference() and not second.is_inference():
+        _FAULTS[first] = (second, _state(first, second, n), fault)
+    return fault
+
+
+def _state(first: Tensor, second: Tensor, n: int) -> tuple[int, int, int]:
+    return first._version, (0 if second.is_inference() else second._version), n
+
+
+def _ask(first: Tensor, second: Tensor, n: int) -> str | None:
+    count = first.shape[0]
+    if count == 0 or first.device.type == "meta":
+        return None
+    inside = ((first >= 0) & (first < n) & (second >= 0) & (second < n)).all()
+    cells = (first * n + second).clamp(0, max(n * n - 1, 0))
+    often = torch.zeros(max(n * n, 1), dtype=torch.int64, device=first.device).index_add(
+        0, cells, torch.ones_like(cells)
+    )
+    if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        torch._assert_async(inside & (often.amax() <= 1), "dots: indices out of range, or a pair that occurs twice")
+        return None
+    within, most, where = torch.stack([inside.long(), often.amax(), often.argmax()]).tolist()
+    if not within:
+        return f"indices out of range, expected 0 to {n - 1} for {n} vectors"
+    if most > 1:
+        return f"the pair ({where // n}, {where % n}) occurs {most} times, expected every pair at most once"
+    return None

@@ -1,0 +1,23 @@
+"""The kernels of dots compile for Hopper (sm_90) on a machine without a GPU, with tensor cores for 16 bits and within its memory."""
+
+import pytest
+
+triton = pytest.importorskip("triton", exc_type=ImportError)
+
+from kernels.hopper import SHARED_MEMORY, compile_kernel, needs_ptxas  # noqa: E402
+
+pytestmark = needs_ptxas
+
+
+@pytest.mark.parametrize("kernel", ["_dots", "_dots_gradient"])
+@pytest.mark.parametrize(("kind", "n", "d"), [("bf16", 32, 128), ("fp16", 64, 512), ("fp32", 32, 128)])
+def test_compiles_for_hopper(kernel: str, kind: str, n: int, d: int) -> None:
+    types = {"x_ptr": f"*{kind}", "place_ptr": "*i32"}
+    types |= {"y_ptr": f"*{kind}"} if kernel == "_dots" else {"dy_ptr": f"*{kind}", "dx_ptr": f"*{kind}"}
+    constants = {"N": n, "D": d, "WIDE": kind == "fp32"}
+    made = compile_kernel("dots", kernel, (types, constants, {"num_warps": 2 if n <= 32 else 4}), {"d"})
+    assert made.metadata.shared <= SHARED_MEMORY
+    ptx = made.asm["ptx"]
+    assert ".target sm_90" in ptx
+    if kind != "fp32":
+        assert "mma" in ptx
