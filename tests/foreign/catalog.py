@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from loka.mods.flow import tensors_in
 from torch import Tensor, nn
+
+from loka.units.flow import tensors_in
 
 BATCH = 32
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from loka.mods.flow import tensors_in
 from torch import Tensor, nn
 
 import loka
 from loka import mods
+from loka.units.flow import tensors_in
 
 from .catalog import BUILDERS, Foreign, build
 

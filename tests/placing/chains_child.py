@@ -121,7 +121,16 @@ def apart(rank: int) -> dict[str, object]:
         refused = ""
     except ValueError as error:
         refused = str(error)
-    return {"case": "apart", "refused": refused, "same": kinds == [type(m) for m in sharded.modules()]}
+    late = low(build())
+    for layer in (late.first[0], late.first[3]):  # type: ignore[index]
+        fully_shard(layer)
+    fully_shard(late)
+    try:
+        late(batch(0, 0))
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return {"case": "apart", "refused": refused, "said": said, "same": kinds == [type(m) for m in sharded.modules()]}
 
 
 def main(rank: int, folder: Path) -> None:

@@ -169,6 +169,26 @@ def test_plans_that_do_not_fit_are_refused_with_every_reason_and_nothing_is_chan
     assert torch.equal(model(*x), before)
 
 
+def test_float64_models_stay_in_float64() -> None:
+    model, x = make("tower")
+    plan = plan_everything(model, x)
+    model.double()
+    assert plan_everything(model, (x[0].double(),)).units == []
+    with pytest.raises(ValueError, match="float64 weights"):
+        loka.convert(model, plan)
+
+
+def test_a_model_converted_in_inference_mode_trains_afterwards() -> None:
+    model, x = make("tower")
+    plan = plan_everything(model, x)
+    with torch.inference_mode():
+        loka.convert(model, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        step(model, x, optimizer)
+    assert next(chains_of(model))[1].primed
+
+
 def test_a_norm_with_another_eps_is_another_norm() -> None:
     model, x = make("tower")
     plan = plan_everything(model, x)

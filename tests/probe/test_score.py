@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from loka.formats import Spec, fake_quantize
 from loka.probe import Probe
-from loka.probe.score import SCORED, Shown, harm, harm_from, operands_of, round_trip, score_look, share_of_margin
+from loka.probe.score import SCORED, Shown, harm, harm_from, operands_of, score_look, share_of_margin
+from loka.probe.shown import round_trip
 from loka.probe.tally import Tally
 
 from .small import Small, batches, train

@@ -19,6 +19,7 @@ __all__ = ["app", "main"]
 # verb -> "module:object"; a Typer is a group of verbs, a function is one
 VERBS = {
     "demo": "loka.cli.demo:demo",
+    "tune": "loka.cli.tune:tune",
     "train": "loka.cli.train:train",
     "data": "loka.cli.data:app",
     "probe": "loka.cli.probe:probe",
@@ -42,7 +43,7 @@ VERBS = {
 
 # How `loka --help` groups them: in the order of the work
 _PANELS = {
-    **dict.fromkeys(("demo", "report", "doctor"), "Start"),
+    **dict.fromkeys(("demo", "tune", "report", "doctor"), "Start"),
     **dict.fromkeys(("data", "train"), "Data and training"),
     **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "export", "convert"), "Look, choose, convert"),
     **dict.fromkeys(("quantize", "generate", "serve", "load", "analyze", "ab"), "Serving"),
@@ -50,7 +51,7 @@ _PANELS = {
 }
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
-_CONTINUED = ("demo", "data")  # verbs that go on where they were when they are called again as they were
+_CONTINUED = ("demo", "data", "tune")  # verbs that go on where they were when they are called again as they were
 
 app = typer.Typer(
     name="loka",

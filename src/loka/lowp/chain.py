@@ -100,6 +100,7 @@ class Chain:
         >>> chain.release()
     """
 
+    @torch.inference_mode(False)  # its scales outlive the block they are made in
     def __init__(
         self,
         name: str,
@@ -269,6 +270,8 @@ class Chain:
         width = self.linears[0].in_features
         if x.shape[-1] != width:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
+        if not torch.compiler.is_compiling():
+            self._refuse_shards()
         flat = x.reshape(-1, width)
         with torch.autocast(kind, enabled=False):
             if flat.shape[0] == 0:
@@ -281,6 +284,15 @@ class Chain:
             if self.watching and self.health is not None:
                 self.look(flat, y)
         return y.reshape(*x.shape[:-1], self.linears[-1].out_features)
+
+    def _refuse_shards(self) -> None:
+        """The head reads all weights: whoever shards them must gather them all before it runs."""
+        if apart := [
+            link.linear
+            for link, linear in zip(self.links, self.linears, strict=True)
+            if hasattr(linear.weight, "device_mesh")
+        ]:
+            raise ValueError(f"{self.name}: {', '.join(apart)} is sharded apart from the rest of its chain; hint: fully_shard a module that holds the whole chain")  # fmt: skip
 
     def needs_gradient(self, x: Tensor) -> bool:
         """Whether to run the differentiable form; a frozen chain has none, and says so where a gradient is asked for."""
@@ -489,7 +501,8 @@ class Chain:
 
 
 def _extent(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, float("inf")).float()
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"))
+    return largest.float()
 
 
 def _check(name: str, parts: Sequence[Part]) -> None:
@@ -623,8 +636,9 @@ def _reclass(module: nn.Module, role: type[_InChain] | None) -> None:
     if not isinstance(module, _InChain):
         return
     original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
+    plain: nn.Module = module
     if now is ours:
-        module.__class__ = original
+        plain.__class__ = original
     else:
         bases = tuple(original if base is ours else base for base in now.__bases__)
         names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}

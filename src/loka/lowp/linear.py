@@ -345,7 +345,9 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 def refresh(model: nn.Module) -> int:
     """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too; returns how many linears there are."""
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
-    for placed in (*linears, *chains):
-        placed.refresh()
+    for linear in linears:
+        linear.refresh()
+    for chain in chains:
+        chain.refresh()
     file_magnitudes([*linears, *chains])
     return len(linears) + sum(len(chain.links) for chain in chains)

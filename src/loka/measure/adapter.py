@@ -279,6 +279,7 @@ ADAPTERS: dict[str, Adapter] = {
         Interaction(),
         Dots(),
         Route(),
+        Dots(),
         EmbeddingBag(),
         EmbeddingUpdate(),
     )

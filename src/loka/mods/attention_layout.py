@@ -48,6 +48,10 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     return same and bare and options.get("need_weights") is False and not options.get("is_causal", False)
 
 
+def _is_packed(module: Any) -> bool:
+    return module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+
+
 @dataclass(frozen=True)
 class AttentionLayout:
     """Read the packed projection where it lies. It has no options."""
@@ -60,7 +64,7 @@ class AttentionLayout:
         for name, module in list(editor.modules(nn.MultiheadAttention)):
             if type(module).forward is not nn.MultiheadAttention.forward:
                 editor.leave(name, "it has a forward of its own")
-            elif not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+            elif not _is_packed(module):
                 editor.leave(name, "its projections are not packed, or it adds keys of its own")
             else:
                 editor.mix(name, PackedAttention)

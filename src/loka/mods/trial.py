@@ -198,7 +198,7 @@ _NAMES: dict[Mode, str] = {"eval": "in eval mode", "training": "in training mode
 def _seed() -> None:
     """Generators one by one: torch.manual_seed would also seed devices that nobody uses, now or when they are first used."""
     torch.default_generator.manual_seed(SEED)
-    for generator in torch.cuda.default_generators if torch.cuda.is_initialized() else ():
+    for generator in torch.cuda.default_generators if torch.cuda.is_initialized() else ():  # type: ignore[no-untyped-call]
         generator.manual_seed(SEED)
     random.seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:

@@ -45,7 +45,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def _wrapped_by(model: nn.Module) -> nn.Module | None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module
+        wrapped: nn.Module = model.module
+        return wrapped
     for segment in WRAPPER_SEGMENTS:
         if isinstance(inner := model._modules.get(segment), nn.Module):
             return inner

@@ -131,7 +131,7 @@ def convert(
         mods=[mod for mod, _ in applied],
         frozen=freeze,
         low_precision_share=share,
-        flops_of=of,  # type: ignore[arg-type]
+        flops_of=of,
         notes=list(bound.notes),
         plan=None if plan is None or plan.seal is None else plan.seal.sha256,
         environment=capture_environment(device=_device_name(inner), threads=torch.get_num_threads()),
@@ -332,8 +332,10 @@ def _release(model: nn.Module) -> int:
     for _, layer in list(interactions_of(model)):
         release_interaction(layer)
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
-    for placed in (*linears, *chains):
-        placed.release()
+    for linear in linears:
+        linear.release()
+    for chain in chains:
+        chain.release()
     open_fast_paths(model)
     return len(linears) + sum(len(chain.links) for chain in chains)
 

@@ -13,7 +13,6 @@ from loka.probe.score import SCORED, Shown, harm_from, operands_of, score_look
 from loka.records import GEMMS, Gemm, Interval
 
 FIRST, EVERY = 2, 4  # looks that are scored: the first two, then one in four
-ROWS, FEW = 256, 64  # rows of a look that are scored: a quarter of the batch, within these
 
 
 class Tally:

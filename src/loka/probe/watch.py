@@ -22,7 +22,6 @@ An observer must not raise into a training loop: whatever goes wrong switches th
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,12 +30,12 @@ from torch import Tensor, nn
 from loka.probe.adapter import Adapter
 from loka.probe.learned import Learned
 from loka.probe.ledger import Ledger
+from loka.probe.look import Look
 from loka.probe.reservoir import Reservoir
 from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
-from loka.probe.score import Shown
 from loka.probe.seeing import NO_TICKET, enroll, inside_backward
 from loka.probe.source import Source
-from loka.probe.tally import FEW, ROWS, Tally
+from loka.probe.tally import Tally
 from loka.probe.weights import is_sharded, read_weight, shape_of_weight, why_kept
 from loka.records import GEMMS, Gemm, Role, TensorStats
 
@@ -45,24 +44,6 @@ SCORED_KINDS = ("linear", "mixed")
 MAX_UNGRADED = 8  # calls of one step without gradients
 UNKNOWN_LOSS = "the loss is not known: it is no cross-entropy of what the model returned; hint: probe.step(loss)"
 LossOf = Callable[[int], tuple[Tensor, Tensor] | None]
-
-
-@dataclass
-class Look:
-    """Rows of one call, waiting for its gradient and for the end of the step."""
-
-    x: Tensor
-    index: Tensor | None  # which rows of how many; None: all
-    right: Tensor | None  # the second operand of one example, where that is an activation
-    count: int  # rows of the call
-    examples: int
-    together: int  # rows of one example that lie next to each other in x
-    call: int  # of the model, in this step
-    largest: dict[str, Tensor]  # of all rows, by role
-    weight: Tensor | None = (
-        None  # as it was in this call, where the look is scored: the optimizer changes it before the step is over
-    )
-    dy: Tensor | None = None
 
 
 class Watch:
@@ -347,22 +328,7 @@ class Watch:
         if loss is None:
             self.unscored = UNKNOWN_LOSS
             return
-        groups = look.x.shape[0] // look.together
-        wanted = max(1, min(ROWS, max(FEW, look.count // 4)) // look.together)
-        pick = torch.arange(look.x.shape[0], device=look.x.device).view(groups, look.together)
-        rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
-        shown = Shown(
-            look.x[rows],
-            look.dy[rows],
-            weight,
-            *loss,
-            examples=look.examples,
-            together=look.together,
-            per_example=look.count // look.examples,
-            largest=look.largest,
-            before=self.tally.largest,
-        )
-        self.tally.see(shown, step)
+        self.tally.see(look.show(weight, loss, self.tally.largest), step)
 
     def _sampled_weight(self, weight: Tensor) -> Tensor:
         """Of a GEMM's weight everything; of a table, which may be huge, some rows."""

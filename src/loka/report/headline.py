@@ -4,6 +4,7 @@ from loka.records import Comparison, Plan, SitePlan
 from loka.report.ablation import say_grid, say_latency
 from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
+from loka.report.tuning import say_tuning
 
 __all__ = ["count_converted", "is_converted", "name_report", "write_headline"]
 
@@ -14,7 +15,15 @@ def name_report(results: Results) -> str:
         return f"loka: {results.probe.model}"
     named = [
         record.model
-        for group in (results.runs, results.quantized, results.plans, results.ablations, results.engines, results.loads)
+        for group in (
+            results.runs,
+            results.quantized,
+            results.plans,
+            results.ablations,
+            results.engines,
+            results.loads,
+            results.tunings,
+        )
         for record in group
     ]
     return f"loka: {named[0] if named else 'report'}"
@@ -60,6 +69,8 @@ def _subject(results: Results) -> str:
 
 def say_verdict(results: Results, first: Comparison | None) -> str:
     """The sentence."""
+    if results.tunings and first is None:
+        return say_tuning(results.tunings[0])
     if first is None:
         return _say_without_runs(results)
     share = percent(first.low_precision_flops_share, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.records import write_atomically
-from loka.report import ablation, generative, headline, kernels, origin, quality, serving, sites
+from loka.report import ablation, generative, headline, kernels, origin, quality, serving, sites, tuning
 from loka.report.markup import escape
 from loka.report.payload import collect, dump, write_chunks
 from loka.report.results import Results
@@ -18,6 +18,7 @@ from loka.report.runtime import load_runtime
 
 Section = tuple[str, str, Callable[[Results], str]]
 SECTIONS: tuple[Section, ...] = (
+    ("tuning", "Tuning", tuning.write_tuning),
     ("quality", "Quality", quality.write_quality),
     ("sites", "Sites", sites.write_sites),
     ("plan", "Plan", sites.write_plan),

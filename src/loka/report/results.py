@@ -11,6 +11,7 @@ from loka.records import (
     AblationLatency,
     Analysis,
     Comparison,
+    Conversion,
     DriftReport,
     EngineBench,
     Environment,
@@ -29,6 +30,7 @@ from loka.records import (
 from loka.records.bench import KernelBench
 from loka.records.performance import PerformanceRows
 from loka.records.speeds import TargetSpeeds
+from loka.records.tuning import Tuning
 
 _ALL: tuple[type[Record], ...] = (
     ProbeReport,
@@ -48,6 +50,8 @@ _ALL: tuple[type[Record], ...] = (
     EngineBench,
     LoadTest,
     OnlineTest,
+    Conversion,
+    Tuning,
 )
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
@@ -74,6 +78,8 @@ class Results:
     engines: tuple[EngineBench, ...] = ()
     loads: tuple[LoadTest, ...] = ()
     experiments: tuple[OnlineTest, ...] = ()
+    tunings: tuple[Tuning, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
 
     @classmethod
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
@@ -105,6 +111,8 @@ class Results:
             engines=_every(found, EngineBench),
             loads=_every(found, LoadTest),
             experiments=_every(found, OnlineTest),
+            tunings=_every(found, Tuning),
+            conversions=_every(found, Conversion),
         )
 
     @property
@@ -150,6 +158,8 @@ class Results:
             "serving": self.engines,
             "load test": self.loads,
             "experiment": self.experiments,
+            "tuning": self.tunings,
+            "conversion": self.conversions,
         }
         found: dict[str, Environment] = {}
         seen = set()

@@ -107,7 +107,7 @@ def restore_newest(trainer: Trainer, found: list[Path], *, fallback: bool) -> tu
 
 def find_nonfinite(model: nn.Module) -> list[str]:
     """Names of parameters with NaN or infinite values, in one pass without a buffer of a table's size."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+    named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.numel()]
     named += [
         (f"{name}.weight", part)
         for name, table in model.named_modules()

@@ -1,8 +1,8 @@
 """Choose: per unit the fastest way that is safe. Nothing is measured here.
 
 Forward, the score only sorts out what is hopeless: a linear whose predicted change of the loss exceeds five times the margin is not tried, everything else is swapped in and measured
-(`verifying`), which decides. Gradients cannot be swapped in without training, so there the score decides: at most the unit's share of the margin, margin / sqrt(number of units), since independent
-errors add in squares. A chain with one refused linear is split there, and that linear is given finer scales where these pass. A unit is fast where the lower end of its measured speed-up exceeds 1;
+(`verifying`), which decides. Gradients cannot be swapped in without training, so there the score decides: what one GEMM's rounding is worth may not exceed the margin. How a share of a step's
+progress becomes a share of the loss is an assumption (docs/concepts/score.md), and the sum over GEMMs is not bounded by it: a paired run of training is what would show it. A chain with one refused linear is split there, and that linear is given finer scales where these pass. A unit is fast where the lower end of its measured speed-up exceeds 1;
 where nothing could be timed it is kept for accuracy alone, and the plan says so.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from loka.dispatch import RECIPES, Operands
-from loka.probe.score import share_of_margin
 from loka.records import GEMMS, Choice, Interval, SitePlan, UnitEvidence, UnitPlan
 from loka.tuning.looking import Looked, SiteLook, add_in_squares
 
@@ -67,16 +66,15 @@ def make_offers(looked: Looked, *, margin: float, training: bool) -> Chosen:
     """
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     kept = dict(looked.alone)
-    share = share_of_margin(margin, len(looked.units))
     offers: list[Offer] = []
     for unit in looked.units:
         unsafe = {}
         for name in unit.linears:
-            if why := _refuse(looked.sites[name], _recipe_of(unit, training), margin, share, training):
+            if why := _refuse(looked.sites[name], _recipe_of(unit, training), margin, training):
                 unsafe[name] = why
         offers += [_offer(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
         for name, why in unsafe.items():
-            offer = _finer(looked.sites[name], margin, share, total, why, training)
+            offer = _finer(looked.sites[name], margin, total, why, training)
             if offer is None:
                 kept[name] = why
             else:
@@ -132,7 +130,7 @@ def _recipe_of(unit: UnitPlan, training: bool) -> str:
     return "tensorwise" if training else "rowwise"
 
 
-def _refuse(site: SiteLook, recipe: str, margin: float, share: float, training: bool) -> str | None:
+def _refuse(site: SiteLook, recipe: str, margin: float, training: bool) -> str | None:
     """Why a linear is not tried under a recipe, or None."""
     if site.refusal:
         return site.refusal
@@ -144,8 +142,8 @@ def _refuse(site: SiteLook, recipe: str, margin: float, share: float, training: 
         return f"{recipe}: predicted change of the loss {forward.value:.3%}, more than {HOPELESS:g} times the margin of {margin:.3%}{cause}"
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
-        if backward is not None and backward.value > share:
-            return f"{recipe}: what {gemm} loses is worth {backward.value:.4%} of the loss, more than the share {share:.4%} of the margin"
+        if backward is not None and backward.value > margin:
+            return f"{recipe}: what {gemm} loses is worth {backward.value:.4%} of the loss, more than the margin of {margin:.3%}"
     return None
 
 
@@ -153,12 +151,12 @@ def _explain(harm: Interval | None) -> str:
     return "not scored; swapping decides" if harm is None else f"predicted change of the loss {harm.value:.4%}"
 
 
-def _finer(site: SiteLook, margin: float, share: float, total: float, why: str, training: bool) -> Offer | None:
+def _finer(site: SiteLook, margin: float, total: float, why: str, training: bool) -> Offer | None:
     """The same linear alone with finer scales, where these are safe."""
     if site.refusal:
         return None
     for recipe in FINER:
-        if _refuse(site, recipe, margin, share, training) is None:
+        if _refuse(site, recipe, margin, training) is None:
             harm = site.total_harm(recipe, training=training)
             return Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}")
     return None

@@ -114,7 +114,7 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
         for index, batch in enumerate(chosen):
             with torch.enable_grad():
                 loss = task.mean_loss(model, batch)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             value = loss.detach()
             for eye in eyes.values():
                 eye.judge(value)
@@ -145,7 +145,8 @@ class _Eye:
             return
         every = max(x.shape[0] // ROWS, 1)
         rows = x[::every]
-        output.register_hook(lambda g: self._rows.append((rows, g.detach().reshape(-1, self.look.n), x.shape[0])))
+        width, count = self.look.n, x.shape[0]
+        output.register_hook(lambda g: self._rows.append((rows, g.detach().reshape(-1, width), count)))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def judge(self, loss: Tensor) -> None:

@@ -144,9 +144,9 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
 
     def step() -> None:
         with torch.set_grad_enabled(training):
-            loss = task.mean_loss(run, batch)
+            loss = task.mean_loss(run, batch)  # type: ignore[arg-type]
             if training:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 model.zero_grad(set_to_none=True)
 
     return capture(step)
@@ -154,7 +154,13 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
 
 def capture(step: Run) -> Run:
     """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) is run as it is."""
-    stream = torch.cuda.Stream()
+    # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        return _capture(step)
+
+
+def _capture(step: Run) -> Run:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -187,7 +193,7 @@ def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
             torch.cuda.synchronize()
             taken = []
             for _ in range(REPEATS):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()
                 go()
                 end.record()

@@ -8,8 +8,33 @@ from torch import nn
 from loka.placing import revert
 from loka.records import Conversion, Interval, Plan, save
 from loka.records.tuning import Tuning
+from loka.report import Results, write_html
 
 __all__ = ["Tuned"]
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """The record of a tuning as a page.
+
+    Args:
+        record: what was measured and decided.
+    """
+
+    record: Tuning
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write one self-contained page.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The path.
+        """
+        done = [] if self.record.conversion is None else [self.record.conversion]
+        write_html(Results.of([self.record, *done]), path)
+        return Path(path)
 
 
 @dataclass(frozen=True)
@@ -40,9 +65,9 @@ class Tuned:
         return self.record.conversion
 
     @property
-    def report(self) -> Tuning:
-        """The record, for `loka.report`."""
-        return self.record
+    def report(self) -> "TuningReport":
+        """The page: `tuned.report.to_html("report.html")`."""
+        return TuningReport(self.record)
 
     @property
     def speedup(self) -> Interval | None:
@@ -64,7 +89,9 @@ class Tuned:
             The folder.
         """
         folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / "plan.json")
+        self.report.to_html(folder / "report.html")
         save(self.record, folder / "tuning.json")
         if self.conversion is not None:
             save(self.conversion, folder / "conversion.json")

@@ -28,6 +28,7 @@ __all__ = ["ACTIVATIONS", "NARROW", "Discovered", "discover"]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
+WIDE_WEIGHTS = "float64 weights: no low-precision GEMM writes float64"
 PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -203,6 +204,8 @@ class _Search:
         if reason := refuse(module):
             return reason
         assert isinstance(module, nn.Linear)
+        if module.weight.dtype == torch.float64:
+            return WIDE_WEIGHTS
         if self.keep is not None and not self.keep(module, site):
             return "module_filter_fn does not let it through"
         if getattr(module, PROTECTED, None):

@@ -114,7 +114,7 @@ def _watch_linear(seen: Seen, link: LinkPlan) -> Any:
         if _last_passed(link) is None:
             seen.note_output(link.linear, output)
         if output.requires_grad:
-            output.register_hook(lambda gradient: seen.note_gradient(link.linear, gradient))
+            output.register_hook(lambda gradient: seen.note_gradient(link.linear, gradient))  # type: ignore[no-untyped-call]
 
     return hook
 

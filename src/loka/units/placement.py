@@ -2,6 +2,7 @@
 
 from typing import cast
 
+import torch
 from torch import nn
 
 from loka.lowp.chain import Chain, Part, is_watched
@@ -10,7 +11,7 @@ from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, UnitPlan
-from loka.units.discovery import activation_of, function_name, norm_eps, norm_kind
+from loka.units.discovery import WIDE_WEIGHTS, activation_of, function_name, norm_eps, norm_kind
 
 __all__ = ["build_chain", "place", "refuse_unit"]
 
@@ -55,6 +56,8 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
         *(f.partition(":")[0] for f in link.functions),
     ]
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
+    if linear.weight.dtype == torch.float64:
+        problems.append(f"{link.linear}: {WIDE_WEIGHTS}")
     if is_watched(linear):
         problems.append(f"{link.linear}: has hooks that would see other tensors; hint: remove them first")
     return problems or _refuse_behind(modules, link, linear)

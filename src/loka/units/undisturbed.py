@@ -63,7 +63,7 @@ def _same(buffer: Tensor, value: Tensor) -> bool:
 @contextmanager
 def same_randomness() -> Iterator[None]:
     """What follows the block draws the random numbers it would have drawn without it, on every device."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     numpy: Any = sys.modules.get("numpy")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng(devices=devices):

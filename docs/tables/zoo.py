@@ -1,0 +1,85 @@
+"""Models that nobody rewrote: their speed way by way, and what one call of `loka.tune` made of them."""
+
+from typing import Any
+
+from tables.results import read, table
+
+MODELS = {
+    "wukong": "Wukong, plain (6 layers, 2,048 wide, 8,192 rows)",
+    "dlrm": "DLRM (26 x 128, over arch 1024-1024-512-256, 16,384 rows)",
+    "tower": "MLP tower, LayerNorm + SiLU (5 x 3,072, 6,144 rows)",
+    "cross": "cross network + deep tower (3,456 wide, 8,192 rows)",
+    "encoder": "nn.TransformerEncoder, GELU (4 x 1,024, 64 x 256)",
+}
+WAYS = (
+    "bf16",
+    "bf16+max",
+    "bf16-layout",
+    "torchao-tensorwise",
+    "torchao-rowwise",
+    "loka",
+    "loka+max",
+)
+
+
+def zoo_table() -> str | None:
+    """Milliseconds of every way, and the speed-up of ours over the fastest bf16 that was measured."""
+    rows = []
+    for mode, name in (("train", "training"), ("infer", "inference")):
+        found = read(f"h200/zoo_{name}.json")
+        if found is None:
+            return None
+        for model, title in MODELS.items():
+            cells = {row["way"]: row for row in found["rows"] if row["model"] == model and row["mode"] == mode}
+            if cells:
+                rows.append([title, name, *(_cell(cells.get(way)) for way in WAYS), _speedup(cells)])
+    head = ["model", "step, ms", "bf16", "bf16, max-autotune", "bf16, our layout", "torchao tensorwise", "torchao rowwise", "loka", "loka, max-autotune", "loka over the fastest bf16"]  # fmt: skip
+    return table(head, rows)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "ms" in row:
+        return f"{row['ms']:.3f}"
+    return "not compiled in time" if row["failed"].startswith("still") else "failed"
+
+
+def _speedup(cells: dict[str, dict[str, Any]]) -> str:
+    base = [cells[w]["ms"] for w in ("bf16", "bf16+max") if "ms" in cells.get(w, {})]
+    mine = [cells[w]["ms"] for w in ("loka", "loka+max") if "ms" in cells.get(w, {})]
+    if not base or not mine:
+        return "not measured"
+    return f"**{min(base) / min(mine):.2f}x**"
+
+
+def tune_table() -> str | None:
+    """One configuration a row: the step beside bf16, and the loss beside bf16."""
+    found = read("h200/tune_zoo.json")
+    if found is None:
+        return None
+    rows = []
+    for row in found["rows"]:
+        if "record" not in row:
+            rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", ""])
+            continue
+        record = row["record"]
+        speed, change = record["speedup"], record["metric_change"]
+        taken = sum(unit["flops_share"] for unit in record["units"] if unit["way"] != "high")
+        rows.append(
+            [
+                MODELS.get(row["model"], row["model"]),
+                row["target"],
+                "not measured"
+                if speed is None
+                else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
+                "not measured"
+                if change is None
+                else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
+                f"{record['used_margin']:.2%}",
+                f"{taken:.0%}",
+                f"{row['tune_s']:.0f} s",
+            ]
+        )
+    head = ["model", "for", "whole step over compiled bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
+    return table(head, rows)

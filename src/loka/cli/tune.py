@@ -1,0 +1,85 @@
+"""`loka tune`: one command from a model to a faster model with proof.
+
+    loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60
+    loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine
+    loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served
+
+Looks at the model, chooses per unit the fastest way that is safe, verifies the whole of it beside 16 bits, and writes plan.json, conversion.json, tuning.json and report.html below `--out`. What is
+measured is on disk at once: after Ctrl-C the same command goes on. A model is tuned as it is trained: `--checkpoint` loads weights, `--train-steps` trains first.
+stdout carries the table (with `--json` the record). Exit 0: something was converted. 1: nothing was, and why is on stdout. 2: the request cannot be honoured.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["tune"]
+
+
+def tune(
+    model: Annotated[str, typer.Argument(help="wukong:small, dlrm, hstu:small, ... or pkg.module:factory.")],
+    out: Annotated[Path, typer.Option(help="Folder for plan, conversion, record, report and evidence.")],
+    data: Annotated[
+        str | None, typer.Option(help="Data set, or pkg.module:batches; default: complete-journey.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="pkg.module:fn(output, targets); default: BCE of logits.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="For inference: calibrate and freeze.")] = False,
+    architecture: Annotated[
+        bool, typer.Option("--architecture", help="Also take mods that change the architecture.")
+    ] = False,
+    margin: Annotated[float, typer.Option(help="Relative change of the loss that counts as none.")] = 0.0002,
+    seconds: Annotated[float, typer.Option(help="Budget for looking, timing and verifying.")] = 180.0,
+    batches: Annotated[int, typer.Option(help="Held-out batches; half choose, half verify.")] = 32,
+    checkpoint: Annotated[Path | None, typer.Option(help="Weights (.safetensors) to tune.")] = None,
+    train_steps: Annotated[int, typer.Option(help="Train so many steps first, with AdamW.")] = 0,
+    learning_rate: Annotated[float, typer.Option(help="Of --train-steps.")] = 1e-3,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
+    thorough: Annotated[bool, typer.Option("--thorough", help="Also compile with max-autotune.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Make a model faster in FP8, with proof."""
+    import torch
+
+    from loka import records
+    from loka.cli.subject import load_subject
+    from loka.cli.train import parse_options
+    from loka.tuning import tune as run
+
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    subject = load_subject(
+        model, data, batch_size=batch_size, seed=seed, loss=loss, device=place, root=data_root, model_options=parse_options(set_)
+    )  # fmt: skip
+    if checkpoint is not None:
+        from safetensors.torch import load_file
+
+        subject.model.load_state_dict(load_file(checkpoint))
+    if train_steps:
+        optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
+        for batch in islice(subject.stream("train"), train_steps):
+            optimizer.zero_grad()
+            subject.loss(batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    held = list(islice(subject.batches("valid"), batches)) or list(islice(subject.batches("train"), batches))
+    tuned = run(
+        subject.model,
+        held,
+        step=lambda _, batch: subject.values(batch) if not torch.is_grad_enabled() else subject.loss(batch),
+        margin=margin,
+        architecture=architecture,
+        target="serve" if serve else "train",
+        seconds=seconds,
+        thorough=thorough,
+        out=out,
+    )
+    typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))
+    typer.echo(f"written: {out / 'plan.json'}, {out / 'tuning.json'}, {out / 'report.html'}", err=True)
+    if tuned.conversion is None:
+        raise typer.Exit(1)

@@ -1,0 +1,48 @@
+"""One call of a site on a sampled step: copies of some of its rows, until the step is over."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loka.probe.shown import Shown
+
+MAX_SCORED, MIN_SCORED = 256, 64  # rows of a look that are scored: a quarter of the call's, within these
+
+
+@dataclass
+class Look:
+    """Rows of one call, waiting for its gradient and for the end of the step."""
+
+    x: Tensor
+    index: Tensor | None  # which rows of how many; None: all
+    right: Tensor | None  # the second operand of one example, where that is an activation
+    count: int  # rows of the call
+    examples: int
+    together: int  # rows of one example that lie next to each other in x
+    call: int  # of the model, in this step
+    largest: dict[str, Tensor]  # of all rows, by role
+    weight: Tensor | None = (
+        None  # as it was in this call, where it is scored: the optimizer changes it before the step is over
+    )
+    dy: Tensor | None = None
+
+    def show(self, weight: Tensor, loss: tuple[Tensor, Tensor], before: Mapping[str, Tensor]) -> Shown:
+        """Some of the rows, whole groups of an example's, for the score."""
+        assert self.dy is not None
+        groups = self.x.shape[0] // self.together
+        wanted = max(1, min(MAX_SCORED, max(MIN_SCORED, self.count // 4)) // self.together)
+        pick = torch.arange(self.x.shape[0], device=self.x.device).view(groups, self.together)
+        rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
+        return Shown(
+            self.x[rows],
+            self.dy[rows],
+            weight,
+            *loss,
+            examples=self.examples,
+            together=self.together,
+            per_example=self.count // self.examples,
+            largest=self.largest,
+            before=before,
+        )

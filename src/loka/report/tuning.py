@@ -1,0 +1,81 @@
+"""What tuning found: every unit with its way, and the step and the loss of the whole model beside 16 bits."""
+
+from loka.records import Conversion, Interval
+from loka.records.prose import spell_unit
+from loka.records.tuning import TunedUnit, Tuning
+from loka.report.markup import about, chip, escape, notice, percent, row, signed, span_of, table, times
+from loka.report.results import Results
+
+__all__ = ["say_tuning", "write_tuning"]
+
+_GLOSSARY = (
+    "<p class=about><b>Unit</b>: what one decision is about, a linear or a chain of them that hands FP8 on from one to the next. "
+    "<b>Predicted</b>: the relative change of the loss that the score expects of the unit's rounding. <b>Swapped</b>: the change that was measured with this unit alone in FP8, on held-out "
+    "batches, paired. <b>Speed-up</b>: of the unit cut out of the model, compiled, over compiled 16 bits. <b>Margin</b>: the change that counts as none.</p>"
+)
+
+
+def say_tuning(tuning: Tuning) -> str:
+    """The headline of a tuning.
+
+    Args:
+        tuning: the record.
+
+    Returns:
+        One sentence that claims no more than was measured.
+    """
+    return f"{tuning.model}: {tuning.verdict}"
+
+
+def write_tuning(results: Results) -> str:
+    """All tunings, then what was converted."""
+    return "".join(_write_one(tuning) for tuning in results.tunings) + "".join(
+        _write_conversion(conversion) for conversion in results.conversions
+    )
+
+
+def _write_one(tuning: Tuning) -> str:
+    rows = [_unit_row(unit) for unit in tuning.units]
+    head = ("unit", "runs as", "FLOPs", "speed-up", "predicted", "swapped, alone", "why")
+    margin = f"Margin {percent(tuning.margin, 2)}"
+    if tuning.used_margin != tuning.margin:
+        margin += f", judged at {percent(tuning.used_margin, 2)}, which is what the held-out data could resolve"
+    text = f"<h3>{escape(say_tuning(tuning))}</h3>" + about(
+        f"{margin}. Forward by swapping on held-out {tuning.metric_unit}, gradients {escape(tuning.gradients)}. Nothing was trained."
+    )
+    text += "".join(notice(escape(note)) for note in tuning.notes)
+    if tuning.step_microseconds:
+        steps = [row([escape(name), f"{us / 1000:.3f}"], numeric=(1,)) for name, us in tuning.step_microseconds.items()]
+        text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step beside 16 bits")
+    if tuning.metric_change is not None:
+        text += f"<p>Loss {signed(tuning.metric_change.value)}, {span_of(tuning.metric_change)} (95 %).</p>"
+    return text + table(head, rows, numeric=range(2, 6), caption="Units") + _GLOSSARY
+
+
+def _unit_row(unit: TunedUnit) -> str:
+    kind = "good" if unit.way != "high" else ""
+    why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
+    names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
+    return row(
+        [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit.speedup), _change(unit.harm), _change(unit.metric_change), why],
+        numeric=range(2, 6),
+    )  # fmt: skip
+
+
+def _speed(speedup: Interval | None) -> str:
+    return "–" if speedup is None else times(speedup)
+
+
+def _change(change: Interval | None) -> str:
+    return "–" if change is None else signed(change.value)
+
+
+def _write_conversion(done: Conversion) -> str:
+    rows = [row([escape(name), escape(what)]) for name, what in done.converted.items()]
+    rows += [row([escape(name), f"kept: {escape(why)}"]) for name, why in done.kept.items()]
+    units = "".join(f"<li>{escape(spell_unit(unit))}</li>" for unit in done.units)
+    notes = "".join(notice(escape(note)) for note in done.notes)
+    first = escape(str(done).splitlines()[0])
+    return f"<h3>What runs</h3><p>{first}</p>{notes}<ul>{units}</ul>" + table(
+        ("linear", "runs"), rows, caption="What runs where"
+    )
