@@ -58,7 +58,7 @@ def test_the_change_is_that_of_the_model_it_returns() -> None:
     def mean() -> float:
         model.eval()
         with torch.enable_grad():
-            values = torch.cat([loss(model(x), y).detach().double() for x, y in BATCHES[8:]])
+            values = torch.cat([loss(model(x), y).detach().double() for x, y in BATCHES[4:]])
         model.train()
         return float(values.mean())
 
@@ -194,8 +194,11 @@ def no_tensor(output: Tensor, target: Tensor) -> float:
         (([], loss), {}, "batches is empty"),
         ((iter([]), loss), {}, "used up"),
         ((BATCHES[:1], loss), {}, "got one batch; expected at least 2"),
-        (([x for x, _ in BATCHES], loss), {}, "a batch is Tensor, expected .inputs, target.; hint: step="),
-        (([(x, y, y) for x, y in BATCHES], loss), {}, "a batch is tuple of 3"),
+        (([x for x, _ in BATCHES], loss), {}, "batch 0 is Tensor, expected .inputs, target.; hint: step="),
+        (([(x, y, y) for x, y in BATCHES], loss), {}, "batch 0 is tuple of 3"),
+        (([*BATCHES, BATCHES[0][:1]], loss), {}, "batch 8 is tuple of 1"),
+        ((BATCHES, lambda output, target: loss(output.detach(), target)), {}, "no gradient leads from the loss"),
+        ((BATCHES, loss), {"out": __file__}, "is a file, expected a folder"),
         ((BATCHES, no_tensor), {}, "the loss returned float, expected a floating tensor"),
         ((BATCHES, lambda output, target: target.long()), {}, "returned Tensor, expected a floating tensor"),
         ((BATCHES, loss), {"metric": lambda model, batch: 0.5}, "the metric returned float"),
@@ -284,6 +287,50 @@ def test_serving_freezes_and_answers() -> None:
     assert (found - expected).norm() < 0.1 * expected.norm()
     assert not torch.equal(found, expected)
     assert torch.equal(model(x[:5]).detach(), found[:5]), "calibrated: an answer does not depend on its neighbours"
+
+
+def test_a_frozen_model_that_is_reverted_trains_again() -> None:
+    model, optimizer = make_trained()
+    model.batch.eval()
+    model.first.weight.requires_grad_(False)
+    before = state_of(model, optimizer)
+    tuned = tune(model, target="serve")
+    assert not any(p.requires_grad for p in model.parameters())
+    assert tuned.revert() == 3
+    assert same(state_of(model, optimizer), before)
+
+
+def test_models_that_cannot_be_tuned_are_named() -> None:
+    model, _ = make_trained()
+    tune(model)
+    with pytest.raises(ValueError, match=r"already converted: first, second, third; call loka\.revert"):
+        tune(model)
+    lazy = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    with pytest.raises(ValueError, match=r"0\.weight, 0\.bias have no shape yet"):
+        tune(lazy)
+    model, _ = make_trained()
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"under torch.inference_mode"):
+        tune(model)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "generator", "bfloat16", "autocast"])
+def test_every_kind_of_batch(kind: str) -> None:
+    model, _ = make_trained()
+    options: dict[str, Any] = {}
+    batches: Any = {
+        "tuple": [((x,), y) for x, y in BATCHES],
+        "list": [[[x], y] for x, y in BATCHES],
+        "dict": [({"x": x}, y) for x, y in BATCHES],
+        "generator": (batch for batch in BATCHES),
+    }.get(kind, BATCHES)
+    if kind == "bfloat16":
+        model, batches = model.bfloat16(), [(x.bfloat16(), y) for x, y in BATCHES]
+    if kind == "autocast":
+        options["autocast"] = torch.bfloat16
+    tuned = tune(model, batches, lambda output, target: loss(output.float(), target), **options)
+    assert placed(model) == {"first", "second", "third"}
+    if kind in ("tuple", "list", "dict", "generator"):
+        assert tuned.record.metric_change == tune(make_trained()[0]).record.metric_change
 
 
 def test_architecture_mods_are_part_of_the_plan() -> None:

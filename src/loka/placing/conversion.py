@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+_THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
 _MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
 
 
@@ -116,7 +117,7 @@ def convert(
             share, of = low_precision_share(inner, example, bound.bindings, members), "model"
         _place(inner, bound, units, undo)
         if freeze:
-            undo.callback(inner.train, inner.training)
+            undo.callback(_thaw, inner)
             freeze_model(inner)
         undo.pop_all()
     if applied:
@@ -218,10 +219,22 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
     chains = [chain for _, chain in chains_of(inner)]
     if unknown := [chain.name for chain in chains if not chain.primed]:
         raise ValueError(f"no scales are known for {', '.join(unknown)}; hint: with loka.placing.calibrating(model): model(batch)")  # fmt: skip
+    if _THAWED not in inner.__dict__:
+        modes = {name: module.training for name, module in inner.named_modules()}
+        inner.__dict__[_THAWED] = (modes, {name: p.requires_grad for name, p in inner.named_parameters()})
     inner.eval().requires_grad_(False)
     for chain in chains:
         chain.freeze(offload=offload)
     return refresh(inner)
+
+
+def _thaw(model: nn.Module) -> None:
+    """Modes and needs of gradients from before `freeze_model`; without them a model that is reverted would not train and not say so."""
+    modes, needs = model.__dict__.pop(_THAWED, ({}, {}))
+    for name, module in model.named_modules():
+        module.training = modes.get(name, module.training)
+    for name, p in model.named_parameters():
+        p.requires_grad_(needs.get(name, p.requires_grad))
 
 
 def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
@@ -323,6 +336,7 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     if lost:
         raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: the original cannot have what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
     count = _release(inner)
+    _thaw(inner)
     if inner.__dict__.pop(_MODS, None):
         mods.revert(inner)
     return count

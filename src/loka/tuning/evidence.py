@@ -35,6 +35,8 @@ class Evidence:
         self.fingerprint = _fingerprint(model, settings)
         self.known: dict[str, Any] = {}
         self.resumed = False
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(f"out={str(folder)!r} is a file, expected a folder")
         if self.path is not None and self.path.exists():
             try:
                 saved = json.loads(self.path.read_text())

@@ -17,8 +17,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from loka import mods as mods_room
+from loka.lowp.chain import chains_of
+from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
 from loka.probe.score import MARGIN
@@ -61,7 +64,7 @@ def tune(
         model: any nn.Module, trained for a while: what is safe for a model that has learned nothing says little.
         batches: (inputs, target) pairs for a `loss`, anything for a `step`; half of them choose, the others verify. At most 64 are kept.
         loss: loss(output, target); with one number per example (reduction="none") far fewer batches decide.
-        step: step(model, batch) -> loss, instead of a loss.
+        step: step(model, batch) -> loss, instead of a loss; it neither calls backward nor trains.
         metric: metric(model, batch) -> values, lower is better, instead of the loss, for verifying.
         margin: relative change of the metric that counts as none; 0.0002 is what the field calls significant.
         architecture: also apply no_bias, block_norm and hard_swish first: another architecture, which must be trained. The metric is then compared with the modded model's own.
@@ -87,6 +90,7 @@ def tune(
     if not 0 < margin < 1:
         raise ValueError(f"margin={margin}: expected a relative change, e.g. 0.0002 for 0.02 %")
     inner = unwrap(model)
+    _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
     session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
     present = _mods_of(inner, architecture)
@@ -107,6 +111,16 @@ def tune(
         tuned.save(out)
     session.progress.finish(record.verdict)
     return tuned
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is converted already and what has no weights yet."""
+    converted = [*(name for name, _ in linears_of(model)), *(name for name, _ in chains_of(model))]
+    if converted:
+        raise ValueError(f"already converted: {', '.join(converted[:5])}; call loka.revert(model) first")
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch, and train it, before it is tuned")  # fmt: skip
 
 
 def _mods_of(model: nn.Module, architecture: bool) -> list[str]:

@@ -33,7 +33,7 @@ class Task:
         model: any nn.Module.
         batches: an iterable; at most 64 batches of it are kept.
         loss: loss(output, target), for batches of (inputs, target).
-        step: step(model, batch) -> loss, for batches of any other kind.
+        step: step(model, batch) -> loss, for batches of any other kind; it neither calls backward nor trains.
         autocast: compute in this type; None runs the model as it is.
     """
 
@@ -54,13 +54,10 @@ class Task:
             raise ValueError("batches is empty, or an iterator that was used up before; expected at least 2 batches")
         if len(self.kept) < 2:
             raise ValueError("got one batch; expected at least 2, since what is chosen on one is verified on others")
-        if self.step is None:
-            for batch in self.kept[:1]:
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-                    kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__  # fmt: skip
-                    raise ValueError(
-                        f"a batch is {kind}, expected (inputs, target); hint: step=lambda model, batch: loss"
-                    )
+        for index, batch in enumerate(self.kept if self.step is None else ()):
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+                kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__  # fmt: skip
+                raise ValueError(f"batch {index} is {kind}, expected (inputs, target); hint: step=lambda model, batch: loss")  # fmt: skip
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +93,11 @@ class Task:
 
     def mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch as one number to differentiate."""
-        return self.losses(model, batch).mean()
+        loss = self.losses(model, batch).mean()
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            why = "tune was called under torch.inference_mode" if torch.is_inference_mode_enabled() else "the loss, or a part of the model, is computed without gradients"  # fmt: skip
+            raise ValueError(f"no gradient leads from the loss to the model, so nothing predicts what an error does: {why}")  # fmt: skip
+        return loss
 
     def example(self) -> Any:
         """The arguments of one call of the model, as the step makes it."""
