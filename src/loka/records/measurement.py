@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def capture_environment(
     )
 
 
+@cache
 def _installed(distribution: str) -> str | None:
     try:
         return version(distribution)
@@ -66,6 +68,7 @@ def _installed(distribution: str) -> str | None:
         return None
 
 
+@cache  # what a process has imported does not change, and git twice for every plan that is tried took half of a small tune
 def _find_commit() -> str | None:
     """Commit of the checkout this package is imported from; "+" marks uncommitted changes to it."""
     here = Path(__file__).resolve().parent.parent
@@ -86,6 +89,7 @@ def _find_commit() -> str | None:
     return f"{commit}+" if changed else commit
 
 
+@cache
 def _name_cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

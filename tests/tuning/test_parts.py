@@ -1,0 +1,206 @@
+"""The parts of tune by themselves: intervals, evidence on disk, what is offered and refused, chains that are split, fragments."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
+from loka.tuning.choosing import make_offers, split_unit, to_plan_parts
+from loka.tuning.evidence import Evidence
+from loka.tuning.looking import Looked, SiteLook, add_in_squares, look
+from loka.tuning.progress import Progress
+from loka.tuning.task import Task
+from loka.tuning.timing import can_time, compare, make_fragment
+from loka.tuning.verifying import Losses, paired_change
+from loka.units import discover
+
+from .small import Ranker, loss, make_batches, make_trained, same, state_of
+
+
+def losses(values: list[float]) -> Losses:
+    return Losses(torch.tensor(values, dtype=torch.float64), per_example=True)
+
+
+def exactly(value: float) -> Interval:
+    return Interval(value=value, low=value, high=value)
+
+
+def test_a_paired_change_is_relative_with_its_interval() -> None:
+    torch.manual_seed(0)
+    base = 1 + torch.rand(400, dtype=torch.float64)
+    noise = 0.01 * torch.randn(400, dtype=torch.float64)
+    change = paired_change(Losses(base, True), Losses(base * 1.02 + noise, True))
+    assert change.low < 0.02 < change.high
+    spread = float((0.02 * base + noise).std()) / math.sqrt(400) / float(base.mean())
+    assert change.high - change.value == pytest.approx(1.96 * spread, rel=0.05)
+
+
+def test_few_pairs_give_wide_intervals() -> None:
+    """Student's t: for two batches 12.7 standard errors, for one nothing below the change itself."""
+    change = paired_change(losses([1.0, 1.0]), losses([1.01, 1.03]))
+    assert change.value == pytest.approx(0.02)
+    assert change.high - change.value == pytest.approx(12.7 * 0.01, rel=0.01)
+    alone = paired_change(losses([1.0]), losses([0.9]))
+    assert (alone.low, alone.high) == pytest.approx((-0.1, 0.1))
+
+
+@pytest.mark.parametrize(("base", "other"), [([1.0, 1.0], [1.0, math.nan]), ([1.0], [math.inf]), ([math.nan, 1.0], [1.0, 1.0])])  # fmt: skip
+def test_what_is_not_finite_is_never_within(base: list[float], other: list[float]) -> None:
+    assert paired_change(losses(base), losses(other)).low == 1e9
+
+
+def test_a_digest_is_of_every_value() -> None:
+    assert losses([1.0, 2.0]).digest == losses([1.0, 2.0]).digest
+    assert losses([1.0, 2.0]).digest != losses([1.0, 2.0000001]).digest
+
+
+def test_evidence_is_on_disk_at_once_and_belongs_to_one_model(tmp_path: Path) -> None:
+    first = Evidence(tmp_path, Ranker(), {"training": True})
+    first.put_interval("speed", Interval(value=1.5, low=1.4, high=1.6))
+    assert json.loads((tmp_path / "evidence.json").read_text())["known"] == {"speed": [1.5, 1.4, 1.6]}
+    again = Evidence(tmp_path, Ranker(), {"training": True})
+    assert again.resumed
+    assert again.get_interval("speed") == Interval(value=1.5, low=1.4, high=1.6)
+    assert again.get_interval("other") is None
+    other = Evidence(tmp_path, Ranker(), {"training": False})
+    assert not other.resumed
+    assert other.get("speed") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["evidence-of-another-model.json"]
+    assert not Evidence(None, Ranker(), {}).resumed
+
+
+def test_independent_errors_add_in_squares() -> None:
+    assert add_in_squares([exactly(3.0), exactly(4.0)]).value == 5.0
+
+
+def looked_at(**harms: dict[tuple[str, str], float]) -> Looked:
+    """A chain of linears with these predictions, all 64 x 64."""
+    sites = {n: SiteLook(n, 64, 64, 32, {key: exactly(v) for key, v in h.items()}) for n, h in harms.items()}  # type: ignore[misc]
+    links = [LinkPlan(linear=name, k=64, n=64, activation="relu") for name in harms]
+    unit = UnitPlan(name=links[0].linear, links=links, scales="delayed", gradient="tensor")
+    return Looked(sites, [unit], {}, 0.5)
+
+
+def predicted(forward: float, backward: float = 0.0, finer: float = 0.0) -> dict[tuple[str, str], float]:
+    found = {("fprop", "delayed"): forward, ("dgrad", "delayed"): backward, ("wgrad", "delayed"): 0.0}
+    found |= {("fprop", "tensorwise"): forward, ("fprop", "rowwise"): finer, ("fprop", "static"): forward}
+    return found
+
+
+def test_a_safe_chain_is_offered_whole() -> None:
+    chosen = make_offers(looked_at(a=predicted(1e-4), b=predicted(1e-4)), margin=1e-3, training=True)
+    assert [(o.way, o.unit.linears) for o in chosen.offers] == [("chain", ["a", "b"])]
+    assert chosen.offers[0].flops_share == pytest.approx(1.0)
+    assert not chosen.kept
+
+
+def test_a_hopeless_linear_is_cut_out_and_given_finer_scales() -> None:
+    sites = looked_at(a=predicted(1e-4), b=predicted(0.5, finer=1e-5), c=predicted(1e-4))
+    chosen = make_offers(sites, margin=1e-3, training=True)
+    assert [(o.way, o.unit.linears) for o in chosen.offers] == [("chain", ["a"]), ("chain", ["c"]), ("rowwise", ["b"])]
+    assert "predicted change of the loss 50.000%" in chosen.offers[-1].reason
+    worse = make_offers(looked_at(a=predicted(1e-4), b=predicted(0.5, finer=0.5)), margin=1e-3, training=True)
+    assert "more than 5 times the margin" in worse.kept["b"]
+
+
+def test_gradients_count_in_training_alone() -> None:
+    sites = looked_at(a=predicted(1e-5, backward=0.01, finer=1.0))
+    assert "dgrad" in make_offers(sites, margin=1e-3, training=True).kept["a"]
+    assert make_offers(sites, margin=1e-3, training=False).offers
+
+
+def test_without_a_gradient_nothing_is_predicted_and_nothing_offered() -> None:
+    chosen = make_offers(looked_at(a={}), margin=1e-3, training=True)
+    assert "no gradient reached it" in chosen.kept["a"]
+    assert not chosen.offers
+
+
+def test_chains_are_split_where_a_linear_leaves() -> None:
+    links = [LinkPlan(linear=n, k=64, n=64, activation="relu", norm="layer" if n == "b" else "none", norm_site="norm" if n == "b" else None) for n in "abcd"]  # fmt: skip
+    magnitudes = {n: Magnitude(output=1.0) for n in "abcd"}
+    unit = UnitPlan(name="a", links=links, scales="delayed", gradient="tensor", magnitudes=magnitudes)
+    assert list(split_unit(unit, set())) == [unit]
+    parts = list(split_unit(unit, {"c"}))
+    assert [part.linears for part in parts] == [["a", "b"], ["d"]]
+    assert parts[0].links[-1].norm == "none", "the norm behind its last linear stays in the model"
+    assert [set(part.magnitudes) for part in parts] == [{"a", "b"}, {"d"}]
+    assert (parts[0].scales, parts[1].scales) == ("delayed", "dynamic")
+    assert list(split_unit(unit, set("abcd"))) == []
+
+
+def test_a_plan_has_a_word_for_every_linear() -> None:
+    sites = looked_at(a=predicted(1e-4), b=predicted(0.5, finer=1e-5), c=predicted(0.5, finer=0.5))
+    chosen = make_offers(sites, margin=1e-3, training=True)
+    units, plans = to_plan_parts(chosen.offers, sites, {}, chosen.kept, training=True)
+    assert [unit.linears for unit in units] == [["a"]]
+    assert [plan.site for plan in plans] == ["a", "b", "c"]
+    said = {plan.site: plan.choices[0] for plan in plans}
+    assert said["a"].reason == "in a chain"
+    assert (said["b"].backend, said["b"].a) == ("auto", "e4m3:row")
+    assert said["c"].backend == "high"
+    assert "5 times the margin" in said["c"].reason
+
+
+def test_looking_leaves_no_trace_and_sees_every_linear() -> None:
+    model, optimizer = make_trained(5)
+    before = state_of(model, optimizer)
+    told: list[tuple[str, int, int]] = []
+    seen = look(Task(model, make_batches(6), loss), training=True, progress=lambda *step: told.append(step))
+    assert same(state_of(model, optimizer), before)
+    assert told == [("look", 1, 3), ("look", 2, 3), ("look", 3, 3)]
+    assert set(seen.sites) == {"first", "second", "third", "last"}
+    assert all(site.rows == 128 for site in seen.sites.values())
+    assert all(("fprop", "tensorwise") in seen.sites[name].harm for name in ("first", "second", "third"))
+    assert 0 < seen.loss < 2
+
+
+def test_coarser_scales_are_predicted_to_cost_no_less() -> None:
+    """Where one row has a value of 3e6, which its weight ignores, a scale per tensor is predicted to cost more than one per row."""
+    model, _ = make_trained(20)
+    batches = [(torch.cat([x[:, :63], torch.where(torch.arange(128) == 0, 3e6, 0.0)[:, None]], 1), y) for x, y in make_batches(4)]  # fmt: skip
+    with torch.no_grad():
+        model.first.weight[:, 63] = 0
+    site = look(Task(model, batches, loss), training=False).sites["first"]
+    assert site.harm["fprop", "tensorwise"].value > 2 * site.harm["fprop", "rowwise"].value
+
+
+def test_a_fragment_is_the_unit_and_can_be_placed() -> None:
+    model, _ = make_trained(2)
+    model.eval()
+    x = torch.randn(16, 64)
+    for unit in discover(model, x, linears=1).units:
+        fragment, own = make_fragment(model, unit)
+        assert all("." not in name for name in own.linears)
+        given = torch.randn(8, unit.links[0].k)
+        assert fragment.eval()(given).shape[0] == 8
+        assert [dict(fragment.named_modules())[n].weight.shape for n in own.linears] == [
+            dict(model.named_modules())[n].weight.shape for n in unit.linears
+        ]
+        assert not {id(p) for p in fragment.parameters()} & {id(p) for p in model.parameters()}
+
+
+def test_speeds_are_ratios_turn_by_turn() -> None:
+    times = {"bf16": [10.0, 12.0, 11.0], "loka": [5.0, 6.0, 10.0]}
+    assert compare(times, "loka", "bf16") == Interval(value=2.0, low=1.1, high=2.0)
+    assert "emulated" in (can_time(torch.device("cpu")) or "")
+    assert can_time(torch.device("cuda")) is None
+
+
+def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for show in (False, True):
+        progress, seconds = Progress(show), {}
+        with progress.phase("look", seconds):
+            progress("look", 1, 2)
+        progress.finish("done")
+        assert list(seconds) == ["look"]
+        assert ("loka tune: done" in capsys.readouterr().err) is show
+
+
+def test_a_task_divides_its_batches() -> None:
+    task = Task(nn.Linear(64, 1), make_batches(5), loss)
+    assert (len(task.looking), len(task.held_out)) == (2, 3)
+    assert len(Task(nn.Linear(64, 1), (b for b in make_batches(1) * 100), loss).kept) == 64
