@@ -77,7 +77,7 @@ def _writes(func: Any, kwargs: Any) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_mt(func: Any) -> bool:
     """Whether it is the property mT; what reads a property is made anew every time, so it is equal and never the same."""
-    return bool(func == Tensor.mT.__get__)
+    return bool(func == Tensor.mT.__get__)  # type: ignore[attr-defined]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -45,7 +45,7 @@ def find_fault(first: Tensor, second: Tensor, n: int) -> str | None:
             return f"{name} is {tuple(index.shape)} of {index.dtype}, expected [P] of torch.int64"
     if first.shape != second.shape or first.device != second.device:
         return f"first is {first.shape[0]} long on {first.device} and second {second.shape[0]} on {second.device}, expected two alike"
-    known = None if first.is_inference() else _FAULTS.get(first)
+    known = None if first.is_inference() else _FAULTS.get(first)  # type: ignore[no-untyped-call]
     if known is not None and known[0] is second and known[1] == _state(first, second, n):
         return known[2]  # type: ignore[no-any-return]
     fault = _ask(first, second, n)
