@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
 import loka.records
-from loka.records import Choice, Interval, Record, SitePlan
+from loka.records import Choice, Interval, LinkPlan, Plan, Record, SitePlan, UnitPlan
 
 KINDS: list[type[Record]] = sorted(
     {v for v in vars(loka.records).values() if isinstance(v, type) and issubclass(v, Record) and v is not Record},
@@ -29,6 +30,11 @@ def strategy_for(type_: inspect.Type) -> st.SearchStrategy[Any]:
                 return st.one_of([st.builds(cls, **{**free, "a": both, "b": both}) for both in (st.none(), st.text())])
             if cls is SitePlan:
                 free["flops_share"] = st.floats(0, 1)
+            if cls is UnitPlan:
+                links = next(f.type for f in fields if f.name == "links")
+                free["links"] = st.lists(strategy_for(links.item_type), min_size=1, max_size=2).map(_joined)
+            if cls is Plan:
+                free["units"] = free["units"].map(_apart)
             return st.builds(cls, **free)
         case inspect.IntType():
             return st.integers()
@@ -55,6 +61,26 @@ def _interval(ends: list[float]) -> Interval:
     return Interval(low=ends[0], value=ends[1], high=ends[2])
 
 
+def _joined(links: list[LinkPlan]) -> list[LinkPlan]:
+    """Every linear takes as many features as the one before it gives."""
+    widths = [links[0].k, *(link.n for link in links)]
+    return [msgspec.structs.replace(link, k=width) for link, width in zip(links, widths, strict=False)]
+
+
+def _apart(units: list[UnitPlan]) -> list[UnitPlan]:
+    """Every linear is in one unit, and none is also told to run alone."""
+    return [
+        msgspec.structs.replace(
+            unit,
+            links=[
+                msgspec.structs.replace(link, linear=f"linear {place} of unit {number}")
+                for place, link in enumerate(unit.links)
+            ],
+        )
+        for number, unit in enumerate(units)
+    ]
+
+
 def records(kind: type[Record]) -> st.SearchStrategy[Record]:
     return strategy_for(inspect.type_info(kind))
 
@@ -67,7 +93,12 @@ def example_of(kind: type[Record]) -> Record:
 def _fill(type_: inspect.Type, number: int) -> Any:
     match type_:
         case inspect.StructType(cls=cls, fields=fields):
-            return cls(**{f.name: _fill(f.type, number) for f in fields if f.name not in COMPUTED})
+            filled = {f.name: _fill(f.type, number) for f in fields if f.name not in COMPUTED}
+            if cls is UnitPlan:
+                filled["links"] = _joined(filled["links"])
+            if cls is Plan:
+                filled["units"] = _apart(filled["units"])
+            return cls(**filled)
         case inspect.IntType():
             return number
         case inspect.FloatType():
