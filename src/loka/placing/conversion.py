@@ -234,7 +234,8 @@ def _thaw(model: nn.Module) -> None:
     for name, module in model.named_modules():
         module.training = modes.get(name, module.training)
     for name, p in model.named_parameters():
-        p.requires_grad_(needs.get(name, p.requires_grad))
+        if name in needs:
+            p.requires_grad_(needs[name])
 
 
 def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
