@@ -45,7 +45,7 @@ def test_versions_name_the_library_and_loka() -> None:
 def test_a_timing_becomes_a_row_and_what_was_not_tried_does_not() -> None:
     made = [GemmCandidate(ROW, ROW, backend, True) for backend in ("torch", "triton", "fbgemm", "deepgemm")]
     timings = [
-        SiteTiming(made[0], interval(10.0), interval(1.5), None, interval(15.0), 0.001, 0.002, {"normal": {"mere": 0.1, "relative_l2": 0.04}}),
+        SiteTiming(made[0], interval(10.0), interval(1.5), baseline=interval(15.0), error=0.001, tolerance=0.002, errors={"normal": {"mere": 0.1, "relative_l2": 0.04}}),
         SiteTiming(made[1], refusal="wrong: row 3", error=0.5, tolerance=0.002),
         SiteTiming(made[2], refusal=NO_GPU),
         SiteTiming(made[3], refusal="not timed: the time box was used up"),
