@@ -264,6 +264,17 @@ def test_a_metric_that_suffers_keeps_what_hurts() -> None:
     assert same(state_of(model, optimizer), before)
 
 
+def test_rewrites_without_low_precision_are_said() -> None:
+    """The layout is free and stays; the headline does not pretend that nothing happened."""
+    model, _ = make_trained()
+    tuned = tune(model, architecture=True, metric=lambda m, b: torch.full((4,), 2.0 if placed(m) else 1.0))
+    assert not placed(model)
+    assert tuned.record.verdict.startswith("nothing was converted to low precision; rewritten by no_bias")
+    assert loka.mods.applied_to(model) == tuple(tuned.plan.mods)
+    tuned.revert()
+    assert not loka.mods.applied_to(model)
+
+
 def test_a_loss_that_is_not_finite_in_low_precision_is_never_within() -> None:
     def broken(model: nn.Module, batch: Any) -> Tensor:
         return torch.full((len(batch[1]),), float("nan") if "second" in placed(model) else 1.0)

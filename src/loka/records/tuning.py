@@ -78,8 +78,10 @@ class Tuning(Record, frozen=True, tag="tuning"):
     def verdict(self) -> str:
         """The headline, in words that claim no more than was measured."""
         if not self.plan.units and not any(s.choices for s in self.plan.sites if s.low_precision_share):
-            if not self.plan.mods or self.speedup is None:
+            if not self.plan.mods:
                 return "nothing was converted"
+            if self.speedup is None:
+                return f"nothing was converted to low precision; rewritten by {', '.join(self.plan.mods)}, speed not measured"
             speed = f"{self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}]"
             return f"nothing runs in FP8; in 16 bits with {', '.join(self.plan.mods)} the step is {speed} of the compiled original"
         change = self.metric_change
