@@ -16,11 +16,13 @@ def choice(plan: Plan, gemm: str = "fprop", number: int = 0) -> Choice:
     return found
 
 
-def test_accuracy_only_takes_the_cheapest_recipe_that_passes() -> None:
-    evidence = report(site("a", candidate(recipe="rowwise", error=0.01), candidate(recipe="tensorwise", error=0.15)))
+def test_accuracy_only_takes_the_finest_recipe_that_passes() -> None:
+    """Where no speed is known nothing is gained by coarser scales."""
+    evidence = report(site("a", candidate(recipe="tensorwise", error=0.15), candidate(recipe="rowwise", error=0.16)))
     plan = make_plan(evidence, ACCURACY)
-    assert choice(plan).a == "e4m3:tensor"
-    assert choice(plan).expected_error == 0.15
+    assert choice(plan).a == "e4m3:row"
+    assert choice(plan).expected_error == 0.16
+    assert "the finest recipe that passes" in choice(plan).reason
     assert plan.target is None
     assert "accuracy only" in plan.notes[0]
 
@@ -140,8 +142,8 @@ def test_one_recipe_is_kept_to_where_asked() -> None:
     assert plan.recipe == "rowwise"
     kept = make_plan(report(site("a", *found)), Policy(min_speedup=None, recipe="rowwise_with_gw_hp"))
     assert "keeps wgrad in high precision" in choice(kept, "wgrad").reason
-    back = Policy(min_speedup=None, recipe="rowwise", overrides={"a": "auto"})
-    assert choice(make_plan(report(site("a", *found)), back)).a == "e4m3:tensor"
+    back = Policy(min_speedup=None, recipe="tensorwise", overrides={"a": "auto"})
+    assert choice(make_plan(report(site("a", *found)), back)).a == "e4m3:row"
     with pytest.raises(ValueError, match="no recipe 'fp8'"):
         Policy(recipe="fp8")
 

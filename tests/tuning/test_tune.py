@@ -412,3 +412,10 @@ def test_models_without_linears_or_gradients() -> None:
     tuned = tune(model, batches)
     assert tuned.conversion is None
     assert "nothing was converted" in str(tuned)
+
+
+def test_a_loss_that_is_not_finite_anyway_converts_nothing() -> None:
+    model, _ = make_trained(2)
+    tuned = tune(model, metric=lambda m, b: torch.full((4,), float("nan")))
+    assert not placed(model)
+    assert tuned.record.metric is None

@@ -263,7 +263,7 @@ def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | N
         nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"
         return _high(gemm, "; ".join(refusals) or nothing, refusals)
     best = min(passing, key=_rank_by_preference if policy.min_speedup is None else _rank_by_time)
-    return _choice(best, _explain(best, policy), refusals)
+    return _choice(best, _explain(best, policy, site), refusals)
 
 
 def _choice(option: Option, reason: str, refusals: list[str]) -> Choice:
@@ -303,10 +303,19 @@ def _refuse(option: Option, policy: Policy, site: Site | None, units: int) -> st
     return None
 
 
+def _was_swapped(candidate: Candidate, site: Site | None) -> bool:
+    """Whether the metric was measured with this very recipe in the forward GEMM."""
+    if site is None or site.metric_change is None:
+        return False
+    return candidate.gemm == "fprop" and site.metric_recipe == candidate.recipe
+
+
 def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
     """Why a candidate is not accurate enough, or None: by the metric where it was swapped in, by the score, by the error where there is neither."""
     harm, margin = candidate.harm, policy.margin
-    if candidate.gemm == "fprop" and site is not None and site.metric_change is not None and site.metric_recipe == candidate.recipe:  # fmt: skip
+    if _was_swapped(candidate, site):
+        assert site is not None
+        assert site.metric_change is not None
         change = site.metric_change
         if change.high > margin:
             return f"swapped in alone it moved the metric by up to {change.high:+.4%}, more than the margin of {margin:.3%}"
@@ -334,9 +343,13 @@ def _rank_by_time(option: Option) -> tuple[float, float]:
     return -speedup, _rank_by_preference(option)[1]
 
 
-def _explain(best: Option, policy: Policy) -> str:
+def _explain(best: Option, policy: Policy, site: Site | None) -> str:
     candidate, error = best.candidate, error_of(best.candidate)
-    if candidate.harm is not None:
+    if _was_swapped(candidate, site):
+        assert site is not None
+        assert site.metric_change is not None
+        reason = f"{candidate.recipe}: swapped in alone it moved the metric by at most {site.metric_change.high:+.4%}, margin {policy.margin:.3%}"
+    elif candidate.harm is not None:
         reason = (
             f"{candidate.recipe}: predicted change of the loss {candidate.harm.value:.4%}, margin {policy.margin:.3%}"
         )
@@ -344,5 +357,5 @@ def _explain(best: Option, policy: Policy) -> str:
         assert error is not None  # _refuse refuses what was not measured
         reason = f"{candidate.recipe}: error at most {error.high:.3g}, limit {policy.limit(candidate.gemm):g}; what it does to the loss was not measured"
     if policy.min_speedup is None or candidate.speedup is None:
-        return f"{reason}; the cheapest recipe that passes, speed not considered"
+        return f"{reason}; the finest recipe that passes, speed not considered"
     return f"{reason}; {candidate.speedup.value:.2f}x, the fastest that passes"

@@ -12,6 +12,7 @@ from loka.records import Plan, capture_environment
 from loka.records.unit import GradientScales
 from loka.units import discover, measuring
 from loka.units.flow import call_model
+from loka.units.undisturbed import undisturbed
 
 __all__ = ["plan_everything"]
 
@@ -47,7 +48,8 @@ def plan_everything(
     try:
         units = discover(inner, example, serving=serving, linears=linears, gradient=gradient).units
         if serving:
-            with measuring(inner, units) as seen, torch.no_grad():
+            with undisturbed(inner), measuring(inner, units) as seen, torch.no_grad():
+                inner.eval()  # what is served has no dropout, and counts no batches
                 call_model(inner, example)
             units = seen.units(headroom=1.0)
     finally:

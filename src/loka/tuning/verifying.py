@@ -100,10 +100,10 @@ def paired_change(base: Losses, other: Losses) -> Interval:
         other: the same examples in low precision.
 
     Returns:
-        The change; a loss that is not finite is a change of infinity, written as 1e9.
+        The change; a loss that is not finite, in either, is a change of infinity, written as 1e9.
     """
     difference = other.values - base.values
-    if not bool(other.values.isfinite().all()):
+    if not bool(difference.isfinite().all()):
         return Interval(value=1e9, low=1e9, high=1e9)
     count, mean = difference.numel(), float(base.values.mean().abs().clamp(min=1e-30))
     value = float(difference.mean()) / mean

@@ -94,7 +94,9 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
     with ExitStack() as stack:
         for unit in units:
             for link in unit.links:
-                stack.callback(modules[link.linear].register_forward_hook(_watch_linear(seen, link)).remove)
+                stack.callback(
+                    modules[link.linear].register_forward_hook(_watch_linear(seen, link), with_kwargs=True).remove
+                )
                 handed = _last_passed(link)
                 if handed is not None:
                     stack.callback(modules[handed].register_forward_hook(_watch_handed(seen, link)).remove)
@@ -107,8 +109,8 @@ def _last_passed(link: LinkPlan) -> str | None:
 
 
 def _watch_linear(seen: Seen, link: LinkPlan) -> Any:
-    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        seen.note_input(link.linear, inputs[0])
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        seen.note_input(link.linear, args[0] if args else kwargs["input"])
         if _last_passed(link) is None:
             seen.note_output(link.linear, output)
         if output.requires_grad:

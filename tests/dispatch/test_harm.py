@@ -1,0 +1,110 @@
+"""A plan goes by what an error does to the loss: the score, and before it what swapping a site in did to the metric. The error of the product only counts where there is neither."""
+
+import math
+
+import msgspec
+import pytest
+
+from loka.dispatch import Policy, make_plan
+from loka.records import Candidate, Choice, Interval, Plan, Site
+
+from .evidence import candidate, interval, report, site
+
+ACCURACY = Policy(min_speedup=None, margin=0.001)
+
+
+def scored(harm: float, recipe: str = "tensorwise", gemm: str = "fprop", error: float = 0.01) -> Candidate:
+    made = candidate(gemm=gemm, recipe=recipe, error=error)  # type: ignore[arg-type]
+    return msgspec.structs.replace(made, harm=Interval(value=harm, low=harm, high=harm))
+
+
+def swapped(where: Site, change: Interval, recipe: str | None = "tensorwise") -> Site:
+    return msgspec.structs.replace(where, metric_change=change, metric_recipe=recipe)
+
+
+def plan_of(*sites: Site, policy: Policy = ACCURACY) -> Plan:
+    return make_plan(report(*sites), policy)
+
+
+def first(plan: Plan, gemm: str = "fprop") -> Choice:
+    return next(c for c in plan.sites[0].choices if c.gemm == gemm)
+
+
+def test_the_score_overrules_the_error_both_ways() -> None:
+    """A product that looks accurate and ruins the loss is refused; one that looks bad and does nothing is taken."""
+    fatal = plan_of(site("a", scored(0.5, error=0.001)))
+    assert not first(fatal).quantized
+    assert "predicted change of the loss 50.0000% exceeds 0.1000%" in first(fatal).reason
+    harmless = plan_of(site("a", scored(1e-5, error=0.9)))
+    assert first(harmless).quantized
+    assert "predicted change of the loss 0.0010%, margin 0.100%" in first(harmless).reason
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_units_share_the_margin_in_squares(gemm: str) -> None:
+    """Four independent sites may each cost half of the margin."""
+    four = [
+        site(name, scored(harm, gemm=gemm)) for name, harm in zip("abcd", [0.00049, 0.00051, 0.0, 0.001], strict=True)
+    ]
+    taken = [s.choices[0].quantized for s in plan_of(*four).sites]
+    assert taken == [True, False, True, False]
+    alone = plan_of(site("a", scored(0.00099, gemm=gemm)))
+    assert alone.sites[0].choices[0].quantized
+
+
+def test_finer_scales_are_tried_where_coarse_ones_cost_too_much() -> None:
+    plan = plan_of(
+        site("a", scored(0.002, "tensorwise"), scored(0.0002, "rowwise")), policy=Policy(min_speedup=None, margin=0.001)
+    )
+    assert first(plan).a == "e4m3:row"
+    assert len(first(plan).refusals) == 1
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01])
+def test_a_measured_change_vetoes_whatever_is_predicted(error: float) -> None:
+    """The record had +200 % for a site of the lowest error; it stays in high precision."""
+    for made in (scored(1e-6, error=error), candidate(error=error)):
+        plan = plan_of(swapped(site("a", made), Interval(value=2.0, low=1.5, high=2.5)))
+        assert not first(plan).quantized
+        assert "moved the metric by up to +250.0000%, more than the margin of 0.100%" in first(plan).reason
+
+
+def test_the_upper_end_of_the_measured_change_decides() -> None:
+    for high, taken in ((0.0009, True), (0.0011, False), (math.inf, False)):
+        change = Interval(value=0.0, low=-0.001, high=high)
+        assert first(plan_of(swapped(site("a", candidate()), change))).quantized is taken, high
+
+
+def test_a_measured_change_within_the_margin_excuses_a_prediction_but_not_a_hopeless_one() -> None:
+    good = interval(0.0, 0.0002)
+    taken = plan_of(swapped(site("a", scored(0.004)), good))
+    assert first(taken).quantized
+    assert "swapped in alone it moved the metric by at most +0.0200%" in first(taken).reason
+    hopeless = plan_of(swapped(site("a", scored(0.006)), good))
+    assert not first(hopeless).quantized
+    assert "predicted" in first(hopeless).reason
+
+
+def test_a_measured_change_is_of_its_recipe_and_of_the_forward_gemm() -> None:
+    both = site("a", scored(1e-5, "tensorwise"), scored(1e-5, "rowwise"), scored(1e-5, gemm="wgrad"))
+    plan = plan_of(swapped(both, interval(2.0)))
+    assert first(plan).a == "e4m3:row"
+    assert first(plan, "wgrad").quantized
+
+
+def test_an_infinite_score_is_no_permission() -> None:
+    assert not first(plan_of(site("a", scored(math.inf)))).quantized
+
+
+def test_kept_sites_are_kept_unless_told_otherwise() -> None:
+    kept = msgspec.structs.replace(site("a", scored(1e-6)), kept="it is a prediction layer")
+    plan = plan_of(kept)
+    assert not first(plan).quantized
+    assert first(plan).reason == "it is a prediction layer"
+    told = plan_of(kept, policy=Policy(min_speedup=None, overrides={"a": "tensorwise"}))
+    assert first(told).quantized
+    assert "override" in first(told).reason
+
+
+def test_without_a_score_the_plan_says_that_little_is_known() -> None:
+    assert "what it does to the loss was not measured" in first(plan_of(site("a", candidate()))).reason
