@@ -104,6 +104,13 @@ def train(
     collectives: Annotated[
         str | None, typer.Option(help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2.")
     ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Train converted by this plan (loka tune, loka plan).")] = None,
+    fp8: Annotated[
+        str | None, typer.Option("--recipe", help="Train with one FP8 recipe at every linear: tensorwise, rowwise, ...")
+    ] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard/--no-guard", help="Put linears that go wrong in FP8 back to 16 bits, by name.")
+    ] = True,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the Run record as JSON.")] = False,
 ) -> None:
@@ -148,6 +155,10 @@ def train(
                 recipe, settings, threads, data_root, source, from_, out, rows or "float32", collectives, resume=resume, fallback=fallback, as_json=json_
             )  # fmt: skip
             return
+        if (plan or fp8) and (is_sequence or distributed):
+            raise ValueError(
+                "--plan and --recipe convert ranking models in one process; sequence models and --distributed take loka.convert in a script"
+            )
         changed = None
         if is_sequence:
             job = train_sequence.prepare_sequence(
@@ -160,7 +171,8 @@ def train(
             changed = rewrite(network, mods, dataset, from_, settings) if mods else None
             if rows is not None:
                 quantize_tables(network, rows=rows)
-            trainer, curve = make_trainer(network, dataset, settings, out, tensorboard)
+            converted = convert_for_training(network, plan, fp8, out)
+            trainer, curve = make_trainer(network, dataset, settings, out, tensorboard, guard=converted and guard)
             test = partial(Trainer.evaluate, split=dataset.test)
         result = trainer.fit(resume=resume, fallback=fallback)
         run = finish(trainer, result, recipe, test, curve, out)
@@ -299,14 +311,36 @@ def _tell_stage() -> Any:
     return tell_stage
 
 
+def convert_for_training(network: nn.Module, plan: Path | None, recipe: str | None, out: Path | None) -> bool:
+    """Convert by a plan or a recipe, say what runs, and write the record; whether anything was asked for."""
+    if plan is None and recipe is None:
+        return False
+    from loka import records
+    from loka.placing import convert
+
+    loaded = None if plan is None else records.Plan.load(plan)
+    done = convert(network, loaded, recipe=recipe)
+    typer.echo(str(done), err=True)
+    if out is not None:
+        records.save(done, out / "conversion.json")
+    return bool(done.converted)
+
+
 def make_trainer(
-    network: nn.Module, dataset: TrainData, settings: TrainConfig, out: Path | None, tensorboard: bool, **hooks: Any
+    network: nn.Module,
+    dataset: TrainData,
+    settings: TrainConfig,
+    out: Path | None,
+    tensorboard: bool,
+    guard: bool = False,
+    **hooks: Any,
 ) -> tuple[Trainer, Curve]:
-    """The trainer with its bar, its logs and a collector of the curve."""
+    """The trainer with its bar, its logs and a collector of the curve; `guard`: over what was converted."""
     from loka.training import Curve, JsonlLog, Progress, TensorBoard, Trainer
+    from loka.training.guard import GuardCallback
 
     curve = Curve()
-    callbacks: list[Callback] = [curve, Progress()]
+    callbacks: list[Callback] = [curve, Progress(), *([GuardCallback()] if guard else [])]
     if out is not None:
         callbacks.append(JsonlLog(out / "log.jsonl"))
         if tensorboard:

@@ -71,7 +71,8 @@ def tune(
     tuned = run(
         subject.model,
         held,
-        step=lambda _, batch: subject.values(batch) if not torch.is_grad_enabled() else subject.loss(batch),
+        step=lambda _, batch: subject.loss(batch),
+        metric=lambda _, batch: subject.values(batch),
         margin=margin,
         architecture=architecture,
         target="serve" if serve else "train",

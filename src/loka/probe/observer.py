@@ -26,7 +26,7 @@ from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.loss import LossWatch, make_output_hook
 from loka.probe.saving import Saver, read_state
 from loka.probe.seeing import make_hooks_count
-from loka.probe.unseen import find_unseen, inside_attention, make_counting_hook
+from loka.probe.unseen import find_chained, find_unseen, inside_attention, inside_chains, make_counting_hook
 from loka.probe.watch import LossOf, Watch
 from loka.probe.weights import shape_of_weight
 
@@ -97,7 +97,7 @@ class Observer:
         if unknown:
             raise ValueError(f"kinds={sorted(unknown)}: expected some of {', '.join(KINDS)}")
         found: list[tuple[str, nn.Module, Adapter]] = []
-        uncalled = inside_attention(self.model)
+        uncalled = inside_attention(self.model) | inside_chains(self.model)
         outside: set[int] = set()
         seen: set[int] = set()
         for name, module in named_sites(self.model):
@@ -113,7 +113,7 @@ class Observer:
             raise ValueError(
                 f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn lets through"
             )
-        self._unseen = find_unseen(self.model, {*seen, *uncalled}, outside)
+        self._unseen = [*find_unseen(self.model, {*seen, *uncalled}, outside), *find_chained(self.model)]
         self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
         return {
             name: Watch(

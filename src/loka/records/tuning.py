@@ -91,7 +91,8 @@ class Tuning(Record, frozen=True, tag="tuning"):
             quality = f"loss {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: within {self.used_margin:.2%}"
         else:
             quality = f"loss {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: not shown to be within {self.used_margin:.2%}"
-        speed = self.speed_note or "speed not measured"
+        speed = "speed not measured" + (f" ({self.speed_note})" if self.speed_note else "")
         if self.speedup is not None:
             speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"
-        return f"{speed}; {quality}"
+            return f"{speed}; {quality}"
+        return f"{quality}; {speed}"

@@ -30,7 +30,7 @@ def can_time(device: torch.device) -> str | None:
     Returns:
         The reason, or None.
     """
-    return None if device.type == "cuda" else f"not measured: the model is on {device.type}, and FP8 is emulated there"
+    return None if device.type == "cuda" else f"the model is on {device.type}, where FP8 is emulated"
 
 
 class Fragment(nn.Module):
