@@ -160,6 +160,6 @@ def say_latency(latency: AblationLatency) -> list[str]:
         f"{r.speedup.value:.2f}x [{r.speedup.low:.2f}, {r.speedup.high:.2f}] at batch {r.batch:,}" for r in timed
     )
     return [
-        f'- latency of an MLP tower of width {latency.settings["width"]:,}, all mods and a fused FP8 tower (as it was before chains) over the unmodified tower in compiled bf16: **{speeds}** '
+        f"- latency of an MLP tower of width {latency.settings['width']:,}, all mods and a fused FP8 tower (as it was before chains) over the unmodified tower in compiled bf16: **{speeds}** "
         f"on {latency.environment.device}"
     ]
