@@ -33,6 +33,7 @@ def mean_squared(output, targets):
 # In this order; the exit codes are what the verbs promise (1 is a finding: the plans differ, there are suggestions).
 RUN: dict[str, int] = {
     "loka doctor": 0,
+    "loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60": 0,
     "loka doctor --json": 0,
     "loka data list": 0,
     "loka bench cpu --seconds 0.5": 0,
@@ -69,6 +70,16 @@ LONG = "takes minutes; tests of the verb run it small"
 NETWORK = "downloads"
 ONEREC = "needs runs/onerec, whose training takes minutes; tests of the verb run it small"
 NOT_RUN = {
+    "loka ab --online runs/ab --margin 0.01": "needs live traffic",
+    "loka load http://127.0.0.1:8000 --model onerec --rate 100 --seconds 20 --sla 50ms": "needs a server",
+    "loka load http://127.0.0.1:8000 --model onerec --rate 200 --seconds 20 --arrivals uniform --out load.json --report load.html": "needs a server",
+    "loka load http://127.0.0.1:8000 --model ranker --rate 50 --seconds 10 --rows 512": "needs a server",
+    "loka serve --check http://127.0.0.1:8000": "needs a server",
+    "loka serve runs/a runs/b --shadow --events runs/shadow": "serves until it is stopped",
+    "loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab": "serves until it is stopped",
+    "loka serve runs/ranker --sla 20ms --rows 256,1024": "serves until it is stopped",
+    "loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served": "needs a checkpoint",
+    "loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine": LONG,
     "loka demo": LONG,
     "loka demo --out runs/mine --steps 800 --seed 3": LONG,
     "loka data get ml-1m": NETWORK,

@@ -37,7 +37,7 @@ def run(*words: object) -> tuple[int, str]:
 def test_accuracy_only_converts_and_says_so(probe: Path, tmp_path: Path) -> None:
     code, text = run("plan", probe, "--accuracy-only", "--out", tmp_path / "plan.json")
     assert code == 0
-    assert "fprop e4m3:tensor @ e4m3:tensor on reference" in text
+    assert "fprop e4m3:row @ e4m3:row on reference" in text
     assert "accuracy only" in text
     assert json.loads((tmp_path / "plan.json").read_text())["kind"] == "plan"
 
@@ -59,7 +59,7 @@ def test_explain_and_diff(probe: Path, tmp_path: Path) -> None:
     assert run("diff", one, one) == (0, "")
     code, text = run("diff", one, two)
     assert code == 1
-    assert "~ 2 fprop: e4m3:tensor @ e4m3:tensor on reference, fast accumulation -> high precision" in text
+    assert "~ 2 fprop: e4m3:row @ e4m3:row on reference, fast accumulation -> high precision" in text
 
 
 def test_requests_that_cannot_be_honoured(probe: Path, tmp_path: Path) -> None:

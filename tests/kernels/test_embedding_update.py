@@ -103,7 +103,7 @@ def test_a_thousand_small_updates_add_up(kind: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(law, "uniform_bits", lambda rows, columns, draw, **_: torch.full((len(rows), columns), 2**23))
     planted = drift(kind)
     assert len(planted.unique()) == 1, "all elements are stuck at the same value"
-    assert off(planted) > 20
+    assert off(planted) > 12
 
 
 @kinds

@@ -57,7 +57,7 @@ def test_named_backends_and_high_precision_stay_as_they_are() -> None:
 def test_nothing_is_picked_without_a_device() -> None:
     model = nn.Linear(16, 16, device="meta")
     summary = loka.convert(model, recipe="rowwise")
-    assert summary.notes == ()
+    assert summary.notes == []
     assert "/auto," in summary.converted[""]
 
 

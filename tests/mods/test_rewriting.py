@@ -35,6 +35,8 @@ def test_every_mod_on_every_model_is_applied_and_reverted(name, mod):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_core_mods_together_train_and_revert_to_the_original_architecture(name):
     model, inputs = subject(name)
+    with torch.no_grad():
+        model(*inputs)  # attention says what it ran, once it has
     before, tree = snapshot(model), repr(model)
     applied = mods.apply(model, mods.CORE, example=inputs)
     assert applied.effect == "architecture"

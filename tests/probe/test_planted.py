@@ -75,7 +75,9 @@ def test_correct_draws_are_evaluated(generator: dict[str, Any], probe: Any) -> N
     call = MatmulCall(ROWS, K, N, operands.a, operands.b, torch.float32, operands.fast_accum)
     kernels = [generator["defects_correct"].draw_correct(rng, call)[2] for _ in range(4)]
     report = evaluate(probe, [engine(kernel, f"drawn {number}") for number, kernel in enumerate(kernels)])
-    assert all(c.refusal is None and c.relative_l2 is not None for c in report.record.sites[0].candidates)
+    drawn = [c for c in report.record.sites[0].candidates if c.backend.startswith("drawn")]
+    assert len(drawn) >= len(kernels)
+    assert all(c.refusal is None and c.relative_l2 is not None for c in drawn)
 
 
 @pytest.mark.parametrize("change", ["zeros beyond 512", "row scales that wrap at 512", "duplicate rows"])

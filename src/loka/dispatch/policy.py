@@ -325,7 +325,8 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
         share = margin / math.sqrt(max(units, 1))
         if harm.value > share:
             return f"predicted change of the loss {harm.value:.4%} exceeds {share:.4%}, its share of the margin"
-        return None
+        if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):
+            return None  # a limit of the error that is tighter than the default is a request of its own, see below
     error, limit = error_of(candidate), policy.limit(candidate.gemm)
     if error is None:
         return "error not measured"

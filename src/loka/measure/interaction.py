@@ -30,6 +30,13 @@ NEXT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relat
 GRADIENT = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # four products, rounded in between
 
 
+def _fits(shape: Shape, variant: str) -> bool:
+    """Whether x can be its own residual; what is no variant is left to be refused with its reason."""
+    counts, *options = variant.split("|")
+    match = _VARIANT.fullmatch(counts)
+    return match is None or "project" in options or shape[1] == int(match[2]) + int(match[3])
+
+
 @dataclass(frozen=True)
 class LayerCall(InteractionCall):
     """A call, and whether it is the gradient."""
@@ -72,7 +79,13 @@ class Interaction:
 
     def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[LayerCall]:
         """Every shape (examples, vectors, width) under every variant that it can have."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
+        pairs = [(shape, variant) for shape in shapes for variant in variants]
+        made = [self._call(shape, variant) for shape, variant in pairs if _fits(shape, variant)]
+        if pairs and not made:
+            raise ValueError(
+                f"no shape fits a variant: without `project` the vectors are as many as NL+NF; got {pairs[0]}"
+            )
+        return made
 
     def _call(self, shape: Shape, variant: str) -> LayerCall:
         counts, *options = variant.split("|")
