@@ -37,5 +37,4 @@ model(torch.randn(256, 64)).square().sum().backward()
 probe.step()
 for candidate in probe.evaluate(["rowwise"], samples=3, backends=["reference", *engines]).record.sites[0].candidates:
     if candidate.refusal or candidate.relative_l2:  # recipes of chains have a score alone
-        error = candidate.refusal or f"relative L2 {candidate.relative_l2.value:.4f}"
-        print(candidate.gemm, candidate.backend, error)
+        print(candidate.gemm, candidate.backend, candidate.refusal or f"{candidate.relative_l2.value:.4f} relative L2")
