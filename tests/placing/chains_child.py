@@ -4,6 +4,7 @@ python chains_child.py RANK FOLDER
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -144,3 +145,4 @@ def main(rank: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)  # gloo's threads may still be joined when a process ends, and abort it after all is done
