@@ -68,7 +68,7 @@ def tune_table() -> str | None:
     earlier = read("h200/tune_zoo_tower.json") or {"rows": []}
     for row in [*found["rows"], *(row for row in earlier["rows"] if row["model"] not in done)]:
         if "record" not in row:
-            rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", ""])
+            rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", "", ""])
             continue
         record = row["record"]
         speed, change = record["speedup"], record["metric_change"]
@@ -80,6 +80,7 @@ def tune_table() -> str | None:
                 "not measured"
                 if speed is None
                 else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
+                _layout_share(record["step_microseconds"]),
                 "not measured"
                 if change is None
                 else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
@@ -88,5 +89,10 @@ def tune_table() -> str | None:
                 f"{row['tune_s']:.0f} s",
             ]
         )
-    head = ["model", "for", "whole step over compiled bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
+    head = ["model", "for", "whole step over compiled bf16", "of it by layout, in bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
     return table(head, rows)
+
+
+def _layout_share(steps: dict[str, float]) -> str:
+    """The step of the rewritten model in bf16 over the original's: what is not FP8's."""
+    return f"{steps['bf16'] / steps['bf16 layout']:.2f}x" if "bf16 layout" in steps else "1.00x"
