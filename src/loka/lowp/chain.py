@@ -15,7 +15,7 @@ model and the counters that Guard reads.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,7 +131,6 @@ class Chain:
         self.placed = False
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
         self.watching = False
-        self.tap: Callable[[str, str, Tensor], None] | None = None
         self._replaced: list[_Replaced] = []
         self.handed_on: weakref.ReferenceType[Tensor] | None = None
 
@@ -486,7 +485,7 @@ class Chain:
         return counts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "handed_on": None, "tap": None}
+        return {**vars(self), "handed_on": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

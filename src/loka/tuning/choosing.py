@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from loka.dispatch import RECIPES, Operands
+from loka.dispatch.policy import HOPELESS
 from loka.records import GEMMS, Choice, Interval, SitePlan, UnitEvidence, UnitPlan
 from loka.tuning.looking import Looked, SiteLook, add_in_squares
 
 __all__ = ["Chosen", "Offer", "make_offers", "split_unit"]
 
 FINER = ("rowwise", "blockwise")
-HOPELESS = 5.0  # times the margin: beyond it a prediction that is off by a factor of five still leaves the site unsafe
 
 
 @dataclass(frozen=True)

@@ -160,12 +160,17 @@ class _Session:
     def time_original(self) -> None:
         """Compile and capture the model as it is, before anything changes it."""
         self.base: dict[str, timing.Run] = {}
-        if timing.can_time(self.task.device) is None:
-            with self.phase("compile 16 bits"):
-                for mode in self.modes:
-                    self.base[f"bf16{_spell_mode(mode)}"] = timing.whole_step(
-                        self.task, training=self.training, mode=mode
-                    )
+        self.untimed = timing.can_time(self.task.device)
+        if self.untimed is not None:
+            return
+        with self.phase("compile 16 bits"):
+            for mode in self.modes:
+                try:
+                    run = timing.whole_step(self.task, training=self.training, mode=mode)
+                except timing.NotCapturedError as error:
+                    self.untimed = str(error)
+                    return
+                self.base[f"bf16{_spell_mode(mode)}"] = run
 
     @property
     def modes(self) -> list[str | None]:
@@ -343,7 +348,7 @@ class _Session:
 
     def verify_speed(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval]) -> tuple[list[Offer], dict[str, float], Interval | None, str | None]:  # fmt: skip
         """The whole step, compiled, beside compiled 16 bits; units are dropped until it is not slower."""
-        if (why := timing.can_time(self.task.device)) is not None:
+        if (why := self.untimed) is not None:
             return offers, {}, None, why
         base, taken = dict(self.base), list(offers)
         if mods:
@@ -392,7 +397,7 @@ class _Session:
             for o in offers
         }
         units, sites = to_plan_parts(offers, looked, evidence, chosen.kept, training=self.training)
-        timed = timing.can_time(self.task.device) is None
+        timed = self.untimed is None
         return Plan(
             model=type(self.task.model).__name__,
             recipe="auto",

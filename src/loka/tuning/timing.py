@@ -15,10 +15,14 @@ from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
 
-__all__ = ["Fragment", "can_time", "compare", "make_fragment", "time_in_turns", "whole_step"]
+__all__ = ["Fragment", "NotCapturedError", "can_time", "compare", "make_fragment", "time_in_turns", "whole_step"]
 
 TURNS, REPEATS = 5, 6
 Run = Callable[[], Any]
+
+
+class NotCapturedError(RuntimeError):
+    """A step that reads values on the host, or does something else that no CUDA graph can hold."""
 
 
 def can_time(device: torch.device) -> str | None:
@@ -153,7 +157,7 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
 
 
 def capture(step: Run) -> Run:
-    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) is run as it is."""
+    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises."""
     # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         return _capture(step)
@@ -171,9 +175,10 @@ def _capture(step: Run) -> Run:
     try:
         with torch.cuda.graph(graph):
             step()
-    except RuntimeError:
+    except RuntimeError as error:
         torch.cuda.synchronize()
-        return step
+        # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
+        raise NotCapturedError(f"the step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}") from error
     return graph.replay
 
 
