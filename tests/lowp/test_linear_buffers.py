@@ -4,6 +4,7 @@ import copy
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -186,6 +187,16 @@ def test_an_optimizer_in_another_thread_does_not_reach_into_a_forward() -> None:
         thread.join()
         sys.setswitchinterval(interval)
     assert wrong == 0
+
+
+def test_old_buffers_are_freed_only_after_all_new_ones_are_in_place() -> None:
+    """Freeing a tensor may let another thread run, whose forward must not meet new buffers under the old stamp."""
+    cache = make()[0].state.weights
+    old, seen = cache.stamp, []
+    weakref.finalize(cache.data, lambda: seen.append(cache.stamp is old))
+    cache.renew()
+    gc.collect()
+    assert seen == [False]
 
 
 def test_a_cache_may_end_inside_a_fake_tensor_mode() -> None:

@@ -279,8 +279,10 @@ class WeightCache:
             with torch.inference_mode(False):
                 fresh: dict[str, Tensor | None] = {name: _twin(getattr(self, name)) for name in _BUFFERS}
                 fresh["stamp"] = torch.zeros_like(stamp)
+            replaced = vars(self).copy()  # freeing a tensor lets other threads run: the old ones outlive the update
             vars(self).update(fresh)  # at once: a forward in another thread sees all of them or none
             self.cell[0] = self.stamp
+            del replaced
         _forget(stamp)
 
     def _buffers(self) -> Buffers:
