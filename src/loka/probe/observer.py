@@ -23,6 +23,7 @@ from loka.lowp.chain import TAP
 from loka.nn.wrapping import named_sites, unwrap
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
 from loka.probe.chain_tap import ChainTap, follows_head
+from loka.probe.chains import ExampleKeeper
 from loka.probe.hook import Switch, make_hook
 from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.loss import LossWatch, make_output_hook
@@ -98,6 +99,8 @@ class Observer:
         ]
         for tap in self._taps:
             tap.head.__dict__[TAP] = tap
+        self._example = ExampleKeeper(self._switch)
+        self._handles.append(model.register_forward_pre_hook(self._example.make_hook(), with_kwargs=True))
         output = make_output_hook(self._switch, self._loss)
         self._handles.append(self.model.register_forward_hook(output, with_kwargs=True))
         self._turn()
