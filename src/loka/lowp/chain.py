@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,11 @@ from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
 from loka.nn.norm import BlockNorm
 
-__all__ = ["Chain", "Part", "chain_of", "chains_of", "is_watched"]
+__all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
 
 CHAIN = "loka_chain"  # on every module of a chain: the chain
+TAP = "loka_tap"  # on a linear that somebody watches: who is shown what a chain does that begins there
+SEES_CHAINS = "loka_sees_chains"  # on a forward hook that knows of chains: it does not mistake what a module of one hands on for its output
 HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
 
 
@@ -67,6 +69,17 @@ class Part:
     norm: nn.Module | None = None
     passed: tuple[nn.Module, ...] = ()
     functions: tuple[tuple[nn.Module, str], ...] = ()
+
+
+class Tap(Protocol):
+    """Who watches a chain. It is asked in the steps in which it is on, and changes no number."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the step now running has a look."""
+
+    def see(self, chain: "Chain", x: Tensor, y: Tensor) -> Tensor:
+        """One call: what came in, what went out. Returns y, or the same numbers in a tensor whose gradient passes by."""
 
 
 @dataclass
@@ -133,6 +146,13 @@ class Chain:
         self.watching = False
         self._replaced: list[_Replaced] = []
         self.handed_on: weakref.ReferenceType[Tensor] | None = None
+        self.around: nn.Module | None = None  # the layer whose interactions are fused around it
+
+    @property
+    def tap(self) -> Tap | None:
+        """Who watches its head."""
+        tap: Tap | None = self.linears[0].__dict__.get(TAP)
+        return tap
 
     @property
     def device(self) -> torch.device:
@@ -282,7 +302,9 @@ class Chain:
                 y = self.infer(flat.detach(), dtype)
             if self.watching and self.health is not None:
                 self.look(flat, y)
-        return y.reshape(*x.shape[:-1], self.linears[-1].out_features)
+        y = y.reshape(*x.shape[:-1], self.linears[-1].out_features)
+        tap = self.tap
+        return y if tap is None or not tap.on else tap.see(self, x, y)
 
     def _refuse_shards(self) -> None:
         """The head reads all weights: whoever shards them must gather them all before it runs."""
@@ -320,25 +342,18 @@ class Chain:
 
     def run_link_exactly(self, x: Tensor, at: int) -> Tensor:
         """One layer in the precision of x."""
-        link, part = self.links[at], self.parts[at]
-        linear, norm = part.linear, part.norm
+        linear, norm = self.linears[at], self.parts[at].norm
         x = F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
-        if link.norm == "block":
-            x = BlockNorm.forward(BlockNorm(x.shape[-1], block=NORM_BLOCK), x)
-        elif link.norm != "none":
-            weight, bias = (
-                None if (p := getattr(norm, n, None)) is None else p.to(x.dtype) for n in ("weight", "bias")
-            )
-            size = (x.shape[-1],)
-            x = F.layer_norm(x, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(x, size, weight, link.eps)  # fmt: skip
-        return activate(x, link.activation, link.slope)
+        return follow_linear(x, self.links[at], getattr(norm, "weight", None), getattr(norm, "bias", None))
 
     # Weights for serving
 
     def _quantized_weights(self) -> list[QTensor]:
-        if self.frozen is not None:
-            return self.frozen
-        return [self._quantize(linear) for linear in self.linears]
+        return [self.quantized_weight(at) for at in range(len(self.links))]
+
+    def quantized_weight(self, at: int) -> QTensor:
+        """A weight as the forward GEMM has it."""
+        return self._quantize(self.linears[at]) if self.frozen is None else self.frozen[at]
 
     def _quantize(self, linear: nn.Linear) -> QTensor:
         return quantize(linear.weight.detach(), TENSOR_SPEC, backend=self.precision.quantize_backend)
@@ -499,6 +514,17 @@ class Chain:
         return f"Chain({self.name}: {' -> '.join(map(str, widths))}, {self.precision}{state})"
 
 
+def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What stands behind a linear, in the precision of p: its norm, with the norm's own weight and bias, and its activation."""
+    if link.norm == "block":
+        p = BlockNorm.forward(BlockNorm(p.shape[-1], block=NORM_BLOCK), p)
+    elif link.norm != "none":
+        weight, bias = (None if t is None else t.to(p.dtype) for t in (weight, bias))
+        size = (p.shape[-1],)
+        p = F.layer_norm(p, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(p, size, weight, link.eps)  # fmt: skip
+    return activate(p, link.activation, link.slope)
+
+
 def _extent(x: Tensor) -> Tensor:
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"))
     return largest.float()
@@ -527,16 +553,16 @@ def _as_last(part: Part) -> Part:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody's hooks see what goes in or out, forward or backward.
+    """Whether somebody's hooks see what goes in or out, forward or backward, and would be misled by a chain.
 
     Args:
         module: any module.
 
     Returns:
-        True where it has a hook of any kind.
+        True where it has a hook of any kind that does not know of chains (`SEES_CHAINS`; Probe's do).
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
 
 
 # Classes. A pickle names classes, and those made here have no importable name: it names the original and the role.

@@ -10,10 +10,10 @@ from loka.lowp.chain_function import ChainPrecision, Link
 from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
-from loka.records.unit import LinkPlan, UnitPlan
+from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
 from loka.units.discovery import WIDE_WEIGHTS, activation_of, function_name, norm_eps, norm_kind
 
-__all__ = ["build_chain", "place", "refuse_unit"]
+__all__ = ["build_chain", "describe_chain", "place", "refuse_unit"]
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
@@ -149,6 +149,37 @@ def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
         tuple(modules[name] for name in link.passed),
         tuple((modules[owner], attribute) for owner, _, attribute in (f.partition(":") for f in link.functions)),
     )
+
+
+def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
+    """The unit of a chain that is placed, by the model's names: what `build_chain` would build it from.
+
+    Args:
+        model: the chain is in it.
+        chain: placed.
+
+    Returns:
+        The unit, its magnitudes those that its scales come from now.
+    """
+    names = {id(module): name for name, module in reversed(list(named_sites(model)))}
+    links, magnitudes = [], {}
+    for part, out, grad in zip(chain.parts, chain.out, chain.grad, strict=True):
+        link, linear = part.link, part.linear
+        links.append(
+            LinkPlan(
+                linear=link.linear, k=linear.in_features, n=linear.out_features, norm=link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
+                norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
+                functions=[f"{names[id(owner)]}:{attribute}" for owner, attribute in part.functions],
+            )
+        )  # fmt: skip
+        largest = [0.0 if state is None else float(state.largest) for state in (out, grad)]
+        magnitudes[link.linear] = Magnitude(output=largest[0], gradient=largest[1])
+    free = any(state is not None for state in chain.out)
+    scales: ScaleSource = "bounded" if len(links) > 1 else "dynamic"
+    return UnitPlan(
+        name=chain.name, links=links, scales="delayed" if free else scales, gradient=chain.precision.gradient, bounded_input=chain.bounded_input,
+        around=None if chain.around is None else names[id(chain.around)], magnitudes=magnitudes,
+    )  # fmt: skip
 
 
 def place(model: nn.Module, unit: UnitPlan) -> Chain:
