@@ -22,7 +22,7 @@ An observer must not raise into a training loop: whatever goes wrong switches th
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -36,6 +36,7 @@ from loka.probe.look import Look
 from loka.probe.own import OwnTally
 from loka.probe.reservoir import Reservoir
 from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
+from loka.probe.score import SCORED
 from loka.probe.seeing import NO_TICKET, enroll, inside_backward
 from loka.probe.source import Source
 from loka.probe.tally import Tally
@@ -62,6 +63,7 @@ class Watch:
         seed: int,
         ledger: Ledger,
         window: int,
+        recipes: Iterable[str] = SCORED,
     ) -> None:
         self.name, self.module, self.adapter = name, module, adapter
         self.type = type(module).__name__
@@ -74,7 +76,7 @@ class Watch:
         self.kept = why_kept(module)
         self.unscored: str | None = None  # why the last look that could have been scored was not
         self.learned: Learned | None = None
-        self.tally = Tally()
+        self.tally = Tally(recipes)
         self.own = OwnTally()  # as a link of a chain, where it is one
         self._pending: dict[int, Look] = {}
         self._ungraded: list[Look] = []
@@ -421,7 +423,8 @@ class Watch:
         then = copy.copy(self)
         then.learned = self._make_learned(learned.widths, self.device)
         then.learned.recall(rows, learned, self._generator(0))
-        then.tally, then.own = Tally(), OwnTally()  # the score is of all looks: a window alone is judged by its errors
+        # the score is of all looks: a window alone is judged by its errors
+        then.tally, then.own = Tally(self.tally.recipes), OwnTally()
         then.on = False
         return then
 
@@ -465,7 +468,7 @@ class Watch:
             other = self._make_learned(mine.widths, torch.device("cpu"))
             other.load_state_dict(state)
             mine.merge(other, self._generator(self.calls + calls))
-        theirs = Tally()
+        theirs = Tally(self.tally.recipes)
         theirs.load_state_dict(_part(state, "score."), self.device)
         self.tally.merge(theirs)
         if own := _part(state, "own."):
