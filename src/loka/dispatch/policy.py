@@ -29,7 +29,7 @@ from loka.dispatch.database import Database
 from loka.dispatch.recipe import RECIPES, Recipe, recipe_named
 from loka.dispatch.speed import DatabaseSpeeds, Option, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
-from loka.records import Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
+from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
 MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
@@ -204,7 +204,7 @@ def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str
 
 def _tell_unseen(report: ProbeReport) -> list[str]:
     """Sites without evidence: a share of the probed FLOPs does not count them."""
-    unseen = [site.name for site in report.sites if not site.gemms]
+    unseen = [site.name for site in report.sites if not site.gemms and site.kept is None]
     if not unseen:
         return []
     names = ", ".join(unseen[:6]) + (f" and {len(unseen) - 6} more" if len(unseen) > 6 else "")
@@ -219,6 +219,8 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
 
 
 def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> SitePlan:
+    if site.kept is not None:
+        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms or GEMMS])
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
@@ -229,8 +231,6 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> Si
                 break
             recipe = recipe_named(override)
             return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
-    if site.kept is not None:
-        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms])
     return _site_plan(
         site, [choose(list(speeds.options(site, gemm)), gemm, policy, site, units) for gemm in site.gemms]
     )

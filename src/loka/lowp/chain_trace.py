@@ -99,7 +99,7 @@ class Trace:
             tensors.weight, tensors.bias, norm_weight, norm_bias, scale, nobody, g_scale, nobody
         )
         lows, weights = self._run(chain, given) if graded else self._infer(chain, given)
-        self._bias = [None if b is None else b.detach().float() for b in tensors.bias]
+        self._bias = [None if b is None else b.detach().to(torch.float32, copy=True) for b in tensors.bias]
         self.links: list[LinkRows] = []
         wide = (given.dequantize() if isinstance(given, QTensor) else given)[_all(self._index)].float()
         for at, ((low, largest), (w, w_t)) in enumerate(zip(lows, weights, strict=True)):

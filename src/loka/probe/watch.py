@@ -423,10 +423,8 @@ class Watch:
         then = copy.copy(self)
         then.learned = self._make_learned(learned.widths, self.device)
         then.learned.recall(rows, learned, self._generator(0))
-        then.tally, then.own = (
-            Tally(self.tally.recipes),
-            OwnTally(),
-        )  # the score is of all looks: a window alone is judged by its errors
+        # the score is of all looks: a window alone is judged by its errors
+        then.tally, then.own = Tally(self.tally.recipes), OwnTally()
         then.on = False
         return then
 
