@@ -156,8 +156,8 @@ def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.d
     if moe.fused:
         inner = moe.multiply_gated(x, offsets, dtype)
     else:
-        inner = swiglu_quantize(moe.multiply(x, moe.gate_up, offsets, dtype), moe.specs[1])
-    return moe.multiply(inner, moe.down, offsets, dtype)
+        inner = swiglu_quantize(moe.expand(x, offsets, dtype), moe.specs[1])
+    return moe.reduce(inner, offsets, dtype)
 
 
 def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
