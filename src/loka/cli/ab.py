@@ -162,12 +162,11 @@ def compare_bundles(
     from rich.console import Console
 
     from loka.cli.subject import find_device
-    from loka.data import load_sequences
     from loka.inference import compare_arms, evaluate_users, load_bundle, overlap_of
 
     find_device(device)
     bundles = [load_bundle(path) for path in (baseline, candidate)]
-    opened = load_sequences(data or bundles[0].info.data, root=root, source=source)
+    opened = bundles[0].open_data(data, root=root, source=source)
     arms: list[Any] = []
     with Console(stderr=True).status("recommending") as status:
         for path, bundle in zip((baseline, candidate), bundles, strict=True):

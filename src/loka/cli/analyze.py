@@ -127,7 +127,6 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
     import numpy as np
     import torch
 
-    from loka.data import load_sequences
     from loka.data.batch import Jagged
     from loka.inference import load_bundle
     from loka.inference.recommender import spell
@@ -136,7 +135,7 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
     bundle = load_bundle(folder)
     if not batches:
         return analyze_model(bundle.model, name=folder.name, source=str(folder.name))
-    opened = load_sequences(data or bundle.info.data, root=root, source=source)
+    opened = bundle.open_data(data, root=root, source=source)
 
     def run(model: Any) -> None:
         for number in range(batches):

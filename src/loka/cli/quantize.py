@@ -1,6 +1,6 @@
 """`loka quantize`: post-training FP8 for a trained model.
 
-    loka quantize runs/onerec --out runs/onerec-fp8                                 a generative recommender (loka generate --train)
+    loka quantize runs/onerec --out runs/onerec-fp8                                 a generative recommender (loka train --model onerec)
     loka quantize runs/onerec --out runs/onerec-fp8 --bound 0.002 --users 400       keep in 16 bits what costs too much likelihood
     loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors
     loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001
@@ -92,9 +92,7 @@ def quantize_bundle(
     bundle = load_bundle(folder)
     extra: dict[str, Any] = {}
     if measured:
-        from loka.data import load_sequences
-
-        split = load_sequences(data or bundle.info.data, root=root, source=source).valid
+        split = bundle.open_data(data, root=root, source=source).valid
         extra = {"score": likelihood_score(bundle, split, users), "metric": "negative log-likelihood", "progress": tell}
     summary = quantize_model(bundle.model, **options, **extra)
     save_bundle(replace(bundle, summary=summary), out)
