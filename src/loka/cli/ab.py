@@ -216,4 +216,4 @@ def describe(found: PairedTest) -> str:
         )
     if found.overlap:
         lines.append("overlap of the lists: " + ", ".join(f"@{o.n} {o.share:.1%}" for o in found.overlap))
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])

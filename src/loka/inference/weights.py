@@ -19,6 +19,7 @@ from loka.formats import QTensor, Spec
 from loka.kernels import grouped_mm
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import prepare, scaled_mm
+from loka.lowp.binding import BoundGemm
 from loka.lowp.linear import Linear
 from loka.models.onerec import LazyBlock, OneRec
 from loka.nn import BlockNorm, GroupedLinear, MixtureOfExperts, SwiGLU
@@ -73,43 +74,49 @@ class PackedNorm:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """y = x W^T + b. `activation` is the Spec of x, None for high precision."""
+    """y = x W^T + b. `bound` is what its GEMM runs, None for high precision; `quantizer` makes x what it takes."""
 
     weight: Operand
     bias: Tensor | None
-    activation: Spec | None
-    backend: str
+    bound: BoundGemm | None
     quantizer: str
-    fast_accum: bool
 
     @classmethod
     def of(cls, module: nn.Module, placement: Placement) -> "PackedLinear":
         """From an nn.Linear, plain, converted or quantised."""
         if not isinstance(module, nn.Linear | QuantizedLinear):
             raise ValueError(f"expected an nn.Linear or a QuantizedLinear, got {type(module).__name__}")
-        names = placement.backends
-        how = (names.get("scaled_mm", "auto"), names.get("quantize", "auto"))
+        quantizer = placement.backends.get("quantize", "auto")
         bias = None if module.bias is None else placement.place(module.bias)
         if (low := _low(module)) is None:
-            return cls(placement.place(module.weight), bias, None, *how, False)
+            return cls(placement.place(module.weight), bias, None, quantizer)
         weight, operands = low
-        fast = placement.fast_accum and operands.fast_accum
-        return cls(placement.place_quantized(weight), bias, operands.a, *how, fast).on(how[0])
+        operands = replace(operands, fast_accum=placement.fast_accum and operands.fast_accum)
+        name = placement.backends.get("scaled_mm", "auto")
+        return cls(placement.place_quantized(weight), bias, BoundGemm(name, operands), quantizer).on(name)
+
+    @property
+    def activation(self) -> Spec | None:
+        """The Spec of x, None for high precision."""
+        return None if self.bound is None else self.bound.operands.a
 
     def on(self, backend: str) -> "PackedLinear":
-        """The same linear on a backend, its weight laid out for it."""
-        if not isinstance(self.weight, QTensor) or self.activation is None:
-            return replace(self, backend=backend)
-        return replace(self, backend=backend, weight=prepare(self.weight, self.activation, backend=backend))
+        """The same linear on a backend, its weight laid out for it; one in high precision as it is."""
+        if not isinstance(self.weight, QTensor) or self.bound is None:
+            return self
+        bound = BoundGemm(backend, self.bound.operands)
+        return replace(self, bound=bound, weight=prepare(self.weight, bound.operands.a, backend=backend))
 
     def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
         """x [M, K], quantised already or not -> [M, N]."""
-        if isinstance(self.weight, QTensor):
+        if isinstance(self.weight, QTensor) and self.bound is not None:
             q = self.prepare(x)
             assert isinstance(q, QTensor)  # prepare quantised it
-            y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.backend, fast_accum=self.fast_accum)
+            fast = self.bound.operands.fast_accum
+            y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.bound.backend, fast_accum=fast)
             return y if self.bias is None else y + self.bias
         assert isinstance(x, Tensor)  # a high-precision linear is never handed FP8
+        assert isinstance(self.weight, Tensor)
         return F.linear(x, self.weight, self.bias)
 
     def prepare(self, x: Operand) -> Operand:

@@ -24,6 +24,8 @@ from loka.formats import quantize as quantize_by_law
 from loka.kernels import grouped_mm, registry
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import prepare, scaled_mm
+from loka.lowp.auto import settle
+from loka.lowp.binding import BoundGemm, LinearBinding
 from loka.nn import GroupedLinear, compute_dtype
 
 Site = nn.Linear | GroupedLinear
@@ -40,8 +42,7 @@ class _Quantized(nn.Module):
 
     def __init__(self, weight: QTensor, activation: Spec, backend: str, fast_accum: bool) -> None:
         super().__init__()
-        self.activation, self.weight_spec = activation, weight.spec
-        self.backend, self.fast_accum = backend, fast_accum
+        self.bound = BoundGemm(backend, Operands(activation, weight.spec, fast_accum))
         self.register_buffer("weight", weight.data)
         self.register_buffer("weight_scale", weight.scale)
         self._make_ready()
@@ -71,7 +72,17 @@ class _Quantized(nn.Module):
     @property
     def operands(self) -> Operands:
         """What the GEMM runs on."""
-        return Operands(self.activation, self.weight_spec, self.fast_accum)
+        return self.bound.operands
+
+    @property
+    def activation(self) -> Spec:
+        """The Spec of what comes in."""
+        return self.bound.operands.a
+
+    @property
+    def weight_spec(self) -> Spec:
+        """The Spec of the weight."""
+        return self.bound.operands.b
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "_Quantized":
         before = {name: self._buffers[name] for name in ("weight", "weight_scale")}
@@ -89,7 +100,7 @@ class _Quantized(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and precision."""
-        return f"{tuple(self.weight.shape)}, {self.activation}@{self.weight_spec}/{self.backend}"
+        return f"{tuple(self.weight.shape)}, {self.bound}"
 
 
 class QuantizedLinear(_Quantized):
@@ -105,7 +116,13 @@ class QuantizedLinear(_Quantized):
         registry.load("quantize")
 
     def _prepare(self) -> QTensor:
-        return prepare(self.qweight, self.activation, backend=self.backend)
+        return prepare(self.qweight, self.activation, backend=self.bound.weight_form.backend)
+
+    def _make_ready(self) -> None:
+        bound = settle(LinearBinding(self.bound), self.weight)[0].fprop  # what `auto` is where the weight is now
+        assert bound is not None
+        self.bound = bound
+        super()._make_ready()
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
@@ -114,7 +131,11 @@ class QuantizedLinear(_Quantized):
         flat = input.reshape(-1, self.in_features)
         dtype = _writable(compute_dtype(input))
         q = quantize(flat, self.activation)
-        y = scaled_mm(q, self._current(), out_dtype=dtype, backend=self.backend, fast_accum=self.fast_accum)
+        bound = self.bound
+        y = scaled_mm(
+            q, self._current(), out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum,
+            prefer=bound.preferred(dtype) if bound.backend == "auto" else None,
+        )  # fmt: skip
         if self.bias is not None:
             y = y + self.bias.to(dtype)
         return y.view(*input.shape[:-1], self.out_features)
@@ -129,14 +150,19 @@ class QuantizedExperts(_Quantized):
         registry.load("grouped_mm")
 
     def _prepare(self) -> QTensor:
-        return grouped_mm.prepare(self.qweight, self.activation, backend=self.backend)
+        return grouped_mm.prepare(self.qweight, self.activation, backend=self.bound.backend)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [N, in] sorted by expert, ends int32 [E] -> [N, out]."""
         offsets = torch.cat([ends.new_zeros(1), ends])
         q, dtype = quantize(x, self.activation), _writable(compute_dtype(x))
         return grouped_mm.grouped_mm(
-            q, self._current(), offsets, out_dtype=dtype, backend=self.backend, fast_accum=self.fast_accum
+            q,
+            self._current(),
+            offsets,
+            out_dtype=dtype,
+            backend=self.bound.backend,
+            fast_accum=self.operands.fast_accum,
         )
 
 

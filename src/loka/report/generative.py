@@ -98,9 +98,9 @@ def _write_test(test: PairedTest) -> str:
         for m in test.metrics
     ]
     head = ("metric", "verdict", "baseline", "candidate", "change, 95 %", "smallest detectable", "margin", "users")
-    ratio = ""
+    ratio = "".join(notice(escape(note)) for note in test.notes)
     if test.split.mismatch:
-        ratio = notice(
+        ratio += notice(
             f"The arms do not have as many users as they should (p = {test.split.p_value:.2g}): do not believe this test."
         )
     overlap = ""
