@@ -35,9 +35,9 @@ from typing import Any
 
 import torch
 from onerec_baselines import make_compiled, make_plain
+from onerec_costs import classify_kernel, count_costs
 
 from loka.inference import Engine, EngineConfig, estimate_memory
-from loka.inference.costs import classify_kernel, count_costs
 from loka.inference.request import pad_requests
 from loka.inference.synthetic import make_histories, make_trained_like, share_weights
 from loka.metrics import BeamOverlap
