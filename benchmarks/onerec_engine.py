@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_record import EngineBar, EngineBench, EngineProfile, EngineRow
 from onerec_baselines import make_compiled, make_plain
 from onerec_costs import classify_kernel, count_costs
 
@@ -46,10 +47,6 @@ from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear, MixtureOfExperts
 from loka.ptq import quantize
 from loka.records import (
-    EngineBar,
-    EngineBench,
-    EngineProfile,
-    EngineRow,
     Environment,
     Interval,
     capture_environment,
