@@ -26,7 +26,9 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["docs/measured.md", "docs/published.md", "docs/reference/cli.md", "docs/mods.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/measured.md", "docs/published.md", "docs/reference/cli.md", "docs/mods.md", "README.md"]
+)
 def test_generated_pages_are_in_step(generate: ModuleType, name: str) -> None:
     made = generate.pages()[ROOT / name]
     assert (ROOT / name).read_text(encoding="utf-8") == made, f"{name} is stale: run python docs/generate.py"

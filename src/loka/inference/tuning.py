@@ -257,16 +257,18 @@ class _Race:
         f = self.first
         for weight, spec, fast in zip((f.gate_up, f.down), f.specs, f.fast, strict=True) if name != "auto" else ():
             experts, n, k = weight.shape
-            pair = (spec, weight.spec) if isinstance(weight, QTensor) else (None, None)
-            dtype = weight.data.dtype if isinstance(weight, QTensor) else self.dtype
-            call = LoadedCall(self.rows * self._visits, k, n, experts, *pair, dtype, self.dtype, fast)
+            low = weight if isinstance(weight, QTensor) else None
+            call = LoadedCall(
+                self.rows * self._visits, k, n, experts, None if low is None else spec, None if low is None else low.spec,
+                self.dtype if low is None else low.data.dtype, self.dtype, fast,
+            )  # fmt: skip
             verdict = judge_backend("grouped_mm", registry.backend("grouped_mm", name), call, self.device)
             if not verdict:
                 return verdict
         try:
             out = _run_experts(f.on(name, fused=fused), x, sorting.offsets, self.dtype)
-        except Exception as error:  # a backend that fails here must not take the engine with it; it is written down
-            return Conformance(False, float("inf"), TOLERANCE, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")  # fmt: skip
+        except Exception as failure:  # a backend that fails here must not take the engine with it; it is written down
+            return Conformance(False, float("inf"), TOLERANCE, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")  # fmt: skip
         error = relative_l2(out.float(), law.float())
         return Conformance(error < TOLERANCE, error, TOLERANCE, f"differs from the reference by {error:.3g} (relative L2)")  # fmt: skip
 
@@ -287,10 +289,11 @@ def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
     """Whether a backend other than the emulation has gate, up, SwiGLU and quantisation in one kernel for this layer."""
     if not isinstance(moe.activation, nn.SiLU):
         return False
-    low = moe.gate_up if isinstance(moe.gate_up, QTensor) else None
     experts, n, k = moe.gate_up.shape
-    data = moe.gate_up.dtype if low is None else low.data.dtype
-    specs = (moe.specs[0], None if low is None else low.spec)
-    call = GroupedCall(experts, k, n, experts, *specs, data, dtype, False, True, moe.specs[1])
+    if isinstance(moe.gate_up, QTensor):
+        b, data = moe.gate_up.spec, moe.gate_up.data.dtype
+    else:
+        b, data = None, moe.gate_up.dtype
+    call = GroupedCall(experts, k, n, experts, moe.specs[0], b, data, dtype, False, True, moe.specs[1])
     names = [moe.backend] if moe.backend != "auto" else [n for n in registry.BACKENDS["grouped_mm"] if n != "reference"]
     return any(bool(registry.backend("grouped_mm", n).supports(call, moe.router.device)) for n in names)

@@ -10,7 +10,7 @@ from loka.ptq.distribution import REFERENCES, analyze_checkpoint, analyze_model
 from loka.ptq.export import export_compressed_tensors, quantization_config
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, quantize_module
 from loka.ptq.plot import draw_analysis
-from loka.ptq.quantize import Summary, quantize, size_in_bytes
+from loka.ptq.quantizing import Summary, quantize, size_in_bytes
 
 __all__ = [
     "REFERENCES",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from loka.dispatch import Operands
 from loka.models.registry import FAMILIES
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
-from loka.ptq.quantize import Summary
+from loka.ptq.quantizing import Summary
 from loka.records import Quantized, from_json, to_json
 
 SCHEMA = 1

@@ -133,6 +133,7 @@ def quantize(
     found, before = dict(sites(inner)), size_in_bytes(inner, 2)
     changes: dict[str, Interval] = {}
     total, notes = None, list[str]()
+    plan: Plan | None
     if isinstance(recipe, Plan):
         name, plan, experts, reasons = recipe.recipe, recipe, dict[str, Operands](), dict[str, str]()
     else:
