@@ -27,11 +27,11 @@ from typing import Any
 import quality_sequences as sequences
 import torch
 import torch.nn.functional as F
+from onerec_synthetic import share_weights
 from torch import Tensor
 
 from loka.data.batch import Jagged
 from loka.inference import Engine, EngineConfig, Request
-from loka.inference.synthetic import share_weights
 from loka.metrics import BeamOverlap, compare_paired
 from loka.models.onerec import Experts, OneRec
 from loka.ptq import quantize

@@ -1,4 +1,4 @@
-"""The verbs around a generative recommender, end to end on a toy data set: generate, quantize, analyze, ab, bench onerec."""
+"""The verbs around a generative recommender, end to end on a toy data set: generate, quantize, analyze, ab."""
 
 import json
 from pathlib import Path
@@ -207,10 +207,3 @@ def test_analyze_built_in_models() -> None:
     text = run("analyze", "onerec:tiny", "--layers", "--batches", 1)
     assert "blocks.0.cross.query" in text
     assert "onerec:tiny: untrained (no verdict" in text
-
-
-def test_bench_onerec() -> None:
-    found = json.loads(run("bench", "onerec", "--beams", 4, "--requests", "1", "--seconds", 0.01, "--json"))
-    assert {row["variant"] for row in found["rows"]} == {"plain bf16", "engine bf16", "engine fp8"}
-    assert not found["fp8_is_native"]
-    assert 0 < found["overlap"] <= 1

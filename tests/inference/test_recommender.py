@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.scripts import script
 from loka.data.batch import Jagged
 from loka.data.sequences import SequenceData
 from loka.dispatch import RECIPES, Database
@@ -21,7 +22,7 @@ from loka.inference import (
     overlap_of,
     save_bundle,
 )
-from loka.inference.synthetic import make_histories, make_trained_like, share_weights
+from loka.inference.request import make_histories
 from loka.inference.tuning import Tuning
 from loka.kernels import registry
 from loka.kernels.backend import YES
@@ -35,6 +36,10 @@ from loka.records import BundleInfo, Interval, PairedTest, capture_environment
 from loka.records.performance import PerformanceRow
 
 from .small import make_index, make_model
+
+make_trained_like, share_weights = (
+    getattr(script("onerec_synthetic"), n) for n in ("make_trained_like", "share_weights")
+)
 
 
 def make_bundle(normalize: str = "codebook", **options: object) -> Bundle:

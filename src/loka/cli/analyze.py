@@ -115,7 +115,7 @@ def look_at_onerec(model: str, batches: int, seed: int) -> ModelStats:
     import torch
 
     from loka.data.batch import Jagged
-    from loka.inference.synthetic import make_histories
+    from loka.inference.request import make_histories
     from loka.models import build
     from loka.ptq import analyze_model
 
