@@ -17,8 +17,9 @@ import msgspec
 
 from loka.dispatch.database import Database, Key, Machine, default_path
 from loka.dispatch.recipe import RECIPES, Operands
-from loka.dispatch.rows import BASELINE, LINEAR, linear_variant, machine_here, shipped
+from loka.dispatch.rows import LINEAR, linear_variant, machine_here, shipped
 from loka.measure.site import Weights
+from loka.measure.timing import BASELINE
 from loka.records import Candidate, Gemm, ProbeReport, Site
 from loka.records.performance import Origin
 

@@ -21,7 +21,7 @@ from loka.dispatch.database import Key
 from loka.dispatch.rows import machine_here, origin_of
 from loka.dispatch.speed import fastest_backend
 from loka.dispatch.tune import key_of
-from loka.formats import QTensor, relative_l2
+from loka.formats import QTensor
 from loka.inference.weights import Operand, PackedExperts, PackedLinear, PackedModel
 from loka.kernels import registry
 from loka.kernels.grouped_mm import permute, swiglu_quantize
@@ -30,12 +30,13 @@ from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import MatmulCall
 from loka.measure import Candidate, Conformance, judge_backend, snapshot, time_together
 from loka.measure.grouped import LoadedCall
+from loka.measure.nearness import judge_near
 from loka.measure.site import GemmCandidate, SiteJob
 from loka.records.performance import PerformanceRow
 
 ROLES = ("query", "cross_out", "qkv", "self_out")
 EXPERTS = "experts"
-TOLERANCE = 0.03  # relative L2 of a whole layer of experts: the rounding of what stands between its GEMMs flips here and there, a wrong kernel is an order beyond
+TOLERANCE = 0.03  # of a whole layer of experts: the rounding of what stands between its GEMMs flips here and there, a wrong kernel is an order beyond
 SECONDS = 120.0  # for the linears of one number of rows
 
 
@@ -269,8 +270,7 @@ class _Race:
             out = _run_experts(f.on(name, fused=fused), x, sorting.offsets, self.dtype)
         except Exception as failure:  # a backend that fails here must not take the engine with it; it is written down
             return Conformance(False, float("inf"), TOLERANCE, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")  # fmt: skip
-        error = relative_l2(out.float(), law.float())
-        return Conformance(error < TOLERANCE, error, TOLERANCE, f"differs from the reference by {error:.3g} (relative L2)")  # fmt: skip
+        return judge_near(out, law.double(), TOLERANCE, what="the layer")
 
 
 def _thunk(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Callable[[], Any]:

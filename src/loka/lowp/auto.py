@@ -15,15 +15,13 @@ from torch import Tensor
 
 from loka.dispatch.speed import fastest_backend
 from loka.kernels import registry
-from loka.kernels.scaled_mm import MatmulCall
+from loka.kernels.scaled_mm import ROWS, MatmulCall
 from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.binding import BoundGemm, LinearBinding
 from loka.measure.site import gemm_shape
 from loka.records import GEMMS, Gemm
 
 __all__ = ["ROWS", "Pick", "is_emulation", "moved", "settle", "spell_refusals"]
-
-ROWS = 1024  # the rows a linear is asked for where nobody knows them; the choice hardly ever depends on it
 
 
 @dataclass(frozen=True)

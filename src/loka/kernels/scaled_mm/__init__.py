@@ -6,9 +6,9 @@ from loka.formats import QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
 
-__all__ = ["MatmulCall", "prepare", "scaled_mm"]
+__all__ = ["ROWS", "MatmulCall", "prepare", "scaled_mm"]
 
-_ROWS = 1024  # `auto` is asked for a batch of this size when a weight is prepared; the choice hardly ever depends on it
+ROWS = 1024  # `auto` is asked for a batch of this size where nobody knows it; the choice hardly ever depends on it
 
 
 def scaled_mm(
@@ -34,5 +34,5 @@ def prepare(weight: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
     """
     if backend == "auto":
         n, k = weight.shape
-        backend = registry.first("scaled_mm", MatmulCall(_ROWS, k, n, a, weight.spec), weight.device).name
+        backend = registry.first("scaled_mm", MatmulCall(ROWS, k, n, a, weight.spec), weight.device).name
     return registry.prepare("scaled_mm", backend, weight, a)
