@@ -50,7 +50,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.dev  ## what this machine can measure: data and CPU numbers; kernels where there is a GPU
+bench: $(VENV)/.dev  ## what this machine can measure: data loading; kernels where there is a GPU
 	$(BIN)/loka bench
 
 evidence: $(VENV)/.dev  ## every published number made again; EVIDENCE="--data FOLDER --seconds 1800 --only zoo" narrows it

@@ -62,7 +62,7 @@ def test_the_ablation_follows_its_records(
 ) -> None:
     """On a small real run of both scripts, on a CPU."""
     monkeypatch.setattr("tables.results.RESULTS", tmp_path)
-    shutil.copytree(ROOT / "tests" / "report" / "examples", tmp_path / "h200")
+    shutil.copytree(ROOT / "tests" / "docs" / "examples", tmp_path / "h200")
     found, latency = generate.ablation.read_ablation(), generate.ablation.read_latency()
     *lines, _, same = generate.ablation.ablation_table().splitlines()
     assert len(lines) == 2 + len(found.cells) == 2 + 15

@@ -9,6 +9,7 @@ The parts are those of loka.training; this file only turns options into them. Wi
     checkpoints/   the last and the best        model.json    what was built, to build it again
     log.jsonl      the curve                    run.json      the Run record, test metrics included
     mods.json      with --mods: what changed    result.json   how it went: what was compiled and why, resumed from, best step
+    bundle.json    OneRec: the recommender, with model.safetensors and index.safetensors, for loka quantize, generate, ab and serve
 
 Test metrics are those of the best weights when the run evaluates, otherwise of the last. stdout carries the result (with `--json` the Run
 record), stderr the talk. Exit 0: trained. 1: the loss became NaN or infinite. 2: the request cannot be honoured.
@@ -176,6 +177,11 @@ def train(
             test = partial(Trainer.evaluate, split=dataset.test)
         result = trainer.fit(resume=resume, fallback=fallback)
         run = finish(trainer, result, recipe, test, curve, out)
+        if is_sequence and out is not None:
+            from loka.inference import save_bundle
+
+            if (bundle := train_sequence.make_bundle(job, trainer, recipe, loss=result.loss)) is not None:
+                save_bundle(bundle, out)
         summary = changed.finish(run.metrics, run.steps, out, resumed=resume) if changed else None
     except KeyboardInterrupt:
         tell_kept(out)

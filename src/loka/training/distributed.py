@@ -39,13 +39,11 @@ from loka.nn.tables import Table, quantize_tables
 from loka.training.checkpoint import find_checkpoints, prune, read_best, step_of, write_best
 from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError
-from loka.training.snapshot import seed_everything
+from loka.training.snapshot import COUNTERS, seed_everything
 from loka.training.stream import EpochStream, TrainData
 from loka.training.trainer import Trainer
 
 __all__ = ["DistributedTrainer", "joined", "share_of"]
-
-_COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
 
 
 @contextmanager
@@ -227,7 +225,7 @@ class DistributedTrainer(Trainer):
     def _state(self) -> dict[str, Any]:
         return {
             "config": self.config.to_json(),
-            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
             "monitor": self.monitor.state_dict(),
             "metrics": self.metrics,
             "stream": self.stream.state_dict(),
