@@ -39,7 +39,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 from loka.formats import QTensor, Spec
 from loka.kernels.prepared import assemble, layout_of, parts_of
@@ -89,10 +88,9 @@ class _Made:
 
 _MADE: dict[int, _Made] = {}
 _CAPTURED: set[int] = set()  # ids of weights whose buffers a CUDA graph reads
-_SITES = (
-    WeakIdKeyDictionary()
-)  # names of weights, for whoever must name one: layers that share compiled code share no name
-_UNSEEN = WeakIdKeyDictionary()  # weights that were changed unseen: quantised in every forward
+# By id as well, and not by weak reference: torch swaps no tensor that somebody holds one to
+_SITES: dict[int, str] = {}  # names, for whoever must name a weight: layers that share compiled code share no name
+_UNSEEN: set[int] = set()  # weights that were changed unseen: quantised in every forward
 _SERIAL = count(1)
 
 
@@ -127,7 +125,7 @@ def _place_of(weight: Tensor) -> tuple[Any, ...]:
 
 def _is_current(weight: Tensor, stamp: Tensor) -> bool:
     made = _MADE.get(int(stamp))
-    return made is not None and made.is_of(weight) and made.version == weight._version and weight not in _UNSEEN
+    return made is not None and made.is_of(weight) and made.version == weight._version and id(weight) not in _UNSEEN
 
 
 def _was_changed_unseen(weight: Tensor, stamp: Tensor, *, manual: bool) -> bool:
@@ -136,8 +134,8 @@ def _was_changed_unseen(weight: Tensor, stamp: Tensor, *, manual: bool) -> bool:
     if made is None or _is_capturing(weight) or not _is_current(weight, stamp) or made.still_holds(weight):
         return False
     if not manual:
-        warn_stale(_SITES.get(weight, ""))
-        _UNSEEN[weight] = True
+        warn_stale(_SITES.get(id(weight), ""))
+        _UNSEEN.add(id(weight))
     return True
 
 
@@ -256,7 +254,8 @@ class WeightCache:
         self, weight: Tensor, form: Form | None, form_t: Form | None, *, quantizer: str, manual: bool, site: str = ""
     ) -> None:
         self.form, self.form_t, self.quantizer, self.manual = form, form_t, quantizer, manual
-        _SITES[weight] = site
+        _SITES[id(weight)] = site
+        _UNSEEN.discard(id(weight))
         self.weight_id = id(weight)
         self.spelled = ("" if form is None else str(form), "" if form_t is None else str(form_t))
         with torch.inference_mode(False), torch.no_grad():
@@ -279,7 +278,7 @@ class WeightCache:
             return self._assemble(weight, self._buffers())
         made = None if self.manual else _MADE.get(int(self.stamp))
         changed = _was_changed_unseen(weight, self.stamp, manual=self.manual)
-        if made is not None and (not made.is_of(weight) or weight in _UNSEEN):
+        if made is not None and (not made.is_of(weight) or id(weight) in _UNSEEN):
             self.renew()  # another tensor, or other values that no counter shows: the last one's backward may be to come
         now = vars(self).copy()  # one look: an optimizer in another thread may renew the buffers meanwhile
         buffers: Buffers = [now[name] for name in _BUFFERS]
@@ -297,7 +296,7 @@ class WeightCache:
 
     def rewrite(self, weight: Tensor, *, kept: bool = True) -> None:
         """Quantise now, whatever the stamp says; where a CUDA graph looks, in place. Whoever says so watches over the weight."""
-        _UNSEEN.pop(weight, None)
+        _UNSEEN.discard(id(weight))
         self.renew()
         with torch.inference_mode(False):
             _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, kept=kept)
