@@ -78,13 +78,18 @@ def main() -> None:
     parser.add_argument(
         "--rescore", action="store_true", help="train the cells of the file again and replace their scores"
     )
+    parser.add_argument("--cells", default="", help="only cells whose name contains this")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     held = json.loads(asked.out.read_text()) if asked.out.exists() else {"pairs": [], "weights": {}}
     done, started = set(held["weights"]), time.monotonic()
     data = load("complete-journey") if asked.seconds else None
     for cell in cells():
-        if (cell.key in done) != asked.rescore or time.monotonic() - started > asked.seconds:
+        if (
+            asked.cells not in cell.key
+            or (cell.key in done) != asked.rescore
+            or time.monotonic() - started > asked.seconds
+        ):
             continue
         began = time.monotonic()
         (rescore if asked.rescore else measure)(cell, data, held, cell.seed < asked.gradients)
