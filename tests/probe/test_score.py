@@ -53,6 +53,18 @@ def test_gradients_are_judged_by_the_direction_they_keep() -> None:
     assert ("dgrad", "static") not in found
 
 
+def test_a_column_beside_a_huge_one_keeps_its_gradient_or_is_told() -> None:
+    """A timestamp's weights have the largest gradient by far: the direction of the whole is kept whatever becomes of a raw year beside it."""
+    torch.manual_seed(0)
+    x = torch.stack([1.63e9 + 4.5e7 * torch.randn(512), 1975 + 14 * torch.randn(512), torch.randn(512)], 1)
+    dy, weight, loss = torch.randn(512, 64), torch.randn(64, 3), torch.tensor(0.6)
+    dy = dy - dy.mean(0)  # as behind a batch norm: what a mean adds to the gradient is taken away
+    raw = score_look(Shown(x, dy, weight, loss, loss, 512))["wgrad", "rowwise"]
+    ordinary = score_look(Shown((x - x.mean(0)) / x.std(0), dy, weight, loss, loss, 512))["wgrad", "rowwise"]
+    assert float(raw[1]) > 0.1
+    assert float(ordinary[1]) < 0.005
+
+
 def test_a_gradient_of_one_number_per_example_is_not_rounded_unseen() -> None:
     """The last layer: tensorwise rounds each example's whole gradient to three bits, and every parameter upstream then weighs it differently."""
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ TYPICAL and UPPER are measured shares (docs/concepts/score.md has the table), no
 
 Gradient GEMMs do not change the loss but the step. A step along dW + E instead of dW, its length chosen anew, makes cos^2 of the progress:
 
-    lost = 1 - cos^2(dW, dW + E)            wgrad, over the sampled rows;      dgrad the same with dx, as it arrives upstream
+    lost = 1 - cos^2(dW, dW + E)            wgrad, over the sampled rows, or what columns with an offset lose where that is more;      dgrad the same with dx
 
 Rounding noise that is independent from row to row is noise like that of sampling a batch: `lost` is the share of the batch it is worth. What dgrad hands upstream
 is worse where an error scales the whole gradient of an example: every parameter upstream then weighs that example differently, and nothing averages it away.
@@ -73,6 +73,7 @@ REWEIGHED = 0.4  # |change of the loss| / `reweighed` over ten steps, rms
 REWEIGHED_UPPER = 0.6  # ... and the largest
 MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 SURE = 1.96
+OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
 _STATIC = Operands.parse("e4m3:tensor:static", "e4m3:tensor", fast_accum=True)
@@ -208,15 +209,32 @@ def _score_wgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, sh
     if "exact" not in operands.kept:
         operands.kept["exact"] = _product(operands.plain("dy")[:, ::every].T, operands.plain("x"))
     dy, x = operands.low("dy", chosen.a, transposed=True), operands.low("x", chosen.b, transposed=True)
-    lost = _lost(operands.kept["exact"], _product(dy[:, ::every].T, x))
+    low = _product(dy[:, ::every].T, x)
+    exact, plain = operands.kept["exact"], operands.plain("dy")[:, ::every]
+    lost = torch.maximum(_lost(exact, low), _lost_by_column(exact, low, plain, operands.plain("x")))
     return _gradient_sums(lost, torch.zeros_like(lost))
 
 
 def _lost(exact: Tensor, low: Tensor) -> Tensor:
     """1 - cos^2: 0 for the same direction; 1 where nothing of it is left. A gradient of zeros that stays zero loses nothing."""
-    across = (exact * low).sum().square()
-    sizes = exact.square().sum() * low.square().sum()
-    return torch.where(sizes > 0, 1 - across / sizes.clamp(min=1e-38), (exact.square().sum() > 0).float()).clamp(0, 1)
+    largest = [t.abs().amax().clamp(min=1e-38) for t in (exact, low)]  # squares of squares leave float32's range early
+    exact, low = exact / largest[0], low / largest[1]
+    size, sizes = exact.square().sum(), exact.square().sum() * low.square().sum()
+    return torch.where(sizes > 0, 1 - (exact * low).sum().square() / sizes, (size > 0).float()).clamp(0, 1)
+
+
+def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """What columns of x with a large mean and a small spread lose, as a share of all columns: E^2 / (E^2 + sum dy^2 (x - mean)^2).
+
+    Beside a raw timestamp every other gradient is small, so the direction of the whole says nothing about a raw year; an optimizer that divides by an element's own
+    history makes no such difference. The mean, which a norm or a bias takes away again, is no part of what such a column teaches.
+    """
+    mean, spread = x.mean(0), x.std(0)
+    error = (low - exact).square().sum(0)
+    drawn = dy.square().sum(1) @ (x - mean).square()
+    offset = (spread > 0) & (mean.abs() > OFFSET * spread)
+    lost = torch.where(offset, error / (error + drawn).clamp(min=1e-38), 0.0)
+    return lost.mean()
 
 
 def _reweighed(exact: Tensor, low: Tensor) -> Tensor:
