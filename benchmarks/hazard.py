@@ -148,9 +148,7 @@ def measure(kind: str, seed: int, steps: int) -> dict[str, Any]:
         low, _ = converted(lambda m, recipe=recipe: loka.convert(m, recipe=recipe, backend="reference"))
         ways[f"naive {recipe}"] = compare(low, base)
     ways["planned"] = compare(planned, base) | {"kept": sorted(summary.kept)}
-    ways["tuned"] = compare(tuned, base) | {
-        "kept": [u.name for u in told.record.units if u.way == "high"]
-    }
+    ways["tuned"] = compare(tuned, base) | {"kept": [u.name for u in told.record.units if u.way == "high"]}
     site = next(s for s in report.record.sites if s.name == SITE)
     best = min((c.harm.high for c in site.candidates if c.gemm == "fprop" and c.harm is not None), default=math.nan)
     return {
@@ -158,7 +156,9 @@ def measure(kind: str, seed: int, steps: int) -> dict[str, Any]:
         "seed": seed,
         "log_loss": float(f"{float(base.mean()):.6g}"),
         "ways": ways,
-        "predicted_at_best": float(f"{best:.4g}"),
+        "predicted_at_best": float(f"{best:.4g}")
+        if math.isfinite(best)
+        else None,  # without a gradient there is no score
         "alarms": [a.text for a in site.alarms],
         "holds": all(holds(ways[way], SITE) for way in ("planned", "tuned")),
     }
