@@ -43,6 +43,7 @@ from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
 from loka.lowp.passing import CALLS, HandOn
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
+from loka.lowp.witness import Witness, warn_stale
 from loka.nn.norm import BlockNorm
 
 __all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
@@ -135,6 +136,7 @@ class Chain:
         self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
+        self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
         self.placed = False
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
         self.watching = False
@@ -377,14 +379,31 @@ class Chain:
     # Weights for serving
 
     def _quantized_weights(self) -> list[QTensor]:
-        return [self.quantized_weight(at) for at in range(len(self.links))]
+        if self.frozen is not None and self._are_frozen_current():
+            return self.frozen
+        return [self._quantize(linear) for linear in self.linears]
 
     def quantized_weight(self, at: int) -> QTensor:
         """A weight as the forward GEMM has it."""
-        return self._quantize(self.linears[at]) if self.frozen is None else self.frozen[at]
+        fresh = self.frozen is None or self._witnesses is None
+        return self._quantize(self.linears[at]) if fresh else self.frozen[at]  # type: ignore[index]
 
     def _quantize(self, linear: nn.Linear) -> QTensor:
-        return quantize(linear.weight.detach(), TENSOR_SPEC, backend=self.precision.quantize_backend)
+        device = linear.weight.device if self.frozen is None else self.frozen[0].device
+        return quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
+
+    def _are_frozen_current(self) -> bool:
+        """Whether nobody has written to a weight since it was frozen. Says once where somebody has; from then on every call quantises the chain's weights."""
+        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return True
+        if self._witnesses is None:
+            return False
+        pairs = zip(self.links, self.linears, self._witnesses, strict=True)
+        changed = [link.linear for link, linear, witness in pairs if not witness.agrees(linear.weight)]
+        if changed:
+            warn_stale(", ".join(changed))
+            self._witnesses = None
+        return not changed
 
     def freeze(self, *, offload: bool = False) -> None:
         """Quantise the weights once, for serving; they are not followed any more until `thaw`.
@@ -398,6 +417,7 @@ class Chain:
         self.frozen = [self._quantize(linear) for linear in self.linears]
         if offload:
             self._move_weights(torch.device("cpu"))
+        self._witnesses = [Witness(linear.weight) for linear in self.linears]
 
     def thaw(self) -> None:
         """Follow the weights again."""
@@ -408,11 +428,8 @@ class Chain:
     def refresh(self) -> None:
         """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
         if self.frozen is not None:
-            devices = [q.device for q in self.frozen]
-            self.frozen = [
-                quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
-                for linear, device in zip(self.linears, devices, strict=True)
-            ]
+            self.frozen = [self._quantize(linear) for linear in self.linears]
+            self._witnesses = [Witness(linear.weight) for linear in self.linears]
 
     def _move_weights(self, device: torch.device) -> None:
         for linear in self.linears:
