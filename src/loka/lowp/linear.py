@@ -307,7 +307,7 @@ def _new(kind: type[nn.Linear]) -> Linear:
 def _explain_weight(weight: Tensor) -> str:
     """Why a tensor of a special kind cannot be this weight."""
     if type(weight).__name__ == "FakeTensor":
-        return "torch.export cannot trace a converted linear, whose quantised weight is no part of its state_dict; hint: torch.compile, or loka.revert(model) first"  # fmt: skip
+        return "torch.export cannot trace a converted linear, whose quantised weight is no part of its state_dict; hint: loka.export(model, example, 'model.pt2') or '.onnx' writes it, torch.compile runs it"  # fmt: skip
     return "a sharded linear cannot run in low precision"
 
 
