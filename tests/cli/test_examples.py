@@ -79,6 +79,7 @@ NOT_RUN = {
     "loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab": "serves until it is stopped",
     "loka serve runs/ranker --sla 20ms --rows 256,1024": "serves until it is stopped",
     "loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served": "needs a checkpoint",
+    'loka tune wukong:tiny --target "NVIDIA H200" --row-factor 16 --train-steps 40 --out runs/planned': "as without --target, which is run",
     "loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine": LONG,
     "loka export wukong:tiny --recipe rowwise --out ranker.pt2": "compiles for minutes; tests of exporting run it small",
     "loka export wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out planned.pt2": "compiles for minutes",

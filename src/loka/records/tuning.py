@@ -18,6 +18,7 @@ class TunedUnit(Part, frozen=True):
         flops_share: of the GEMM FLOPs of the looked-at linears.
         harm: predicted relative change of the loss.
         speedup: over compiled 16 bits, cut out of the model.
+        estimated: the same, estimated for a device that is not here; never beside a measured one.
         metric_change: measured by swapping this unit alone.
         reason: why this way.
         alarms: what a person should look at, such as columns with a large offset.
@@ -30,8 +31,25 @@ class TunedUnit(Part, frozen=True):
     reason: str
     harm: Interval | None = None
     speedup: Interval | None = None
+    estimated: Interval | None = None
     metric_change: Interval | None = None
     alarms: list[str] = msgspec.field(default_factory=list)
+
+
+class Estimate(Part, frozen=True):
+    """Speeds that were estimated, not measured.
+
+    Args:
+        target: the device they are for.
+        method: what they come from and how far off it was, in words.
+        rows: rows of a call there over those here.
+        linears: of all linears of the model together, over compiled 16 bits; what is no linear is not counted. None where nothing is converted.
+    """
+
+    target: str
+    method: str
+    rows: float
+    linears: Interval | None = None
 
 
 class Tuning(Record, frozen=True, tag="tuning"):
@@ -47,6 +65,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
         conversion: what runs.
         step_microseconds: of the whole step, compiled: "bf16" beside "loka"; empty where nothing could be timed.
         speedup: of the whole step over the faster compiled 16-bit one; None: not measured, and `speed_note` says why.
+        estimate: where speeds were estimated for a device that is not here.
         metric: mean of the metric in high precision.
         metric_change: of the whole plan, paired, on held-out batches.
         metric_unit: what the interval is over: "examples" or "batches".
@@ -67,6 +86,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
     step_microseconds: dict[str, float] = msgspec.field(default_factory=dict)
     speedup: Interval | None = None
     speed_note: str | None = None
+    estimate: Estimate | None = None
     metric: float | None = None
     metric_change: Interval | None = None
     metric_unit: str = "examples"
@@ -95,4 +115,11 @@ class Tuning(Record, frozen=True, tag="tuning"):
         if self.speedup is not None:
             speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"
             return f"{speed}; {quality}"
-        return f"{quality}; {speed}"
+        return f"{quality}; {speed}{self._say_estimate()}"
+
+    def _say_estimate(self) -> str:
+        """What was estimated, called so."""
+        found = None if self.estimate is None else self.estimate.linears
+        if self.estimate is None or found is None:
+            return ""
+        return f"; estimated for {self.estimate.target}: its linears {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"

@@ -44,6 +44,8 @@ def _write_one(tuning: Tuning) -> str:
         f"{margin}. Forward by swapping on held-out {tuning.metric_unit}, gradients {escape(tuning.gradients)}. Nothing was trained."
     )
     text += "".join(notice(escape(note)) for note in tuning.notes)
+    if tuning.estimate is not None:
+        text += notice(f"Speeds are {escape(tuning.estimate.method)}. Rows of a call there: {tuning.estimate.rows:g} times those here. None was measured.")  # fmt: skip
     if tuning.step_microseconds:
         steps = [row([escape(name), f"{us / 1000:.3f}"], numeric=(1,)) for name, us in tuning.step_microseconds.items()]
         text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step beside 16 bits")
@@ -57,13 +59,15 @@ def _unit_row(unit: TunedUnit) -> str:
     why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
     names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
     return row(
-        [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit.speedup), _change(unit.harm), _change(unit.metric_change), why],
+        [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why],
         numeric=range(2, 6),
     )  # fmt: skip
 
 
-def _speed(speedup: Interval | None) -> str:
-    return "–" if speedup is None else times(speedup)
+def _speed(unit: TunedUnit) -> str:
+    if unit.speedup is None and unit.estimated is not None:
+        return f"{times(unit.estimated)} {chip('estimated', '')}"
+    return "–" if unit.speedup is None else times(unit.speedup)
 
 
 def _change(change: Interval | None) -> str:

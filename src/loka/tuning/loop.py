@@ -26,9 +26,10 @@ from loka.nn.wrapping import unwrap
 from loka.placing import convert
 from loka.probe.score import MARGIN
 from loka.records import Interval, Plan, UnitEvidence, capture_environment
-from loka.records.tuning import TunedUnit, Tuning
+from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
 from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_harm, split_unit, to_plan_parts
+from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import Looked, look
 from loka.tuning.progress import Progress
@@ -55,6 +56,8 @@ def tune(
     seconds: float = 180.0,
     autocast: torch.dtype | Literal["auto"] | None = "auto",
     thorough: bool = False,
+    estimate_for: str | None = None,
+    row_factor: float = 1.0,
     out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Tuned:
@@ -72,6 +75,8 @@ def tune(
         seconds: budget; phases that would exceed it are left out, and the record says so.
         autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
         thorough: also compile with max-autotune, on both sides.
+        estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
+        row_factor: with `estimate_for`, rows of a call there over those here.
         out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
         progress: a bar on stderr; None shows one in a terminal.
 
@@ -93,6 +98,8 @@ def tune(
     _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
     session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
+    session.estimator = _estimator_for(estimate_for, row_factor, task.device)
+    session.row_factor = row_factor
     present = _mods_of(inner, architecture)
     session.time_original()
     with ExitStack() as undo:
@@ -132,6 +139,20 @@ def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
     return present
 
 
+def _estimator_for(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
+    """What estimates speeds elsewhere; None where nobody asked, or where the asked device is this one and is measured."""
+    if row_factor <= 0 or (row_factor != 1.0 and target is None):
+        raise ValueError(f"row_factor={row_factor:g}: expected a positive number, beside estimate_for='NVIDIA H200'")
+    if target is None:
+        return None
+    if device.type == "cuda":
+        here = torch.cuda.get_device_name(device)
+        if here == target and row_factor == 1.0:
+            return None
+        raise ValueError(f"estimate_for={target!r}: the model is on {here}, where speeds are measured; hint: leave it out, or move the model to the CPU to plan for another device")  # fmt: skip
+    return Estimator(target)
+
+
 def _spell_mode(mode: str | None) -> str:
     return "" if mode is None else " max-autotune"
 
@@ -147,12 +168,16 @@ def _computing_type(model: nn.Module, autocast: Any) -> torch.dtype | None:
 class _Session:
     """One call, phase by phase."""
 
+    estimator: Estimator | None = None
+    row_factor: float = 1.0
+
     def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
         self.task, self.metric, self.margin, self.training = task, metric, margin, training
         self.budget, self.thorough, self.progress = seconds, thorough, progress
         self.began = time.monotonic()
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
+        self.estimates: dict[str, Interval] = {}
         self.evidence = Evidence(out, task.model, {"training": training, "margin": margin, "thorough": thorough})
         if self.evidence.resumed:
             self.notes.append("went on from evidence of an earlier call")
@@ -218,6 +243,7 @@ class _Session:
             step_microseconds=step_times,
             speedup=speedup,
             speed_note=note,
+            estimate=self.estimate(offers, looked),
             metric=base.mean if math.isfinite(base.mean) else None,
             metric_change=change,
             metric_unit="examples" if base.per_example else "batches",
@@ -253,7 +279,9 @@ class _Session:
         """Drop what is not faster; units of one shape are timed once."""
         speeds: dict[str, Interval] = {}
         if timing.can_time(self.task.device) is not None:
-            return chosen.offers, speeds
+            return (
+                chosen.offers if self.estimator is None else self.estimate_units(self.estimator, chosen, looked)
+            ), speeds
         kept = []
         for index, offer in enumerate(sorted(chosen.offers, key=lambda o: -o.flops_share)):
             self.progress("time units", index + 1, len(chosen.offers))
@@ -267,6 +295,50 @@ class _Session:
             else:
                 chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{offer.way}: {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}], not faster than compiled 16 bits"))  # fmt: skip
         return kept, speeds
+
+    def estimate_units(self, estimator: Estimator, chosen: Chosen, looked: Looked) -> list[Offer]:
+        """Drop what is estimated not to be faster there."""
+        kept = []
+        for offer in chosen.offers:
+            site = looked.sites[offer.name]
+            if offer.way == "chain":
+                found: Interval | None = estimator.speedup(self.unit_of(offer, looked))
+            else:
+                found = estimator.linear_speedup(round(site.rows * self.row_factor), site.k, site.n, offer.way, training=self.training)  # fmt: skip
+            if found is not None:
+                self.estimates[offer.name] = found
+            if found is None or found.value > 1.0:
+                kept.append(offer)
+            else:
+                chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{offer.way}: estimated {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}] on {estimator.target}"))  # fmt: skip
+        return kept
+
+    def unit_of(self, offer: Offer, looked: Looked) -> Unit:
+        """An offer by its sizes, with the rows it would have on the device that is estimated for."""
+        rows = max(1, round(looked.sites[offer.name].rows * self.row_factor))
+        return Unit(rows, tuple((link.k, link.n) for link in offer.unit.links), self.training)
+
+    def estimate(self, offers: list[Offer], looked: Looked) -> Estimate | None:
+        """All linears together, as they would run there: those that are not taken are in 16 bits on both sides."""
+        found = self.estimator
+        if found is None:
+            return None
+        total = None
+        if offers:
+            high = low = best = worst = 0.0
+            taken = {name: o for o in offers for name in o.unit.linears}
+            for name, site in looked.sites.items():
+                rows = max(1, round(site.rows * self.row_factor))
+                if name not in taken:
+                    t16 = found.microseconds(Unit(rows, ((site.k, site.n),), self.training))[0]
+                    high, low, best, worst = high + t16, low + t16, best + t16, worst + t16
+            for offer in offers:
+                t16 = found.microseconds(self.unit_of(offer, looked))[0]
+                speed = self.estimates.get(offer.name) or found.speedup(self.unit_of(offer, looked))
+                high, low = high + t16, low + t16 / speed.value
+                best, worst = best + t16 / speed.high, worst + t16 / speed.low
+            total = Interval(value=high / low, low=high / worst, high=high / best)
+        return Estimate(target=found.target, method=str(found), rows=self.row_factor, linears=total)
 
     def time_unit(self, offer: Offer, looked: Looked) -> Interval | None:
         """The speed-up of a unit cut out of the model; None where the budget does not reach."""
@@ -393,7 +465,12 @@ class _Session:
 
     def make_plan(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval], alone: dict[str, Interval]) -> Plan:  # fmt: skip
         evidence = {
-            o.name: UnitEvidence(speedup=speeds.get(o.name), harm=o.harm, metric_change=alone.get(o.name))
+            o.name: UnitEvidence(
+                speedup=speeds.get(o.name),
+                estimated=self.estimates.get(o.name),
+                harm=o.harm,
+                metric_change=alone.get(o.name),
+            )
             for o in offers
         }
         units, sites = to_plan_parts(offers, looked, evidence, chosen.kept, training=self.training)
@@ -411,8 +488,16 @@ class _Session:
             mods=mods,
             margin=self.margin,
             environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),
-            notes=[] if timed else ["made for accuracy only: no speed was measured on " + self.device_name],
+            notes=[] if timed else self.say_untimed(),
         )
+
+    def say_untimed(self) -> list[str]:
+        """What a plan without measured speeds rests on."""
+        if self.estimator is None:
+            return [f"made for accuracy only: no speed was measured on {self.device_name}"]
+        return [
+            f"the plan to try first on {self.estimator.target}: speeds are {self.estimator}; none was measured, so tune again there"
+        ]
 
     def describe(self, offers: list[Offer], chosen: Chosen, looked: Looked, speeds: dict[str, Interval], alone: dict[str, Interval]) -> list[TunedUnit]:  # fmt: skip
         taken = {o.name for o in offers}
@@ -425,7 +510,7 @@ class _Session:
             rows.append(
                 TunedUnit(
                     name=o.name, linears=o.unit.linears, way=o.way if o.name in taken else "high", flops_share=o.flops_share, reason=reason,
-                    harm=o.harm, speedup=speeds.get(o.name), metric_change=alone.get(o.name), alarms=alarms,
+                    harm=o.harm, speedup=speeds.get(o.name), estimated=self.estimates.get(o.name), metric_change=alone.get(o.name), alarms=alarms,
                 )
             )  # fmt: skip
         offered = {name for o in chosen.offers for name in o.unit.linears}
