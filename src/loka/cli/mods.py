@@ -3,7 +3,7 @@
     loka mods list
     loka mods apply --model wukong:tiny --data synthetic --mods no_bias,block_norm,hard_swish
     loka mods apply --model mypkg.net:make --data mypkg.net:batches --mods align_shapes --json
-    loka mods suggest runs/demo/records/probe.json
+    loka mods suggest probe.json
 
 `apply` is a dry run that prints the summary: mods change a model in memory. To train with them, `loka train --mods ...`; in code, `loka.mods.apply`.
 """

@@ -1,6 +1,6 @@
 """`loka plan`, `loka explain`, `loka diff`, `loka translate`: make a plan from a probe's report, ask it why, compare two, hand it to other tools.
 
-    loka plan runs/demo/records/probe.json --accuracy-only --out plan.json
+    loka plan probe.json --accuracy-only --out plan.json
     loka plan probe.json --target "NVIDIA H200" --row-factor 16         speeds from the rows that ship with loka
     loka plan probe.json --target "NVIDIA H200" --db rows.sqlite --weights cached --override 'core.head.*=high'
     loka plan probe.json --accuracy-only --max-metric-change 0.001

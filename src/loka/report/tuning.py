@@ -2,7 +2,7 @@
 
 from loka.records import Conversion, Interval
 from loka.records.prose import spell_unit
-from loka.records.tuning import TunedUnit, Tuning
+from loka.records.tuning import SizeEstimates, TunedUnit, Tuning
 from loka.report.markup import about, chip, escape, notice, percent, row, signed, span_of, table, times
 from loka.report.results import Results
 
@@ -29,8 +29,25 @@ def say_tuning(tuning: Tuning) -> str:
 
 def write_tuning(results: Results) -> str:
     """All tunings, then what was converted."""
-    return "".join(_write_one(tuning) for tuning in results.tunings) + "".join(
-        _write_conversion(conversion) for conversion in results.conversions
+    parts = [
+        *map(_write_one, results.tunings),
+        *map(_write_conversion, results.conversions),
+        *map(_write_sizes, results.sizes),
+    ]
+    return "".join(parts)
+
+
+def _write_sizes(found: SizeEstimates) -> str:
+    """Estimates for a device that was not there, called so in every place."""
+    rows = [
+        row([escape(size.size), f"{size.rows:,}", percent(size.share), f"{times(size.linears)} {chip('estimated', '')}"], numeric=(1, 2, 3))
+        for size in (found.here, found.large)
+    ]  # fmt: skip
+    head = ("size of the model", "rows of a batch", "FLOPs in FP8", "its linears, over bf16")
+    note = notice(f"Speeds are {escape(found.method)}. None was measured; what is no linear is not counted.")
+    caption = "What is faster is taken, the rest stays in 16 bits"
+    return f"<h3>Estimated for {escape(found.target)}</h3>{note}" + table(
+        head, rows, numeric=(1, 2, 3), caption=caption
     )
 
 

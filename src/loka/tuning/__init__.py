@@ -11,9 +11,9 @@ evidence.py     everything measured, on disk as soon as it is known, so that a c
 tuned.py        the result
 """
 
-from loka.tuning.estimating import Estimator
+from loka.tuning.estimating import Estimator, estimate_model
 from loka.tuning.loop import tune
 from loka.tuning.task import Task
 from loka.tuning.tuned import Tuned
 
-__all__ = ["Estimator", "Task", "Tuned", "tune"]
+__all__ = ["Estimator", "Task", "Tuned", "estimate_model", "tune"]

@@ -18,20 +18,27 @@ A linear that runs alone under a recipe is estimated from the performance databa
 import json
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from loka.dispatch import RECIPES
 from loka.dispatch.rows import LINEAR, linear_variant, shipped
+from loka.nn.wrapping import named_sites
 from loka.records import GEMMS, Interval
 from loka.records.performance import PerformanceRow
+from loka.units import discover
+from loka.units.flow import call_model
+from loka.units.undisturbed import undisturbed
 
-__all__ = ["Estimator", "Unit", "known_targets"]
+__all__ = ["Estimator", "ModelEstimate", "Unit", "estimate_model", "known_targets"]
 
 Array = NDArray[np.float64]
 PRIOR = np.log([650.0, 1100.0, 3.8, 2.5, 6.0, 2.5, 1.0])  # TFLOP/s, TFLOP/s, TB/s, us, us, us, 1
@@ -212,6 +219,74 @@ class Estimator:
 def _around(value: float, spread: float) -> Interval:
     value = float(value)
     return Interval(value=value, low=value * math.exp(-spread), high=value * math.exp(spread))
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """A model's linears on a device that is not here.
+
+    Args:
+        linears: estimated speed-up of all of them together, forward and backward; units that would be slower stay in 16 bits.
+        share: of their GEMM FLOPs in units that are estimated to be faster.
+        units: by name, the estimate of each.
+    """
+
+    linears: Interval
+    share: float
+    units: dict[str, Interval]
+
+
+def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: float = 1.0, training: bool = True) -> ModelEstimate:  # fmt: skip
+    """Whether FP8 would pay for a model of this size, before anything is trained or converted: sizes alone are looked at.
+
+    Args:
+        model: on any device; not changed.
+        example: an input of it.
+        target: the device's name, as torch has it.
+        row_factor: rows of a call there over those of the example.
+        training: forward and backward.
+
+    Returns:
+        The estimate.
+
+    Example:
+        >>> estimate_model(model, batch, "NVIDIA H200", row_factor=16).linears
+    """
+    found, estimator = discover(model, example, serving=not training, linears=1), Estimator(target)
+    rows = _count_rows(model, example)
+    units = {u.name: Unit(_scaled(rows[u.name], row_factor), tuple((l.k, l.n) for l in u.links), training) for u in found.units}  # noqa: E741  # fmt: skip
+    speeds = {name: estimator.speedup(unit) for name, unit in units.items()}
+    faster = {name for name, speed in speeds.items() if speed.value > 1}
+    ends = dict.fromkeys(("bf16", "value", "low", "high"), 0.0)
+    chained = {link.linear for unit in found.units for link in unit.links}
+    for name, module in named_sites(model):
+        if isinstance(module, nn.Linear) and name not in chained and name in rows:
+            units[name] = Unit(_scaled(rows[name], row_factor), ((module.in_features, module.out_features),), training)
+    for name, unit in units.items():
+        t16 = estimator.microseconds(unit)[0]
+        ends["bf16"] += t16
+        for end in ("value", "low", "high"):
+            ends[end] += t16 / getattr(speeds[name], end) if name in faster else t16
+    total = Interval(**{end: ends["bf16"] / ends[end] for end in ("value", "low", "high")})
+    flops = sum(unit.flops for unit in units.values()) or 1.0
+    return ModelEstimate(total, sum(units[name].flops for name in faster) / flops, speeds)
+
+
+def _scaled(rows: int, factor: float) -> int:
+    return max(1, round(rows * factor))
+
+
+def _count_rows(model: nn.Module, example: Any) -> dict[str, int]:
+    """Rows of one call of every linear."""
+    rows: dict[str, int] = {}
+    with ExitStack() as stack:
+        for name, module in named_sites(model):
+            if isinstance(module, nn.Linear):
+                hook = lambda m, args, out, name=name: rows.__setitem__(name, out.numel() // m.out_features)  # noqa: E731
+                stack.callback(module.register_forward_hook(hook).remove)
+        with undisturbed(model), torch.no_grad():
+            call_model(model.eval(), example)
+    return rows
 
 
 def known_targets() -> list[str]:

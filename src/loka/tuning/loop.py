@@ -32,7 +32,7 @@ from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_
 from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import Looked, look
-from loka.tuning.progress import Progress
+from loka.tuning.progress import Progress, Told
 from loka.tuning.task import Step, Task
 from loka.tuning.tuned import Tuned
 from loka.tuning.verifying import Losses, converted, evaluate, paired_change
@@ -59,7 +59,7 @@ def tune(
     estimate_for: str | None = None,
     row_factor: float = 1.0,
     out: str | Path | None = None,
-    progress: bool | None = None,
+    progress: bool | Told | None = None,
 ) -> Tuned:
     """Make a model faster in FP8, with proof, in place.
 
@@ -78,7 +78,7 @@ def tune(
         estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
         row_factor: with `estimate_for`, rows of a call there over those here.
         out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
-        progress: a bar on stderr; None shows one in a terminal.
+        progress: a bar on stderr; None shows one in a terminal; a function(phase, done, total) is told instead.
 
     Returns:
         The model, converted, with the record of everything measured.
