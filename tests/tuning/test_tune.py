@@ -477,3 +477,33 @@ def test_a_loss_that_is_not_finite_anyway_converts_nothing() -> None:
     tuned = tune(model, metric=lambda m, b: torch.full((4,), float("nan")))
     assert not placed(model)
     assert tuned.record.metric is None
+
+
+def test_what_is_no_linear_is_named() -> None:
+    """A share of FLOPs that leaves out half of a model without a word is a wrong share."""
+
+    class Conv1D(nn.Module):  # as transformers has it
+        def __init__(self) -> None:
+            super().__init__()
+            self.nf, self.weight, self.bias = (
+                64,
+                nn.Parameter(0.1 * torch.randn(WIDTH, 64)),
+                nn.Parameter(torch.zeros(64)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.bias
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.gru, self.last = Conv1D(), nn.GRU(64, 32, batch_first=True), nn.Linear(32, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.gru(self.conv(x).unsqueeze(1))[0][:, 0]).squeeze(-1)
+
+    torch.manual_seed(0)
+    notes = "\n".join(tune(Mixed()).record.notes)
+    assert "gru: a recurrent layer" in notes
+    assert "conv: a Conv1D is not converted here; hint: replace it by an nn.Linear" in notes
+    assert not any("not looked at" in note for note in tune(make_trained()[0]).record.notes)

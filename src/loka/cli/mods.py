@@ -88,7 +88,7 @@ def _apply(subject: Any, names: str) -> Any:
 def _example(subject: Any) -> Any:
     from loka import mods
 
-    batch = next(iter(subject.batches("train")))
+    batch = next(subject.stream("train"))
     return mods.capture_example(subject.model, lambda: subject.loss(batch))
 
 

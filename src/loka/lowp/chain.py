@@ -40,6 +40,7 @@ from loka.lowp.chain_function import (
     run_link,
 )
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.leaving import refuse_export, refuse_script
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
 from loka.nn.norm import BlockNorm
@@ -578,6 +579,9 @@ class _InChain(nn.Module):
         made = super().__reduce_ex__(protocol)
         return (_rebuild, (self.loka_original, self.loka_role), *made[2:])
 
+    def __prepare_scriptable__(self) -> Any:
+        refuse_script(self.__dict__[CHAIN].name)
+
     def _replicate_for_data_parallel(self) -> Any:
         raise ValueError("the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, or loka.revert(model) first")  # fmt: skip
 
@@ -590,6 +594,7 @@ class _Head(_InChain):
     def forward(self, input: Tensor) -> Tensor:
         """The whole chain."""
         chain = self.__dict__[CHAIN]
+        refuse_export(chain.name)
         result: Tensor = chain.run(input)
         if not torch.compiler.is_compiling():
             chain.handed_on = weakref.ref(result)

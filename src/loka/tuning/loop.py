@@ -31,7 +31,7 @@ from loka.tuning import timing
 from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_harm, split_unit, to_plan_parts
 from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
-from loka.tuning.looking import Looked, look
+from loka.tuning.looking import Looked, look, name_unseen
 from loka.tuning.progress import Progress, Told
 from loka.tuning.task import Step, Task
 from loka.tuning.tuned import Tuned
@@ -219,6 +219,7 @@ class _Session:
 
     def run(self, mods: list[str]) -> Tuning:
         """Look, choose, verify."""
+        self.notes += name_unseen(self.task.model)
         with self.phase("look"):
             looked = look(self.task, training=self.training, progress=self.progress)
             base = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
