@@ -40,6 +40,9 @@ def tune(
     train_steps: Annotated[int, typer.Option(help="Train so many steps first, with AdamW.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of --train-steps.")] = 1e-3,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
+    train: Annotated[
+        int, typer.Option(help="Steps of a paired run on copies of the model, which shows what FP8 gradients do.")
+    ] = 0,
     target: Annotated[
         str | None, typer.Option(help='A GPU that is not here, e.g. "NVIDIA H200": its speeds are estimated.')
     ] = None,
@@ -77,8 +80,9 @@ def tune(
     tuned = run(
         subject.model,
         held,
-        step=lambda _, batch: subject.loss(batch),
-        metric=lambda _, batch: subject.values(batch),
+        step=lambda network, batch: subject.job.lose(network, batch),
+        metric=lambda network, batch: next(iter(subject.job.metrics.values()))(network, batch).reshape(-1),
+        train=train,
         margin=margin,
         architecture=architecture,
         target="serve" if serve else "train",

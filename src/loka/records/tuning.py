@@ -104,6 +104,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
         metric_change: of the whole plan, paired, on held-out batches.
         metric_unit: what the interval is over: "examples" or "batches".
         gradients: how gradients were judged.
+        training_change: of the metric after a paired run of training, where the user allowed one.
         seconds: by phase.
         notes: what a reader must know.
         environment: where.
@@ -125,6 +126,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
     metric_change: Interval | None = None
     metric_unit: str = "examples"
     gradients: str = "by the score"
+    training_change: Interval | None = None
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     notes: list[str] = msgspec.field(default_factory=list)
 

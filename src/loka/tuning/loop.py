@@ -8,6 +8,7 @@ Nothing is trained: the model's weights, gradients, buffers, modes and the rando
 nothing is converted, and the record says why.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -33,12 +34,13 @@ from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import Looked, look, name_unseen
 from loka.tuning.progress import Progress, Told
-from loka.tuning.task import Step, Task
+from loka.tuning.task import MakeOptimizer, Step, Task
 from loka.tuning.tuned import Tuned
-from loka.tuning.verifying import Losses, converted, evaluate, paired_change
+from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, paired_change, train_paired
 
 __all__ = ["tune"]
 
+EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
 COARSE = 0.001  # the margin where the data cannot resolve a finer one
 Target = Literal["train", "serve"]
 
@@ -56,6 +58,8 @@ def tune(
     seconds: float = 180.0,
     autocast: torch.dtype | Literal["auto"] | None = "auto",
     thorough: bool = False,
+    train: int = 0,
+    optimizer: MakeOptimizer | None = None,
     estimate_for: str | None = None,
     row_factor: float = 1.0,
     out: str | Path | None = None,
@@ -75,6 +79,9 @@ def tune(
         seconds: budget; phases that would exceed it are left out, and the record says so.
         autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
         thorough: also compile with max-autotune, on both sides.
+        train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
+            the model itself is not trained. 0: gradients are judged by the score alone.
+        optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
         estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
         row_factor: with `estimate_for`, rows of a call there over those here.
         out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
@@ -100,6 +107,7 @@ def tune(
     session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
     session.estimator = _estimator_for(estimate_for, row_factor, task.device)
     session.row_factor = row_factor
+    session.train, session.optimizer = _check_training(train, target, optimizer), optimizer
     present = _mods_of(inner, architecture)
     session.time_original()
     with ExitStack() as undo:
@@ -114,6 +122,7 @@ def tune(
             done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
             record = session.with_conversion(record, done)
     tuned = Tuned(model, record)
+    session.give_back()
     if out is not None:
         tuned.save(out)
     session.progress.finish(record.verdict)
@@ -137,6 +146,12 @@ def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
     if present and architecture and lacking:
         raise ValueError(f"architecture=True applies {', '.join(mods_room.CORE)}, and the model has {', '.join(present)} already; hint: leave architecture out, or loka.mods.revert(model) first")  # fmt: skip
     return present
+
+
+def _check_training(steps: int, target: str, optimizer: Any) -> int:
+    if steps < 0 or (steps and target != "train") or (optimizer is not None and not steps):
+        raise ValueError(f"train={steps}: expected a number of steps, with target='train'; optimizer= belongs to it")
+    return steps
 
 
 def _estimator_for(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
@@ -170,6 +185,8 @@ class _Session:
 
     estimator: Estimator | None = None
     row_factor: float = 1.0
+    train: int = 0
+    optimizer: MakeOptimizer | None = None
 
     def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
         self.task, self.metric, self.margin, self.training = task, metric, margin, training
@@ -229,6 +246,10 @@ class _Session:
             offers, speeds = self.time_units(chosen, looked)
         with self.phase("verify the metric"):
             offers, alone, change, used = self.verify_metric(offers, chosen, looked, base, mods, speeds)
+        trained = None
+        if self.train:
+            with self.phase("train a little"):
+                offers, trained = self.verify_training(offers, chosen, looked, used)
         with self.phase("verify the step"):
             offers, step_times, speedup, note = self.verify_speed(offers, chosen, looked, mods, speeds)
             if change is not None and not offers:
@@ -248,7 +269,8 @@ class _Session:
             metric=base.mean if math.isfinite(base.mean) else None,
             metric_change=change,
             metric_unit="examples" if base.per_example else "batches",
-            gradients="by the score" if self.training else "none: serving",
+            gradients=self.say_gradients(trained),
+            training_change=trained,
             seconds=self.seconds,
             notes=self.notes,
             environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),
@@ -263,18 +285,11 @@ class _Session:
         return self.progress.phase(name, self.seconds)
 
     def warn_if_early(self, base: Losses) -> None:
-        """A model that is no better than guessing the base rate has no sites worth judging."""
-        targets = [batch[1] for batch in self.task.held_out if isinstance(batch, (tuple, list)) and len(batch) == 2]
-        labels = [t.detach().float().reshape(-1).cpu() for t in targets if isinstance(t, Tensor)]
-        if not labels or self.metric is not None:
+        """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
+        constant = evaluate_averaged(self.task, self.metric, as_trained=self.training)
+        if constant is None or not (math.isfinite(base.mean) and constant.mean > 0) or base.mean < EARLY * constant.mean:  # fmt: skip
             return
-        y = torch.cat(labels)
-        if not bool(((y == 0) | (y == 1)).all()):
-            return
-        rate = float(y.mean().clamp(1e-6, 1 - 1e-6))
-        entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        if base.mean >= 0.995 * entropy:
-            self.notes.append(f"too early: the loss {base.mean:.4f} is no better than guessing the base rate ({entropy:.4f}); train until it is below that, then tune again")  # fmt: skip
+        self.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, which the model's mean prediction has when every example gets it; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
 
     def time_units(self, chosen: Chosen, looked: Looked) -> tuple[list[Offer], dict[str, Interval]]:
         """Drop what is not faster; units of one shape are timed once."""
@@ -402,6 +417,30 @@ class _Session:
             together = self.swap(taken, chosen, looked, base) if taken else None
         return taken, alone, together, used
 
+    def verify_training(self, offers: list[Offer], chosen: Chosen, looked: Looked, used: float) -> tuple[list[Offer], Interval | None]:  # fmt: skip
+        """Train two copies a little, one by the plan; the unit whose gradients are predicted to cost most leaves until they end alike."""
+        taken, change = list(offers), None
+        while taken:
+            plan = self.make_plan(taken, chosen, looked, [], {}, {})
+            change = train_paired(self.task, plan, self.train, self.optimizer, self.metric, lambda done: self.progress("train a little", done, 2 * self.train))  # fmt: skip
+            if change.high <= used:
+                return taken, change
+            worst = max(taken, key=lambda o: 0.0 if o.harm is None else o.harm.value)
+            taken.remove(worst)
+            why = f"trained {self.train} steps with it, the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
+            chosen.kept.update(dict.fromkeys(worst.unit.linears, why))
+        return taken, None
+
+    def say_gradients(self, trained: Interval | None) -> str:
+        """How gradients were judged."""
+        if not self.training:
+            return "none: serving"
+        if not self.train:
+            return "by the score"
+        if trained is None:
+            return f"by the score, and by paired runs of {self.train} steps, which no unit passed"
+        return f"by the score, and by a paired run of {self.train} steps: {trained.value:+.4%} [{trained.low:+.4%}, {trained.high:+.4%}]"
+
     def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
         """A chain without the linear that is predicted to cost most; nothing of a single one."""
         change = alone[offer.name]
@@ -521,6 +560,13 @@ class _Session:
                 site = looked.sites[name]
                 rows.append(TunedUnit(name=name, linears=[name], way="high", flops_share=site.flops / total, reason=why, alarms=[a.text for a in site.alarms[:2]]))  # fmt: skip
         return rows
+
+    def give_back(self) -> None:
+        """Captured steps hold their own memory: after tune the process has what the conversion needs."""
+        self.base.clear()
+        gc.collect()  # compiled steps and the graphs that hold them refer to each other
+        if self.task.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def with_conversion(self, record: Tuning, done: Any) -> Tuning:
         """The record with what runs now."""
