@@ -40,6 +40,7 @@ from loka.lowp.chain_function import (
     run_link,
 )
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.leaving import refuse_export, refuse_script
 from loka.lowp.passing import CALLS, HandOn
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
@@ -653,6 +654,9 @@ class _InChain(_Reclassed):
         what = repr(chain) if isinstance(self, _Head) else f"runs in chain {chain.name}"
         return f"{own}, {what}" if own else what
 
+    def __prepare_scriptable__(self) -> Any:
+        refuse_script(self.__dict__[CHAIN].name)
+
     def _replicate_for_data_parallel(self) -> Any:
         raise ValueError("the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, or loka.revert(model) first")  # fmt: skip
 
@@ -665,6 +669,7 @@ class _Head(_InChain):
     def forward(self, input: Tensor) -> Tensor:
         """The whole chain."""
         chain = self.__dict__[CHAIN]
+        refuse_export(chain.name)
         result: Tensor = chain.run(input)
         chain.begin(result)
         return result
