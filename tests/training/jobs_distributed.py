@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from loka.training import Callback, TrainConfig
-from loka.training.distributed import DistributedTrainer
+from loka.training.distributed import DistributedTrainer, Distribution
 from training.toy import make_data, make_model
 
 
@@ -26,8 +26,9 @@ class DieAt(Callback):
 
 
 def train(
-    out: str | None, steps: int, rows: str, collectives: str | None, resume: bool, die: tuple[int, int] | None = None
-) -> dict:
+    out: str | None, steps: int, rows: str, collectives: str | None, resume: bool, die: tuple[int, int] | None = None,
+    dense: str = "fsdp", recipe: str | None = None, dropout: float = 0.0,
+) -> dict:  # fmt: skip
     config = TrainConfig(
         steps=steps,
         batch_size=48,
@@ -39,8 +40,8 @@ def train(
     )
     callbacks = [] if die is None else [DieAt(*die)]
     trainer = DistributedTrainer(
-        make_model(dropout=0.0), make_data(), config, rows=rows, collectives=collectives, out=out, callbacks=callbacks
-    )
+        make_model(dropout=dropout), make_data(), config, Distribution(rows=rows, collectives=collectives, dense=dense), recipe=recipe, out=out, callbacks=callbacks
+    )  # fmt: skip
     result = trainer.fit(resume=resume)
     weights = {
         n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in trainer.module.state_dict().items()
