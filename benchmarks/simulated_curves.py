@@ -5,6 +5,8 @@
 From each curve its first point is taken as the measured time of one GPU's work (nothing else about the machine is measured here), the others are predicted. The collectives of the first point
 are simulated too and taken off. Parameters and bytes are the models'; bandwidths are data sheets'.
 
+Then, for models whose training step was timed on an H200 (results/h200/zoo_training.json, loka's step; a third of it forward), which codec of embeddings and gradients would pay on which network.
+
 The curves: NVIDIA DeepLearningExamples, https://github.com/NVIDIA/DeepLearningExamples, commit 729963dd47e7c8bd462ad10bfac7a7b0b604e6dd.
 """
 
@@ -13,7 +15,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loka.comms.simulation import MACHINES, Work, simulate
+from loka.comms.simulation import MACHINES, Work, compare_codecs, simulate
 
 BERT = "TensorFlow/LanguageModeling/BERT/README.md, multi-node on DGX A100 40GB"
 XL = "PyTorch/LanguageModeling/Transformer-XL/README.md"
@@ -49,7 +51,7 @@ CURVES = (
     Curve("Transformer-XL large, mixed precision, one node, 2 sequences a GPU", f"{XL}, DGX-1 16GB", "v100-dgx1", 257_000_000, "fp16", 2 * 384,
           ((1, 1, 6907.0), (2, 1, 11272.0), (4, 1, 22530.0), (8, 1, 40920.0)),
           note="PCIe and uneven NVLink rings between two GPUs of a DGX-1, and a host that is busy, are not in the simulation"),
-    Curve("DLRM large, whole batch of 65,536", DLRM, "v100-dgx2", 2_380_000, "fp16", 8192, ((8, 1, 7_930_000.0), (16, 1, 10_800_000.0)),
+    Curve("DLRM large, whole batch of 65,536", DLRM, "v100-dgx2", 2_368_897, "fp16", 8192, ((8, 1, 7_930_000.0), (16, 1, 10_800_000.0)),
           embeddings=26 * 128 * 8192, shrinks=True,
           note="half the batch does not take half the time; the simulation wants the time at the batch a GPU has"),
 )  # fmt: skip
@@ -73,7 +75,43 @@ def predict(curve: Curve) -> list[dict[str, float]]:
         )  # fmt: skip
         (step,) = simulate(work, machine, gpus=(n,), codec=curve.codec)
         simulated = curve.batch * share * batches * n / step.step
-        rows.append({"gpus": n, "published": seen, "simulated": simulated, "error_percent": 100 * (simulated / seen - 1)})
+        rows.append(
+            {"gpus": n, "published": seen, "simulated": simulated, "error_percent": 100 * (simulated / seen - 1)}
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A model of benchmarks/zoo.py: its row in zoo_training.json, parameters outside tables, and pooled embeddings of its batch."""
+
+    name: str
+    dense: int
+    embeddings: int
+
+
+TIMED = (
+    Timed("dlrm", 2_368_897, 16384 * 26 * 128),
+    Timed("wukong", 116_501_505, 8192 * 128 * 128),
+    Timed("cross", 49_221_121, 8192 * 3456),
+    Timed("encoder", 50_385_921, 64 * 256 * 1024),
+)
+NETWORKS, SIZES = ("h200-ndr", "h200-hdr", "h200-100g"), (8, 64, 256, 1024)
+
+
+def choose_codecs() -> list[dict[str, object]]:
+    """The codec that would pay, for each timed model, network and number of GPUs, and what it would save beside bf16."""
+    timed = json.loads((Path(__file__).parent / "results" / "h200" / "zoo_training.json").read_text())["rows"]
+    milliseconds = {row["model"]: row["ms"] for row in timed if row["way"] == "loka"}
+    rows: list[dict[str, object]] = []
+    for model in TIMED:
+        step = milliseconds[model.name] / 1e3
+        work = Work(step / 3, 2 * step / 3, dense=model.dense, embeddings=model.embeddings)
+        for network in NETWORKS:
+            for gpus, steps, best in compare_codecs(work, MACHINES[network], gpus=SIZES):
+                times = {codec: 1e3 * simulated.step for codec, simulated in steps.items()}
+                rows.append({"model": model.name, "network": network, "gpus": gpus, "pays": best, "milliseconds": times,
+                             "saved_beside_bf16_percent": 100 * (1 - times[best] / times["bf16"])})  # fmt: skip
     return rows
 
 
@@ -85,13 +123,20 @@ def main() -> int:
     for curve in CURVES:
         rows = predict(curve)
         worst = max(abs(row["error_percent"]) for row in rows)
-        linear = max(abs(100 * (c / curve.points[0][0] * curve.points[0][2] / seen - 1)) for c, _, seen in curve.points[1:])
+        linear = max(
+            abs(100 * (c / curve.points[0][0] * curve.points[0][2] / seen - 1)) for c, _, seen in curve.points[1:]
+        )
         record.append({
             "curve": curve.name, "source": curve.source, "machine": curve.machine, "note": curve.note, "points": rows,
             "worst_error_percent": worst, "worst_error_percent_of_linear_scaling": linear,
         })  # fmt: skip
         print(f"{curve.name}: worst {worst:.1f} % (linear scaling: {linear:.1f} %)")
-    out.write_text(json.dumps({"simulation": True, "curves": record}, indent=1) + "\n")
+    codecs = choose_codecs()
+    for row in codecs:
+        print(
+            f"simulated: {row['model']:8} {row['network']:10} {row['gpus']:5} GPUs: {row['pays']} ({row['saved_beside_bf16_percent']:.0f} % beside bf16)"
+        )
+    out.write_text(json.dumps({"simulation": True, "curves": record, "codecs": codecs}, indent=1) + "\n")
     return 0
 
 

@@ -107,7 +107,8 @@ def run_one_of_many(options: argparse.Namespace) -> None:
         trainer = DistributedTrainer(model, data, config, Distribution(**WAYS[way]), recipe=RECIPE)
         trainer.fit()
         metrics = trainer.evaluate(data.test)
-        assert trainer.wire is not None and trainer.conversion is not None
+        assert trainer.wire is not None
+        assert trainer.conversion is not None
         if dist.get_rank() == 0:
             options.out.write_text(json.dumps({
                 "way": way, "seed": int(seed), "log_loss": metrics["log_loss"], "auc": metrics["auc"], "wire": trainer.wire.ratio,

@@ -33,11 +33,11 @@ def alone() -> tuple[bytes, dict[str, torch.Tensor], dict[str, float], torch.nn.
     return to_json(plan), model.state_dict(), trainer.evaluate(data.test), model
 
 
-def check(world: int, other: int, how: dict[str, Any], folder: Path) -> dict[str, Any]:
+def check(world: int, other: int, how: dict[str, Any], folder: Path, timeout: float = 180) -> dict[str, Any]:
     """One case of the matrix; what it found."""
     mine, weights, metrics, plain = alone()
     whole = str(folder / "whole")
-    ranks = on_ranks(world, JOBS, "journey", whole, how, mine)
+    ranks = on_ranks(world, JOBS, "journey", whole, how, mine, timeout=timeout)
     assert len({rank["digest"] for rank in ranks}) == 1
     assert len({digest(rank["weights"]) for rank in ranks}) == 1
     first = ranks[0]
@@ -48,8 +48,8 @@ def check(world: int, other: int, how: dict[str, Any], folder: Path) -> dict[str
     torch.testing.assert_close(first["test"]["ne"], metrics["ne"], rtol=2e-2, atol=0)
     keep_half(whole, folder / "same")
     keep_half(whole, folder / "other")
-    (same, *_) = on_ranks(world, JOBS, "resume", str(folder / "same"), how, first["plan"])
-    (moved, *_) = on_ranks(other, JOBS, "resume", str(folder / "other"), how, first["plan"])
+    (same, *_) = on_ranks(world, JOBS, "resume", str(folder / "same"), how, first["plan"], timeout=timeout)
+    (moved, *_) = on_ranks(other, JOBS, "resume", str(folder / "other"), how, first["plan"], timeout=timeout)
     assert same["resumed"] == moved["resumed"] == HALF
     assert digest(same["weights"]) == digest(first["weights"]), (
         "a resumed run ends with the bits of one that was not stopped"
