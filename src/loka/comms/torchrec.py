@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from loka.comms.codec import Codec, parse_codec
 from loka.comms.collectives import Wire, gather_tensors
 
-__all__ = ["distribute_rows", "make_registry", "refuse_substitutions"]
+__all__ = ["distribute_rows", "make_registry", "refuse_rounding", "refuse_substitutions"]
 
 FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
@@ -256,6 +256,34 @@ def refuse_substitutions(config: Any, *, device: torch.device) -> None:
     if problems:
         raise ValueError(
             f"TorchRec would not run what was asked: {'; '.join(problems)}; hint: loka.comms.torchrec.make_registry and distribute_rows"
+        )
+
+
+def refuse_rounding(data_type: str, *, stochastic: bool, device: torch.device) -> None:
+    """Raise where FBGEMM's fused optimisers would round rows otherwise than `stochastic_rounding` asks.
+
+    Args:
+        data_type: of a table's rows, as TorchRec spells it: FP32, FP16, BF16, FP8, INT8, ...
+        stochastic: what the sharder's `fused_params` ask for.
+        device: of the table.
+
+    Raises:
+        ValueError: the rows would be rounded to nearest, or cannot be trained.
+
+    Example:
+        >>> refuse_rounding("FP16", stochastic=True, device=torch.device("cpu"))
+        ValueError: FBGEMM would not run what was asked: ...
+    """
+    kind, problems = data_type.upper(), []
+    if kind not in ("FP32", "FP16", "FP8"):
+        problems.append(f"it trains no {kind} rows")
+    elif stochastic and kind == "FP16" and device.type == "cpu":
+        problems.append("FP16 rows on the CPU are rounded to nearest, whatever stochastic_rounding says")
+    elif stochastic and kind == "FP8":
+        problems.append("FP8 rows are rounded to nearest, whatever stochastic_rounding says")
+    if problems:
+        raise ValueError(
+            f"FBGEMM would not run what was asked: {'; '.join(problems)}; hint: loka.nn.tables.quantize_tables(model, rows='int8:row')"
         )
 
 
