@@ -89,7 +89,15 @@ def journey(out: str, how: dict[str, Any], foreign: bytes | None = None) -> dict
     }
 
 
-def resume(out: str, how: dict[str, Any], plan: bytes, wait: bool = False) -> dict[str, Any]:
+def train(how: dict[str, Any]) -> dict[str, Any]:
+    """A run in float32, without a plan."""
+    data = make_data()
+    trainer = DistributedTrainer(make_model(data), data, settings(), Distribution(**how))
+    trainer.fit()
+    return {"weights": plain_state(trainer.module), "test": trainer.evaluate(data.test)}
+
+
+def resume(out: str, how: dict[str, Any], plan: bytes) -> dict[str, Any]:
     """Go on from the newest checkpoint of a folder: the state that was read, and the one at the end."""
     data, seeing = make_data(), Seeing()
     trainer = DistributedTrainer(

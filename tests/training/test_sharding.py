@@ -78,6 +78,23 @@ def test_the_whole_journey_with_sharded_tables(sharding: str, dense: str, tmp_pa
     assert found["embedding_bytes_per_element"] <= 1.04
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharding", "dense"), [("table", "ddp"), ("row", "fsdp"), (None, "ddp")])
+def test_ranks_train_the_model_of_one_process(sharding: str | None, dense: str) -> None:
+    """Column-wise is left out: its rowwise Adagrad keeps a number for each stretch of a row."""
+    if sharding is not None:
+        pytest.importorskip("torchrec", reason="TorchRec is not installed: pip install 'loka[torchrec]'")
+    data = make_data()
+    model = make_model(data)
+    trainer = Trainer(model, data, settings())
+    trainer.fit()
+    (first, second) = on_ranks(2, JOBS, "train", {"sharding": sharding, "dense": dense})
+    assert digest(first["weights"]) == digest(second["weights"])
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(first["weights"][name], weight, rtol=1e-3, atol=1e-4)
+    assert first["test"]["ne"] == pytest.approx(trainer.evaluate(data.test)["ne"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
