@@ -51,6 +51,7 @@ def train(
         "weights": weights,
         "loss": result.loss,
         "examples": result.examples,
+        "seconds": result.seconds,
         "resumed": result.resumed_from,
         "wire": wire,
         "valid": trainer.evaluate(),

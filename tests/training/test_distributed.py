@@ -35,6 +35,7 @@ def test_two_ranks_train_the_model_of_one_process() -> None:
         torch.testing.assert_close(results[0]["weights"][name], weight, rtol=1e-4, atol=1e-5)
         assert torch.equal(results[0]["weights"][name], results[1]["weights"][name])
     assert results[0]["examples"] == 12 * 48
+    assert 0 < results[0]["seconds"] < 120  # of training, not since the machine was started
     assert results[0]["valid"]["ne"] == pytest.approx(metrics["ne"], rel=1e-4)
 
 

@@ -259,7 +259,7 @@ def check_tables(*, is_sequence: bool, mods: str | None, distributed: bool) -> N
 
 def read_distribution(distributed: bool, *, rows: str | None, **options: str | None) -> Distribution | None:
     """How the model lies on its ranks; None for a single process, which takes none of these options."""
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if not distributed:
         if given:
             names = ", ".join(f"--{name}" for name in given)
@@ -267,7 +267,7 @@ def read_distribution(distributed: bool, *, rows: str | None, **options: str | N
         return None
     from loka.training.sharding import Distribution
 
-    pair: Any = given.pop("embeddings", None)
+    pair = given.pop("embeddings", None)
     if pair is not None:
         pair = tuple(part.strip() for part in pair.split(","))
         if len(pair) != 2:
@@ -314,7 +314,7 @@ def run_distributed(
                 if out is not None:
                     records.save(trainer.conversion, out / "conversion.json")
             for what, wire in (("dense", trainer.wire), ("embeddings", trainer.embedding_wire)):
-                if wire is not None:
+                if wire is not None and wire.elements:  # a single rank sends nothing
                     typer.echo(f"{what}: sent {wire.ratio:.3f} of what float32 would be", err=True)
             tell(result, run, None, as_json=as_json)
 

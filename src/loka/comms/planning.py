@@ -10,6 +10,8 @@ The plan names the plain model's linears, whatever wraps it here, so that it fit
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from loka.comms.agreement import Agreement
 from loka.probe import Probe
 from loka.records import Plan, from_json, to_json
@@ -47,5 +49,5 @@ def plan_together(
     return plan
 
 
-def _contiguous(probe: Probe) -> dict[str, object]:
+def _contiguous(probe: Probe) -> dict[str, Tensor]:
     return {name: value.contiguous().clone() for name, value in probe.state_dict().items()}

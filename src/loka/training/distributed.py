@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -214,6 +215,7 @@ class DistributedTrainer(Trainer):
             remove_leftovers(self.folder)
         for callback in self.callbacks:
             callback.on_start(self)
+        self._window_start = time.perf_counter()
 
     def _train_step(self) -> None:
         self.clock.step = self.step

@@ -301,7 +301,7 @@ def _collect(model: nn.Module, block: int, columns: int) -> dict[str, dict[str, 
         parent, _, child = name.rpartition(".")
         ranker: Any = model.get_submodule(parent)
         made = CollectionTables(tables, _features(ranker), block // math.gcd(block, tables.width // columns))
-        parts = tables.table.weight.detach().split(tables.sizes)
+        parts = torch.split(tables.table.weight.detach(), list(tables.sizes))
         setattr(ranker, child, made)
         values[f"{name}.collection"] = {
             t: part.clone() for t, part in zip(tables.names, parts, strict=True) if t in made.collection.embedding_bags
