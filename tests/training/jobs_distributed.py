@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from loka.training import Callback, TrainConfig
 from loka.training.distributed import DistributedTrainer, Distribution
-from training.toy import make_data, make_model
+from training.toy import ToyBatch, ToySplit, make_data, make_model
 
 
 class DieAt(Callback):
@@ -23,6 +23,12 @@ class DieAt(Callback):
     def on_step_begin(self, trainer: Any) -> None:
         if trainer.step == self.step and dist.get_rank() == self.rank:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def uneven() -> ToySplit:
+    """Of batches of 48 the first of two ranks has two, the second one."""
+    whole = make_data().valid.whole
+    return ToySplit(ToyBatch(whole.ids[:97], whole.dense[:97], whole.labels[:97]))
 
 
 def train(
@@ -55,4 +61,5 @@ def train(
         "resumed": result.resumed_from,
         "wire": wire,
         "valid": trainer.evaluate(),
+        "uneven": trainer.evaluate(uneven()),
     }
