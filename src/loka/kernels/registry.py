@@ -30,13 +30,14 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
     "route": ("triton", "reference"),
-    "embedding_bag": ("triton", "torch", "reference"),
+    "embedding_bag": ("triton", "torch", "fbgemm", "reference"),
     "embedding_update": ("triton", "reference"),
 }
 
 # Backends that `auto` passes over, and why: they are for callers who ask for them by name.
 BY_NAME: dict[tuple[str, str], str] = {
     ("quantize", "compiled"): "is only asked for by name: it is fast inside torch.compile, and slow outside",
+    ("embedding_bag", "fbgemm"): "is only asked for by name: results would depend on what is installed",
 }
 
 _LOADED: dict[str, ModuleType] = {}
