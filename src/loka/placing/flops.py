@@ -59,13 +59,13 @@ def low_precision_share(
     return min(low / counted.flops, 1.0)
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up what torch's FLOP formulas say of every op. Its own counter also follows modules with gradient hooks, which a module that is given a Parameter (a parametrisation) breaks."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
