@@ -30,7 +30,8 @@ def check(plan: Plan, model: nn.Module) -> list[str]:
             seen = f"K {module.in_features}, N {module.out_features}"
             problems.append(f"{site.site}: the model has {seen}, the plan K {site.k}, N {site.n}")
         else:
-            problems += _check_choices(site, module.weight.device)
+            # not `module.weight`: reading a parametrised one may change it
+            problems += _check_choices(site, next(module.parameters()).device)
     return [*_check_target(plan, model), *problems]
 
 
