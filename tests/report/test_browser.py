@@ -51,6 +51,7 @@ TOUR = (
     check("site", { title: page.querySelector("h3").textContent, bars: page.querySelectorAll(".operands svg").length,
                     rows: page.querySelectorAll("tbody tr").length, focus: document.activeElement.tagName, hash: location.hash,
                     here: page.querySelectorAll("tr.here").length });
+    check("cut", Math.max(...[...page.querySelectorAll(".scroll")].map((frame) => frame.scrollWidth - frame.clientWidth)));
     [...page.querySelectorAll("button.step")].find((b) => b.textContent === "next").click();
     await wait(() => page.dataset.site === "core.layers.1.linear");
     check("next", true);
@@ -114,6 +115,12 @@ def test_a_site_has_a_page(tour: dict[str, Any]) -> None:
 
 def test_nothing_runs_over_the_edge(tour: dict[str, Any]) -> None:
     assert tour["sideways"] <= 0
+    assert tour["cut"] <= 0, "the candidates of a site fit the page at 1300 pixels"
+
+
+def test_words_are_explained_on_the_page() -> None:
+    page = render(make_everything())
+    assert all(f"<dt>{word}</dt>" in page for word in ("MERE", "copula", "origin", "SQNR"))
 
 
 def test_narrow_and_dark(tour: dict[str, Any]) -> None:

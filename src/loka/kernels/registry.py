@@ -5,6 +5,8 @@ returns what it chose together with everything that refused. What is in BY_NAME 
 """
 
 import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -28,13 +30,14 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
     "route": ("triton", "reference"),
-    "embedding_bag": ("triton", "torch", "reference"),
+    "embedding_bag": ("triton", "torch", "fbgemm", "reference"),
     "embedding_update": ("triton", "reference"),
 }
 
 # Backends that `auto` passes over, and why: they are for callers who ask for them by name.
 BY_NAME: dict[tuple[str, str], str] = {
     ("quantize", "compiled"): "is only asked for by name: it is fast inside torch.compile, and slow outside",
+    ("embedding_bag", "fbgemm"): "is only asked for by name: results would depend on what is installed",
 }
 
 _LOADED: dict[str, ModuleType] = {}
@@ -69,6 +72,22 @@ def load(op: str) -> None:
     """Import the backends of an op, so that later look-ups can be traced by torch.compile without a graph break."""
     for name in BACKENDS[op]:
         backend(op, name)
+
+
+@contextmanager
+def offering(names: Collection[str]) -> Iterator[None]:
+    """Inside this block no other backends exist: `auto` does not see them, and asking for one by name raises.
+
+    Args:
+        names: of backends, of any op; an op that has none of them keeps its own.
+    """
+    before = dict(BACKENDS)
+    kept = {op: tuple(name for name in found if name in names) for op, found in before.items()}
+    BACKENDS.update({op: found for op, found in kept.items() if found})
+    try:
+        yield
+    finally:
+        BACKENDS.update(before)
 
 
 def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:

@@ -27,7 +27,7 @@ from loka.records import (
 from loka.records.bench import KernelBench
 from loka.records.performance import PerformanceRows
 from loka.records.speeds import TargetSpeeds
-from loka.records.tuning import Tuning
+from loka.records.tuning import SizeEstimates, Tuning
 
 _ALL: tuple[type[Record], ...] = (
     ProbeReport,
@@ -46,6 +46,7 @@ _ALL: tuple[type[Record], ...] = (
     OnlineTest,
     Conversion,
     Tuning,
+    SizeEstimates,
 )
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
@@ -70,6 +71,7 @@ class Results:
     loads: tuple[LoadTest, ...] = ()
     experiments: tuple[OnlineTest, ...] = ()
     tunings: tuple[Tuning, ...] = ()
+    sizes: tuple[SizeEstimates, ...] = ()
     conversions: tuple[Conversion, ...] = ()
 
     @classmethod
@@ -100,6 +102,7 @@ class Results:
             loads=_every(found, LoadTest),
             experiments=_every(found, OnlineTest),
             tunings=_every(found, Tuning),
+            sizes=_every(found, SizeEstimates),
             conversions=_every(found, Conversion),
         )
 
