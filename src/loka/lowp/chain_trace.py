@@ -201,7 +201,7 @@ class Trace:
         with torch.enable_grad():
             p = self._product(at).detach().requires_grad_()
             handed = self._hand_on(p, at)
-        (found,) = torch.autograd.grad(handed, p, arriving)
+        found: Tensor = torch.autograd.grad(handed, p, arriving)[0]
         return found.detach()
 
 

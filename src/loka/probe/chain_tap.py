@@ -60,7 +60,7 @@ class ChainTap:
             with torch.no_grad():
                 ticket = probe_see(self.token, x.to(compute_dtype(x)), None, None, self.number, x.requires_grad, graded)
             tapped = graded and y.requires_grad
-            return Tap.apply(y, ticket, self.grad_token, self.number) if tapped else y  # type: ignore[no-untyped-call,no-any-return]
+            return Tap.apply(y, ticket, self.grad_token, self.number) if tapped else y  # type: ignore[no-untyped-call]
         number = self.see_forward(x, None, x.requires_grad, graded=graded, dtype=compute_dtype(x))
         if number != NO_TICKET and y.requires_grad:
             y.register_hook(lambda dy: self.see_backward(number, dy))  # type: ignore[no-untyped-call]
