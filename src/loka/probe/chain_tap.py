@@ -78,7 +78,7 @@ class ChainTap:
     ) -> int:
         """What came in; returns the ticket to bring with the gradient of what went out."""
         chain = chain_of(self.head)
-        if chain is None:
+        if chain is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph would replay the look
             return NO_TICKET
         watches = [self._watches.get(id(linear)) for linear in chain.linears]
         if not any(watch is not None and watch.on and watch.off is None for watch in watches):
