@@ -140,7 +140,10 @@ class Guard:
         """The linears of all chains as they are now."""
         before = self.chained
         self.chained = {}
-        for _, chain in chains_of(self.model):
+        self._chains = [
+            chain for _, chain in chains_of(self.model)
+        ]  # kept: walking a model's modules takes longer than all else here
+        for chain in self._chains:
             for at, link in enumerate(chain.links):
                 old = before.get(link.linear)
                 self.chained[link.linear] = _InChain(chain, at, *(() if old is None else (old.seen, old.steps)))
@@ -148,12 +151,18 @@ class Guard:
     def begin_step(self) -> None:
         """Look during the step that follows, where it is due."""
         self._attach()
-        self._looking = self.step % self.config.every == 0
-        for linear in self.sites.values():
-            linear.state.watching = self._looking and linear.binding.quantized
-        for _, chain in chains_of(self.model):
-            chain.watching = self._looking
+        self._watch(self.step % self.config.every == 0)
         self.step += 1
+
+    def _watch(self, looking: bool) -> None:
+        """Have sites count, or not."""
+        if looking == self._looking:
+            return
+        self._looking = looking
+        for linear in self.sites.values():
+            linear.state.watching = looking and linear.binding.quantized
+        for chain in self._chains:
+            chain.watching = looking
 
     def _attach(self) -> None:
         """Give every site a vector to count in; a site that was reverted has no place for one."""
@@ -166,7 +175,7 @@ class Guard:
         for linear in self.sites.values():
             if linear.state.health is None:
                 linear.state.health = new_health(linear.weight.device)
-        for _, chain in chains_of(self.model):
+        for chain in self._chains:
             if chain.health is None:
                 chain.health = [new_health(chain.static.device) for _ in chain.links]
 
@@ -195,11 +204,7 @@ class Guard:
         """Read what was counted and act on it; call between steps, on every rank. Returns what happened."""
         self._attach()
         found = self._judge() if self._looking else {}
-        self._looking = False
-        for linear in self.sites.values():
-            linear.state.watching = False
-        for _, chain in chains_of(self.model):
-            chain.watching = False
+        self._watch(False)
         events = [self._act(site, reason, harmful) for site, (reason, harmful) in found.items()]
         events += [self._redecide(site, reason) for site, reason in self._drifted.items()]
         self._drifted.clear()
@@ -240,7 +245,8 @@ class Guard:
 
     def stop(self) -> None:
         """Stop counting; what was switched stays switched."""
-        for _, chain in chains_of(self.model):
+        self._looking = False
+        for chain in self._chains:
             chain.health, chain.watching = None, False
         for linear in self.sites.values():
             if isinstance(linear, Linear):
@@ -280,7 +286,7 @@ class Guard:
             return {}
         counted = [linear.state.health for linear in self.sites.values()]
         counted += [inside.chain.health[inside.at] if inside.chain.health else None for inside in self.chained.values()]
-        saturated = [count for _, chain in chains_of(self.model) for count in chain.count_saturated()]
+        saturated = [count for chain in self._chains for count in chain.count_saturated()]
         device = next(c.device for c in counted if c is not None)
         zero = torch.zeros((), device=device)
         over = [zero] * len(self.sites) + [zero if count is None else count.to(device) for count in saturated]

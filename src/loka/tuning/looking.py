@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from loka.dispatch.choosing import Looked, SiteLook
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
+from loka.probe.adapter import find_adapter
 from loka.probe.offset import find_offsets
 from loka.probe.score import SCORED, Shown, harm_from, score_look
+from loka.probe.unseen import find_unseen
 from loka.records import Gemm
 from loka.tuning.task import Task
 from loka.units import discover, measuring
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["Looked", "SiteLook", "look"]
+__all__ = ["Looked", "SiteLook", "look", "name_unseen"]
 
 ROWS = 1024  # of a call that are scored
 Progress = Callable[[str, int, int], None]
@@ -61,6 +63,28 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
                 progress("look", index + 1, len(chosen))
     units = seen.units()
     return Looked({name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total)
+
+
+def name_unseen(model: nn.Module) -> list[str]:
+    """What multiplies in a model and is no nn.Linear: it stays in 16 bits, and a share of FLOPs does not count it.
+
+    Args:
+        model: any module.
+
+    Returns:
+        One sentence for every reason, with the names; empty where linears are all there is.
+    """
+    linears = {id(module) for _, module in named_sites(model) if isinstance(module, nn.Linear)}
+    reasons: dict[str, list[str]] = {}
+    for found in find_unseen(model, linears, ()):
+        reasons.setdefault(found.reason, []).append(found.name)
+    for name, module in named_sites(model):
+        adapter = None if id(module) in linears else find_adapter(module)
+        if adapter is not None and adapter.kind != "lookup":
+            kind = type(module).__name__
+            hint = "; hint: replace it by an nn.Linear with the transposed weight" if kind == "Conv1D" else ""
+            reasons.setdefault(f"a {kind} is not converted here{hint}", []).append(name)
+    return [f"not looked at, and in no share of FLOPs: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
 
 
 class _Eye:

@@ -11,7 +11,7 @@ from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
-from loka.units.discovery import WIDE_WEIGHTS, activation_of, function_name, norm_eps, norm_kind
+from loka.units.discovery import WIDE_WEIGHTS, activation_of, norm_eps, norm_kind
 
 __all__ = ["build_chain", "describe_chain", "place", "refuse_unit"]
 
@@ -53,7 +53,7 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
     names = [
         *link.passed,
         *([link.norm_site] if link.norm_site else []),
-        *(f.partition(":")[0] for f in link.functions),
+        *link.callers,
     ]
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
     if linear.weight.dtype == torch.float64:
@@ -84,13 +84,8 @@ def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Lin
                 problems.append(f"{name}: has slope {slope:g}, the plan {link.slope:g}")
         elif not isinstance(module, (nn.Identity, nn.Dropout)):
             problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
-    for function in link.functions:
-        owner, _, attribute = function.partition(":")
-        value = getattr(modules[owner], attribute, None)
-        if (activation := function_name(value)) is None:
-            problems.append(f"{owner}: {attribute!r} is no activation function a chain knows")
-        else:
-            found["activation"] = activation
+    if link.called and found["activation"] == "none":  # what a forward calls shows when it runs, and is checked then
+        found["activation"] = link.activation
     for what, name in found.items():
         if name != getattr(link, what) and not problems:
             problems.append(f"{link.linear}: the model has {what} {name} behind it, the plan {getattr(link, what)}")
@@ -147,7 +142,8 @@ def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
         cast(nn.Linear, modules[link.linear]),
         None if link.norm_site is None else modules[link.norm_site],
         tuple(modules[name] for name in link.passed),
-        tuple((modules[owner], attribute) for owner, _, attribute in (f.partition(":") for f in link.functions)),
+        tuple(modules[name] for name in link.callers),
+        link.called,
     )
 
 
@@ -169,7 +165,7 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
             LinkPlan(
                 linear=link.linear, k=linear.in_features, n=linear.out_features, norm=link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
                 norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
-                functions=[f"{names[id(owner)]}:{attribute}" for owner, attribute in part.functions],
+                callers=[names[id(module)] for module in part.callers], called=part.called,
             )
         )  # fmt: skip
         largest = [0.0 if state is None else float(state.largest) for state in (out, grad)]
