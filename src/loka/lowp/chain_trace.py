@@ -210,7 +210,8 @@ def _all(index: Tensor | None) -> Tensor | slice:
 
 
 def _largest(data: Tensor, scale: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(data.float(), torch.inf) * scale
+    found: Tensor = torch.linalg.vector_norm(data.float(), torch.inf) * scale
+    return found
 
 
 def take_quantized(q: QTensor, index: Tensor | None) -> QTensor:
