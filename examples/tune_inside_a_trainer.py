@@ -35,7 +35,5 @@ for _ in range(60):
     for _ in range(2):  # accumulated: one optimizer step
         (step(compiled, make()).mean() / 2).backward()
     optimizer.step()
-    print(
-        tuning.end_step(compiled) or ".", end=""
-    )  # tunes once: compiled code compiles once more, the optimizer stays valid
+    print(tuning.end_step(compiled) or ".", end="")  # once: compiled code compiles once more
 print(f"\n{loka.revert(model)} linears ran in FP8")
