@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 LOCK   := pyproject.toml constraints.txt
 
-.PHONY: demo test test-foreign check format bench docs clean
+.PHONY: demo test test-foreign check format bench evidence docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,9 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev  ## what this machine can measure: data and CPU numbers; kernels where there is a GPU
 	$(BIN)/loka bench
+
+evidence: $(VENV)/.dev  ## every published number made again; EVIDENCE="--data FOLDER --seconds 1800 --only zoo" narrows it
+	$(BIN)/python benchmarks/evidence.py $(EVIDENCE)
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

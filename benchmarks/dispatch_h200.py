@@ -33,7 +33,7 @@ from torch import nn
 
 from loka.dispatch.database import Database, bucket_of
 from loka.dispatch.policy import Policy, choose
-from loka.dispatch.recipe import RECIPES
+from loka.dispatch.recipe import RECIPES, USUAL
 from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_bench, rows_of_timings
 from loka.dispatch.speed import Option
 from loka.formats import Spec
@@ -65,7 +65,7 @@ Candidates = dict[Gemm, tuple[GemmCandidate, ...]]
 
 
 def candidates_for(gemm: Gemm, backends: list[str]) -> tuple[GemmCandidate, ...]:
-    pairs = dict.fromkeys(o for recipe in RECIPES.values() if (o := recipe.operands(gemm)) is not None)
+    pairs = dict.fromkeys(o for name in USUAL if (o := RECIPES[name].operands(gemm)) is not None)
     return tuple(GemmCandidate(o.a, o.b, backend, o.fast_accum) for o in pairs for backend in backends)
 
 

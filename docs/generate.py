@@ -1,6 +1,6 @@
 """Pages and tables that are made from the code and from committed results, so that no number is typed by hand.
 
-    python docs/generate.py            writes docs/measured.md, docs/reference/cli.md and the marked blocks of README.md and docs/mods.md
+    python docs/generate.py            writes docs/measured.md, docs/published.md, docs/reference/cli.md and the marked blocks of README.md and docs/mods.md
     python docs/generate.py --check    exit 1 when one of them is not what it would write
 
 This file says which page gets what; `docs/tables` makes the tables. Needs loka and its command line (typer), no torch.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tables import ablation, generative, kernels, models, zoo
+from tables import ablation, generative, kernels, models, published, zoo
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,8 +29,8 @@ SECTIONS = (
      "Plain PyTorch, whole training step with AdamW or inference, CUDA graphs, static shapes, in turns on one H200. \"Our layout\" is bf16 with the rewrites that keep the function, so that FP8's own share shows."),
     ("One call of tune", "tune_zoo.json", zoo.tune_table,
      "The same models, trained 500 steps on labels of a fixed teacher, then tuned on batches they had not seen: speed and loss of one configuration. The step is forward and backward, without an optimizer."),
-    ("Models of this package, before chains", "fp8_models.json", models.models_table,
-     "Measured with modules that chains have replaced since, placed by the benchmark and not by a plan; not repeated through `loka.convert` yet. Step time of whole models, compiled on all sides; every speed-up is over the model's bf16 case."),
+    ("Models of this package", "fp8_models.json", models.models_table,
+     "Step time of whole models, compiled on all sides; every speed-up is over the model's bf16 case."),
     ("One fused layer", "fused_linear.json, fused_linear_training.json", kernels.fused_table,
      "GEMM, BlockNorm-256, hard swish and FP8 output in one kernel, against compiled bf16 linear, RMSNorm and SiLU."),
     ("From which size FP8 pays", "dispatch/rows.json", kernels.size_table,
@@ -77,6 +77,21 @@ def write_measured() -> str:
                 made,
             ]
     return "\n".join(parts) + "\n"
+
+
+def write_published() -> str:
+    """The page of published claims."""
+    return "\n".join(
+        [
+            "# What the papers say, and what we saw",
+            "",
+            "The two systems that `loka` follows have no public code. Every claim of theirs that has a number, beside what our records say. Written by `docs/generate.py` from the records; "
+            "a claim without a record says so. *Not confirmed here* is a statement about our models and one H200, not about theirs.",
+            "",
+            published.published_table(),
+            "",
+        ]
+    )
 
 
 def write_blocks(text: str, measured: str) -> str:
@@ -149,6 +164,7 @@ def pages() -> dict[Path, str]:
     readme, mods = ROOT / "README.md", ROOT / "docs" / "mods.md"
     return {
         ROOT / "docs" / "measured.md": write_measured(),
+        ROOT / "docs" / "published.md": write_published(),
         ROOT / "docs" / "reference" / "cli.md": write_cli(),
         readme: write_blocks(readme.read_text(encoding="utf-8"), "docs/measured.md"),
         mods: write_blocks(mods.read_text(encoding="utf-8"), "measured.md"),

@@ -15,14 +15,6 @@ NAMES = {
     "interformer": "InterFormer",
     "hstu": "HSTU",
 }
-WAYS = {
-    "fp32": "fp32",
-    "tf32": "tf32",
-    "bf16": "bf16",
-    "torchao-tensorwise": "torchao tensorwise",
-    "torchao-rowwise": "torchao rowwise",
-    "loka": "loka",
-}
 RUNS = {
     "planned": "trained on in planned FP8",
     "naive": "trained on in naive FP8 (tensorwise everywhere)",
@@ -60,40 +52,6 @@ def models_table() -> str | None:
     return table(
         ["model", "what", "batch", "precision", "time, 95 %", "over bf16", "peak memory", "products in FP8"], rows
     )
-
-
-def headline_table() -> str | None:
-    """One line per model and step, a column per precision, what lost or failed included."""
-    found = read("h200/fp8_models.json")
-    if found is None:
-        return None
-    steps = {"train": "training step", "infer": "inference"}
-    rows = []
-    for kind in steps:
-        for model, name in NAMES.items():
-            cases = {way: found["cases"].get(f"{model}-{kind}-{way}") for way in WAYS}
-            ours, base = cases["loka"], cases["bf16"]
-            if not ours or not base or "ms" not in ours or "ms" not in base:
-                continue
-            memory = found["speedup"][f"{model}-{kind}-loka"].get("memory")
-            rows.append(
-                [
-                    name,
-                    steps[kind],
-                    *(spell_case(case) for case in cases.values()),
-                    f"**{base['ms'] / ours['ms']:.2f}x**",
-                    f"{memory:.2f}x" if memory else "",
-                    f"{ours['fp8_share']:.0%}" if "fp8_share" in ours else "",
-                ]
-            )
-    return table(["model", "step, ms", *WAYS.values(), "over bf16", "memory", "products in FP8"], rows)
-
-
-def spell_case(case: dict[str, Any] | None) -> str:
-    """Milliseconds, or that there are none."""
-    if case is None:
-        return ""
-    return f"{case['ms']:.2f}" if "ms" in case else "failed"
 
 
 def demo_table() -> str | None:

@@ -139,12 +139,6 @@ def test_gradients_that_are_off_by_a_third_are_an_error(script: ModuleType) -> N
     one = torch.ones(9)
     with pytest.raises(ValueError, match=r"differ by 0\.33, limit 0\.25"):
         script.cases.compare_gradients([one * 4 / 3], [one], "x", limit=script.cases.GRADIENT_LIMIT)
-    record = json.loads((BENCHMARKS / "results" / "h200" / "fp8_models.json").read_text())["cases"]
-    for name, case in record.items():
-        limit = script.cases.GRADIENT_LIMITS.get(name.split("-")[0], script.cases.GRADIENT_LIMIT)
-        assert case.get("gradient_difference", 0) < limit < 2.4 * 0.147  # what was measured passes, and little more
-        assert case.get("difference", 0) < script.cases.OUTPUT_LIMIT
-        assert case.get("compiled_gradient_difference", 0) < script.cases.COMPILED_LIMIT
 
 
 def test_a_linear_nobody_counted_is_an_error(script: ModuleType) -> None:

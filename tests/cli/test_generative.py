@@ -193,7 +193,7 @@ class TestFiles:
 def test_analyze_built_in_models() -> None:
     text = run("analyze", "onerec:tiny", "--layers", "--batches", 1)
     assert "blocks.0.cross.query" in text
-    assert "onerec:tiny: " in text
+    assert "onerec:tiny: untrained (no verdict" in text
 
 
 def test_bench_onerec() -> None:

@@ -258,3 +258,25 @@ def test_an_op_known_by_its_adapter_is_called_often_enough_for_a_race() -> None:
 
     verdict = judge_backend("topk", SimpleNamespace(supports=kernel.supports, run=racing), described, "cpu")
     assert not verdict
+
+
+@pytest.mark.parametrize("spec", ["e4m3:row:stochastic", "e2m1:1x16:e4m3:stochastic", "int8:row:stochastic"])
+def test_a_stochastic_quantiser_is_judged_by_neighbours_and_chances(spec: str) -> None:
+    call = QuantizeCall(96, 64, Spec.parse(spec), torch.float32)
+    assert judge_quantizer(lambda x, spec: quantize_by_law(x, spec), call, "cpu")
+
+    def nearest(x: torch.Tensor, spec: Spec) -> QTensor:
+        half = torch.full_like(x, 0.5)
+        return quantize_by_law(x, spec, noise=half)
+
+    def upwards(x: torch.Tensor, spec: Spec) -> QTensor:
+        return quantize_by_law(x, spec, noise=torch.rand_like(x) * 0.8)
+
+    def elsewhere(x: torch.Tensor, spec: Spec) -> QTensor:
+        q = quantize_by_law(x, spec)
+        return QTensor(q.data.roll(1, 1), q.scale, q.spec, q.tensor_scale)
+
+    for wrong, why in ((nearest, "standard errors"), (upwards, "standard errors"), (elsewhere, "no neighbour")):
+        verdict = judge_quantizer(wrong, call, "cpu")
+        assert not verdict
+        assert why in verdict.reason

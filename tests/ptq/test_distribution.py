@@ -52,6 +52,7 @@ def test_verdicts() -> None:
         for p in model.parameters():
             p.mul_(0.2)
     assert analyze_model(model, name="small", source="code").likeness == "LLM-like"
+    assert analyze_model(model, name="small", source="code", trained=False).likeness == "untrained"
     with torch.no_grad():
         model.blocks[0].cross.query.weight.mul_(1e4)
     found = analyze_model(model, name="large", source="code")

@@ -4,7 +4,7 @@
     loka analyze runs/onerec runs/ranker model.safetensors          a generative recommender, a `loka train` run, any checkpoint on disk
     loka analyze runs/onerec pkg.module:factory --out analysis.json --plot analysis.vl.json
 
-Per layer variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per model a verdict: LLM-like, ranker-like or between. Activations are those
+Per layer variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per trained model a verdict: LLM-like, ranker-like or between. Activations are those
 of a few batches of the model's data (--batches); a file has weights only. Published values of rankers and language models appear as labelled reference
 lines of the plot and are not measured here. Exit 0; 2 for a request that cannot be honoured.
 """
@@ -30,6 +30,9 @@ def analyze(
     layers: Annotated[bool, typer.Option("--layers", help="Print every layer, not only the extremes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a Vega-Lite chart here.")] = None,
+    trained: Annotated[
+        bool, typer.Option("--trained", help="What pkg.module:factory returns is trained: give it a verdict.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of untrained models.")] = 0,
     data_root: Annotated[Path | None, typer.Option(help="Folder of raw data and caches.")] = None,
     source: Annotated[Path | None, typer.Option(help="Raw files of the data set.")] = None,
@@ -41,7 +44,11 @@ def analyze(
 
     if batches < 0:
         raise ValueError(f"--batches {batches}: expected 0 or more")
-    found = [look(model, data, batches, seed, data_root, source) for model in models]
+    if trained and not any("." in model.partition(":")[0] and ":" in model for model in models):
+        raise ValueError(
+            "--trained speaks of pkg.module:factory, and none was given; runs and files are trained, built-in models are not"
+        )
+    found = [look(model, data, batches, seed, data_root, source, trained) for model in models]
     record = records.Analysis(models=found, references=REFERENCES, environment=records.capture_environment())
     if out is not None:
         records.save(record, out)
@@ -50,7 +57,9 @@ def analyze(
     typer.echo(records.to_json(record).decode() if json_ else table(record, every=layers))
 
 
-def look(model: str, data: str | None, batches: int, seed: int, root: Path | None, source: Path | None) -> ModelStats:
+def look(
+    model: str, data: str | None, batches: int, seed: int, root: Path | None, source: Path | None, trained: bool = False
+) -> ModelStats:
     """One model, by whatever its name names."""
     from loka.inference import is_bundle
     from loka.ptq import analyze_checkpoint, analyze_model
@@ -75,9 +84,10 @@ def look(model: str, data: str | None, batches: int, seed: int, root: Path | Non
                 return
             subject.loss(batch)
 
-    seen = f"{batches} batches of {subject.data}, weights as initialised"
+    own = trained and "." in model.partition(":")[0]
+    seen = f"{batches} batches of {subject.data}"
     return analyze_model(
-        subject.model, name=model, source="built here", run=run if batches else None, activations_of=seen
+        subject.model, name=model, source="built here", run=run if batches else None, activations_of=seen, trained=own
     )
 
 
@@ -118,8 +128,10 @@ def look_at_onerec(model: str, batches: int, seed: int) -> ModelStats:
             offsets = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
             it(Jagged(torch.cat(rows), offsets), torch.stack([r[-1, : it.config.levels] for r in rows]))
 
-    seen = f"{batches} batches of random histories, weights as initialised"
-    return analyze_model(network, name=model, source="built here", run=run if batches else None, activations_of=seen)
+    seen = f"{batches} batches of random histories"
+    return analyze_model(
+        network, name=model, source="built here", run=run if batches else None, activations_of=seen, trained=False
+    )
 
 
 def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | None, source: Path | None) -> ModelStats:

@@ -69,7 +69,8 @@ def probe(
     ] = None,
     samples: Annotated[int, typer.Option(help="Draws per distribution and GEMM.")] = 100,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="tensorwise, rowwise, blockwise, ...; default: these.")
+        list[str] | None,
+        typer.Option(help="tensorwise, rowwise, blockwise (default: these), rowwise_with_gw_hp, mxfp8, nvfp4, int8."),
     ] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="Of scaled_mm; default: reference on a CPU, torch and triton on a GPU.")
@@ -115,12 +116,12 @@ def probe(
         raise ValueError(f"{model} has no metric {metric!r}; it has {', '.join(subject.metrics)}")
     kinds = kind or ["linear"]
     job = Job(model, subject.data, batch_size, seed, learning_rate, every, rows, ",".join(kinds))
-    watcher = Probe(subject.model, every=every, rows=rows, seed=seed, kinds=kinds)  # type: ignore[arg-type]
+    watcher = Probe(subject.model, every=every, rows=rows, seed=seed, kinds=kinds, recipes=recipe or ())  # type: ignore[arg-type]
     state = None if out is None else out.with_name(out.name + STATE)
     learn(subject, watcher, job, steps, state, resume=resume)
     with keeping(state):
         report = watcher.evaluate(
-            recipe or ("tensorwise", "rowwise", "blockwise"),
+            recipe or None,
             samples=samples,
             backends=backend or None,
             max_error=max_error,

@@ -12,6 +12,14 @@ not the same, as of torchao 0.17 to 0.19:
     accumulation   torchao's is fast in the forward GEMM only; here in every FP8 GEMM of these three
 
 So errors and times of a recipe here are not those of torchao's under the same name. `export_torchao` writes the configuration of torchao that is ours.
+
+Three more recipes are beyond FP8 on Hopper. No kernel takes them yet, so they run emulated and are labelled so: their errors are those of the format, their times mean
+nothing. Probe judges them where it is asked to (`Probe(model, recipes=("mxfp8", "nvfp4", "int8"))`), so that an owner of another card can see
+what would be safe there:
+
+    mxfp8   E4M3 under power-of-two scales, one for 32 elements; Blackwell
+    nvfp4   E2M1 under E4M3 scales, one for 16 elements, and a float32 one for the tensor; gradients are rounded stochastically; Blackwell
+    int8    one float32 scale a row; GPUs before Hopper and after
 """
 
 from dataclasses import dataclass
@@ -42,6 +50,7 @@ class Recipe:
     fprop: Operands | None
     dgrad: Operands | None
     wgrad: Operands | None
+    usual: bool = True  # FP8 that Hopper multiplies: what is scored and timed unless others are named
 
     def operands(self, gemm: Gemm) -> Operands | None:
         """The operands of one GEMM; None for high precision."""
@@ -54,6 +63,10 @@ _ROW = Operands.parse("e4m3:row", "e4m3:row", fast_accum=True)
 _ROW_BY_TENSOR = Operands.parse("e4m3:row", "e4m3:tensor", fast_accum=True)
 _BLOCK = Operands.parse("e4m3:1x128", "e4m3:128x128")
 _BLOCK_BY_BLOCK = Operands.parse("e4m3:1x128", "e4m3:1x128")
+_MX = Operands.parse("e4m3:1x32:e8m0", "e4m3:1x32:e8m0")
+_NV = Operands.parse("e2m1:1x16:e4m3", "e2m1:1x16:e4m3")
+_NV_GRADIENT = Operands.parse("e2m1:1x16:e4m3:stochastic", "e2m1:1x16:e4m3")
+_INT = Operands.parse("int8:row", "int8:row")
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -62,8 +75,12 @@ RECIPES: dict[str, Recipe] = {
         Recipe("rowwise", _ROW, _ROW, _ROW),
         Recipe("rowwise_with_gw_hp", _ROW, _ROW_BY_TENSOR, None),
         Recipe("blockwise", _BLOCK, _BLOCK, _BLOCK_BY_BLOCK),
+        Recipe("mxfp8", _MX, _MX, _MX, usual=False),
+        Recipe("nvfp4", _NV, _NV_GRADIENT, _NV_GRADIENT, usual=False),
+        Recipe("int8", _INT, _INT, _INT, usual=False),
     )
 }
+USUAL: tuple[str, ...] = tuple(name for name, recipe in RECIPES.items() if recipe.usual)
 
 
 def recipe_named(name: str) -> Recipe:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from loka.dispatch.database import Database, Key, Machine, bucket_of
-from loka.dispatch.recipe import RECIPES, recipe_named
+from loka.dispatch.recipe import USUAL, recipe_named
 from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_timings, was_not_tried
 from loka.kernels import registry
 from loka.measure.device import snapshot
@@ -67,7 +67,7 @@ def jobs_of_report(
 ) -> list[SiteJob]:
     """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up."""
     names = backends or [name for name in registry.BACKENDS["scaled_mm"] if name != "reference"]
-    chosen = [recipe_named(name) for name in recipes or RECIPES]
+    chosen = [recipe_named(name) for name in recipes or USUAL]
     jobs = []
     for site in report.sites:
         for gemm in site.gemms:

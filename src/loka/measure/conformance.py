@@ -42,7 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, E5M2, QTensor, decode, expand_scale
+from loka.formats import E4M3, E5M2, QTensor, Spec, decode, expand_scale, quantize
 from loka.kernels.backend import Backend
 from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
@@ -50,6 +50,7 @@ from loka.kernels.scaled_mm.call import MatmulCall
 TRUNCATION = 1.5 * 2.0**-13  # of an FP8 tensor core instruction of 32 products, with its margin
 PROMOTION = 128  # products between moves of the sum to float32
 ELEMENT_ALLOWANCE = 8.0
+CHANCE = 6.0  # standard errors: one correct kernel in 500 million is beyond them
 ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
 
 
@@ -244,6 +245,51 @@ def poisoned_allocations() -> Iterator[None]:
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.set_deterministic_debug_mode(mode)
+
+
+def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None = None) -> Conformance:
+    """Judge a stochastic quantiser: every element is one of the two neighbours of x on the grid, and each of them as often as is due.
+
+    With p the share of the way from the neighbour nearer to zero to the other one, an element is the other one with probability p, so over many elements
+
+        z = sum(is the other - p) / sqrt(sum p (1 - p))
+
+    is a standard normal. Rounding to nearest would pass where p is spread evenly over [0, 1], so p below and above one half are judged apart.
+
+    Args:
+        out: what the quantiser gave.
+        x: what it was given.
+        spec: stochastic.
+        scale: of a static or delayed spec.
+
+    Returns:
+        The verdict; `error` is the larger |z|.
+    """
+    down, up = (quantize(x, spec, scale=scale, noise=torch.full_like(x, at, dtype=torch.float32)) for at in (1.0, 0.0))
+    seen, low, high = (decode(q.data, spec.format) for q in (out, down, up))
+    found = check_quantized(QTensor(down.data, out.scale, out.spec, out.tensor_scale), down)
+    if not found:
+        return found
+    wrong = ~((seen == low) | (seen == high) | (seen.isnan() & low.isnan()))
+    if wrong.any():
+        index = tuple(int(i) for i in wrong.nonzero()[0])
+        where = f"first at {list(index)}: {float(seen[index])}, between {float(low[index])} and {float(high[index])}"
+        return Conformance(
+            False, math.inf, 0.0, f"{int(wrong.sum())} elements are no neighbour of their value, {where}"
+        )
+    multiplier = down.scale if down.tensor_scale is None else down.scale * down.tensor_scale
+    exact = x.double() / expand_scale(multiplier, x.shape, spec.block).double()
+    p, worst = ((exact - low) / (high - low)).clamp(0, 1), 0.0  # NaN on the grid, where there is nothing to choose
+    for side in ((p > 0) & (p < 0.5), (p > 0.5) & (p < 1)):
+        due, upper = p[side], (seen == high)[side].double()
+        spread = float((due * (1 - due)).sum())
+        if spread > 0:
+            worst = max(worst, abs(float((upper - due).sum())) / math.sqrt(spread))
+    if worst > CHANCE:
+        return Conformance(
+            False, worst, CHANCE, f"it rounds up too often or too rarely, by {worst:.3g} standard errors"
+        )
+    return Conformance(True, worst, CHANCE)
 
 
 def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> Conformance:

@@ -46,7 +46,13 @@ from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.adapter import Quantize, adapter_for
 from loka.measure.arrangement import Arrangement, Place, unchanged
 from loka.measure.comparison import Product, compare_product
-from loka.measure.conformance import Conformance, accumulation_error, check_quantized, poisoned_allocations
+from loka.measure.conformance import (
+    Conformance,
+    accumulation_error,
+    check_by_chance,
+    check_quantized,
+    poisoned_allocations,
+)
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 
 __all__ = ["Round", "allow", "forget_answers", "judge_backend", "judge_quantizer"]
@@ -302,18 +308,29 @@ def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> C
         if name in names
     }
     options = {name: options_of(call, x) for name, x in inputs_.items()}
-    expected = {name: LAWS[1](x, call.spec, **options[name]) for name, x in inputs_.items()}
+    expected = {name: _law_of(call.spec, x, options[name]) for name, x in inputs_.items()}
     for number, round_, name in _steps(backend, QUANTIZE_SETS):
         x = arrangement.put(inputs_[name], round_.place, number, role="x")
         with _in_memory(round_, call.m * call.k, device):
             found = backend.run(x, call.spec, **options[name])
         for q, law in zip(found, expected[name], strict=True):
-            verdict = Conformance(True, 0.0, 0.0) if law is None else _same_quantized(q, law)
+            verdict = Conformance(True, 0.0, 0.0) if law is None else law(q)
             if not verdict:
                 return Conformance(False, verdict.error, 0.0, _describe(round_, name, verdict.reason))
         if not unchanged(x, inputs_[name]):
             return Conformance(False, math.inf, 0.0, _describe(round_, name, "it writes into its input"))
     return Conformance(True, 0.0, 0.0)
+
+
+def _law_of(spec: Spec | None, x: Tensor, options: dict[str, Any]) -> list[Callable[[QTensor], Conformance] | None]:
+    """What judges the quantised x and its transpose: the law's bits, or, where rounding is by chance, both neighbours and how often each is due."""
+    if all(s is None or s.rounding == "nearest" for s in (spec, options.get("transpose"))):
+        return [None if law is None else partial(_same_quantized, law=law) for law in LAWS[1](x, spec, **options)]
+    turned = (options.get("transpose"), x.T.contiguous(), options.get("transpose_scale"))
+    return [
+        None if s is None else partial(check_by_chance, x=matrix, spec=s, scale=scale)
+        for s, matrix, scale in ((spec, x, options.get("scale")), turned)
+    ]
 
 
 def _same_quantized(q: QTensor, law: QTensor) -> Conformance:

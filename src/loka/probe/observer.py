@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from loka.dispatch import recipe_named
 from loka.nn.wrapping import named_sites, unwrap
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
 from loka.probe.hook import Switch, make_hook
 from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.loss import LossWatch, make_output_hook
 from loka.probe.saving import Saver, read_state
+from loka.probe.score import SCORED
 from loka.probe.seeing import make_hooks_count
 from loka.probe.unseen import find_chained, find_unseen, inside_attention, inside_chains, make_counting_hook
 from loka.probe.watch import LossOf, Watch
@@ -52,6 +54,7 @@ class Observer:
         memory_budget: int = DEFAULT_BUDGET,
         snapshot_every: int = 10_000,
         window: int | None = None,
+        recipes: Sequence[str] = (),
         save_to: str | Path | None = None,
     ) -> None:
         if every < 1 or rows < 2 or snapshot_every < 1:
@@ -65,6 +68,7 @@ class Observer:
         self.model, self.every, self.rows = unwrap(model), every, rows
         self.snapshot_every, self.save_to = snapshot_every, save_to
         self.steps = self.sampled_steps = 0
+        self.recipes = tuple(recipe_named(name).name for name in recipes)
         self._seed, self._saver = seed, Saver()
         self._window = 10 * every if window is None else window
         self.ledger = Ledger(memory_budget, rows)
@@ -124,6 +128,7 @@ class Observer:
                 seed=self._seed + 7919 * number,
                 ledger=self.ledger,
                 window=self._window,
+                recipes=dict.fromkeys((*SCORED, *self.recipes)),
             )
             for number, (name, module, adapter) in enumerate(found)
         }

@@ -30,7 +30,10 @@ from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site, c
 
 
 class Probe(Observer):
-    """Watches the sites of a model, and judges them. `module_filter_fn(module, name)` chooses which; see `loka.probe.observer`."""
+    """Watches the sites of a model, and judges them. `module_filter_fn(module, name)` chooses which; see `loka.probe.observer`.
+
+    `recipes` are to be scored besides FP8's own: `Probe(model, recipes=("mxfp8", "nvfp4", "int8"))` shows what would be safe on another card.
+    """
 
     _flops: int | None = None
 
@@ -46,7 +49,7 @@ class Probe(Observer):
 
     def evaluate(
         self,
-        recipes: Sequence[str] = DEFAULT_RECIPES,
+        recipes: Sequence[str] | None = None,
         *,
         samples: int = 100,
         backends: Sequence[str | Engine] | None = None,
@@ -60,12 +63,13 @@ class Probe(Observer):
     ) -> Report:
         """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each; without one a terminal shows a bar.
 
-        `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
+        `recipes` are names of `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and those that the Probe was made with: only they are scored while the model
+        trains, others are judged by their errors. `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
         `settings` are further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights, repeats, seconds, gate.
         """
         self.absorb()
         asked = Settings(
-            recipes=recipes,
+            recipes=(*DEFAULT_RECIPES, *self.recipes) if recipes is None else recipes,
             backends=choose_backends(next(self.model.parameters()).device) if backends is None else backends,
             samples=samples,
             max_error=max_error,

@@ -48,7 +48,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loka.dispatch import RECIPES, Operands
+from loka.dispatch import RECIPES, USUAL, Operands
 from loka.formats import Spec
 from loka.probe.shown import HEADROOM, RoundedOperands, Shown
 from loka.records import GEMMS, Gemm, Interval
@@ -84,7 +84,7 @@ GIVEN_SCALES: dict[str, dict[Gemm, Operands]] = {
     "delayed": {"fprop": _DELAYED, "dgrad": _DELAYED, "wgrad": _DELAYED_BOTH},
 }
 """Chains: one E4M3 scale per tensor that does not come from the tensor itself. Static scales are calibrated and have no gradients."""
-SCORED = (*RECIPES, *GIVEN_SCALES)
+SCORED = (*USUAL, *GIVEN_SCALES)
 
 
 def operands_of(recipe: str, gemm: Gemm) -> Operands | None:

@@ -1,7 +1,7 @@
 """What a look shows to the score: rows of one call with their gradient and weight, and the same operands rounded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,9 +98,10 @@ def round_trip(x: Tensor, spec: Spec, largest: Tensor | None = None) -> Tensor:
         float32 of the same shape.
     """
     if spec.format not in (E4M3, E5M2) or spec.scale != "f32" or spec.rounding != "nearest":
-        given = Spec(spec.format, spec.block, scale=spec.scale, mode="static", rounding=spec.rounding)
-        scale = None if largest is None else scale_from_amax(largest, given)
-        return dequantize(quantize(x, spec if scale is None else given, scale=scale))
+        if largest is None:
+            return dequantize(quantize(x, spec))
+        given = replace(spec, mode="static")
+        return dequantize(quantize(x, given, scale=scale_from_amax(largest, given)))
     amax = block_amax(x, spec.block) if largest is None else largest
     scale = torch.where(amax > 0, (amax / spec.format.max).clamp(min=SMALLEST_SCALE), 1.0)
     wide = expand_scale(scale, x.shape, spec.block)

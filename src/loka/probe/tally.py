@@ -4,7 +4,7 @@ A loss and its gradients change while a model trains, and a plan is for what com
 somebody reads them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ FIRST, EVERY = 2, 4  # looks that are scored: the first two, then one in four
 class Tally:
     """Sums by look. `keys` are the (gemm, recipe) pairs, in a fixed order."""
 
-    def __init__(self, recipes: Sequence[str] = SCORED) -> None:
+    def __init__(self, recipes: Iterable[str] = SCORED) -> None:
         self.recipes = tuple(recipes)
         self.keys = [(gemm, recipe) for gemm in GEMMS for recipe in self.recipes if operands_of(recipe, gemm)]
         self._pending: list[tuple[int, Tensor, Tensor]] = []

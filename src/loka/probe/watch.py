@@ -21,7 +21,7 @@ An observer must not raise into a training loop: whatever goes wrong switches th
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -33,6 +33,7 @@ from loka.probe.ledger import Ledger
 from loka.probe.look import Look
 from loka.probe.reservoir import Reservoir
 from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
+from loka.probe.score import SCORED
 from loka.probe.seeing import NO_TICKET, enroll, inside_backward
 from loka.probe.source import Source
 from loka.probe.tally import Tally
@@ -59,6 +60,7 @@ class Watch:
         seed: int,
         ledger: Ledger,
         window: int,
+        recipes: Iterable[str] = SCORED,
     ) -> None:
         self.name, self.module, self.adapter = name, module, adapter
         self.type = type(module).__name__
@@ -71,7 +73,7 @@ class Watch:
         self.kept = why_kept(module)
         self.unscored: str | None = None  # why the last look that could have been scored was not
         self.learned: Learned | None = None
-        self.tally = Tally()
+        self.tally = Tally(recipes)
         self._pending: dict[int, Look] = {}
         self._ungraded: list[Look] = []
         self._whole: Tensor | None = None  # the last weight of a sharded site
@@ -374,7 +376,7 @@ class Watch:
         then = copy.copy(self)
         then.learned = self._make_learned(learned.widths, self.device)
         then.learned.recall(rows, learned, self._generator(0))
-        then.tally = Tally()  # the score is of all looks: a window alone is judged by its errors
+        then.tally = Tally(self.tally.recipes)  # the score is of all looks: a window alone is judged by its errors
         then.on = False
         return then
 
@@ -415,7 +417,7 @@ class Watch:
             other = self._make_learned(mine.widths, torch.device("cpu"))
             other.load_state_dict(state)
             mine.merge(other, self._generator(self.calls + calls))
-        theirs = Tally()
+        theirs = Tally(self.tally.recipes)
         theirs.load_state_dict(_part(state, "score."), self.device)
         self.tally.merge(theirs)
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen

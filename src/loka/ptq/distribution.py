@@ -91,13 +91,14 @@ def analyze_model(
     source: str,
     run: Callable[[nn.Module], Any] | None = None,
     activations_of: str | None = None,
+    trained: bool = True,
 ) -> ModelStats:
-    """All matrices of a model; with `run`, a function that runs it on data, also what enters its linears."""
+    """All matrices of a model; with `run`, a function that runs it on data, also what enters its linears. Without `trained` there is no verdict."""
     weights = ((n, p) for n, p in model.named_parameters() if p.dim() >= 2)
     layers = [analyze_tensor(n.removesuffix(".weight"), "weight", p) for n, p in weights]
     if run is not None:
         layers += _watch(model, run)
-    return conclude(name, source, layers, activations_of if run is not None else None)
+    return conclude(name, source, layers, activations_of if run is not None else None, trained=trained)
 
 
 @torch.no_grad()
@@ -160,8 +161,10 @@ def _decode(data: Tensor, scale: Tensor) -> Tensor:
     return data.float() * expand_scale(scale, data.shape, Block(rows, cols))
 
 
-def conclude(name: str, source: str, layers: Iterable[LayerStats], activations_of: str | None) -> ModelStats:
-    """The verdict of the layers, with its reasons."""
+def conclude(
+    name: str, source: str, layers: Iterable[LayerStats], activations_of: str | None, *, trained: bool = True
+) -> ModelStats:
+    """The verdict of the layers, with its reasons; none for weights nobody trained, which look like their initialiser."""
     found = list(layers)
     weights = [layer for layer in found if layer.kind == "weight"]
     widest = max(weights, key=lambda layer: layer.variance)
@@ -172,7 +175,10 @@ def conclude(name: str, source: str, layers: Iterable[LayerStats], activations_o
         f"largest weight {largest.absmax:.3g} ({largest.name})",
     ]
     likeness: Likeness
-    if widest.variance >= RANKER_VARIANCE or largest.absmax >= RANKER_ABSMAX:
+    if not trained:
+        likeness = "untrained"
+        reasons.insert(0, "no verdict: these weights are as they were initialised")
+    elif widest.variance >= RANKER_VARIANCE or largest.absmax >= RANKER_ABSMAX:
         likeness = "ranker-like"
     elif widest.variance < LLM_VARIANCE and not lost:
         likeness = "LLM-like"

@@ -5,7 +5,7 @@ from typing import Literal
 from loka.records.measurement import Environment
 from loka.records.record import Part, Record
 
-Likeness = Literal["LLM-like", "ranker-like", "between"]
+Likeness = Literal["LLM-like", "ranker-like", "between", "untrained"]  # the last: no verdict
 
 
 class GroupRange(Part, frozen=True):

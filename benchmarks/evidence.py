@@ -1,0 +1,241 @@
+"""Every number of README and docs, made again by one command: which script writes which record, what is stale, and in which order to spend the time there is.
+
+    make evidence                                                   everything this machine can measure, an hour at most
+    python benchmarks/evidence.py --list                            what there is, from which commit, what is missing or stale
+    python benchmarks/evidence.py --data FOLDER --seconds 1800 --only zoo,tune
+
+A record is stale when the code it measured has changed since: files under src/loka, or its script, differ between the commit it names and this checkout. Missing and stale ones are made,
+oldest first, each in a process of its own with a limit; a job that ends well replaces its record, one that fails or runs out of time leaves the old one, and the next call goes on there.
+Records are written whole by the script that measured them: nothing here edits one or joins two. Afterwards docs/generate.py writes the tables.
+
+FOLDER holds the compact copies of the data sets that benchmarks/quality_data.py writes; jobs that need them are skipped without it, and said so.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT, RESULTS = BENCHMARKS.parent, BENCHMARKS / "results"
+LOKA = (sys.executable, "-m", "loka")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command and the records it writes. In `command`, {out} is the first record, {folder} where all are written, {data} the data folder,
+    {results} where committed records are."""
+
+    name: str
+    records: tuple[str, ...]
+    command: str
+    seconds: float
+    gpu: bool = True
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the data folder is needed."""
+        return "{data}" in self.command
+
+    @property
+    def script(self) -> Path | None:
+        """The script, where it is one of ours."""
+        first = self.command.split()[0]
+        return BENCHMARKS / first if first.endswith(".py") else None
+
+    def spell(self, folder: Path, data: Path | None) -> list[str]:
+        """The command as it is run."""
+        filled = self.command.format(out=folder / Path(self.records[0]).name, folder=folder, data=data, results=RESULTS)
+        words = filled.split()
+        return [*LOKA, *words[1:]] if words[0] == "loka" else [sys.executable, str(BENCHMARKS / words[0]), *words[1:]]
+
+
+def gpu(name: str, records: str, command: str, seconds: float) -> Job:
+    return Job(name, tuple(f"h200/{record}.json" for record in records.split()), command, seconds)
+
+
+def cpu(name: str, records: str, command: str, seconds: float) -> Job:
+    return Job(name, tuple(f"cpu/{record}.json" for record in records.split()), command, seconds, gpu=False)
+
+
+PROBES = {
+    "dlrm": "--steps 200",
+    "wukong": "--steps 120 --samples 30",
+    "hstu": "--steps 100 --batch-size 8 --metric recall@10 --sensitivity 1024",
+}
+JOBS = (
+    gpu("zoo-train", "zoo_training", "zoo.py --modes train --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
+    gpu("zoo-infer", "zoo_inference", "zoo.py --modes infer --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
+    gpu("zoo-max", "zoo_inference_max", "zoo.py --models wukong,dlrm --modes infer --ways bf16,bf16+max,bf16-layout,loka,loka+max --out {out}", 400),
+    gpu("tune", "tune_zoo", "tune_zoo.py --out {out}", 600),
+    gpu("tune-tower", "tune_zoo_tower", "tune_zoo.py --models tower --out {out}", 300),
+    gpu("trained", "trained", "trained.py --root {data} --out {out} --processes 6 --seconds 500", 600),
+    gpu("models", "fp8_models", "fp8_models.py --out {out}", 600),
+    gpu("kernels", "quantize norm_quantize scaled_mm fused_linear fused_linear_training", "kernels_h200.py --out {folder}", 300),
+    gpu("fused-linear", "fused_linear_sweep", "fused_linear_sweep.py --out {folder} --shapes 40 --seed 1 --named", 200),
+    gpu("quantizers", "quantizers", "quantizers_sweep.py --out {out}", 200),
+    gpu("dispatch", "dispatch/rows dispatch/dispatch", "dispatch_h200.py --out {folder} --seconds 240", 300),
+    gpu("libraries", "libraries", "device_libraries.py --out {out}", 200),
+    gpu("sweep", "sweep", "device_libraries.py --out {out} --sweep 400", 300),
+    gpu("attention", "attention", "attention_h200.py --seconds 60 --out {out}", 120),
+    gpu("layouts", "models", "models.py --out {out}", 300),
+    gpu("probe", "probe_overhead", "probe_overhead.py --out {out} --seconds 300", 360),
+    gpu("tables", "tables", "tables_h200.py --seconds 60 --out {out}", 120),
+    gpu("generative-kernels", "generative_kernels", "generative_kernels.py --seconds 150 --out {out}", 240),
+    gpu("engine", "onerec_engine", "onerec_engine.py --out {out} --contexts 512,3000 --seconds 500", 600),
+    Job("engine-report", ("h200/engine_bench.json",), "onerec_engine.py --record-of {results}/h200/onerec_engine.json --out {out}", 60, gpu=False),
+    gpu("engine-quality", "onerec_quality", "onerec_quality.py --root {data} --out {out} --seconds 500", 600),
+    gpu("serving-generative", "serving_generative", "serving_h200.py --part generative --contexts 512,3000 --out {out} --limit 300", 360),
+    gpu("serving-ranker", "serving_ranker", "serving_h200.py --part ranker --out {out} --limit 200", 240),
+    gpu("quality", "quality", "quality.py --root {data} --out {out} --processes 8", 600),
+    gpu("mods", "ablation", "ablation.py --root {data} --out {out} --seeds 8 --processes 8 --seconds 480", 600),
+    gpu("mods-latency", "ablation_latency", "ablation_latency.py --out {out} --modes infer --seconds 120", 200),
+    cpu("demo", "demo", "loka demo --out {folder}/demo --json", 600),
+    cpu("defects", "defects", "defects.py --count 1000 --seed 0 --workers 2 --out {out}", 3600),
+    cpu("predictor", "predictor", "predictor.py --out {out} --seconds 3600", 3700),
+    cpu("planted", "planted", "planted.py --out {out}", 900),
+    cpu("stress", "stress", "stress.py --out {out}", 1800),
+    cpu("serving", "serving", "serving.py --out {out} --seconds 10", 600),
+    cpu("serving-ray", "serving_ray", "serving_ray.py --out {out} --seconds 100 --every 20", 300),
+    *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
+    *(cpu(f"demo-seed{n}", f"demo_seed{n}", f"loka demo --seed {n} --out {{folder}}/demo --json", 600) for n in range(1, 8)),
+    cpu("distributions", "distributions", "distributions.py --work {folder}/distributions --out {out}", 3600),
+    *(
+        cpu(f"probe-{model}-{data}", f"probe-{model}-{data}", f"loka probe --model {model}:small --data {data} {how} --threads 1 --out {{out}}", 1800)
+        for model, how in PROBES.items()
+        for data in ("complete-journey", "ml-1m")
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of a job's records."""
+
+    word: str  # missing, stale or current
+    commit: str | None
+    date: str
+
+    @property
+    def due(self) -> bool:
+        """Whether it should be made again."""
+        return self.word != "current"
+
+
+def look(job: Job) -> State:
+    """Missing, stale or current, by the first of the job's records."""
+    path = RESULTS / job.records[0]
+    if not all((RESULTS / record).exists() for record in job.records):
+        return State("missing", None, "")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    environment = found.get("environment") or {}
+    commit, date = environment.get("commit"), str(environment.get("date", ""))
+    return State("current" if _unchanged(commit, job) else "stale", commit, date)
+
+
+def _unchanged(commit: str | None, job: Job) -> bool:
+    """Whether what was measured is what is here: the library and the job's script, tracked and untouched."""
+    if not commit:
+        return False
+    paths = ["src/loka", *([str(job.script.relative_to(ROOT))] if job.script else [])]
+    return (
+        subprocess.run(
+            ["git", "diff", "--quiet", commit.split()[0], "--", *paths], cwd=ROOT, capture_output=True
+        ).returncode
+        == 0
+    )
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a GPU, asked in a process of its own: CUDA must not be initialised beside what is timed."""
+    asked = [sys.executable, "-c", "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"]
+    return subprocess.run(asked, capture_output=True).returncode == 0
+
+
+def why_not(job: Job, on_gpu: bool, data: Path | None) -> str | None:
+    """What this machine lacks for a job, or None."""
+    if job.gpu and not on_gpu:
+        return "needs a GPU"
+    if job.needs_data and data is None:
+        return "needs --data, the folder that benchmarks/quality_data.py writes"
+    return None
+
+
+def make(job: Job, work: Path, data: Path | None, seconds: float) -> str:
+    """Run one job; its records replace the old ones only if it ends well. Returns how it ended."""
+    folder = work / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    command = job.spell(folder, data)
+    log = folder / "log.txt"
+    with log.open("ab") as out:
+        try:
+            ended = subprocess.run(
+                command, cwd=ROOT, stdout=_stdout(job, folder, out), stderr=out, timeout=seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"out of time after {seconds:.0f} s; what it left in {folder} is where the next call goes on"
+    made = [folder / Path(record).name for record in job.records]
+    broken = [path.name for path in made if not _is_json(path)]
+    if ended or broken:
+        reason = f"exit {ended}" if ended else f"did not write {', '.join(broken)}"
+        return f"failed: {reason}; see {log}"
+    for record, path in zip(job.records, made, strict=True):
+        (RESULTS / record).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, RESULTS / record)
+    shutil.rmtree(folder)
+    return "made"
+
+
+def _stdout(job: Job, folder: Path, log: Any) -> Any:
+    """Commands that print their record have it taken from there."""
+    prints = "{out}" not in job.command and "--json" in job.command
+    return (folder / Path(job.records[0]).name).open("wb") if prints else log
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="say what there is and make nothing")
+    parser.add_argument("--only", default="", help="names of jobs, or how they begin, comma-separated")
+    parser.add_argument("--data", type=Path, help="folder of benchmarks/quality_data.py")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="start no job after this; the last one may run out its own limit"
+    )
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "evidence", help="where jobs write while they run")
+    a = parser.parse_args()
+    wanted = tuple(filter(None, a.only.split(",")))
+    jobs = [job for job in JOBS if not wanted or job.name.startswith(wanted)]
+    if not jobs:
+        parser.error(f"--only {a.only}: jobs are {', '.join(job.name for job in JOBS)}")
+    states = {job.name: look(job) for job in jobs}
+    for job in jobs:
+        state = states[job.name]
+        print(f"{state.word:8} {job.name:32} {state.commit or '':14} {state.date[:10]:10}  {', '.join(job.records)}")
+    if a.list:
+        return 0
+    on_gpu, end, failed = has_gpu(), time.monotonic() + a.seconds, 0
+    for job in sorted((job for job in jobs if states[job.name].due), key=lambda job: states[job.name].date):
+        lack = why_not(job, on_gpu, a.data)
+        if lack is None and time.monotonic() > end:
+            lack = "no time left"
+        ended = f"skipped: {lack}" if lack else make(job, a.work, a.data, min(job.seconds, 7200))
+        failed += ended.startswith("failed")
+        print(f"{job.name}: {ended}", flush=True)
+    subprocess.run([sys.executable, str(ROOT / "docs" / "generate.py")], cwd=ROOT, check=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
