@@ -3,7 +3,7 @@
     python benchmarks/demo_seeds.py                                             the table; exit 1 where it does not hold
     python benchmarks/evidence.py --only demo                                   makes the records: `loka demo --seed N --json`, as a user runs it
 
-Held to: planned FP8 is never called worse at 0.1 %, and the mean of its changes is within 0.02 % of the control's (the same training again in float32, from another order of the data).
+Held to: planned FP8 is never called worse at 0.1 %, and the mean of its changes is within 0.02 % of the control's (float32 again, from weights nudged once by a bf16 rounding).
 Naive FP8 stands beside it.
 """
 
