@@ -9,13 +9,11 @@ from loka import records
 from loka.data import RankingData, load
 from loka.demo import Demo, DemoConfig
 from loka.demo.job import ARMS
-from loka.records import Comparison, DriftReport, ModSummary, Plan, ProbeReport, Progress, Run
-from loka.records.speeds import TargetSpeeds
+from loka.records import Comparison, Conversion, Progress, Run
+from loka.records.tuning import SizeEstimates, Tuning
 
-SETTINGS = DemoConfig(
-    size="tiny", steps=12, more_steps=6, batch_size=64, probe_every=4, rows=64, samples=2, sensitivity_examples=500
-)
-STATIONS = ("train", "probe", "mods", "plan", *ARMS, "swap", "compare", "report")
+SETTINGS = DemoConfig(size="tiny", steps=12, more_steps=6, batch_size=64, tune_batches=6, tune_margin=0.05)
+STATIONS = ("train", "tune", "size", *ARMS, "swap", "compare", "report")
 
 
 def generated(name: str) -> RankingData:
@@ -47,17 +45,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_station_leaves_its_records(finished: Path) -> None:
     folder = finished / "records"
-    probe = records.load(folder / "probe.json", ProbeReport)
-    assert probe.sampled_steps == 3
-    assert probe.flops_of == "model"
-    plan = records.load(folder / "plan.json", Plan)
-    assert plan.min_speedup is None
-    assert 0 < plan.low_precision_share < 1
-    naive = records.load(folder / "plan-naive.json", Plan)
-    assert all(choice.quantized for site in naive.sites for choice in site.choices)
+    tuning = records.load(folder / "tuning.json", Tuning)
+    assert tuning.conversion is not None
+    assert tuning.speedup is None, "nothing is timed on a CPU"
+    assert 0 < tuning.plan.low_precision_share < 1
     runs = {arm: records.load(folder / f"run-{arm}.json", Run) for arm in ARMS}
     assert runs["high"].low_precision_flops_share == 0
-    assert runs["planned"].low_precision_flops_share == plan.low_precision_share
+    assert 0 < runs["planned"].low_precision_flops_share < runs["naive"].low_precision_flops_share
     assert all(run.curve and 0.3 < run.metrics["auc"] < 1 for run in runs.values())
     comparison = records.load(folder / "comparison-naive.json", Comparison)
     assert comparison.pairs == 1000
@@ -65,36 +59,31 @@ def test_every_station_leaves_its_records(finished: Path) -> None:
     swapped = records.load(folder / "comparison-swap-planned.json", Comparison)
     assert swapped.baseline == "high precision"
     assert swapped.relative_change.value != 0
-    assert all(site.metric_change is not None for site in probe.sites)
     assert "<!doctype html>" in (finished / "report.html").read_text(encoding="utf-8")
 
 
-def test_the_prediction_layer_is_protected_in_the_plan_only(finished: Path) -> None:
-    plan, naive = (records.load(finished / "records" / f"{name}.json", Plan) for name in ("plan", "plan-naive"))
-    heads = [next(s for s in p.sites if s.site == "core.head.last") for p in (plan, naive)]
-    assert [any(c.quantized for c in head.choices) for head in heads] == [False, True]
+def test_the_plan_is_what_the_planned_run_runs(finished: Path) -> None:
+    tuning = records.load(finished / "records" / "tuning.json", Tuning)
+    planned, naive = (records.load(finished / arm / "conversion.json", Conversion) for arm in ("planned", "naive"))
+    assert planned.converted == tuning.conversion.converted
+    assert planned.plan == tuning.plan.seal.sha256
+    assert "core.head.last" in planned.kept
+    assert "core.head.last" in naive.converted
 
 
-def test_a_plan_for_a_machine_elsewhere_is_labelled(finished: Path) -> None:
-    folder = finished / "records"
-    there = records.load(folder / "plan-elsewhere.json", Plan)
-    assert there.target == "NVIDIA H200"
-    assert any("not of this machine" in note for note in there.notes)
-    chosen = [c for site in there.sites for c in site.choices if c.quantized]
-    assert all(c.speed_source and "NVIDIA H200" in c.speed_source for c in chosen)
-    speeds = records.load(folder / "speeds-elsewhere.json", TargetSpeeds)
-    assert all("database row" in row.source for row in speeds.rows)
+def test_speeds_are_estimated_and_called_so(finished: Path) -> None:
+    sizes = records.load(finished / "records" / "sizes.json", SizeEstimates)
+    assert sizes.target == "NVIDIA H200"
+    assert sizes.here.share == 0, "tiny: FP8 does not pay"
+    assert sizes.here.linears.value == 1
+    assert sizes.large.size == "wide"
+    assert sizes.large.linears.low > 1
     page = (finished / "report.html").read_text(encoding="utf-8")
-    assert "The plan for NVIDIA H200" in page
-    assert "When FP8 pays" in page
-
-
-def test_mods_are_recorded(finished: Path) -> None:
-    summary = records.load(finished / "records" / "mods.json", ModSummary)
-    assert "protect_intermediates" in [mod.split("(")[0] for mod in summary.mods]
-    assert summary.effect != "architecture"
-    assert any(change.site == "core.head.last" for change in summary.changed)
-    assert records.load(finished / "records" / "drift.json", DriftReport).steps == SETTINGS.steps
+    assert "Estimated for NVIDIA H200" in page
+    assert "None was measured" in page
+    line = make(finished).run().lines()[-2]
+    assert "not measured" in line
+    assert "Estimated" in line
 
 
 def test_the_arms_start_alike_and_differ_by_precision(finished: Path) -> None:
@@ -115,17 +104,19 @@ def test_run_again_it_has_nothing_to_do(finished: Path) -> None:
     assert result.restarted is None
     assert (finished / "report.html").stat().st_mtime_ns == before
     lines = result.lines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert "linears run in FP8" in lines[0]
     assert lines[-1].endswith("report.html")
 
 
-@pytest.mark.parametrize(("station", "step"), [("train", 5), ("probe", 2), ("planned", 3), ("compare", 0)])
+@pytest.mark.parametrize(
+    ("station", "step"), [("train", 5), ("tune: verify the metric", 1), ("planned", 3), ("compare", 0)]
+)
 def test_interrupted_it_continues_to_the_same_result(station: str, step: int, finished: Path, tmp_path: Path) -> None:
     with pytest.raises(KilledError):
         make(tmp_path / "out", talk=interrupt_at(station, step)).run()
     stored = records.load(tmp_path / "out" / "progress.json", Progress)
-    assert stored.done == list(STATIONS[: STATIONS.index(station)])
+    assert stored.done == list(STATIONS[: STATIONS.index(station.partition(":")[0])])
     result = make(tmp_path / "out").run()
     assert result.resumed == tuple(stored.done)
     for arm in ("planned", "naive", "swap-naive"):
@@ -155,7 +146,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "do not delete"
 
 
-@pytest.mark.parametrize("options", [{"steps": 0}, {"margin": 0.0}, {"samples": 0}])
+@pytest.mark.parametrize("options", [{"steps": 0}, {"margin": 0.0}, {"tune_batches": 1}])
 def test_nonsense_is_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
         DemoConfig(**options)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loka.dispatch import Policy as Policy
     from loka.dispatch.database import Database as Database
+    from loka.exporting import export as export
     from loka.formats import QTensor as QTensor
     from loka.formats import Spec as Spec
     from loka.lowp import Guard as Guard
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from loka.placing import scale_state as scale_state
     from loka.probe import Probe as Probe
     from loka.probe import Report as Report
-    from loka.ptq import quantize as quantize
+    from loka.ptq.quantizing import quantize as quantize
     from loka.records import Plan as Plan
     from loka.tuning import Tuned as Tuned
     from loka.tuning import tune as tune
@@ -41,6 +42,7 @@ _HOMES = {
     "Conversion": "loka.placing",
     "LinearOptions": "loka.placing",
     "convert": "loka.placing",
+    "export": "loka.exporting",
     "load_scale_state": "loka.placing",
     "refresh": "loka.placing",
     "scale_state": "loka.placing",
@@ -52,6 +54,7 @@ _HOMES = {
 _ROOMS = (
     "data",
     "dispatch",
+    "exporting",
     "formats",
     "inference",
     "kernels",
@@ -87,6 +90,7 @@ __all__ = [
     "Tuned",
     "__version__",
     "convert",
+    "export",
     "load_scale_state",
     "quantize",
     "refresh",

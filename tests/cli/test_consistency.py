@@ -10,10 +10,10 @@ import typer
 
 from loka import cli
 
-TEXT_ALREADY = {"export", "db export"}  # what they print or write is another tool's format, or JSON itself
+TEXT_ALREADY = {"translate", "db export"}  # what they print or write is another tool's format, or JSON itself
 WANTED = (
     "data", "train", "probe", "plan", "explain", "diff", "convert", "mods", "bench", "quantize", "analyze", "generate", "serve", "load", "ab", "db",
-    "export", "report", "doctor", "demo", "tune",
+    "export", "translate", "report", "doctor", "demo", "tune", "simulate",
 )  # fmt: skip
 
 

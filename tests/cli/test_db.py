@@ -116,10 +116,10 @@ def test_a_plan_for_a_target(db: Path, probe: Path, tmp_path: Path) -> None:
     assert "1.60x over bf16, 10.0 us: database row of 2026-01-02" in text
     assert json.loads(run("explain", out, "a", "--json")[1])["choices"][0]["backend"] == "torch"
     assert run("diff", out, out, "--json") == (0, "[]\n")
-    code, text = run("export", out, "torchao")
+    code, text = run("translate", out, "torchao")
     assert code == 0
     assert "# left in high precision: a: N 8: not a multiple of 16" in text
-    run("export", out, "modelopt", "--out", tmp_path / "config.py")
+    run("translate", out, "modelopt", "--out", tmp_path / "config.py")
     assert "{'quantizer_name': '*', 'enable': False}" in (tmp_path / "config.py").read_text()
 
 

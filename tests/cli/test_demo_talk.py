@@ -13,13 +13,13 @@ def test_a_log_gets_a_line_a_station_and_one_every_half_minute(
     now = [100.0]
     monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
     talk = demo._Lines()
-    for seconds, station, done, total in ((0, "train", 0, None), (5, "train", 3, 400), (31, "train", 90, 400), (2, "probe", 0, 13)):  # fmt: skip
+    for seconds, station, done, total in ((0, "train", 0, None), (5, "train", 3, 400), (31, "train", 90, 400), (2, "size", 0, None)):  # fmt: skip
         now[0] += seconds
         talk(station, done, total)
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
-        "    0 s  train in float32, probe attached",
-        "   36 s  train in float32, probe attached 90 of 400",
-        "   38 s  evaluate every linear in FP8",
+        "    0 s  train in float32",
+        "   36 s  train in float32 90 of 400",
+        "   38 s  estimate speeds on a GPU",
     ]

@@ -92,7 +92,6 @@ def test_a_model_of_ones_own_without_its_data(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
     assert "--device cuda: torch sees no CUDA GPU" in fail(*OWN, "--device", "cuda")
-    assert "--device cuda: torch sees no CUDA GPU" in fail("bench", "onerec", "--device", "cuda")
     assert "--device cuda: torch sees no CUDA GPU" in fail("generate", "--train", 1, "--out", "x", "--device", "cuda")
 
 
@@ -175,3 +174,24 @@ def test_ctrl_c_while_training_names_the_checkpoint(tmp_path: Path, monkeypatch:
     assert f"{tmp_path / 'run'} keeps step-00000004; the same command with --resume continues after it" in result.stderr
     monkeypatch.setattr(Trainer, "fit", lambda self, **_: (_ for _ in ()).throw(KeyboardInterrupt()))
     assert "nothing is kept" in runner.invoke(cli.app, words, obj={}).stderr
+
+
+def wrong_loss(output: Tensor) -> Tensor:
+    return output.mean()
+
+
+def nothing(split: str) -> Iterator[tuple[Tensor, Tensor]]:
+    return iter(())
+
+
+@pytest.mark.parametrize("verb", ["probe", "tune"])
+def test_losses_of_the_wrong_arity_and_empty_batches_are_named(verb: str, tmp_path: Path) -> None:
+    first = ["probe", "--model", f"{HERE}:factory"] if verb == "probe" else ["tune", f"{HERE}:factory"]
+    out = ["--out", str(tmp_path / "out")]
+    said = runner.invoke(cli.app, [*first, "--data", f"{HERE}:batches", "--loss", f"{HERE}:wrong_loss", *out], obj={})
+    assert isinstance(said.exception, ValueError)
+    assert "wrong_loss" in str(said.exception)
+    assert "cannot be called with (output, targets)" in str(said.exception)
+    said = runner.invoke(cli.app, [*first, "--data", f"{HERE}:nothing", *out], obj={})
+    assert isinstance(said.exception, ValueError)
+    assert "batch" in str(said.exception)

@@ -60,9 +60,12 @@ def test_data_parallel_is_refused() -> None:
         make()[0]._replicate_for_data_parallel()
 
 
-def test_export_is_refused_for_what_it_is() -> None:
-    with pytest.raises(ValueError, match=r"torch\.export cannot trace a converted linear.*loka\.revert"):
-        torch.export.export(make().eval(), (torch.randn(8, 32),), strict=False)
+@pytest.mark.parametrize(
+    "way", [lambda m, x: torch.export.export(m, x, strict=False), lambda m, x: torch.jit.script(m)]
+)
+def test_exporters_are_refused_with_the_way_on(way) -> None:
+    with pytest.raises(ValueError, match=r"0 is converted: .*loka\.export\(model.*loka\.revert"):
+        way(make().eval(), (torch.randn(8, 32),))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

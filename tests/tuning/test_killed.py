@@ -14,17 +14,16 @@ from loka.records.tuning import Tuning
 
 from .small import MARGIN, Ranker, loss, make_batches
 
-KILLS = 5
-
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
-def test_kills_leave_whole_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_leave_whole_files(kills: int, tmp_path: Path) -> None:
     folder, tests = tmp_path / "out", Path(__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    command = [sys.executable, "-m", "tuning.killed_child", str(folder), str(KILLS)]
+    command = [sys.executable, "-m", "tuning.killed_child", str(folder), str(kills)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("whole") == KILLS
+    assert done.stdout.count("whole") == kills
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
     assert {path.name for path in files} >= {"evidence.json"}
     for path in files:

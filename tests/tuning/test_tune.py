@@ -477,3 +477,152 @@ def test_a_loss_that_is_not_finite_anyway_converts_nothing() -> None:
     tuned = tune(model, metric=lambda m, b: torch.full((4,), float("nan")))
     assert not placed(model)
     assert tuned.record.metric is None
+
+
+def test_what_is_no_linear_is_named() -> None:
+    """A share of FLOPs that leaves out half of a model without a word is a wrong share."""
+
+    class Conv1D(nn.Module):  # as transformers has it
+        def __init__(self) -> None:
+            super().__init__()
+            self.nf, self.weight, self.bias = (
+                64,
+                nn.Parameter(0.1 * torch.randn(WIDTH, 64)),
+                nn.Parameter(torch.zeros(64)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.bias
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.gru, self.last = Conv1D(), nn.GRU(64, 32, batch_first=True), nn.Linear(32, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.gru(self.conv(x).unsqueeze(1))[0][:, 0]).squeeze(-1)
+
+    torch.manual_seed(0)
+    notes = "\n".join(tune(Mixed()).record.notes)
+    assert "gru: a recurrent layer" in notes
+    assert "conv: a Conv1D is not converted here; hint: replace it by an nn.Linear" in notes
+    assert not any("not looked at" in note for note in tune(make_trained()[0]).record.notes)
+
+
+@pytest.mark.parametrize("kind", ["loss", "step", "metric", "regression"])
+def test_too_early_whatever_the_loss(kind: str) -> None:
+    """A model that has learned nothing is no better than its mean prediction, whatever is computed from it."""
+    options: dict[str, Any] = {"margin": 0.5}
+    if kind == "loss":
+        options["given"] = loss
+    elif kind == "regression":
+        options["given"] = lambda output, target: F.mse_loss(output, target, reduction="none")
+    else:
+        options |= {"given": None, "step": lambda model, batch: loss(model(batch[0]), batch[1])}
+        if kind == "metric":
+            options["metric"] = lambda model, batch: loss(model(batch[0]), batch[1])
+    torch.manual_seed(0)
+    early = [note for note in tune(Ranker(), **options).record.notes if note.startswith("too early")]
+    assert len(early) == 1
+    assert "train until it is below" in early[0]
+    if kind != "regression":  # logits that were trained are no regression of the labels
+        assert not any("too early" in note for note in tune(make_trained(120)[0], **options).record.notes)
+
+
+def test_a_paired_run_of_training_where_it_is_allowed() -> None:
+    model, optimizer = make_trained()
+    before = state_of(model, optimizer)
+    tuned = tune(model, train=6)
+    record = tuned.record
+    assert record.training_change is not None
+    assert record.training_change.high <= record.used_margin
+    assert "a paired run of 6 steps" in record.gradients
+    tuned.revert()
+    assert same(before[0], state_of(model)[0]), "copies are trained, not the model"
+    strict = tune(model, train=6, margin=0.002, optimizer=lambda p: torch.optim.SGD(p, 2.0))
+    assert strict.conversion is None or strict.record.training_change.high <= strict.record.used_margin
+
+
+def test_a_paired_run_that_ends_apart_keeps_the_units() -> None:
+    model, _ = make_trained()
+    tuned = tune(model, train=25, margin=0.02, optimizer=lambda p: torch.optim.SGD(p, 5.0))  # chaos: runs end apart
+    assert tuned.record.training_change is None or tuned.record.training_change.high <= tuned.record.used_margin
+    assert any("trained 25 steps" in unit.reason for unit in tuned.record.units)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train": 5, "target": "serve"}, "with target='train'"),
+        ({"optimizer": torch.optim.SGD}, "optimizer= belongs to it"),
+        ({"train": -1}, "number of steps"),
+    ],
+)
+def test_paired_runs_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tune(make_trained()[0], **options)
+
+
+def test_a_step_that_trains_another_model_is_named() -> None:
+    model, _ = make_trained()
+    with pytest.raises(ValueError, match="does not train the model it is given"):
+        loka.tune(model, BATCHES, step=lambda _, batch: loss(model(batch[0]), batch[1]), margin=MARGIN, progress=False, train=2)  # fmt: skip
+
+
+def test_memory_is_returned(tmp_path: Path) -> None:
+    """After tune the process holds what the same conversion from a saved plan holds: within 5 %."""
+    import gc
+
+    def live() -> int:
+        gc.collect()
+        seen = {}
+        for thing in gc.get_objects():
+            if type(thing) in (Tensor, nn.Parameter):
+                storage = thing.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())
+
+    tune(make_trained()[0])  # what is cached once in a process is nobody's
+    before = live()
+    model = make_trained()[0]
+    tuned = tune(model)
+    tuned.plan.save(tmp_path / "plan.json")
+    after_tune = live() - before
+    del model, tuned
+    between = live()
+    twin = make_trained()[0]
+    loka.convert(twin, loka.Plan.load(tmp_path / "plan.json"), example=BATCHES[0][0])
+    after_convert = live() - between
+    assert 0 < after_tune <= 1.05 * after_convert
+
+
+FRESH = """
+import sys, torch, loka
+sys.path.insert(0, sys.argv[1])
+from tuning.small import Ranker
+model = Ranker()
+model.load_state_dict(torch.load(sys.argv[2]))
+done = loka.convert(model, loka.Plan.load(sys.argv[3]), example=torch.load(sys.argv[4]))
+kinds = {name: type(module).__mro__[1].__name__ for name, module in model.named_modules()}
+torch.save([done.converted, [str(unit.kernels) for unit in done.units], kinds, model.eval()(torch.load(sys.argv[4]))], sys.argv[5])
+"""
+
+
+def test_a_fresh_process_places_the_same_modules_and_kernels(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    model, _ = make_trained()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save(BATCHES[0][0], tmp_path / "x.pt")
+    tuned = tune(model)
+    tuned.plan.save(tmp_path / "plan.json")
+    files = [str(tmp_path / name) for name in ("weights.pt", "plan.json", "x.pt", "out.pt")]
+    words = [sys.executable, "-c", FRESH, str(Path(__file__).parents[1]), *files]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    converted, kernels, kinds, y = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert converted == tuned.conversion.converted
+    assert kernels == [str(unit.kernels) for unit in tuned.conversion.units]
+    assert kinds == {name: type(module).__mro__[1].__name__ for name, module in model.named_modules()}
+    assert torch.equal(y, model.eval()(BATCHES[0][0]))

@@ -27,10 +27,11 @@ VERBS = {
     "plan": "loka.cli.plan:plan",
     "explain": "loka.cli.plan:explain",
     "diff": "loka.cli.plan:diff",
-    "export": "loka.cli.plan:export",
+    "translate": "loka.cli.plan:translate",
     "convert": "loka.cli.convert:convert",
     "db": "loka.cli.db:app",
     "quantize": "loka.cli.quantize:quantize",
+    "export": "loka.cli.export:export",
     "generate": "loka.cli.generate:generate",
     "serve": "loka.cli.serve:serve",
     "load": "loka.cli.load:load",
@@ -38,6 +39,7 @@ VERBS = {
     "ab": "loka.cli.ab:ab",
     "report": "loka.cli.report:report",
     "bench": "loka.cli.bench:app",
+    "simulate": "loka.cli.simulate:simulate",
     "doctor": "loka.cli.doctor:doctor",
 }
 
@@ -45,9 +47,9 @@ VERBS = {
 _PANELS = {
     **dict.fromkeys(("demo", "tune", "report", "doctor"), "Start"),
     **dict.fromkeys(("data", "train"), "Data and training"),
-    **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "export", "convert"), "Look, choose, convert"),
-    **dict.fromkeys(("quantize", "generate", "serve", "load", "analyze", "ab"), "Serving"),
-    **dict.fromkeys(("bench", "db"), "Speed"),
+    **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "translate", "convert"), "Look, choose, convert"),
+    **dict.fromkeys(("quantize", "export", "generate", "serve", "load", "analyze", "ab"), "Serving"),
+    **dict.fromkeys(("bench", "db", "simulate"), "Speed"),
 }
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C

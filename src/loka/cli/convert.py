@@ -51,7 +51,7 @@ def convert(
     options = LinearOptions(scales=scales, gradients=gradients, save=save)  # type: ignore[arg-type]
     subject = load_subject(model, data, batch_size=batch_size, seed=seed, loss=loss, device=device)
     if weights is not None:
-        _load(subject.model, weights)
+        load_weights_from(subject.model, weights)
     batch = next(subject.stream("train"))
     subject.model.train()
     before, names = _lose(subject, batch), list(subject.model.state_dict())
@@ -110,7 +110,8 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
     return lambda _, name: not any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _load(model: Any, path: Path) -> None:
+def load_weights_from(model: Any, path: Path) -> None:
+    """The weights of a checkpoint folder or of a .safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -3,7 +3,7 @@
     loka db merge rows.json benchmarks/results/h200/scaled_mm.json     exports, benchmark records, other databases
     loka db show --op linear --backend triton
     loka db show --shipped --json                                      the rows that come with loka
-    loka db tune runs/demo/records/probe.json --seconds 120            measure what a plan for this machine would look up
+    loka db tune probe.json --seconds 120            measure what a plan for this machine would look up
     loka db export --device "NVIDIA H200" --out rows.json
     loka db prune --before 2026-01-01
 

@@ -3,8 +3,7 @@
     loka demo
     loka demo --out runs/mine --steps 800 --seed 3
 
-Trains a small Wukong, probes it, applies what the probe suggests, makes a plan (and one for the H200 from rows that ship), converts, trains on in FP8 (emulated on a CPU) and in naive FP8, compares, and writes
-OUT/report.html. Interrupted and run again it continues.
+Trains a small Wukong, tunes it (`loka.tune`), trains on by the plan in FP8 (emulated on a CPU) and in naive FP8, compares, estimates what FP8 would bring on an H200, and writes OUT/report.html. Interrupted and run again it continues.
 """
 
 import json
@@ -27,11 +26,9 @@ __all__ = ["demo"]
 
 TELL_EVERY = 30.0  # seconds between lines about one station
 _LABELS = {
-    "train": "train in float32, probe attached",
-    "probe": "evaluate every linear in FP8",
-    "sensitivity": "each linear alone in FP8",
-    "mods": "apply what Probe suggests",
-    "plan": "make the plans",
+    "train": "train in float32",
+    "tune": "tune",
+    "size": "estimate speeds on a GPU",
     "swap": "swap FP8 into the checkpoint",
     "high": "train on in float32",
     "control": "train on in float32 once more",
@@ -56,7 +53,7 @@ def demo(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; on a GPU speed is measured.")] = "auto",
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train, probe, plan, convert, compare, report: the whole job on real data, in under five minutes on two cores."""
+    """Train, tune, train on in FP8, compare, report: the whole job on real data, in under three minutes on two cores."""
     from loka.demo import Demo, DemoConfig
 
     given = {"steps": steps, "more_steps": more_steps, "size": size, "seed": seed, "device": find_device(device)}
@@ -103,9 +100,11 @@ def _to_json(result: Any) -> dict[str, Any]:
         "converted": result.converted,
         "linears": result.linears,
         "low_precision_flops_share": result.plan.low_precision_share,
-        "low_precision_flops_share_elsewhere": result.elsewhere and result.elsewhere.low_precision_share,
+        "low_precision_flops_share_elsewhere": result.sizes and result.sizes.here.share,
         "environment": msgspec.to_builtins(result.plan.environment),
         "comparisons": {name: msgspec.to_builtins(found) for name, found in result.comparisons.items()},
+        "tuning": {"verdict": result.tuning.verdict, "seconds": result.tuning.seconds},
+        "estimate": None if result.sizes is None else msgspec.to_builtins(result.sizes),
         "resumed": list(result.resumed),
         "restarted": result.restarted,
     }

@@ -3,7 +3,7 @@
     loka mods list
     loka mods apply --model wukong:tiny --data synthetic --mods no_bias,block_norm,hard_swish
     loka mods apply --model mypkg.net:make --data mypkg.net:batches --mods align_shapes --json
-    loka mods suggest runs/demo/records/probe.json
+    loka mods suggest probe.json
 
 `apply` is a dry run that prints the summary: mods change a model in memory. To train with them, `loka train --mods ...`; in code, `loka.mods.apply`.
 """
@@ -88,7 +88,7 @@ def _apply(subject: Any, names: str) -> Any:
 def _example(subject: Any) -> Any:
     from loka import mods
 
-    batch = next(iter(subject.batches("train")))
+    batch = next(subject.stream("train"))
     return mods.capture_example(subject.model, lambda: subject.loss(batch))
 
 

@@ -64,6 +64,12 @@ def find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
     found = find_object(path)
     if not callable(found):
         raise ValueError(f"{path}: expected fn(output, targets), got {type(found).__name__}")
+    try:
+        signature(found).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{path}{signature(found)} cannot be called with (output, targets): {error}") from error
+    except ValueError:  # a built-in function has no signature
+        pass
     return found  # type: ignore[no-any-return]
 
 

@@ -1,12 +1,12 @@
-"""`loka plan`, `loka explain`, `loka diff`, `loka export`: make a plan from a probe's report, ask it why, compare two, hand it to other tools.
+"""`loka plan`, `loka explain`, `loka diff`, `loka translate`: make a plan from a probe's report, ask it why, compare two, hand it to other tools.
 
-    loka plan runs/demo/records/probe.json --accuracy-only --out plan.json
+    loka plan probe.json --accuracy-only --out plan.json
     loka plan probe.json --target "NVIDIA H200" --row-factor 16         speeds from the rows that ship with loka
     loka plan probe.json --target "NVIDIA H200" --db rows.sqlite --weights cached --override 'core.head.*=high'
     loka plan probe.json --accuracy-only --max-metric-change 0.001
     loka explain plan.json core.head.last
     loka diff plan.json other.json
-    loka export plan.json torchao
+    loka translate plan.json torchao
 
 `loka diff` exits 1 when the plans differ, as diff does.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from loka.dispatch import Database
     from loka.records import Plan
 
-__all__ = ["diff", "explain", "export", "plan"]
+__all__ = ["diff", "explain", "plan", "translate"]
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan (JSON).")]
 
@@ -158,7 +158,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def export(
+def translate(
     file: PlanFile,
     to: Annotated[str, typer.Argument(help="torchao, transformer-engine, llm-compressor or modelopt.")],
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,

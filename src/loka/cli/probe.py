@@ -210,7 +210,7 @@ def learn(subject: Subject, watcher: Probe, job: Job, steps: int, state: Path | 
     subject_model.train()
     try:
         if watcher.steps < steps:
-            first = next(subject.batches("train"))
+            first = next(subject.stream("train"))
             watcher.count_flops(lambda: subject.loss(first).backward())  # type: ignore[no-untyped-call]
             for batch in islice(subject.stream(skip=watcher.steps), steps - watcher.steps):
                 step(subject, optimizers, batch, watcher)

@@ -2,10 +2,12 @@
 
     loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60
     loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine
+    loka tune wukong:tiny --target "NVIDIA H200" --row-factor 16 --train-steps 40 --out runs/planned
     loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served
 
 Looks at the model, chooses per unit the fastest way that is safe, verifies the whole of it beside 16 bits, and writes plan.json, conversion.json, tuning.json and report.html below `--out`. What is
-measured is on disk at once: after Ctrl-C the same command goes on. A model is tuned as it is trained: `--checkpoint` loads weights, `--train-steps` trains first.
+measured is on disk at once: after Ctrl-C the same command goes on. With `--target` on a machine without that GPU, units are
+taken by estimated speeds, labelled so: the plan to try first there. A model is tuned as it is trained: `--checkpoint` loads weights, `--train-steps` trains first.
 stdout carries the table (with `--json` the record). Exit 0: something was converted. 1: nothing was, and why is on stdout. 2: the request cannot be honoured.
 """
 
@@ -38,6 +40,13 @@ def tune(
     train_steps: Annotated[int, typer.Option(help="Train so many steps first, with AdamW.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of --train-steps.")] = 1e-3,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
+    train: Annotated[
+        int, typer.Option(help="Steps of a paired run on copies of the model, which shows what FP8 gradients do.")
+    ] = 0,
+    target: Annotated[
+        str | None, typer.Option(help='A GPU that is not here, e.g. "NVIDIA H200": its speeds are estimated.')
+    ] = None,
+    row_factor: Annotated[float, typer.Option(help="With --target: rows of a batch there over --batch-size.")] = 1.0,
     thorough: Annotated[bool, typer.Option("--thorough", help="Also compile with max-autotune.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
@@ -71,13 +80,16 @@ def tune(
     tuned = run(
         subject.model,
         held,
-        step=lambda _, batch: subject.loss(batch),
-        metric=lambda _, batch: subject.values(batch),
+        step=lambda network, batch: subject.job.lose(network, batch),
+        metric=lambda network, batch: next(iter(subject.job.metrics.values()))(network, batch).reshape(-1),
+        train=train,
         margin=margin,
         architecture=architecture,
         target="serve" if serve else "train",
         seconds=seconds,
         thorough=thorough,
+        estimate_for=target,
+        row_factor=row_factor,
         out=out,
     )
     typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))

@@ -1,11 +1,9 @@
-"""The whole job on real data: train, probe, plan, convert, train on, compare, report.
+"""The whole job on real data: train, tune, train on, compare, report.
 
-    train      a small Wukong on Complete Journey in float32, with Probe attached
-    probe      every linear's GEMMs in emulated FP8 on real rows; FLOPs of a step counted
-    mods       what Probe's findings speak for; applied where a trained model stays what it is, listed where it would not
-    plan       the cheapest recipe that is accurate enough per GEMM; beside it the naive plan, tensorwise everywhere, and a plan for the
-               H200 from database rows that ship with the package, labelled so
-    high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data)
+    train      a small Wukong on Complete Journey in float32
+    tune       `loka.tune` on validation batches: which linears run in FP8, and what that does to the loss of this checkpoint; the plan is saved
+    size       on a machine without a GPU: what FP8 is estimated to bring on an H200, for this model and for the wide one; labelled, never measured
+    high, control, planned, naive     continuations of the *same* checkpoint (weights, optimiser, position in the data); `planned` converts by the saved plan
     swap       the high-precision run's final weights in FP8, without training on
     compare    per-example log loss on the test split, paired, households resampled
     report     one HTML file from the records
@@ -19,7 +17,7 @@ Training is chaotic, so two float32 runs differ too; what the control shows is h
 test examples and do not contain it.
 
 On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed is not, and the report calls speed "not measured". On a GPU
-(`--device cuda`) Probe times every kernel, the plan asks for a speed-up, and no rows of other machines are needed.
+(`--device cuda`) tune times every unit and the whole step, and takes what is faster.
 """
 
 from loka.demo.config import DemoConfig, DemoResult

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from loka import records
-from loka.data import RankingData, Split, load
-from loka.demo.callbacks import ProbeCallback, StepTalk, Talk
+from loka.data import RankingData, load
+from loka.demo.callbacks import StepTalk, Talk
 from loka.demo.config import DemoConfig, DemoResult
-from loka.demo.elsewhere import LEAST_SPEEDUP, look_elsewhere
-from loka.demo.suggested import apply_suggested, protected_sites
-from loka.dispatch import Policy, make_plan, uniform_plan
-from loka.kernels.registry import BACKENDS
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
 from loka.models import build_ranker
 from loka.placing import convert
-from loka.probe import Probe, add_sensitivity, measure_sensitivity
-from loka.records import Comparison, Environment, Interval, Plan, Point, ProbeReport, Progress, Run, capture_environment
+from loka.records import Comparison, Conversion, Environment, Interval, Point, Progress, Run, capture_environment
+from loka.records.tuning import SizeEstimate, SizeEstimates, Tuning
 from loka.report import Results, write_html
-from loka.training import Callback, JsonlLog, TrainConfig, Trainer, find_checkpoints, ranking_loss
+from loka.training import JsonlLog, TrainConfig, Trainer, find_checkpoints
 from loka.training.checkpoint import Snapshot, read_checkpoint
+from loka.tuning import Estimator, estimate_model, tune
 
 ARMS = {"high": "high precision", "control": "control", "planned": "planned FP8", "naive": "naive FP8"}
 COMPARED = ("planned", "naive", "control")
 SWAPPED = ("planned", "naive")
+FEW = 64  # rows that show the sizes of a model
 NUDGE = 2.0**-9  # relative size of one bf16 rounding: far below FP8's 2^-4, far above float32's 2^-24
 
 
@@ -61,9 +60,8 @@ class Demo:
         arms = {arm: (lambda arm=arm: self._train_arm(arm)) for arm in ARMS}
         return {
             "train": self._train,
-            "probe": self._probe,
-            "mods": self._mods,
-            "plan": self._plan,
+            "tune": self._tune,
+            **({} if self._on_gpu else {"size": self._size}),
             **arms,
             "swap": self._swap,
             "compare": self._compare,
@@ -80,105 +78,67 @@ class Demo:
                 job()
                 self._done.append(name)
                 self._save_progress()
-        plan = records.load(self._record("plan"), Plan)
-        converted = sum(any(c.quantized for c in site.choices) for site in plan.sites)
         names = [*COMPARED, *(f"swap-{arm}" for arm in SWAPPED)]
         comparisons = {name: records.load(self._record(f"comparison-{name}"), Comparison) for name in names}
-        there = self._record("plan-elsewhere")
+        sizes = self._record("sizes")
         return DemoResult(
             self.out / "report.html",
-            plan,
+            records.load(self._record("tuning"), Tuning),
             comparisons,
-            converted,
-            len(plan.sites),
             resumed,
             self.restarted,
-            records.load(there, Plan) if there.exists() else None,
+            records.load(sizes, SizeEstimates) if sizes.exists() else None,
         )
 
     # Stations
 
     def _train(self) -> None:
-        model = self._build()
-        probe = Probe(model, every=self.config.probe_every, rows=self.config.rows, seed=self.config.seed)
-        self._fit("train", model, self.config.steps, [ProbeCallback(probe)])
-        probe.detach()
+        self._fit("train", self._build(), self.config.steps)
 
-    def _probe(self) -> None:
-        model, snapshot = self._build(), self._checkpoint("train")
-        model.load_state_dict(snapshot.tensors["model"])
-        probe = Probe(model, every=self.config.probe_every, rows=self.config.rows, seed=self.config.seed)
-        prefix = "callback/probe/"
-        seen = {k.removeprefix(prefix): v for k, v in snapshot.tensors["extra"].items() if k.startswith(prefix)}
-        probe.load_state_dict(seen)
-        batch = self._example()
-        probe.count_flops(lambda: ranking_loss(model, batch)[0].backward())  # type: ignore[no-untyped-call]
-        report = probe.evaluate(
-            samples=self.config.samples,
-            max_error=self.config.max_error,
-            max_gradient_error=self.config.max_gradient_error,
-            model_name=f"{self.config.family} {self.config.size}",
-            command=self._command,
-            data_name=self._data.name,
-            backends=BACKENDS["scaled_mm"] if self._on_gpu else ("reference",),
-            progress=lambda _, done, total: self._talk("probe", done, total),
-        )
-        records.save(probe.drift(), self._record("drift"))
-        probe.detach()
-        count = min(self.config.sensitivity_examples, len(self._data.valid))
-        found = measure_sensitivity(
+    def _tune(self) -> None:
+        """One call, on validation batches; the plan is what the arms below convert by."""
+        model = self._build()
+        model.load_state_dict(self._checkpoint("train").tensors["model"])
+        batches = self._data.valid.batches(self.config.batch_size, shuffle=True, seed=self.config.seed)
+        tuned = tune(
             model,
-            probe.sites,
-            lambda m: self._lose(m, self._data.valid, count),
-            seed=self.config.seed,
-            progress=lambda _, done, total: self._talk("sensitivity", done, total),
+            [batch.to(self.config.device) for batch in islice(batches, self.config.tune_batches)],
+            step=lambda m, batch: log_losses(m(batch).reshape(-1), batch.labels.reshape(-1)),
+            margin=self.config.tune_margin,
+            out=self.out / "tuning",
+            progress=lambda phase, done, total: self._talk(f"tune: {phase}", done, total),
         )
-        described = (
-            f"log loss of the first {count:,} validation examples, the site alone in tensorwise FP8, not trained on"
-        )
-        add_sensitivity(report, found, described=described).to_json(self._record("probe"))
+        records.save(tuned.record, self._record("tuning"))
 
-    def _mods(self) -> None:
-        model, report = self._build(), records.load(self._record("probe"), ProbeReport)
-        summary = apply_suggested(model, report, self._example(), name=report.model)
-        records.save(summary, self._record("mods"))
+    def _size(self) -> None:
+        """What FP8 is estimated to bring on a GPU, for this model and for one of a size that it is meant for."""
+        here, large = (self._estimate(size) for size in (self.config.size, self.config.large))
+        sizes = SizeEstimates(target=self.config.target, method=str(Estimator(self.config.target)), here=here, large=large, environment=self._environment())  # fmt: skip
+        records.save(sizes, self._record("sizes"))
 
-    def _plan(self) -> None:
-        """The plan that runs here, the naive one, and the one for a machine elsewhere."""
-        report = records.load(self._record("probe"), ProbeReport)
-        model = self._build()
-        apply_suggested(model, report, self._example(), name=report.model)
-        overrides = protected_sites(model, report)
-        policy = Policy(
-            max_error=report.max_mere,
-            max_gradient_error=report.max_gradient_error,
-            min_speedup=LEAST_SPEEDUP if self._on_gpu else None,
-            overrides=overrides,
-        )
-        records.save(make_plan(report, policy), self._record("plan"))
-        records.save(uniform_plan(report, "tensorwise"), self._record("plan-naive"))
-        if not self._on_gpu:
-            there = look_elsewhere(report, self.config.target, self.config.row_factor)
-            records.save(there.plan(overrides), self._record("plan-elsewhere"))
-            records.save(there.speeds(), self._record("speeds-elsewhere"))
-            records.save(there.rows(), self._record("rows-elsewhere"))
+    def _estimate(self, size: str) -> SizeEstimate:
+        example = next(self._data.train.batches(FEW, shuffle=True, seed=self.config.seed))
+        rows = self.config.large_rows
+        model = build_ranker(self._data.schema, self.config.family, size)
+        found = estimate_model(model, example, self.config.target, row_factor=rows / FEW)
+        return SizeEstimate(size=size, rows=rows, linears=found.linears, share=found.share)
 
     def _train_arm(self, arm: str) -> None:
         model, snapshot = self._build(), self._checkpoint("train")
         model.load_state_dict(snapshot.tensors["model"])
-        plan = None
+        done = None
         if arm == "control":
             _nudge(model, self.config.seed)
         elif arm != "high":
-            plan = self._plan_of(arm)
-            self._convert(model, arm, plan)
-        trainer = self._fit(arm, model, self.config.more_steps, [], fork=snapshot)
+            done = self._convert(model, arm)
+            records.save(done, self.out / arm / "conversion.json")
+        trainer = self._fit(arm, model, self.config.more_steps, fork=snapshot)
         self._talk(f"{arm}: test", 0, None)
         scores, metrics = self._score(model)
         _save_tensors(self.out / arm / "test.safetensors", scores)
         precision = (
             _PRECISIONS.get(arm)
-            or f"{plan.recipe if plan else ''} FP8{'' if self._on_gpu else ' (emulated)'}, fp32 elsewhere"
+            or f"{'auto' if arm == 'planned' else 'tensorwise'} FP8{'' if self._on_gpu else ' (emulated)'}, fp32 elsewhere"
         )
         run = Run(
             name=ARMS[arm],
@@ -191,7 +151,7 @@ class Demo:
             seconds=trainer.train_seconds,
             curve=_read_curve(self.out / arm / "log.jsonl", offset=self.config.steps),
             metrics=metrics,
-            low_precision_flops_share=0.0 if plan is None else plan.low_precision_share,
+            low_precision_flops_share=_share(done),
             environment=self._environment(),
         )
         records.save(run, self._record(f"run-{arm}"))
@@ -201,17 +161,17 @@ class Demo:
         baseline = _load_tensors(self.out / "high" / "test.safetensors")
         for number, arm in enumerate(SWAPPED):
             self._talk("swap", number, len(SWAPPED))
-            model, plan = self._build(), self._plan_of(arm)
+            model = self._build()
             model.load_state_dict(self._checkpoint("high").tensors["model"])
-            self._convert(model, arm, plan)
+            done = self._convert(model, arm)
             scores, _ = self._score(model)
-            self._write_comparison(f"swap-{arm}", scores, baseline, f"{ARMS[arm]}, swapped in", plan)
+            self._write_comparison(f"swap-{arm}", scores, baseline, f"{ARMS[arm]}, swapped in", _share(done))
 
     def _compare(self) -> None:
         scores = {arm: _load_tensors(self.out / arm / "test.safetensors") for arm in ARMS}
         for arm in COMPARED:
-            plan = None if arm == "control" else self._plan_of(arm)
-            self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], plan)
+            share = 0.0 if arm == "control" else _share(records.load(self.out / arm / "conversion.json", Conversion))
+            self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], share)
 
     def _write_comparison(
         self,
@@ -219,7 +179,7 @@ class Demo:
         candidate: dict[str, Tensor],
         baseline: dict[str, Tensor],
         label: str,
-        plan: Plan | None,
+        share: float,
     ) -> None:
         """A run against the high-precision one."""
         found = compare_paired(
@@ -244,7 +204,7 @@ class Demo:
             pairs=found.pairs,
             clusters=found.units,
             method=found.method,
-            low_precision_flops_share=0.0 if plan is None else plan.low_precision_share,
+            low_precision_flops_share=share,
         )
         records.save(comparison, self._record(f"comparison-{name}"))
 
@@ -267,9 +227,7 @@ class Demo:
     def _on_gpu(self) -> bool:
         return self.config.device.startswith("cuda")
 
-    def _fit(
-        self, name: str, model: nn.Module, steps: int, callbacks: list[Callback], fork: Snapshot | None = None
-    ) -> Trainer:
+    def _fit(self, name: str, model: nn.Module, steps: int, fork: Snapshot | None = None) -> Trainer:
         """Train below out/<name>, from `fork` where given; continues at the last checkpoint where there is one."""
         config = TrainConfig(
             steps=steps,
@@ -284,7 +242,7 @@ class Demo:
         )
         folder = self.out / name
         watchers = [JsonlLog(folder / "log.jsonl"), StepTalk(name, self._talk)]
-        trainer = Trainer(model, self._data, config, callbacks=[*callbacks, *watchers], out=folder)
+        trainer = Trainer(model, self._data, config, callbacks=watchers, out=folder)
         if fork is not None:
             trainer.optimizers.load_state_tensors(fork.tensors["optimizer"])
             trainer.stream.load_state_dict(fork.state["stream"])
@@ -296,23 +254,12 @@ class Demo:
         batches = self._data.train.batches(self.config.batch_size, shuffle=True, seed=self.config.seed)
         return next(batches).to(self.config.device)
 
-    def _convert(self, model: nn.Module, arm: str, plan: Plan) -> None:
-        """The planned arm carries the mods; the naive one is what turning FP8 on everywhere does."""
-        if arm == "planned":
-            report = records.load(self._record("probe"), ProbeReport)
-            apply_suggested(model, report, self._example(), name=report.model)
-        convert(model, plan)
-
-    @torch.no_grad()
-    def _lose(self, model: nn.Module, split: Split, count: int) -> tuple[Tensor, Tensor]:
-        """Log loss and household of the first examples of a split."""
-        losses, groups = [], []
-        for batch in (b.to(self.config.device) for b in split.batches(4096, shuffle=False, seed=0)):
-            losses.append(log_losses(model(batch).reshape(-1), batch.labels.reshape(-1)))
-            groups.append(batch.group)
-            if sum(map(len, losses)) >= count:
-                break
-        return torch.cat(losses)[:count], torch.cat(groups)[:count]
+    def _convert(self, model: nn.Module, arm: str) -> Conversion:
+        """By tune's plan; the naive arm is what turning FP8 on everywhere does."""
+        example = self._example()
+        if arm == "naive":
+            return convert(model, recipe="tensorwise", example=example)
+        return convert(model, records.load(self._record("tuning"), Tuning).plan, example=example)
 
     @torch.no_grad()
     def _score(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -332,9 +279,6 @@ class Demo:
                 metric.update(logits, labels)
         scores = {"losses": torch.cat(losses).cpu(), "group": torch.cat(groups).cpu()}
         return scores, {name: metric.compute() for name, metric in metrics.items()}
-
-    def _plan_of(self, arm: str) -> Plan:
-        return records.load(self._record({"planned": "plan", "naive": "plan-naive"}[arm]), Plan)
 
     def _checkpoint(self, name: str) -> Snapshot:
         return read_checkpoint(find_checkpoints(self.out / name / "checkpoints")[-1])
@@ -362,7 +306,7 @@ class Demo:
             self._done = [name for name in self.stations if name in stored.done]
             return
         self.restarted = f"settings changed ({changes}); earlier results under {self.out} are replaced"
-        for name in ("records", "train", *ARMS):
+        for name in ("records", "train", "tuning", *ARMS):
             shutil.rmtree(self.out / name, ignore_errors=True)
         (self.out / "report.html").unlink(missing_ok=True)
         self._save_progress()
@@ -371,6 +315,11 @@ class Demo:
         records.save(
             Progress(job="demo", settings=asdict(self.config), done=list(self._done)), self.out / "progress.json"
         )
+
+
+def _share(done: Conversion | None) -> float:
+    """Of the model's GEMM FLOPs in low precision."""
+    return 0.0 if done is None or done.low_precision_share is None else done.low_precision_share
 
 
 _PRECISIONS = {"high": "fp32", "control": "fp32, weights nudged by one bf16 rounding"}

@@ -25,6 +25,7 @@ from loka.lowp.auto import moved
 from loka.lowp.binding import BoundGemm, LinearBinding
 from loka.lowp.chain import chains_of
 from loka.lowp.health import FORWARD, record, sampled_error, turn_of
+from loka.lowp.leaving import refuse_export, refuse_script
 from loka.lowp.linear_function import Given, Layouts, LinearFunction, parts_of
 from loka.lowp.linear_state import LinearState, can_cache
 from loka.lowp.scaling import AmaxState, find_amax
@@ -157,6 +158,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
+        refuse_export(self.state.name)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         with torch.autocast(kind, enabled=False):
@@ -175,7 +177,7 @@ class Linear(nn.Linear):
         weight, state = self.weight, self.state
         if type(weight) not in (nn.Parameter, Tensor):
             raise ValueError(
-                f"the weight is a {type(weight).__name__}, expected a plain tensor; {_explain_weight(weight)}"
+                f"the weight is a {type(weight).__name__}, expected a plain tensor; a sharded linear cannot run in low precision"
             )
         needs = (torch.is_grad_enabled() and x.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
         health = state.health if state.watching else None
@@ -274,6 +276,9 @@ class Linear(nn.Linear):
             "hint: DistributedDataParallel, or loka.revert(model) first"
         )
 
+    def __prepare_scriptable__(self) -> Any:
+        refuse_script(self.state.name)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle names classes, and the class made for a subclass has none that can be imported: name the subclass."""
         made = super().__reduce_ex__(protocol)
@@ -302,13 +307,6 @@ def _new(kind: type[nn.Linear]) -> Linear:
     """A Linear of a subclass without anything in it yet, for pickles and copies."""
     ours = _class_for(kind)
     return ours.__new__(ours)
-
-
-def _explain_weight(weight: Tensor) -> str:
-    """Why a tensor of a special kind cannot be this weight."""
-    if type(weight).__name__ == "FakeTensor":
-        return "torch.export cannot trace a converted linear, whose quantised weight is no part of its state_dict; hint: torch.compile, or loka.revert(model) first"  # fmt: skip
-    return "a sharded linear cannot run in low precision"
 
 
 def refuse(module: nn.Module) -> str | None:

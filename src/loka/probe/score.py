@@ -63,6 +63,7 @@ __all__ = [
     "harm_from",
     "operands_of",
     "score_look",
+    "score_operands",
     "share_of_margin",
 ]
 
@@ -162,6 +163,21 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
                 known[key] = _MEASURES[gemm](operands, key[1], pulled, shown)
             found[gemm, recipe] = known[key]
     return found
+
+
+@torch.no_grad()
+def score_operands(operands: RoundedOperands, shown: Shown) -> dict[Gemm, Tensor]:
+    """What operands that were rounded already do in the three GEMMs of one look, as `score_look` has it.
+
+    Args:
+        operands: the rows, with a low-precision side that does not depend on a Spec.
+        shown: the same rows.
+
+    Returns:
+        gemm -> float32 [4].
+    """
+    pulled = _product(operands.plain("dy"), operands.plain("w"))
+    return {gemm: _MEASURES[gemm](operands, _STATIC, pulled, shown) for gemm in GEMMS}
 
 
 def _given(spec: Spec) -> Spec:

@@ -18,6 +18,7 @@ class TunedUnit(Part, frozen=True):
         flops_share: of the GEMM FLOPs of the looked-at linears.
         harm: predicted relative change of the loss.
         speedup: over compiled 16 bits, cut out of the model.
+        estimated: the same, estimated for a device that is not here; never beside a measured one.
         metric_change: measured by swapping this unit alone.
         reason: why this way.
         alarms: what a person should look at, such as columns with a large offset.
@@ -30,8 +31,59 @@ class TunedUnit(Part, frozen=True):
     reason: str
     harm: Interval | None = None
     speedup: Interval | None = None
+    estimated: Interval | None = None
     metric_change: Interval | None = None
     alarms: list[str] = msgspec.field(default_factory=list)
+
+
+class Estimate(Part, frozen=True):
+    """Speeds that were estimated, not measured.
+
+    Args:
+        target: the device they are for.
+        method: what they come from and how far off it was, in words.
+        rows: rows of a call there over those here.
+        linears: of all linears of the model together, over compiled 16 bits; what is no linear is not counted. None where nothing is converted.
+    """
+
+    target: str
+    method: str
+    rows: float
+    linears: Interval | None = None
+
+
+class SizeEstimate(Part, frozen=True):
+    """What FP8 is estimated to bring for a model of one size.
+
+    Args:
+        size: its name.
+        rows: of a batch.
+        linears: speed-up of all linears together, forward and backward, over compiled 16 bits.
+        share: of their GEMM FLOPs in units that are estimated to be faster.
+    """
+
+    size: str
+    rows: int
+    linears: Interval
+    share: float
+
+
+class SizeEstimates(Record, frozen=True, tag="size_estimates"):
+    """Estimates for a device that is not here, at the size that was run and at a larger one; nothing of it was measured.
+
+    Args:
+        target: the device.
+        method: what they come from and how far off it was, in words.
+        here: the model that was run.
+        large: one of a size where FP8 is meant for.
+        environment: where this was computed.
+    """
+
+    target: str
+    method: str
+    here: SizeEstimate
+    large: SizeEstimate
+    environment: Environment
 
 
 class Tuning(Record, frozen=True, tag="tuning"):
@@ -47,10 +99,12 @@ class Tuning(Record, frozen=True, tag="tuning"):
         conversion: what runs.
         step_microseconds: of the whole step, compiled: "bf16" beside "loka"; empty where nothing could be timed.
         speedup: of the whole step over the faster compiled 16-bit one; None: not measured, and `speed_note` says why.
+        estimate: where speeds were estimated for a device that is not here.
         metric: mean of the metric in high precision.
         metric_change: of the whole plan, paired, on held-out batches.
         metric_unit: what the interval is over: "examples" or "batches".
         gradients: how gradients were judged.
+        training_change: of the metric after a paired run of training, where the user allowed one.
         seconds: by phase.
         notes: what a reader must know.
         environment: where.
@@ -67,10 +121,12 @@ class Tuning(Record, frozen=True, tag="tuning"):
     step_microseconds: dict[str, float] = msgspec.field(default_factory=dict)
     speedup: Interval | None = None
     speed_note: str | None = None
+    estimate: Estimate | None = None
     metric: float | None = None
     metric_change: Interval | None = None
     metric_unit: str = "examples"
     gradients: str = "by the score"
+    training_change: Interval | None = None
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
     notes: list[str] = msgspec.field(default_factory=list)
 
@@ -95,4 +151,11 @@ class Tuning(Record, frozen=True, tag="tuning"):
         if self.speedup is not None:
             speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"
             return f"{speed}; {quality}"
-        return f"{quality}; {speed}"
+        return f"{quality}; {speed}{self._say_estimate()}"
+
+    def _say_estimate(self) -> str:
+        """What was estimated, called so."""
+        found = None if self.estimate is None else self.estimate.linears
+        if self.estimate is None or found is None:
+            return ""
+        return f"; estimated for {self.estimate.target}: its linears {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"

@@ -172,14 +172,15 @@
 
   function candidatesOf(site) {
     const all = site.candidates || [], seen = Object.keys(sources).filter((s) => all.some((c) => (c.errors || []).some((e) => e.source === s)));
-    const head = ["GEMM", "recipe", "operands", "on", ...(seen.length ? seen.map((s) => `error, ${sources[s]}`) : ["error"]), "SQNR, dB", "underflow", "µs", "speed-up"];
+    const timed = all.some((c) => c.microseconds);
+    const head = ["GEMM", "recipe", "operands", "on", ...(seen.length ? seen.map((s) => `error, ${sources[s]}`) : ["error"]), "SQNR, dB", "underflow", ...(timed ? ["µs", "speed-up"] : [])];
     const rows = all.map((c) => {
       const here = (site.choices || []).some((x) => x.gemm === c.gemm && x.a === c.a && x.b === c.b);
       const pick = (e) => (c.gemm === "fprop" ? e.mere : e.relative_l2);
       const worst = (s) => c.distribution === s || c.distribution === sources[s];
       const errors = seen.length ? seen.map((s) => { const e = (c.errors || []).find((x) => x.source === s); const text = e ? interval(pick(e)) : "–"; return worst(s) && e ? make("b", {}, text) : text; }) : [interval(pick(c))];
       const measured = c.refusal ? [`refused: ${c.refusal}`, ...errors.slice(1).map(() => ""), "", ""] : [...errors, number(c.sqnr_db), c.underflowed === undefined ? "–" : share(c.underflowed, 2)];
-      return { here, cells: [c.gemm, c.recipe, mono(`${c.a} @ ${c.b}`), c.backend, ...measured, c.microseconds ? interval(c.microseconds) : "not measured", interval(c.speedup)] };
+      return { here, cells: [c.gemm, c.recipe, mono(`${c.a} @ ${c.b}`), c.backend, ...measured, ...(timed ? [c.microseconds ? interval(c.microseconds) : "not measured", interval(c.speedup)] : [])] };
     });
     return table(head, rows, [...Array(seen.length || 1).keys()].map((i) => i + 4).concat([4 + (seen.length || 1), 5 + (seen.length || 1)]));
   }
@@ -212,7 +213,7 @@
       if (spec) drawings.push(() => draw(chart, spec));
     }
     page.append(make("h3", {}, "Candidates"), candidatesOf(site));
-    page.append(make("p", { class: "facts" }, "MERE forward, relative L2 in gradients. Highlighted: what the plan runs. Bold: the distribution it is judged by."));
+    page.append(make("p", { class: "facts" }, (site.candidates || []).some((c) => c.microseconds) ? "MERE forward, relative L2 in gradients. Highlighted: what the plan runs. Bold: the distribution it is judged by." : "MERE forward, relative L2 in gradients; no speed was measured. Highlighted: what the plan runs. Bold: the distribution it is judged by."));
     if (move) {
       history.replaceState(null, "", `#site=${encodeURIComponent(name)}`);
       page.scrollIntoView({ block: "start" });

@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from loka.records import (
-    Ablation,
-    AblationLatency,
     Analysis,
     Comparison,
     Conversion,
     DriftReport,
-    EngineBench,
     Environment,
     LoadTest,
     ModSummary,
@@ -30,7 +27,7 @@ from loka.records import (
 from loka.records.bench import KernelBench
 from loka.records.performance import PerformanceRows
 from loka.records.speeds import TargetSpeeds
-from loka.records.tuning import Tuning
+from loka.records.tuning import SizeEstimates, Tuning
 
 _ALL: tuple[type[Record], ...] = (
     ProbeReport,
@@ -45,13 +42,11 @@ _ALL: tuple[type[Record], ...] = (
     Quantized,
     PairedTest,
     Analysis,
-    Ablation,
-    AblationLatency,
-    EngineBench,
     LoadTest,
     OnlineTest,
     Conversion,
     Tuning,
+    SizeEstimates,
 )
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
@@ -73,12 +68,10 @@ class Results:
     quantized: tuple[Quantized, ...] = ()
     tests: tuple[PairedTest, ...] = ()
     analyses: tuple[Analysis, ...] = ()
-    ablations: tuple[Ablation, ...] = ()
-    latencies: tuple[AblationLatency, ...] = ()
-    engines: tuple[EngineBench, ...] = ()
     loads: tuple[LoadTest, ...] = ()
     experiments: tuple[OnlineTest, ...] = ()
     tunings: tuple[Tuning, ...] = ()
+    sizes: tuple[SizeEstimates, ...] = ()
     conversions: tuple[Conversion, ...] = ()
 
     @classmethod
@@ -106,12 +99,10 @@ class Results:
             quantized=_every(found, Quantized),
             tests=_every(found, PairedTest),
             analyses=_every(found, Analysis),
-            ablations=_every(found, Ablation),
-            latencies=_every(found, AblationLatency),
-            engines=_every(found, EngineBench),
             loads=_every(found, LoadTest),
             experiments=_every(found, OnlineTest),
             tunings=_every(found, Tuning),
+            sizes=_every(found, SizeEstimates),
             conversions=_every(found, Conversion),
         )
 
@@ -152,10 +143,7 @@ class Results:
             "quantised model": self.quantized,
             "A/B": self.tests,
             "distributions": self.analyses,
-            "ablation": self.ablations,
-            "latency of the ablation": self.latencies,
             "kernels": self.benches,
-            "serving": self.engines,
             "load test": self.loads,
             "experiment": self.experiments,
             "tuning": self.tunings,

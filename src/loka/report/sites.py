@@ -40,8 +40,24 @@ def write_sites(results: Results) -> str:
         + chart("sites", "Error of every linear under every recipe, with the limit; the table below has the same sites")
         + '<p class="facts" id="sites-note" role="status"></p>'
         + _write_sensitivity(results)
+        + _GLOSSARY
         + '<div id="site-page" hidden aria-live="polite"></div>'
     )
+
+
+_GLOSSARY = (
+    "<details><summary>Words on this page</summary><dl class=env>"
+    "<dt>MERE</dt><dd>Mean of the element-wise relative error of a product: |got - exact| / |exact|, averaged over its elements. Forward products are judged by it.</dd>"
+    "<dt>relative L2</dt><dd>Length of the error over length of the exact result. Gradients are judged by it.</dd>"
+    "<dt>real rows</dt><dd>Rows of activations and gradients that Probe kept while the model trained.</dd>"
+    "<dt>copula</dt><dd>Rows drawn anew that have each column's distribution and the columns' dependence as the real rows have them: what other batches could look like.</dd>"
+    "<dt>Gaussian, N(0, 1)</dt><dd>Rows drawn from a Gaussian with the real rows' mean and covariance; independent standard numbers, which say nothing about the model.</dd>"
+    "<dt>origin</dt><dd>Which of these rows an error was measured on; a site is judged by its worst.</dd>"
+    "<dt>SQNR</dt><dd>Signal to quantisation noise of the product, in decibels; 6 dB are one bit.</dd>"
+    "<dt>underflow</dt><dd>Share of the operands' non-zero values that become zero.</dd>"
+    "<dt>fprop, dgrad, wgrad</dt><dd>The three products of a linear: its output, the gradient of its input, the gradient of its weight.</dd>"
+    "</dl></details>"
+)
 
 
 def _timed(probe: ProbeReport) -> bool:

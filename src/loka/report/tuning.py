@@ -2,7 +2,7 @@
 
 from loka.records import Conversion, Interval
 from loka.records.prose import spell_unit
-from loka.records.tuning import TunedUnit, Tuning
+from loka.records.tuning import SizeEstimates, TunedUnit, Tuning
 from loka.report.markup import about, chip, escape, notice, percent, row, signed, span_of, table, times
 from loka.report.results import Results
 
@@ -29,8 +29,25 @@ def say_tuning(tuning: Tuning) -> str:
 
 def write_tuning(results: Results) -> str:
     """All tunings, then what was converted."""
-    return "".join(_write_one(tuning) for tuning in results.tunings) + "".join(
-        _write_conversion(conversion) for conversion in results.conversions
+    parts = [
+        *map(_write_one, results.tunings),
+        *map(_write_conversion, results.conversions),
+        *map(_write_sizes, results.sizes),
+    ]
+    return "".join(parts)
+
+
+def _write_sizes(found: SizeEstimates) -> str:
+    """Estimates for a device that was not there, called so in every place."""
+    rows = [
+        row([escape(size.size), f"{size.rows:,}", percent(size.share), f"{times(size.linears)} {chip('estimated', '')}"], numeric=(1, 2, 3))
+        for size in (found.here, found.large)
+    ]  # fmt: skip
+    head = ("size of the model", "rows of a batch", "FLOPs in FP8", "its linears, over bf16")
+    note = notice(f"Speeds are {escape(found.method)}. None was measured; what is no linear is not counted.")
+    caption = "What is faster is taken, the rest stays in 16 bits"
+    return f"<h3>Estimated for {escape(found.target)}</h3>{note}" + table(
+        head, rows, numeric=(1, 2, 3), caption=caption
     )
 
 
@@ -44,6 +61,8 @@ def _write_one(tuning: Tuning) -> str:
         f"{margin}. Forward by swapping on held-out {tuning.metric_unit}, gradients {escape(tuning.gradients)}. Nothing was trained."
     )
     text += "".join(notice(escape(note)) for note in tuning.notes)
+    if tuning.estimate is not None:
+        text += notice(f"Speeds are {escape(tuning.estimate.method)}. Rows of a call there: {tuning.estimate.rows:g} times those here. None was measured.")  # fmt: skip
     if tuning.step_microseconds:
         steps = [row([escape(name), f"{us / 1000:.3f}"], numeric=(1,)) for name, us in tuning.step_microseconds.items()]
         text += table(("whole step, compiled", "ms"), steps, numeric=(1,), caption="The step beside 16 bits")
@@ -57,13 +76,15 @@ def _unit_row(unit: TunedUnit) -> str:
     why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
     names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
     return row(
-        [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit.speedup), _change(unit.harm), _change(unit.metric_change), why],
+        [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why],
         numeric=range(2, 6),
     )  # fmt: skip
 
 
-def _speed(speedup: Interval | None) -> str:
-    return "–" if speedup is None else times(speedup)
+def _speed(unit: TunedUnit) -> str:
+    if unit.speedup is None and unit.estimated is not None:
+        return f"{times(unit.estimated)} {chip('estimated', '')}"
+    return "–" if unit.speedup is None else times(unit.speedup)
 
 
 def _change(change: Interval | None) -> str:

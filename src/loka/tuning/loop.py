@@ -8,6 +8,7 @@ Nothing is trained: the model's weights, gradients, buffers, modes and the rando
 nothing is converted, and the record says why.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -20,24 +21,35 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka import mods as mods_room
+from loka.dispatch.choosing import (
+    Chosen,
+    Limits,
+    Offer,
+    make_offers,
+    part_of,
+    predicted_harm,
+    split_unit,
+    to_plan_parts,
+)
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
 from loka.probe.score import MARGIN
 from loka.records import Interval, Plan, UnitEvidence, capture_environment
-from loka.records.tuning import TunedUnit, Tuning
+from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
-from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_harm, split_unit, to_plan_parts
+from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
-from loka.tuning.looking import Looked, look
-from loka.tuning.progress import Progress
-from loka.tuning.task import Step, Task
+from loka.tuning.looking import Looked, look, name_unseen
+from loka.tuning.progress import Progress, Told
+from loka.tuning.task import MakeOptimizer, Step, Task
 from loka.tuning.tuned import Tuned
-from loka.tuning.verifying import Losses, converted, evaluate, paired_change
+from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, paired_change, train_paired
 
 __all__ = ["tune"]
 
+EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
 COARSE = 0.001  # the margin where the data cannot resolve a finer one
 Target = Literal["train", "serve"]
 
@@ -55,8 +67,12 @@ def tune(
     seconds: float = 180.0,
     autocast: torch.dtype | Literal["auto"] | None = "auto",
     thorough: bool = False,
+    train: int = 0,
+    optimizer: MakeOptimizer | None = None,
+    estimate_for: str | None = None,
+    row_factor: float = 1.0,
     out: str | Path | None = None,
-    progress: bool | None = None,
+    progress: bool | Told | None = None,
 ) -> Tuned:
     """Make a model faster in FP8, with proof, in place.
 
@@ -72,8 +88,13 @@ def tune(
         seconds: budget; phases that would exceed it are left out, and the record says so.
         autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
         thorough: also compile with max-autotune, on both sides.
+        train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
+            the model itself is not trained. 0: gradients are judged by the score alone.
+        optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
+        estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
+        row_factor: with `estimate_for`, rows of a call there over those here.
         out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
-        progress: a bar on stderr; None shows one in a terminal.
+        progress: a bar on stderr; None shows one in a terminal; a function(phase, done, total) is told instead.
 
     Returns:
         The model, converted, with the record of everything measured.
@@ -93,6 +114,9 @@ def tune(
     _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
     session = _Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
+    session.estimator = _estimator_for(estimate_for, row_factor, task.device)
+    session.row_factor = row_factor
+    session.train, session.optimizer = _check_training(train, target, optimizer), optimizer
     present = _mods_of(inner, architecture)
     session.time_original()
     with ExitStack() as undo:
@@ -107,6 +131,7 @@ def tune(
             done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
             record = session.with_conversion(record, done)
     tuned = Tuned(model, record)
+    session.give_back()
     if out is not None:
         tuned.save(out)
     session.progress.finish(record.verdict)
@@ -132,6 +157,26 @@ def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
     return present
 
 
+def _check_training(steps: int, target: str, optimizer: Any) -> int:
+    if steps < 0 or (steps and target != "train") or (optimizer is not None and not steps):
+        raise ValueError(f"train={steps}: expected a number of steps, with target='train'; optimizer= belongs to it")
+    return steps
+
+
+def _estimator_for(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
+    """What estimates speeds elsewhere; None where nobody asked, or where the asked device is this one and is measured."""
+    if row_factor <= 0 or (row_factor != 1.0 and target is None):
+        raise ValueError(f"row_factor={row_factor:g}: expected a positive number, beside estimate_for='NVIDIA H200'")
+    if target is None:
+        return None
+    if device.type == "cuda":
+        here = torch.cuda.get_device_name(device)
+        if here == target and row_factor == 1.0:
+            return None
+        raise ValueError(f"estimate_for={target!r}: the model is on {here}, where speeds are measured; hint: leave it out, or move the model to the CPU to plan for another device")  # fmt: skip
+    return Estimator(target)
+
+
 def _spell_mode(mode: str | None) -> str:
     return "" if mode is None else " max-autotune"
 
@@ -147,12 +192,18 @@ def _computing_type(model: nn.Module, autocast: Any) -> torch.dtype | None:
 class _Session:
     """One call, phase by phase."""
 
+    estimator: Estimator | None = None
+    row_factor: float = 1.0
+    train: int = 0
+    optimizer: MakeOptimizer | None = None
+
     def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
         self.task, self.metric, self.margin, self.training = task, metric, margin, training
         self.budget, self.thorough, self.progress = seconds, thorough, progress
         self.began = time.monotonic()
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
+        self.estimates: dict[str, Interval] = {}
         self.evidence = Evidence(out, task.model, {"training": training, "margin": margin, "thorough": thorough})
         if self.evidence.resumed:
             self.notes.append("went on from evidence of an earlier call")
@@ -194,15 +245,20 @@ class _Session:
 
     def run(self, mods: list[str]) -> Tuning:
         """Look, choose, verify."""
+        self.notes += name_unseen(self.task.model)
         with self.phase("look"):
             looked = look(self.task, training=self.training, progress=self.progress)
             base = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
             self.warn_if_early(base)
-        chosen = make_offers(looked, margin=self.margin, training=self.training)
+        chosen = make_offers(looked, limits=Limits.before_swapping(self.margin), training=self.training)
         with self.phase("time units"):
             offers, speeds = self.time_units(chosen, looked)
         with self.phase("verify the metric"):
             offers, alone, change, used = self.verify_metric(offers, chosen, looked, base, mods, speeds)
+        trained = None
+        if self.train:
+            with self.phase("train a little"):
+                offers, trained = self.verify_training(offers, chosen, looked, used)
         with self.phase("verify the step"):
             offers, step_times, speedup, note = self.verify_speed(offers, chosen, looked, mods, speeds)
             if change is not None and not offers:
@@ -218,10 +274,12 @@ class _Session:
             step_microseconds=step_times,
             speedup=speedup,
             speed_note=note,
+            estimate=self.estimate(offers, looked),
             metric=base.mean if math.isfinite(base.mean) else None,
             metric_change=change,
             metric_unit="examples" if base.per_example else "batches",
-            gradients="by the score" if self.training else "none: serving",
+            gradients=self.say_gradients(trained),
+            training_change=trained,
             seconds=self.seconds,
             notes=self.notes,
             environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),
@@ -236,24 +294,19 @@ class _Session:
         return self.progress.phase(name, self.seconds)
 
     def warn_if_early(self, base: Losses) -> None:
-        """A model that is no better than guessing the base rate has no sites worth judging."""
-        targets = [batch[1] for batch in self.task.held_out if isinstance(batch, (tuple, list)) and len(batch) == 2]
-        labels = [t.detach().float().reshape(-1).cpu() for t in targets if isinstance(t, Tensor)]
-        if not labels or self.metric is not None:
+        """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
+        constant = evaluate_averaged(self.task, self.metric, as_trained=self.training)
+        if constant is None or not (math.isfinite(base.mean) and constant.mean > 0) or base.mean < EARLY * constant.mean:  # fmt: skip
             return
-        y = torch.cat(labels)
-        if not bool(((y == 0) | (y == 1)).all()):
-            return
-        rate = float(y.mean().clamp(1e-6, 1 - 1e-6))
-        entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-        if base.mean >= 0.995 * entropy:
-            self.notes.append(f"too early: the loss {base.mean:.4f} is no better than guessing the base rate ({entropy:.4f}); train until it is below that, then tune again")  # fmt: skip
+        self.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, which the model's mean prediction has when every example gets it; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
 
     def time_units(self, chosen: Chosen, looked: Looked) -> tuple[list[Offer], dict[str, Interval]]:
         """Drop what is not faster; units of one shape are timed once."""
         speeds: dict[str, Interval] = {}
         if timing.can_time(self.task.device) is not None:
-            return chosen.offers, speeds
+            return (
+                chosen.offers if self.estimator is None else self.estimate_units(self.estimator, chosen, looked)
+            ), speeds
         kept = []
         for index, offer in enumerate(sorted(chosen.offers, key=lambda o: -o.flops_share)):
             self.progress("time units", index + 1, len(chosen.offers))
@@ -267,6 +320,50 @@ class _Session:
             else:
                 chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{offer.way}: {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}], not faster than compiled 16 bits"))  # fmt: skip
         return kept, speeds
+
+    def estimate_units(self, estimator: Estimator, chosen: Chosen, looked: Looked) -> list[Offer]:
+        """Drop what is estimated not to be faster there."""
+        kept = []
+        for offer in chosen.offers:
+            site = looked.sites[offer.name]
+            if offer.way == "chain":
+                found: Interval | None = estimator.speedup(self.unit_of(offer, looked))
+            else:
+                found = estimator.linear_speedup(round(site.rows * self.row_factor), site.k, site.n, offer.way, training=self.training)  # fmt: skip
+            if found is not None:
+                self.estimates[offer.name] = found
+            if found is None or found.value > 1.0:
+                kept.append(offer)
+            else:
+                chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{offer.way}: estimated {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}] on {estimator.target}"))  # fmt: skip
+        return kept
+
+    def unit_of(self, offer: Offer, looked: Looked) -> Unit:
+        """An offer by its sizes, with the rows it would have on the device that is estimated for."""
+        rows = max(1, round(looked.sites[offer.name].rows * self.row_factor))
+        return Unit(rows, tuple((link.k, link.n) for link in offer.unit.links), self.training)
+
+    def estimate(self, offers: list[Offer], looked: Looked) -> Estimate | None:
+        """All linears together, as they would run there: those that are not taken are in 16 bits on both sides."""
+        found = self.estimator
+        if found is None:
+            return None
+        total = None
+        if offers:
+            high = low = best = worst = 0.0
+            taken = {name: o for o in offers for name in o.unit.linears}
+            for name, site in looked.sites.items():
+                rows = max(1, round(site.rows * self.row_factor))
+                if name not in taken:
+                    t16 = found.microseconds(Unit(rows, ((site.k, site.n),), self.training))[0]
+                    high, low, best, worst = high + t16, low + t16, best + t16, worst + t16
+            for offer in offers:
+                t16 = found.microseconds(self.unit_of(offer, looked))[0]
+                speed = self.estimates.get(offer.name) or found.speedup(self.unit_of(offer, looked))
+                high, low = high + t16, low + t16 / speed.value
+                best, worst = best + t16 / speed.high, worst + t16 / speed.low
+            total = Interval(value=high / low, low=high / worst, high=high / best)
+        return Estimate(target=found.target, method=str(found), rows=self.row_factor, linears=total)
 
     def time_unit(self, offer: Offer, looked: Looked) -> Interval | None:
         """The speed-up of a unit cut out of the model; None where the budget does not reach."""
@@ -328,6 +425,30 @@ class _Session:
                 taken.append(part)
             together = self.swap(taken, chosen, looked, base) if taken else None
         return taken, alone, together, used
+
+    def verify_training(self, offers: list[Offer], chosen: Chosen, looked: Looked, used: float) -> tuple[list[Offer], Interval | None]:  # fmt: skip
+        """Train two copies a little, one by the plan; the unit whose gradients are predicted to cost most leaves until they end alike."""
+        taken, change = list(offers), None
+        while taken:
+            plan = self.make_plan(taken, chosen, looked, [], {}, {})
+            change = train_paired(self.task, plan, self.train, self.optimizer, self.metric, lambda done: self.progress("train a little", done, 2 * self.train))  # fmt: skip
+            if change.high <= used:
+                return taken, change
+            worst = max(taken, key=lambda o: 0.0 if o.harm is None else o.harm.value)
+            taken.remove(worst)
+            why = f"trained {self.train} steps with it, the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
+            chosen.kept.update(dict.fromkeys(worst.unit.linears, why))
+        return taken, None
+
+    def say_gradients(self, trained: Interval | None) -> str:
+        """How gradients were judged."""
+        if not self.training:
+            return "none: serving"
+        if not self.train:
+            return "by the score"
+        if trained is None:
+            return f"by the score, and by paired runs of {self.train} steps, which no unit passed"
+        return f"by the score, and by a paired run of {self.train} steps: {trained.value:+.4%} [{trained.low:+.4%}, {trained.high:+.4%}]"
 
     def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
         """A chain without the linear that is predicted to cost most; nothing of a single one."""
@@ -393,7 +514,12 @@ class _Session:
 
     def make_plan(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval], alone: dict[str, Interval]) -> Plan:  # fmt: skip
         evidence = {
-            o.name: UnitEvidence(speedup=speeds.get(o.name), harm=o.harm, metric_change=alone.get(o.name))
+            o.name: UnitEvidence(
+                speedup=speeds.get(o.name),
+                estimated=self.estimates.get(o.name),
+                harm=o.harm,
+                metric_change=alone.get(o.name),
+            )
             for o in offers
         }
         units, sites = to_plan_parts(offers, looked, evidence, chosen.kept, training=self.training)
@@ -411,8 +537,16 @@ class _Session:
             mods=mods,
             margin=self.margin,
             environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),
-            notes=[] if timed else ["made for accuracy only: no speed was measured on " + self.device_name],
+            notes=[] if timed else self.say_untimed(),
         )
+
+    def say_untimed(self) -> list[str]:
+        """What a plan without measured speeds rests on."""
+        if self.estimator is None:
+            return [f"made for accuracy only: no speed was measured on {self.device_name}"]
+        return [
+            f"the plan to try first on {self.estimator.target}: speeds are {self.estimator}; none was measured, so tune again there"
+        ]
 
     def describe(self, offers: list[Offer], chosen: Chosen, looked: Looked, speeds: dict[str, Interval], alone: dict[str, Interval]) -> list[TunedUnit]:  # fmt: skip
         taken = {o.name for o in offers}
@@ -425,7 +559,7 @@ class _Session:
             rows.append(
                 TunedUnit(
                     name=o.name, linears=o.unit.linears, way=o.way if o.name in taken else "high", flops_share=o.flops_share, reason=reason,
-                    harm=o.harm, speedup=speeds.get(o.name), metric_change=alone.get(o.name), alarms=alarms,
+                    harm=o.harm, speedup=speeds.get(o.name), estimated=self.estimates.get(o.name), metric_change=alone.get(o.name), alarms=alarms,
                 )
             )  # fmt: skip
         offered = {name for o in chosen.offers for name in o.unit.linears}
@@ -435,6 +569,13 @@ class _Session:
                 site = looked.sites[name]
                 rows.append(TunedUnit(name=name, linears=[name], way="high", flops_share=site.flops / total, reason=why, alarms=[a.text for a in site.alarms[:2]]))  # fmt: skip
         return rows
+
+    def give_back(self) -> None:
+        """Captured steps hold their own memory: after tune the process has what the conversion needs."""
+        self.base.clear()
+        gc.collect()  # compiled steps and the graphs that hold them refer to each other
+        if self.task.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def with_conversion(self, record: Tuning, done: Any) -> Tuning:
         """The record with what runs now."""

@@ -2,22 +2,25 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "Told"]
+
+Told = Callable[[str, int, int | None], None]
 
 
 class Progress:
     """A bar in a terminal.
 
     Args:
-        show: True, False, or None for a terminal only.
+        show: True, False, None for a terminal only; or told(phase, done, total) instead of a bar, total None where it is unknown.
     """
 
-    def __init__(self, show: bool | None = None) -> None:
-        self.show = sys.stderr.isatty() if show is None else show
+    def __init__(self, show: "bool | Told | None" = None) -> None:
+        self._told = show if callable(show) else None
+        self.show = sys.stderr.isatty() if show is None else show is True
         self._bar: Any = None
         self._task: Any = None
 
@@ -26,6 +29,8 @@ class Progress:
         """One phase; its time goes into `seconds`."""
         began = time.monotonic()
         self._open(name)
+        if self._told is not None:
+            self._told(name, 0, None)
         try:
             yield
         finally:
@@ -34,6 +39,8 @@ class Progress:
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """How far a phase is."""
+        if self._told is not None:
+            self._told(phase, done, total)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from loka.units.flow import call_model
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["Task"]
+__all__ = ["MakeOptimizer", "Step", "Task"]
 
 Step = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # from a model's parameters
 MOST = 64  # batches that are kept at most
 
 

@@ -105,6 +105,8 @@ class Tuned:
             harm = "" if unit.harm is None else f"  predicted {unit.harm.value:+.4%}"
             alone = "" if unit.metric_change is None else f"  swapped {unit.metric_change.value:+.4%}"
             speed = "" if unit.speedup is None else f"  {unit.speedup.value:.2f}x"
+            if unit.estimated is not None:
+                speed = f"  ~{unit.estimated.value:.2f}x estimated"
             lines.append(
                 f"  {unit.name:{width}}  {unit.way:10} {unit.flops_share:6.1%}{speed}{harm}{alone}  {unit.reason}"
             )

@@ -6,9 +6,10 @@ The interval is over examples where the loss gives one number each, over batches
 The upper end decides: a plan whose change may exceed the margin is not within it.
 """
 
+import copy
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from loka.placing import convert, revert
 from loka.records import Interval, Plan
-from loka.tuning.task import Task
+from loka.tuning.task import MakeOptimizer, Task
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["Losses", "converted", "evaluate", "paired_change"]
+__all__ = ["Losses", "converted", "evaluate", "evaluate_averaged", "paired_change", "train_paired"]
 
 # Two-sided 95 % quantiles of Student's t for few samples; 1.96 beyond.
 _T = {
@@ -84,6 +85,83 @@ def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_train
         for p, grad in grads:
             p.grad = grad
     return Losses(torch.cat(parts), per_example=any(part.numel() > 1 for part in parts))
+
+
+def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = False) -> Losses | None:
+    """The loss of held-out batches when every example gets the batch's mean prediction: what a model that tells nobody apart has.
+
+    Args:
+        task: what the user gave.
+        metric: as for `evaluate`.
+        as_trained: as for `evaluate`.
+
+    Returns:
+        The losses; None where the model returned nothing that could be averaged.
+    """
+    changed = False
+
+    def average(value: Any) -> Any:
+        nonlocal changed
+        if isinstance(value, Tensor):
+            if not value.is_floating_point() or value.dim() == 0 or value.shape[0] < 2:
+                return value
+            changed = True
+            return value.mean(0, keepdim=True).expand_as(value).clone()
+        if isinstance(value, dict):
+            return {key: average(part) for key, part in value.items()}
+        return type(value)(map(average, value)) if type(value) in (tuple, list) else value
+
+    hook = task.model.register_forward_hook(lambda module, args, out: average(out))
+    try:
+        found = evaluate(task, task.held_out, metric, as_trained=as_trained)
+    finally:
+        hook.remove()
+    return found if changed else None
+
+
+def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | None, metric: Any, told: Callable[[int], None]) -> Interval:  # fmt: skip
+    """Train two copies of the model on the batches that choose, with the same random numbers, one of them by the plan; the change on the held-out ones.
+
+    Args:
+        task: what the user gave; its model is not trained.
+        plan: what the second copy runs.
+        steps: of each copy.
+        optimizer: optimizer(parameters); None is AdamW at 1e-3.
+        metric: as for `evaluate`.
+        told: how many steps are done.
+
+    Returns:
+        The relative change, paired, with its interval over examples; what two runs differ by anyway is in it.
+
+    Raises:
+        ValueError: the step does not train the model it is given.
+    """
+    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, 1e-3))
+    found = []
+    for index, low in enumerate((False, True)):
+        twin = copy.copy(task)
+        twin.model = copy.deepcopy(task.model)
+        before = [p.detach().clone() for p in twin.model.parameters()]
+        if low:
+            convert(twin.model, plan)
+        cuda = sorted({p.device.index or 0 for p in twin.model.parameters() if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(0)
+            _train(twin, make([p for p in twin.model.parameters() if p.requires_grad]), steps, lambda done, index=index: told(index * steps + done))  # type: ignore[misc]  # fmt: skip
+        if all(torch.equal(a, b) for a, b in zip(before, twin.model.parameters(), strict=True)):
+            raise ValueError("train: the step does not train the model it is given; expected step(model, batch) that runs `model`")  # fmt: skip
+        found.append(evaluate(twin, twin.held_out, metric, as_trained=True))
+    return paired_change(*found)
+
+
+def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Callable[[int], None]) -> None:
+    task.model.train()
+    for step in range(steps):
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            task.mean_loss(task.model, task.looking[step % len(task.looking)]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        told(step + 1)
 
 
 def _values(value: Any) -> Tensor:

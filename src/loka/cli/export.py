@@ -1,0 +1,108 @@
+"""`loka export`: a frozen ranker as one file that runs without this library.
+
+    loka export wukong:tiny --recipe rowwise --out ranker.pt2                              an AOTInductor package
+    loka export wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out planned.pt2
+    loka export runs/ranker --out ranker.onnx                                              ONNX with Q/DQ nodes, of a bundle
+    loka export mine.model:build --data mine.data:batches --recipe rowwise --format onnx --out mine.onnx
+
+The model is converted by the plan or the recipe and frozen, traced, written, loaded again and compared with the model on a batch of the data; a file that computes something else is
+not written. Kernels that are Python cannot be packaged: they are not chosen, or what needs them is refused by name. A plan for other libraries: `loka translate`.
+stdout carries what was written (with `--json` as JSON). Exit 0: written. 2: it cannot be exported, and why.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["export"]
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="wukong:small, pkg.module:factory, or the folder of a ranker.")],
+    out: Annotated[Path, typer.Option(help="The file: *.pt2 or *.onnx.")],
+    format: Annotated[str | None, typer.Option(help="aoti or onnx; default: by the name of --out.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan (JSON) to convert by.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="One recipe at every linear instead: rowwise, ...")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Checkpoint folder, or a .safetensors state_dict.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set, or pkg.module:batches; for the example.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of the example.")] = 256,
+    fixed: Annotated[bool, typer.Option("--fixed", help="Fix the number of rows to --batch-size.")] = False,
+    tolerance: Annotated[float, typer.Option(help="Relative L2 difference from the model that is accepted.")] = 0.01,
+    factory: Annotated[str | None, typer.Option(help="Code that a ranker's folder names and you allow.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda: where the file will run.")] = "cpu",
+    json_: Annotated[bool, typer.Option("--json", help="Print what was written as JSON.")] = False,
+) -> None:
+    """Write a frozen model as one file that runs without this library."""
+    from loka.exporting import export as run
+
+    if model.endswith(".json"):
+        raise ValueError(f"{model} is a file, expected a model; hint: a plan for another library is written by loka translate {model} torchao")  # fmt: skip
+    if Path(model).is_dir():
+        if given := [name for name, value in {"plan": plan, "recipe": recipe, "weights": weights, "data": data}.items() if value is not None]:  # fmt: skip
+            raise ValueError(f"{model} is a ranker's folder, which has its own: give no --{given[0]}")
+        network, example = _open_folder(Path(model), factory, batch_size, device)
+    else:
+        network, example = _open_model(model, data, plan, recipe, weights, batch_size, seed, device)
+    made = run(network, example, out, format=format, dynamic=not fixed, tolerance=tolerance)  # type: ignore[arg-type]
+    if json_:
+        import json
+        from dataclasses import asdict
+
+        typer.echo(json.dumps({**asdict(made), "path": str(made.path), "bytes": made.path.stat().st_size}))
+    else:
+        typer.echo(str(made))
+
+
+def _open_folder(folder: Path, factory: str | None, rows: int, device: str) -> tuple[Any, Any]:
+    """A ranker as `loka serve` opens it, and random rows of its columns."""
+    from loka.serving.rank_bundle import load_ranker
+
+    bundle = load_ranker(folder, factory=factory, device=device)
+    return bundle.model, _draw(bundle.schema, rows).to(device)
+
+
+def _draw(schema: Any, rows: int) -> Any:
+    import torch
+
+    from loka.data import Batch, Jagged
+
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(field.cardinality, (rows,), generator=draw) for field in schema.categorical]
+    lengths = [torch.randint(1, s.max_length + 1, (rows,), generator=draw) for s in schema.sequences]
+    jagged = {
+        s.name: Jagged(torch.randint(s.cardinality, (int(n.sum()),), generator=draw), torch.cat([n.new_zeros(1), n.cumsum(0)]))
+        for s, n in zip(schema.sequences, lengths, strict=True)
+    }  # fmt: skip
+    return Batch(
+        torch.randn(rows, len(schema.dense), generator=draw),
+        torch.stack(ids, 1) if ids else torch.zeros(rows, 0, dtype=torch.int64),
+        jagged,
+        torch.zeros(rows, len(schema.labels)),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+
+
+def _open_model(model: str, data: str | None, plan: Path | None, recipe: str | None, weights: Path | None, rows: int, seed: int, device: str) -> tuple[Any, Any]:  # fmt: skip
+    """A model, converted and frozen, and the arguments it is called with on a batch."""
+    from loka import placing, records
+    from loka.cli.convert import load_weights_from
+    from loka.cli.subject import load_subject
+    from loka.units import capture_example
+
+    if plan is not None and recipe is not None:
+        raise ValueError("give --plan or --recipe, not both")
+    subject = load_subject(model, data, batch_size=rows, seed=seed, device=device)
+    if weights is not None:
+        load_weights_from(subject.model, weights)
+    batch = next(subject.stream("valid" if subject.held_out else "train"))
+    subject.model.eval()
+    example = capture_example(subject.model, lambda: subject.values(batch))
+    if plan is not None:
+        placing.convert(subject.model, records.load(plan, records.Plan), freeze=True, example=example)
+    elif recipe is not None:
+        placing.convert(subject.model, recipe=recipe, freeze=True)
+    return subject.model.eval().requires_grad_(False), example

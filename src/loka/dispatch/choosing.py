@@ -1,0 +1,354 @@
+"""Choose chains: per unit the coarsest way that the score lets through. Nothing is measured here. `loka.tune` and `report.plan()` both choose with it.
+
+A linear stays out of its chain where what the chain's scales cost it exceeds the limits (`Limits`): the chain is split there, and that linear is given finer scales where these pass. `loka.tune`
+swaps in and measures what is left, so its limit forward only sorts out what is hopeless; a plan from a report measures nothing more, so there every GEMM must be within its share of the margin.
+Gradients cannot be swapped in without training, so there the score decides: how a share of a step's progress becomes a share of the loss is an assumption (docs/concepts/score.md), and the sum
+over GEMMs is not bounded by it: a paired run of training is what would show it.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from loka.dispatch.recipe import RECIPES, Operands
+from loka.records import GEMMS, Alarm, Choice, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
+
+__all__ = [
+    "CHAIN",
+    "HOPELESS",
+    "Chosen",
+    "Limits",
+    "Looked",
+    "Offer",
+    "SiteLook",
+    "add_in_squares",
+    "make_offers",
+    "split_unit",
+]
+
+CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed already
+HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
+FINER = ("rowwise", "blockwise")
+
+
+@dataclass
+class SiteLook:
+    """What was seen at one linear.
+
+    Args:
+        name, k, n: the linear.
+        rows: of a call.
+        harm: predicted relative change of the loss by GEMM and recipe.
+        alarms: columns of the input whose mean hides what varies.
+        refusal: why it cannot run in low precision at all.
+    """
+
+    name: str
+    k: int
+    n: int
+    rows: int = 0
+    harm: dict[tuple[Gemm, str], Interval] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)
+    refusal: str | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of its three GEMMs in one call."""
+        return 6.0 * self.rows * self.k * self.n
+
+    def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
+        """Forward and, in training, both gradient GEMMs: independent errors add in squares.
+
+        Args:
+            recipe: a name of `loka.probe.score.SCORED`.
+            training: whether gradients are computed.
+
+        Returns:
+            The predicted relative change of the loss; None where the forward GEMM was not scored.
+        """
+        gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
+        parts = [self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm]
+        if ("fprop", recipe) not in self.harm:
+            return None
+        return add_in_squares(parts)
+
+
+def add_in_squares(parts: list[Interval]) -> Interval:
+    """The change of several independent errors together.
+
+    Args:
+        parts: each alone.
+
+    Returns:
+        The root of the summed squares, end by end.
+    """
+    return Interval(**{end: sum(getattr(part, end) ** 2 for part in parts) ** 0.5 for end in ("value", "low", "high")})
+
+
+@dataclass
+class Looked:
+    """Everything that was seen."""
+
+    sites: dict[str, SiteLook]
+    units: list[UnitPlan]
+    alone: dict[str, str]
+    loss: float = math.nan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the score lets through.
+
+    Args:
+        forward: relative change of the loss that one forward GEMM may be predicted to make.
+        backward: what a gradient GEMM may be worth.
+        forward_is, backward_is: where they come from, for what is said of a linear that exceeds one.
+    """
+
+    forward: float
+    backward: float
+    forward_is: str
+    backward_is: str
+
+    @classmethod
+    def before_swapping(cls, margin: float) -> "Limits":
+        """For whoever swaps in and measures what is left: forward only what is hopeless is refused, gradients may be worth the margin."""
+        text = f"the margin of {margin:.3%}"
+        return cls(HOPELESS * margin, margin, f"{HOPELESS:g} times {text}", text)
+
+    @classmethod
+    def to_place(cls, margin: float, units: int) -> "Limits":
+        """For whoever places what passes: errors of independent units add in squares, so each may cost margin / sqrt(units)."""
+        share = margin / math.sqrt(max(units, 1))
+        text = f"{share:.4%}, its share of the margin"
+        return cls(share, share, text, text)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A unit as it could run, with what is known about it before anything is swapped.
+
+    Args:
+        unit: the chain, or one linear with what follows it.
+        way: "chain", or the recipe of a single linear.
+        harm: predicted relative change of the loss.
+        flops_share: of the GEMM FLOPs of all linears.
+        reason: why it is offered.
+    """
+
+    unit: UnitPlan
+    way: str
+    harm: Interval | None
+    flops_share: float
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Of its first linear."""
+        return self.unit.name
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Offers that may be taken, and why the other linears stay in high precision."""
+
+    offers: list[Offer]
+    kept: dict[str, str]
+
+
+def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
+    """Every unit in the coarsest way that the score lets through.
+
+    Args:
+        looked: what was seen.
+        limits: what the score may say.
+        training: gradients count too.
+
+    Returns:
+        What may be taken, and why the rest is kept.
+    """
+    total = sum(site.flops for site in looked.sites.values()) or 1.0
+    kept = dict(looked.alone)
+    offers: list[Offer] = []
+    for unit in looked.units:
+        unsafe = {}
+        for name in unit.linears:
+            if why := _refuse(looked.sites[name], _recipe_at(looked.sites[name], unit, training), limits, training):
+                unsafe[name] = why
+        offers += [_offer(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
+        for name, why in unsafe.items():
+            offer = _finer(looked.sites[name], limits, total, why, training)
+            if offer is None:
+                kept[name] = why
+            else:
+                offers.append(offer)
+    return Chosen(offers, kept)
+
+
+def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offer:
+    sites = [looked.sites[name] for name in unit.linears]
+    harms = [site.total_harm(_recipe_at(site, unit, training), training=training) for site in sites]
+    known = [harm for harm in harms if harm is not None]
+    harm = add_in_squares(known) if known else None
+    flops = sum(looked.sites[name].flops for name in unit.linears) / total
+    return Offer(unit, "chain", harm, flops, _explain(harm))
+
+
+def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
+    """A part of a chain that was offered, as an offer of its own.
+
+    Args:
+        offer: the chain.
+        unit: the part, from `split_unit`.
+        looked: what was seen.
+        training: gradients count too.
+
+    Returns:
+        The offer.
+    """
+    made = _offer(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
+    return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
+
+
+def predicted_harm(site: SiteLook, *, training: bool) -> float:
+    """What one scale for the tensor is predicted to cost at a linear.
+
+    Args:
+        site: what was seen there.
+        training: gradients count too.
+
+    Returns:
+        A relative change of the loss; 0 where nothing is known.
+    """
+    harm = site.total_harm("delayed" if training else "static", training=training)
+    return 0.0 if harm is None else harm.value
+
+
+def _recipe_of(unit: UnitPlan, training: bool) -> str:
+    """Which scored recipe a unit's scales are."""
+    if unit.scales in ("delayed", "calibrated"):
+        return "delayed" if training else "static"
+    if len(unit.links) > 1:
+        return "tensorwise"
+    return "tensorwise" if training else "rowwise"
+
+
+def _recipe_at(site: SiteLook, unit: UnitPlan, training: bool) -> str:
+    """The same for one of its linears: what was measured in a chain that runs, where one does."""
+    return CHAIN if ("fprop", CHAIN) in site.harm else _recipe_of(unit, training)
+
+
+def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str | None:
+    """Why a linear is not tried under a recipe, or None."""
+    if site.refusal:
+        return site.refusal
+    cause = f"; {site.alarms[0].text}; {site.alarms[0].help}" if site.alarms else ""
+    forward = site.harm.get(("fprop", recipe))
+    if forward is None:
+        return "no gradient reached it, so nothing predicts what its error does"
+    if forward.value > limits.forward:
+        return f"{recipe}: predicted change of the loss {forward.value:.3%}, more than {limits.forward_is}{cause}"
+    for gemm in GEMMS[1:] if training else ():
+        backward = site.harm.get((gemm, recipe))
+        if backward is not None and backward.value > limits.backward:
+            return (
+                f"{recipe}: what {gemm} loses is worth {backward.value:.4%} of the loss, more than {limits.backward_is}"
+            )
+    return None
+
+
+def _explain(harm: Interval | None) -> str:
+    return "not scored; swapping decides" if harm is None else f"predicted change of the loss {harm.value:.4%}"
+
+
+def _finer(site: SiteLook, limits: Limits, total: float, why: str, training: bool) -> Offer | None:
+    """The same linear alone with finer scales, where these are safe."""
+    if site.refusal:
+        return None
+    for recipe in FINER:
+        if _refuse(site, recipe, limits, training) is None:
+            harm = site.total_harm(recipe, training=training)
+            return Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}")
+    return None
+
+
+def single(site: SiteLook) -> UnitPlan:
+    """A linear as a unit of its own."""
+    return UnitPlan(
+        name=site.name, links=[LinkPlan(linear=site.name, k=site.k, n=site.n)], scales="dynamic", gradient="tensor"
+    )
+
+
+def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
+    """What is left of a chain when some of its linears stay in high precision.
+
+    Args:
+        unit: the chain.
+        out: linears that leave it.
+
+    Returns:
+        Its parts, in order; each a chain of its own, its last linear without a norm behind it.
+    """
+    if not out:
+        yield unit
+        return
+    links, bounded = [], unit.bounded_input
+    for link in [*unit.links, None]:
+        if link is not None and link.linear not in out:
+            links.append(link)
+            continue
+        if links:
+            if links[-1].norm in ("layer", "rms"):
+                links[-1] = msgspec.structs.replace(
+                    links[-1], norm="none", norm_site=None, activation="none", passed=[], functions=[]
+                )
+            scales = unit.scales if len(links) > 1 else "dynamic"
+            names = {part.linear for part in links}
+            magnitudes = {name: value for name, value in unit.magnitudes.items() if name in names}
+            yield msgspec.structs.replace(unit, name=links[0].linear, links=links, scales=scales, bounded_input=bounded, magnitudes=magnitudes, around=None)  # fmt: skip
+        links, bounded = [], link is not None and link.norm == "block"
+
+
+def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, UnitEvidence], kept: Mapping[str, str], *, training: bool) -> tuple[list[UnitPlan], list[SitePlan]]:  # fmt: skip
+    """The units and single linears of a plan.
+
+    Args:
+        offers: what is taken.
+        looked: what was seen.
+        evidence: what was measured, by unit.
+        kept: why other linears stay.
+        training: whether gradient GEMMs run.
+
+    Returns:
+        Chains, and a site plan for every linear that was seen: in a chain, under a recipe, or kept.
+    """
+    total = sum(site.flops for site in looked.sites.values()) or 1.0
+    units = [
+        msgspec.structs.replace(o.unit, evidence=evidence.get(o.name), reason=o.reason)
+        for o in offers
+        if o.way == "chain"
+    ]
+    recipes = {o.name: o for o in offers if o.way != "chain"}
+    chained = {name for unit in units for name in unit.linears}
+    sites = []
+    for name, site in looked.sites.items():
+        choices = []
+        for gemm in GEMMS if training else GEMMS[:1]:
+            operands: Operands | None = None
+            if name in recipes:
+                operands = RECIPES[recipes[name].way].operands(gemm)
+            reason = recipes[name].reason if name in recipes else "in a chain" if name in chained else kept.get(name, "not taken")  # fmt: skip
+            choices.append(
+                Choice(
+                    gemm=gemm, backend="high" if operands is None else "auto", a=None if operands is None else str(operands.a),
+                    b=None if operands is None else str(operands.b), reason=reason, fast_accum=operands is not None and operands.fast_accum,
+                )
+            )  # fmt: skip
+        sites.append(
+            SitePlan(
+                site=name, m=max(site.rows, 1), k=site.k, n=site.n, flops_share=site.flops / total, choices=choices
+            )
+        )
+    return units, sites

@@ -1,0 +1,340 @@
+"""Export a frozen model: traced on an example, written, loaded again and compared with the model; only then the file is where it was asked for.
+
+    aoti     torch.export, then AOTInductor: machine code and weights in one `.pt2`. It runs where torch is, without Python sources of the model or of this library
+    onnx     torch.export, then ONNX with QuantizeLinear / DequantizeLinear; compared by onnxruntime on the CPU
+
+Every backend that is Python or Triton is out of reach while the model is traced (`registry.offering`), so a plain one runs in its place or the trace stops with its name; an operator of
+ours that is left in the graph is refused by name with the module it stands in. The first dimension is free unless the model fixes it; then the error says so.
+
+The comparison is the relative L2 difference of the results. It is not zero: a compiler adds in another order, and a value between two FP8 numbers may take the other.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from loka.exporting.plain import AtenOps, OnnxOps, Ops, write_out
+from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
+from loka.formats import relative_l2
+from loka.kernels import registry
+from loka.nn.wrapping import unwrap
+from loka.units.flow import call_model
+
+__all__ = ["Exported", "Format", "export"]
+
+Format = Literal["aoti", "onnx"]
+SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
+PACKABLE = ("torch", "compiled", "reference")  # backends that are aten and nothing else
+_EVERYWHERE = ("aten", "prims", "prim", "higher_order", "onnx_symbolic")
+_CHECKS = ("_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "_assert_tensor_metadata")
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written and found to compute what the model computes.
+
+    Args:
+        path: where it is.
+        format: aoti or onnx.
+        inputs: names and shapes in the order of a call; `rows`, `n1`, ... are sizes that are free.
+        low_precision: what runs in FP8, by name.
+        difference: largest relative L2 difference from the model, over the results and the sizes that were compared.
+        rows: sizes of the first dimension that were compared.
+    """
+
+    path: Path
+    format: Format
+    inputs: dict[str, str]
+    low_precision: dict[str, str]
+    difference: float
+    rows: list[int]
+
+    def __str__(self) -> str:
+        sizes = " and ".join(map(str, self.rows))
+        lines = [f"{self.path}: {self.format}, {self.path.stat().st_size / 1e6:,.1f} MB; differs from the model by {self.difference:.2g} (relative L2) at {sizes} rows"]  # fmt: skip
+        lines += [f"  input {name}: {shape}" for name, shape in self.inputs.items()]
+        return "\n".join([*lines, *(f"  FP8 {name}: {what}" for name, what in self.low_precision.items())])
+
+
+@torch.no_grad()
+def export(
+    model: nn.Module,
+    example: Any,
+    path: str | Path,
+    *,
+    format: Format | None = None,
+    dynamic: bool = True,
+    tolerance: float = 0.01,
+) -> Exported:
+    """Write a frozen model as one file that runs without this library.
+
+    Args:
+        model: in eval mode; converted with `freeze=True`, tuned with `target="serve"`, quantised, or in high precision throughout. It is not changed.
+        example: the arguments of one call: a tuple is *args, a dict **kwargs, anything else one argument. Two rows or more.
+        path: `.pt2` or `.onnx`.
+        format: "aoti" or "onnx"; None: by the path's suffix.
+        dynamic: leave the first dimension of every input free; False fixes all sizes to the example's.
+        tolerance: relative L2 difference from the model beyond which nothing is written.
+
+    Returns:
+        What was written, and how far it is from the model.
+
+    Raises:
+        ValueError: something cannot be exported, or computes something else; the message names it, and there is no file.
+
+    Example:
+        >>> loka.convert(model, plan, freeze=True)
+        >>> print(loka.export(model, batch, "ranker.pt2"))
+        >>> torch._inductor.aoti_load_package("ranker.pt2")(dense, categorical)  # anywhere
+    """
+    target, kind = Path(path), _find_format(Path(path), format)
+    inner = unwrap(model)
+    _check_model(inner)
+    if kind == "onnx":
+        _require_onnx()
+    device = next((t.device for t in inner.parameters()), torch.device("cpu"))
+    dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
+    arguments = take_apart(example)
+    expected = flatten_result(call_model(inner, example))
+    if not expected:
+        raise ValueError("the model returns no tensor")
+    ops: Ops = AtenOps(device) if kind == "aoti" else OnnxOps()
+    plain, written = write_out(inner, ops, dtype)
+    with registry.offering(PACKABLE), _quiet():
+        program, inputs = _trace(plain, arguments, dynamic=dynamic)
+        _refuse_operators(program)
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
+            shapes = _shapes(program, inputs)
+            run = _write_aoti(program, made, inputs, shapes) if kind == "aoti" else _write_onnx(program, made, inputs)
+            difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+            _move(made, target)
+    return Exported(target, kind, shapes, written, difference, rows)
+
+
+def _find_format(path: Path, asked: str | None) -> Format:
+    if asked is None:
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path}: expected a name ending in {' or '.join(SUFFIXES)}, or format='aoti' or 'onnx'")
+        return SUFFIXES[path.suffix]
+    if asked not in get_args(Format):
+        raise ValueError(f"format={asked!r}: expected 'aoti' or 'onnx'")
+    wanted = next(suffix for suffix, kind in SUFFIXES.items() if kind == asked)
+    if path.suffix != wanted:
+        raise ValueError(f"{path}: a file of format {asked} is named *{wanted}")
+    return asked  # type: ignore[return-value]
+
+
+def _check_model(model: nn.Module) -> None:
+    if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
+        raise ValueError(f"{', '.join(training[:3])} is in training mode; expected a frozen model; hint: loka.convert(model, plan, freeze=True), or model.eval()")  # fmt: skip
+
+
+def _require_onnx() -> None:
+    for module in ("onnx", "onnxscript", "onnxruntime"):
+        try:
+            __import__(module)
+        except ImportError as error:
+            raise ValueError(f"format='onnx' needs {module} ({error}); install: pip install 'loka[onnx]'") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporters talk about themselves."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+def _trace(model: nn.Module, arguments: Arguments, *, dynamic: bool) -> tuple[Any, list[str]]:
+    """The graph, and the names of its inputs: those that it reads."""
+    names = list(arguments.tensors)
+    program = _export(model, arguments, names, dynamic=dynamic)
+    reads = _reads(program)
+    read = [name for name, used in zip(names, reads, strict=True) if used] or names[:1]
+    unread = [name for name in names if name not in read and not can_be_made(name, arguments.tensors, read)]
+    inputs = [name for name in names if name in read or name in unread]
+    if inputs != names:
+        program = _export(model, arguments, inputs, dynamic=dynamic)
+    return program, inputs
+
+
+def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dynamic: bool) -> Any:
+    tensors = tuple(arguments.tensors[name] for name in inputs)
+    rows = [t.shape[0] for t in tensors if t.dim()]
+    if dynamic and 1 in rows:
+        small = [name for name in inputs if arguments.tensors[name].dim() and arguments.tensors[name].shape[0] == 1]
+        raise ValueError(f"{', '.join(small)} has one row in the example, which a trace takes for a constant; hint: an example of two rows or more, or dynamic=False")  # fmt: skip
+    free = tuple({0: torch.export.Dim.AUTO} if t.dim() and dynamic else None for t in tensors)
+    flat = Flat(model, arguments, inputs).eval()
+    try:
+        program = torch.export.export(flat, tensors, dynamic_shapes=(free,), strict=False)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"torch.export cannot trace this model: {_first_line(error)}") from error
+    if dynamic and not any(_is_free(size) for _, v in _inputs_of(program) for size in v.shape):
+        raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (it computes with that size as a number); hint: dynamic=False")  # fmt: skip
+    return program
+
+
+def _is_free(size: Any) -> bool:
+    """A symbol that tracing did not turn into a number."""
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['without a word'])[0]}"
+
+
+def _inputs_of(program: Any) -> Iterator[tuple[str, Tensor]]:
+    """The graph's inputs that are the caller's, in order."""
+    wanted = list(program.graph_signature.user_inputs)
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    return ((name, nodes[name].meta["val"]) for name in wanted)
+
+
+def _reads(program: Any) -> list[bool]:
+    """For every input whether the result depends on it; a check of sizes or of values does not count."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    result = next(node for node in program.graph.nodes if node.op == "output")
+    needed, waiting = set(), list(result.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if (
+            node not in needed and node.target is not torch.ops.aten.sym_size.int
+        ):  # any input of as many rows has the size
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return [nodes[name] in needed for name in program.graph_signature.user_inputs]
+
+
+def _shapes(program: Any, inputs: Sequence[str]) -> dict[str, str]:
+    """Type and sizes of every input; a free size by the name its symbol gets: `rows` the first, then `n1`, `n2`, ..."""
+    names: dict[str, str] = {}
+
+    def spell(size: Any) -> str:
+        text = str(size)
+        for symbol in re.findall(r"[su]\d+", text) if _is_free(size) else ():
+            names.setdefault(symbol, f"n{len(names)}" if names else "rows")
+            text = re.sub(rf"\b{symbol}\b", names[symbol], text)
+        return text
+
+    values = [value for _, value in _inputs_of(program)]
+    return {
+        name: f"{str(v.dtype).removeprefix('torch.')}[{', '.join(map(spell, v.shape))}]"
+        for name, v in zip(inputs, values, strict=True)
+    }
+
+
+def _refuse_operators(program: Any) -> None:
+    """An operator that only this library knows would be looked for where it runs."""
+    problems = {}
+    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
+        space = getattr(node.target, "namespace", None) if node.op == "call_function" else None
+        if space is not None and space not in _EVERYWHERE:
+            stack = list((node.meta.get("nn_module_stack") or {}).values())
+            where = stack[-1][0].removeprefix("model.") if stack else "the model"
+            kind = getattr(stack[-1][1], "__name__", stack[-1][1]) if stack else ""
+            problems[f"{where} ({str(kind).rpartition('.')[2]}): {node.target} is an operator in Python, which no package can hold"] = None  # fmt: skip
+    if problems:
+        raise ValueError("this model cannot be exported:\n  " + "\n  ".join(problems))
+
+
+def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping[str, str]) -> Run:
+    notes = {"aot_inductor.metadata": {"inputs": json.dumps(list(inputs)), "shapes": json.dumps(dict(shapes))}}
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=notes)
+    except Exception as error:
+        raise ValueError(f"AOTInductor cannot compile this model: {_first_line(error)}") from error
+    loaded = torch._inductor.aoti_load_package(str(path))
+    return lambda tensors: flatten_result(loaded(*tensors))
+
+
+def _write_onnx(program: Any, path: Path, inputs: Sequence[str]) -> Run:
+    for node in list(program.graph.nodes):  # what checks and computes nothing has no node in ONNX
+        packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        if packet in _CHECKS and not node.users:
+            program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    names = [name.replace(".", "_") for name in inputs]
+    try:
+        made = torch.onnx.export(program, dynamo=True, opset_version=OnnxOps.OPSET, input_names=names, external_data=False, verbose=False)  # fmt: skip
+        assert made is not None
+        made.save(str(path), external_data=False)
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        cause = next((line for line in reversed(lines) if "class" in line or "No ONNX function" in line), lines[0])
+        raise ValueError(f"ONNX cannot say this model: {type(error).__name__}: {cause.strip()}") from error
+    return _open_onnx(path)
+
+
+def _open_onnx(path: Path) -> Run:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    given = [item.name for item in session.get_inputs()]
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        arrays = [tensor.detach().cpu().contiguous().numpy() for tensor in tensors]
+        return [torch.from_numpy(array) for array in session.run(None, dict(zip(given, arrays, strict=True)))]
+
+    return run
+
+
+def _compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[str], expected: list[Tensor], program: Any, tolerance: float) -> tuple[float, list[int]]:  # fmt: skip
+    """The largest difference, at the example's size and at another one where all free sizes are the same."""
+    tensors = {name: arguments.tensors[name] for name in inputs}
+    sizes = {str(v.shape[0]) for _, v in _inputs_of(program) if v.dim() and _is_free(v.shape[0])}
+    rows = [next((t.shape[0] for t in tensors.values() if t.dim()), 0)]
+    worst = _differ(run(list(tensors.values())), expected)
+    alike = {t.shape[0] for t in arguments.tensors.values() if t.dim()} == {rows[0]}
+    if len(sizes) == 1 and alike and all(t.dim() for t in arguments.tensors.values()):
+        other = {name: torch.cat([t, t.flip(0)[:3]]) for name, t in arguments.tensors.items()}
+        wanted = flatten_result(call_model(model, arguments.rebuild(other)))
+        worst = max(worst, _differ(run([other[name] for name in inputs]), wanted))
+        rows.append(next(iter(other.values())).shape[0])
+    if not worst <= tolerance:
+        raise ValueError(f"what was exported differs from the model by {worst:.3g} (relative L2), more than {tolerance:g}; nothing was written; hint: tolerance=, if that is near enough")  # fmt: skip
+    return worst, rows
+
+
+def _differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in expected]:
+        raise ValueError(f"what was exported returns {[tuple(t.shape) for t in got]}, the model {[tuple(t.shape) for t in expected]}")  # fmt: skip
+    pairs = [(a.detach().cpu().double(), b.detach().cpu().double()) for a, b in zip(got, expected, strict=True) if b.numel()]  # fmt: skip
+    return max((float(relative_l2(a, b)) for a, b in pairs), default=0.0)
+
+
+def _move(made: Path, target: Path) -> None:
+    """Whole or not at all, also across file systems."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(made.read_bytes())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""A model's arguments as named tensors in a fixed order.
+
+A package knows tensors and nothing else: no dataclass of ours, no nested dictionaries. So the example is taken apart, `Batch(dense, sequences={"basket": Jagged})` into
+"dense", "sequences.basket.values", ..., and a module around the model puts the arguments together again from the tensors it is given. What is no tensor is a constant.
+
+Tensors that the model never reads (labels) are no inputs. They are made again from a tensor of as many rows, since the object they belong to may check its sizes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.units import Example
+
+__all__ = ["Arguments", "Flat", "take_apart"]
+
+Rebuild = Callable[[Mapping[str, Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """An example taken apart.
+
+    Args:
+        tensors: by name, in the order of a call.
+        rebuild: what the model is called with, from such tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    rebuild: Rebuild
+
+
+def take_apart(example: Any) -> Arguments:
+    """Name the tensors of an example.
+
+    Args:
+        example: what the model is called with: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument.
+
+    Returns:
+        The tensors, and how the example is made of them.
+
+    Raises:
+        ValueError: there is no tensor in it.
+    """
+    found: dict[str, Tensor] = {}
+    if isinstance(example, Example) and len(example.args) == 1 and not example.kwargs and not isinstance(example.args[0], (tuple, dict)):  # fmt: skip
+        example = example.args[0]
+    if isinstance(example, Example):
+        names = [f"input_{i}" for i in range(len(example.args))]
+        positional = [_visit(value, name, found) for value, name in zip(example.args, names, strict=True)]
+        keywords = {key: _visit(value, key, found) for key, value in example.kwargs.items()}
+        made: Rebuild = lambda t: Example(tuple(p(t) for p in positional), {k: p(t) for k, p in keywords.items()})  # noqa: E731
+    else:
+        made = _visit(example, "", found)
+    if not found:
+        raise ValueError(f"the example is a {type(example).__name__} without a tensor in it; expected the arguments of one call of the model")  # fmt: skip
+    return Arguments(found, made)
+
+
+def _visit(value: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
+    """Put the tensors of a value under their names; returns how the value is made again."""
+    if isinstance(value, Tensor):
+        key = name or "input"
+        found[key] = value
+        return lambda tensors: tensors[key]
+    inner = f"{name}." if name else ""
+    if isinstance(value, Mapping):
+        parts = {key: _visit(part, f"{inner}{key}", found) for key, part in value.items()}
+        return lambda tensors: {key: part(tensors) for key, part in parts.items()}
+    if isinstance(value, (tuple, list)):
+        listed = [_visit(part, f"{inner}{_word(i, name)}", found) for i, part in enumerate(value)]
+        kind = type(value)
+        if hasattr(value, "_fields"):  # a NamedTuple
+            return lambda tensors: kind(*(part(tensors) for part in listed))
+        return lambda tensors: kind(part(tensors) for part in listed)
+    if is_dataclass(value) and not isinstance(value, type):
+        members = {f.name: _visit(getattr(value, f.name), f"{inner}{f.name}", found) for f in fields(value) if f.init}
+        return lambda tensors: replace(value, **{key: part(tensors) for key, part in members.items()})
+    return lambda tensors: value
+
+
+def _word(index: int, name: str) -> str:
+    return str(index) if name else f"input_{index}"
+
+
+class Flat(nn.Module):
+    """A model that is called with tensors in a fixed order.
+
+    Args:
+        model: the model.
+        arguments: an example of its call.
+        inputs: names of the tensors that are given; the others are made from one of as many rows.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Arguments, inputs: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.inputs = model, list(inputs)
+        self._rebuild = arguments.rebuild
+        self._unread = {
+            name: (_alike(tensor, arguments.tensors, inputs), tensor.shape[1:], tensor.dtype)
+            for name, tensor in arguments.tensors.items()
+            if name not in self.inputs
+        }
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The model's results as a flat tuple."""
+        given = dict(zip(self.inputs, tensors, strict=True))
+        for name, (like, rest, dtype) in self._unread.items():
+            given[name] = torch.zeros((given[like].shape[0], *rest), dtype=dtype, device=given[like].device)
+        return tuple(flatten_result(_call(self.model, self._rebuild(given))))
+
+
+def _alike(tensor: Tensor, tensors: Mapping[str, Tensor], inputs: Sequence[str]) -> str:
+    """A tensor that is given and has as many rows."""
+    return next(n for n in inputs if tensors[n].dim() and tensor.dim() and tensors[n].shape[0] == tensor.shape[0])
+
+
+def can_be_made(name: str, tensors: Mapping[str, Tensor], inputs: Sequence[str]) -> bool:
+    """Whether some input has as many rows as a tensor that is not read.
+
+    Args:
+        name: of the tensor.
+        tensors: all of them.
+        inputs: names of those that are given.
+
+    Returns:
+        False where it has to be given although nobody reads it.
+    """
+    tensor = tensors[name]
+    return any(tensors[n].dim() and tensor.dim() and tensors[n].shape[0] == tensor.shape[0] for n in inputs)
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    """As `loka.units.flow.call_model`, without its copy, which cannot be traced."""
+    if isinstance(example, Example):
+        return model(*example.args, **example.kwargs)
+    if isinstance(example, tuple):
+        return model(*example)
+    return model(**example) if isinstance(example, dict) else model(example)
+
+
+def flatten_result(result: Any) -> list[Tensor]:
+    """Every tensor of a model's result, in order.
+
+    Args:
+        result: a tensor, or tuples, lists, dicts and dataclasses of them.
+
+    Returns:
+        The tensors.
+    """
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, Mapping):
+        return [tensor for part in result.values() for tensor in flatten_result(part)]
+    if isinstance(result, (tuple, list)):
+        return [tensor for part in result for tensor in flatten_result(part)]
+    if is_dataclass(result) and not isinstance(result, type):
+        return [tensor for f in fields(result) for tensor in flatten_result(getattr(result, f.name))]
+    return []

@@ -1,0 +1,375 @@
+"""How fast a unit would be on a GPU that is not here, with an error bar. An estimate is never a measurement: it is labelled, and kept apart.
+
+From units that were timed on the device by `loka.tune` (they ship with the package): rows M, layers K -> N, forward or forward and backward, the speed-up over compiled bf16. Both sides of
+that ratio are a roofline, summed over layers and GEMMs (g = 1, in training 3):
+
+    t16 = g (F / P16 + c16) + g 2 (MK + NK + MN) / B + w g 4 MN / B                             F = 2 M K N; the last term: bias and activation in a kernel of their own
+    t8  = g (F / P8  + c8 ) + g   (MK + NK + MN) / B + weights and transposes in training + w (input, output of the chain in 16 bits) / B
+
+with the seven numbers P16, P8, B, c16, c8 (in training and in serving), w fitted to the logarithms of the measured ratios, held near what the hardware does (ratios alone do not
+fix a scale). The error is leave-one-out: every measured unit predicted from all the others. An interval holds nine of ten of those; it is twice as wide (in logarithms) for a unit
+smaller or larger than any measured one.
+
+K and N count as the next multiple of 16, for both sides: an expert would pad bf16 too.
+
+A linear that runs alone under a recipe is estimated from the performance database instead, GEMM by GEMM: quantisation included, in no company, so rather too slow.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from loka.dispatch import RECIPES
+from loka.dispatch.rows import LINEAR, linear_variant, shipped
+from loka.nn.wrapping import named_sites
+from loka.records import GEMMS, Interval
+from loka.records.performance import PerformanceRow
+from loka.units import discover
+from loka.units.flow import call_model
+from loka.units.undisturbed import undisturbed
+
+__all__ = ["Estimator", "ModelEstimate", "Unit", "estimate_model", "known_targets"]
+
+Array = NDArray[np.float64]
+PRIOR = np.log([650.0, 1100.0, 3.8, 2.5, 6.0, 2.5, 1.0])  # TFLOP/s, TFLOP/s, TB/s, us, us, us, 1
+HELD = np.array([0.5, 0.2, 0.5, 0.1, 0.1, 0.1, 0.1])  # how firmly each is held there
+LEAST_ROWS = 8  # of a variant before a linear alone is estimated
+BACKENDS = ("torch", "triton")  # what every installation on a GPU has
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A chain, by its sizes.
+
+    Args:
+        rows: of a call.
+        links: (K, N) of every linear.
+        training: forward and backward.
+    """
+
+    rows: int
+    links: tuple[tuple[int, int], ...]
+    training: bool
+
+    @property
+    def flops(self) -> float:
+        """Of the forward GEMMs."""
+        return sum(2.0 * self.rows * k * n for k, n in self.links)
+
+
+def _up(width: int) -> int:
+    return -(-width // 16) * 16
+
+
+def _times(unit: Unit, parameters: Array) -> tuple[float, float]:
+    """Microseconds in bf16 and in FP8."""
+    p16, p8, bandwidth, c16, c8_train, c8_serve, pointwise = map(math.exp, parameters.tolist())
+    gemms, c8 = (3, c8_train) if unit.training else (1, c8_serve)
+    t16 = t8 = 0.0
+    m, last = unit.rows, len(unit.links) - 1
+    for index, (k, n) in enumerate((_up(k), _up(n)) for k, n in unit.links):
+        work, per_byte = 2e-6 * m * k * n, 1e-6 / bandwidth
+        moved = m * k + n * k + m * n
+        t16 += gemms * (work / p16 + c16 + 2 * moved * per_byte) + pointwise * gemms * 4 * m * n * per_byte
+        t8 += gemms * (work / p8 + c8 + moved * per_byte)
+        if unit.training:
+            t8 += (4 * n * k + 2 * m * n) * per_byte
+        if index == 0:
+            t8 += pointwise * m * k * (5 if unit.training else 3) * per_byte
+        if index == last:
+            t8 += pointwise * gemms * 2 * m * n * per_byte
+    return t16, t8
+
+
+def _fit(units: Sequence[Unit], speedups: Array) -> Array:
+    """Levenberg-Marquardt on the logarithms of the ratios."""
+    wanted = np.log(speedups)
+
+    def miss(p: Array) -> Array:
+        ratios = np.array([math.log(a / b) for a, b in (_times(unit, p) for unit in units)])
+        return np.concatenate([ratios - wanted, (p - PRIOR) * HELD])
+
+    found, damping = PRIOR.copy(), 1e-2
+    now = miss(found)
+    for _ in range(40):
+        slopes = np.stack([(miss(found + 1e-4 * e) - now) / 1e-4 for e in np.eye(len(found))], 1)
+        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(found)), -slopes.T @ now)
+        then = miss(found + step)
+        if then @ then < now @ now:
+            found, damping = found + step, damping / 3
+            if now @ now - then @ then < 1e-10:
+                break
+            now = then
+        else:
+            damping *= 4
+    return found
+
+
+class Estimator:
+    """Speeds on one device, from what was measured there.
+
+    Args:
+        target: the device's name, as torch has it.
+        measured: units and their speed-ups; None: those that ship with the package.
+
+    Raises:
+        ValueError: nothing was measured on that device; the message has the devices that were.
+
+    Example:
+        >>> Estimator("NVIDIA H200").speedup(Unit(16384, ((512, 1024), (1024, 1024)), training=True))
+    """
+
+    def __init__(self, target: str, measured: Sequence[tuple[Unit, float]] | None = None) -> None:
+        known = _shipped_units() if measured is None else {target: list(measured)}
+        if target not in known:
+            raise ValueError(f"no unit was measured on {target!r}; estimates are for {', '.join(map(repr, known))}")
+        self.target = target
+        self.units = [unit for unit, _ in known[target]]
+        self.measured = np.array([speed for _, speed in known[target]])
+        if len(self.units) < LEAST_ROWS:
+            raise ValueError(f"{len(self.units)} units were measured on {target!r}, expected at least {LEAST_ROWS}")
+        self.parameters = _fit(self.units, self.measured)
+        self.left_out = self._leave_one_out()
+
+    def _leave_one_out(self) -> Array:
+        """Every unit's log ratio of predicted to measured, predicted from the others."""
+        errors = []
+        for index, unit in enumerate(self.units):
+            others = [u for i, u in enumerate(self.units) if i != index]
+            t16, t8 = _times(unit, _fit(others, np.delete(self.measured, index)))
+            errors.append(math.log(t16 / t8) - math.log(self.measured[index]))
+        return np.array(errors)
+
+    @property
+    def spread(self) -> float:
+        """Log error that nine of ten left-out units stay within."""
+        return float(np.quantile(np.abs(self.left_out), 0.9))
+
+    @property
+    def same_side(self) -> int:
+        """Left-out units that were predicted faster or slower than bf16 as they were measured."""
+        predicted = self.left_out + np.log(self.measured)
+        return int(((predicted > 0) == (self.measured > 1)).sum())
+
+    def speedup(self, unit: Unit) -> Interval:
+        """The estimated speed-up of a chain over compiled bf16.
+
+        Args:
+            unit: its sizes.
+
+        Returns:
+            The estimate and its interval.
+        """
+        t16, t8 = _times(unit, self.parameters)
+        return _around(t16 / t8, self.spread * (1 if self.covers(unit) else 2))
+
+    def covers(self, unit: Unit) -> bool:
+        """Whether units both smaller and larger than this one were measured."""
+        sizes = [known.flops for known in self.units]
+        return min(sizes) <= unit.flops <= max(sizes)
+
+    def microseconds(self, unit: Unit) -> tuple[float, float]:
+        """In bf16 and in FP8; only their ratio is fitted."""
+        return _times(unit, self.parameters)
+
+    def linear_speedup(self, rows: int, k: int, n: int, recipe: str, *, training: bool) -> Interval | None:
+        """The estimated speed-up of a linear that runs alone under a recipe.
+
+        Args:
+            rows, k, n: its sizes.
+            recipe: a name of `loka.dispatch.RECIPES`.
+            training: all three GEMMs with weights quantised once a step; otherwise forward with cached weights.
+
+        Returns:
+            The estimate, None where too few rows of the recipe were measured.
+        """
+        low = high = 0.0
+        spread = 0.0
+        for gemm in GEMMS if training else GEMMS[:1]:
+            operands = RECIPES[recipe].operands(gemm)
+            if operands is None:
+                continue
+            variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights="dynamic" if training else "cached")  # fmt: skip
+            fits = [fit for name in BACKENDS if (fit := _fit_rows(self.target, variant, name)) is not None]
+            if not fits:
+                return None
+            best = min(fits, key=lambda fit: fit.microseconds(rows, _up(k), _up(n))[1])
+            t16, t8 = best.microseconds(rows, _up(k), _up(n))
+            high, low, spread = high + t16, low + t8, max(spread, best.spread)
+        return _around(high / low, spread) if low else None
+
+    def __str__(self) -> str:
+        errors = np.abs(self.left_out)
+        return (
+            f"estimated for {self.target} from {len(self.units)} units measured there; each predicted from the others: half are within {np.expm1(np.median(errors)):.0%}, "
+            f"nine of ten within {np.expm1(self.spread):.0%}, {self.same_side} of {len(self.units)} on the right side of bf16"
+        )
+
+
+def _around(value: float, spread: float) -> Interval:
+    value = float(value)
+    return Interval(value=value, low=value * math.exp(-spread), high=value * math.exp(spread))
+
+
+@dataclass(frozen=True)
+class ModelEstimate:
+    """A model's linears on a device that is not here.
+
+    Args:
+        linears: estimated speed-up of all of them together, forward and backward; units that would be slower stay in 16 bits.
+        share: of their GEMM FLOPs in units that are estimated to be faster.
+        units: by name, the estimate of each.
+    """
+
+    linears: Interval
+    share: float
+    units: dict[str, Interval]
+
+
+def estimate_model(model: nn.Module, example: Any, target: str, *, row_factor: float = 1.0, training: bool = True) -> ModelEstimate:  # fmt: skip
+    """Whether FP8 would pay for a model of this size, before anything is trained or converted: sizes alone are looked at.
+
+    Args:
+        model: on any device; not changed.
+        example: an input of it.
+        target: the device's name, as torch has it.
+        row_factor: rows of a call there over those of the example.
+        training: forward and backward.
+
+    Returns:
+        The estimate.
+
+    Example:
+        >>> estimate_model(model, batch, "NVIDIA H200", row_factor=16).linears
+    """
+    found, estimator = discover(model, example, serving=not training, linears=1), Estimator(target)
+    rows = _count_rows(model, example)
+    units = {u.name: Unit(_scaled(rows[u.name], row_factor), tuple((l.k, l.n) for l in u.links), training) for u in found.units}  # noqa: E741  # fmt: skip
+    speeds = {name: estimator.speedup(unit) for name, unit in units.items()}
+    faster = {name for name, speed in speeds.items() if speed.value > 1}
+    ends = dict.fromkeys(("bf16", "value", "low", "high"), 0.0)
+    chained = {link.linear for unit in found.units for link in unit.links}
+    for name, module in named_sites(model):
+        if isinstance(module, nn.Linear) and name not in chained and name in rows:
+            units[name] = Unit(_scaled(rows[name], row_factor), ((module.in_features, module.out_features),), training)
+    for name, unit in units.items():
+        t16 = estimator.microseconds(unit)[0]
+        ends["bf16"] += t16
+        for end in ("value", "low", "high"):
+            ends[end] += t16 / getattr(speeds[name], end) if name in faster else t16
+    total = Interval(**{end: ends["bf16"] / ends[end] for end in ("value", "low", "high")})
+    flops = sum(unit.flops for unit in units.values()) or 1.0
+    return ModelEstimate(total, sum(units[name].flops for name in faster) / flops, speeds)
+
+
+def _scaled(rows: int, factor: float) -> int:
+    return max(1, round(rows * factor))
+
+
+def _count_rows(model: nn.Module, example: Any) -> dict[str, int]:
+    """Rows of one call of every linear."""
+    rows: dict[str, int] = {}
+    with ExitStack() as stack:
+        for name, module in named_sites(model):
+            if isinstance(module, nn.Linear):
+                hook = lambda m, args, out, name=name: rows.__setitem__(name, out.numel() // m.out_features)  # noqa: E731
+                stack.callback(module.register_forward_hook(hook).remove)
+        with undisturbed(model), torch.no_grad():
+            call_model(model.eval(), example)
+    return rows
+
+
+def known_targets() -> list[str]:
+    """Devices that units were measured on."""
+    return list(_shipped_units())
+
+
+@cache
+def _shipped_units() -> dict[str, list[tuple[Unit, float]]]:
+    folder: Any = files("loka.tuning") / "measured"
+    found: dict[str, list[tuple[Unit, float]]] = {}
+    for file in sorted(folder.iterdir(), key=lambda f: str(f.name)):
+        if file.name.endswith(".json"):
+            content = json.loads(file.read_text())
+            for row in content["units"]:
+                unit = Unit(row["rows"], tuple((k, n) for k, n in row["links"]), row["training"])
+                found.setdefault(content["device"], []).append((unit, row["speedup"][0]))
+    return found
+
+
+# Linears alone, from rows of the database
+
+
+@dataclass(frozen=True)
+class _RowFit:
+    """Times of one variant on one backend: non-negative least squares of the relative error over a constant, work, waves of tiles and bytes."""
+
+    gemm: str
+    high: Array
+    low: Array
+    spread: float
+
+    def microseconds(self, m: int, k: int, n: int) -> tuple[float, float]:
+        """In bf16 and in FP8."""
+        x = _features(self.gemm, m, k, n)
+        return float(x @ self.high), float(x @ self.low)
+
+
+def _features(gemm: str, m: int, k: int, n: int) -> Array:
+    rows, inner, columns = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}[gemm]
+    waves = math.ceil(math.ceil(rows / 128) * math.ceil(columns / 128) / 132)
+    return np.array([1.0, 2e-12 * rows * inner * columns, 2e-12 * waves * inner * 128 * 128 * 132, 1e-6 * (rows + columns) * inner, 1e-6 * rows * inner, 1e-6 * rows * columns])  # fmt: skip
+
+
+def _solve(x: Array, t: Array) -> Array:
+    """Least squares of the relative error without negative terms: the most negative one leaves until none is."""
+    scaled, active = x / t[:, None], list(range(x.shape[1]))
+    while True:
+        found = np.linalg.lstsq(scaled[:, active], np.ones(len(t)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        active.pop(int(np.argmin(found)))
+    out = np.zeros(x.shape[1])
+    out[active] = found
+    return out
+
+
+@cache
+def _fit_rows(target: str, variant: str, backend: str) -> _RowFit | None:
+    rows = [row for row in _rows_of(target) if row.variant == variant and row.backend == backend]
+    if len(rows) < LEAST_ROWS:
+        return None
+    gemm = variant.split()[0]
+    x = np.stack([_features(gemm, row.m, row.k, row.n) for row in rows])
+    times = [np.array([getattr(row, side).value for row in rows]) for side in ("baseline", "microseconds")]
+    shapes = np.array([f"{row.k}x{row.n}" for row in rows])
+    errors = []
+    for shape in np.unique(shapes):
+        out = shapes == shape
+        high, low = (x[out] @ _solve(x[~out], t[~out]) for t in times)
+        errors.append(np.log(high / low) - np.log(times[0][out] / times[1][out]))
+    spread = float(np.quantile(np.abs(np.concatenate(errors)), 0.9))
+    return _RowFit(gemm, _solve(x, times[0]), _solve(x, times[1]), spread)
+
+
+@cache
+def _rows_of(target: str) -> list[PerformanceRow]:
+    """Rows of linears with a bf16 time beside them, aligned: a misaligned bf16 GEMM is no baseline."""
+    return [
+        row
+        for _, record in shipped()
+        for group in record.groups
+        if group.origin.device == target
+        for row in group.rows
+        if row.op == LINEAR and row.microseconds and row.baseline and row.k % 16 == 0 and row.n % 16 == 0
+    ]

@@ -1,0 +1,212 @@
+"""A frozen model as a file: equal to the model, loaded where this library cannot be imported, refused by name where it cannot be written."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loka
+from foreign_zoo import ZOO
+from loka.exporting import package, plain
+from loka.nn import GroupedLinear
+from loka.placing import calibrating, plan_everything
+
+CHILD = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name == "loka" or name.startswith("loka."):
+            raise ImportError("this process has no loka")
+sys.meta_path.insert(0, Refuse())
+import torch
+runner = torch._inductor.aoti_load_package(sys.argv[1])
+tensors = torch.load(sys.argv[2])
+torch.save(runner(*tensors), sys.argv[3])
+assert "loka" not in sys.modules
+"""
+
+
+def frozen(name: str = "tower") -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    build, inputs = ZOO[name]
+    model, x = build(), inputs(16)
+    loka.convert(model, plan_everything(model, x, serving=True), freeze=True)
+    return model, x
+
+
+def small(recipe: str = "rowwise", **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 96), nn.ReLU(), nn.Linear(96, 200), nn.ReLU(), nn.Linear(200, 3)).eval()
+    loka.convert(model, recipe=recipe, freeze=True, **options)
+    return model
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced graph runs in the compiler's place, which takes many seconds and is tried once below."""
+
+    def write(program: Any, path: Path, inputs: Any, shapes: Any) -> Any:
+        path.write_bytes(b"not compiled")
+        return lambda tensors: list(program.module()(*tensors))
+
+    monkeypatch.setattr(package, "_write_aoti", write)
+
+
+def test_a_package_runs_where_loka_cannot_be_imported(tmp_path: Path) -> None:
+    model, x = frozen("auxiliary")
+    made = loka.export(model, x, tmp_path / "ranker.pt2")
+    assert made.difference < 1e-3
+    assert made.rows == [16, 19]
+    assert list(made.inputs.values()) == ["float32[rows, 64]"]
+    other = tuple(torch.cat([t, t[:5]]) for t in x)  # a size that nobody traced
+    torch.save(other, tmp_path / "in.pt")
+    words = [sys.executable, "-c", CHILD, *(str(tmp_path / name) for name in ("ranker.pt2", "in.pt", "out.pt"))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model(*other)
+    got = torch.load(tmp_path / "out.pt")
+    assert torch.allclose(got[0] if isinstance(got, (list, tuple)) else got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_chain_is_written_out(name: str, tmp_path: Path, traced_only: None) -> None:
+    model, x = frozen(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(*x)
+    made = loka.export(model, x, tmp_path / "m.pt2")
+    assert made.low_precision
+    assert made.difference < 1e-5
+    with torch.no_grad():
+        assert torch.equal(model(*x), before), "the model itself is not changed"
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_linears_of_every_recipe_ragged_widths_included(recipe: str, tmp_path: Path, traced_only: None) -> None:
+    model = small(recipe)
+    made = loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2")
+    assert len(made.low_precision) == 3
+    assert made.difference < 1e-5
+
+
+def test_static_scales_and_quantised_models(tmp_path: Path, traced_only: None) -> None:
+    model = small("tensorwise", options=loka.LinearOptions(scales="static"))
+    with pytest.raises(ValueError, match="static scale is not known yet"):
+        package.write_out(model, plain.AtenOps(torch.device("cpu")), torch.float32)
+    with calibrating(model), torch.no_grad():
+        model(torch.randn(64, 40))
+    assert loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2").difference < 1e-5
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).eval()
+    loka.quantize(other, recipe="rowwise")
+    assert loka.export(other, torch.randn(8, 32), tmp_path / "q.pt2").difference < 1e-5
+
+
+def test_inputs_are_named_and_labels_are_none(tmp_path: Path, traced_only: None) -> None:
+    from loka.data import Batch
+
+    class Ranker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(11, 8), nn.Linear(8 + 4, 1)
+
+        def forward(self, batch: Batch) -> dict[str, Tensor]:
+            return {"logit": self.head(torch.cat([batch.dense, self.table(batch.categorical).sum(1)], 1))}
+
+    torch.manual_seed(0)
+    batch = Batch(torch.randn(6, 4), torch.randint(11, (6, 2)), {}, torch.zeros(6, 1), torch.zeros(6, dtype=torch.int64))  # fmt: skip
+    made = loka.export(Ranker().eval(), batch, tmp_path / "m.pt2")
+    assert made.inputs == {"dense": "float32[rows, 4]", "categorical": "int64[rows, 2]"}
+    assert made.low_precision == {}
+
+
+def test_a_file_that_computes_something_else_is_not_written(
+    tmp_path: Path, traced_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = plain.AtenOps.multiply
+    monkeypatch.setattr(plain.AtenOps, "multiply", lambda *args: 1.05 * right(*args))
+    with pytest.raises(ValueError, match=r"differs from the model by 0.*nothing was written"):
+        loka.export(small(), torch.randn(8, 40), tmp_path / "m.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_exported_is_named(tmp_path: Path, traced_only: None) -> None:
+    x, path = torch.randn(8, 40), tmp_path / "m.pt2"
+    with pytest.raises(ValueError, match="training mode"):
+        loka.export(small().train(), x, path)
+    model, inputs = frozen()
+    loka.revert(model)
+    loka.convert(model, plan_everything(model, inputs, serving=True))
+    with pytest.raises(ValueError, match=r"net\.0: a chain that is not frozen"):
+        loka.export(model.eval(), inputs, path)
+    with pytest.raises(ValueError, match="one row in the example"):
+        loka.export(small(), x[:1], path)
+    with pytest.raises(ValueError, match=r"ending in \.pt2 or \.onnx"):
+        loka.export(small(), x, tmp_path / "m.bin")
+    with pytest.raises(ValueError, match="format='torchscript'"):
+        loka.export(small(), x, path, format="torchscript")  # type: ignore[arg-type]
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = GroupedLinear(2, 40, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts(x, torch.tensor([4, 8], dtype=torch.int32))
+
+    with pytest.raises(ValueError, match=r"experts \(GroupedLinear\): loka\.grouped_linear\.default is an operator in Python"):  # fmt: skip
+        loka.export(Experts().eval(), x, path, dynamic=False)
+
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.ones(int(x.shape[0]), 1)
+
+    with pytest.raises(ValueError, match="fixes the number of rows"):
+        loka.export(Fixed().eval(), x, path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_in_python_are_out_of_reach_meanwhile() -> None:
+    from loka.kernels import registry
+
+    before = dict(registry.BACKENDS)
+    with registry.offering(package.PACKABLE):
+        assert "triton" not in registry.BACKENDS["scaled_mm"]
+        with pytest.raises(ValueError, match="no backend 'triton'"):
+            registry.backend("scaled_mm", "triton")
+    assert before == registry.BACKENDS
+
+
+@pytest.mark.parametrize("name", ["dlrm", "encoder"])
+def test_onnx_has_quantize_and_dequantize_around_every_product(name: str, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, x = frozen(name)
+    made = loka.export(model, x, tmp_path / "m.onnx")
+    assert made.difference < 1e-3
+    nodes = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
+    links = sum(what.count(",") + 1 for what in made.low_precision.values())
+    assert nodes.count("QuantizeLinear") == links
+    assert nodes.count("DequantizeLinear") == 2 * links
+    session = runtime.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
+    assert len(session.get_inputs()) == len(x)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_onnx_of_every_recipe(recipe: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert loka.export(small(recipe), torch.randn(8, 40), tmp_path / "m.onnx").difference < 1e-5
+
+
+def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ValueError, match=r"needs onnx .*pip install 'loka\[onnx\]'"):
+        loka.export(small(), torch.randn(8, 40), tmp_path / "m.onnx")
