@@ -46,7 +46,7 @@ class Job:
     def script(self) -> Path | None:
         """The script, where it is one of ours."""
         first = self.command.split()[0]
-        return BENCHMARKS / first if first.endswith(".py") else None
+        return (BENCHMARKS / first).resolve() if first.endswith(".py") else None
 
     def spell(self, folder: Path, data: Path | None) -> list[str]:
         """The command as it is run."""
@@ -105,6 +105,12 @@ JOBS = (
     cpu("serving", "serving", "serving.py --out {out} --seconds 10", 600),
     cpu("serving-ray", "serving_ray", "serving_ray.py --out {out} --seconds 100 --every 20", 300),
     *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
+    *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all,e4m3-nearest --embedding-learning-rate 0.002 --steps 500 --out {{out}}", 7200)
+      for d in ("ml-1m", "census-income-kdd", "complete-journey")),
+    cpu("scale-matrix", "scale-matrix", "../tests/training/scale_matrix.py --out {out}", 1800),
+    cpu("scale-kills", "scale-kills", "../tests/training/scale_kills.py --out {out}", 1800),
+    cpu("scale-kills-row", "scale-kills-row", "../tests/training/scale_kills.py --sharding row --seed 1 --out {out}", 1800),
+    cpu("simulated-curves", "simulated-curves", "simulated_curves.py --out {out}", 120),
     *(cpu(f"demo-seed{n}", f"demo_seed{n}", f"loka demo --seed {n} --out {{folder}}/demo --json", 600) for n in range(1, 8)),
     cpu("distributions", "distributions", "distributions.py --work {folder}/distributions --out {out}", 3600),
     *(
