@@ -57,6 +57,7 @@ _ROOMS = (
     "exporting",
     "formats",
     "inference",
+    "integrations",
     "kernels",
     "lowp",
     "measure",

@@ -529,6 +529,17 @@ def test_too_early_whatever_the_loss(kind: str) -> None:
         assert not any("too early" in note for note in tune(make_trained(120)[0], **options).record.notes)
 
 
+def test_a_loss_inside_the_model_is_not_called_too_early() -> None:
+    class WithLoss(Ranker):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = super().forward(x)
+            return loss(logits, y).mean(), logits
+
+    torch.manual_seed(0)
+    notes = loka.tune(WithLoss(), BATCHES, step=lambda m, b: m(*b)[0], margin=MARGIN, progress=False).record.notes
+    assert not any("too early" in note for note in notes)
+
+
 def test_a_paired_run_of_training_where_it_is_allowed() -> None:
     model, optimizer = make_trained()
     before = state_of(model, optimizer)

@@ -99,7 +99,7 @@ def _to_json(result: Any) -> dict[str, Any]:
         "report": str(result.report),
         "converted": result.converted,
         "linears": result.linears,
-        "low_precision_flops_share": result.plan.low_precision_share,
+        "low_precision_flops_share": result.share,
         "low_precision_flops_share_elsewhere": result.sizes and result.sizes.here.share,
         "environment": msgspec.to_builtins(result.plan.environment),
         "comparisons": {name: msgspec.to_builtins(found) for name, found in result.comparisons.items()},

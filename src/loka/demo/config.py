@@ -70,12 +70,17 @@ class DemoResult:
         """All of them."""
         return len(self.plan.sites)
 
+    @property
+    def share(self) -> float:
+        """Of the model's GEMM FLOPs in FP8."""
+        done = self.tuning.conversion
+        return 0.0 if done is None or done.low_precision_share is None else done.low_precision_share
+
     def lines(self) -> list[str]:
         """What happened, in six lines."""
-        share = self.plan.low_precision_share
         change = {name: f"{found.relative_change.value:+.3%}" for name, found in self.comparisons.items()}
         return [
-            f"{self.converted} of {self.linears} linears run in FP8, {share:.1%} of their GEMM FLOPs; tuned in {sum(self.tuning.seconds.values()):.0f} s: {self.tuning.verdict}",
+            f"{self.converted} of {self.linears} linears run in FP8, {self.share:.1%} of the model's GEMM FLOPs; tuned in {sum(self.tuning.seconds.values()):.0f} s: {self.tuning.verdict}",
             f"planned FP8: {spell_comparison(self.comparisons['planned'])}",
             f"naive FP8:   {spell_comparison(self.comparisons['naive'])}",
             f"noise of training, float32 against itself: {change['control']}; FP8 swapped in without training on: planned "

@@ -296,6 +296,8 @@ class _Session:
     def warn_if_early(self, base: Losses) -> None:
         """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
         constant = evaluate_averaged(self.task, self.metric, as_trained=self.training)
+        if constant is not None and torch.equal(constant.values, base.values):
+            return  # the loss is computed inside the model, so that nothing can be said
         if constant is None or not (math.isfinite(base.mean) and constant.mean > 0) or base.mean < EARLY * constant.mean:  # fmt: skip
             return
         self.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, which the model's mean prediction has when every example gets it; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
