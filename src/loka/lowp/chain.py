@@ -2,11 +2,8 @@
 
     [linear -> norm -> activation]*  (-> last linear)            one autograd node; what it computes is in `loka.lowp.chain_function`
 
-The modules of a chain stay where they are and what they are to everybody else: the same objects, parameters, names and state_dict. They change their class, as `loka.lowp.linear` does:
-
-    head      the first linear; its forward runs the whole chain
-    passed    every later linear, norm, activation and dropout; its forward returns its input, which the head has computed already
-    caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); its forward is its own
+The modules of a chain stay where they are and what they are to everybody else: the same objects, parameters, names and state_dict. They change their class (`loka.lowp.chain_modules`), as
+`loka.lowp.linear` does: the first linear runs the whole chain, every later module hands on what it is given.
 
 So a chain may lie in an nn.Sequential, in an MLP of one's own, or across attributes that a forward calls one after another: wherever one module's output is read by the next one alone, which
 is what `loka.units` looks for. One node and not one per layer, because FP8 tensors cannot travel along autograd's edges: a gradient has its tensor's type.
@@ -39,9 +36,19 @@ from loka.lowp.chain_function import (
     quantize_input,
     run_link,
 )
+from loka.lowp.chain_modules import (  # fmt: skip
+    CHAIN,
+    SEES_CHAINS,
+    Head,
+    Passed,
+    add_call,
+    chain_of,
+    chains_of,
+    drop_call,
+    is_watched,
+    reclass,
+)
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
-from loka.lowp.leaving import refuse_export, refuse_script
-from loka.lowp.passing import CALLS, HandOn
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
 from loka.lowp.witness import Witness, warn_stale
@@ -49,9 +56,7 @@ from loka.nn.norm import BlockNorm
 
 __all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
 
-CHAIN = "loka_chain"  # on every module of a chain: the chain
 TAP = "loka_tap"  # on a linear that somebody watches: who is shown what a chain does that begins there
-SEES_CHAINS = "loka_sees_chains"  # on a forward hook that knows of chains: it does not mistake what a module of one hands on for its output
 HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
 
 
@@ -190,10 +195,10 @@ class Chain:
         if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:
             raise ValueError(f"{self.name}: {', '.join(taken)} is in a chain already; hint: loka.revert(model) first")
         for index, module in enumerate(modules):
-            _reclass(module, _Head if index == 0 else _Passed)
+            reclass(module, Head if index == 0 else Passed)
             module.__dict__[CHAIN] = self
         for caller in self.callers:
-            _add_call(caller, self)
+            add_call(caller, self)
         self.placed = True
         follow(self)
         return self
@@ -205,9 +210,9 @@ class Chain:
         for part in self.parts:
             for module in (part.linear, *part.passed):
                 module.__dict__.pop(CHAIN, None)
-                _reclass(module, None)
+                reclass(module, None)
         for caller in self.callers:
-            _drop_call(caller, self)
+            drop_call(caller, self)
         self.placed, self.pending = False, None
 
     def split(self, site: str) -> list["Chain"]:
@@ -596,184 +601,3 @@ def _check(name: str, parts: Sequence[Part]) -> None:
 def _as_last(part: Part) -> Part:
     """A part that ends a chain: a norm over the whole row runs as a module of its own, and what follows it."""
     return Part(Link(part.link.linear), part.linear) if part.link.norm in ("layer", "rms") else part
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether somebody's hooks see what goes in or out, forward or backward, and would be misled by a chain.
-
-    Args:
-        module: any module.
-
-    Returns:
-        True where it has a hook of any kind that does not know of chains (`SEES_CHAINS`; Probe's do).
-    """
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
-
-
-# Classes. A pickle names classes, and those made here have no importable name: it names the original and the role.
-
-
-class _Reclassed(nn.Module):
-    """A module whose class was changed, and can be changed back."""
-
-    loka_original: type[nn.Module]
-    loka_role: type["_Reclassed"]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        return (_rebuild, (self.loka_original, self.loka_role), *made[2:])
-
-
-class _InChain(_Reclassed):
-    """What every module of a chain does beside its forward."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        chain = self.__dict__[CHAIN]
-        if isinstance(self, _Head):
-            # its own weight: later linears have not moved yet; offloaded weights say nothing
-            chain.to(self.weight.device if chain.frozen is None else fn(chain.static).device)
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        chain = self.__dict__[CHAIN]
-        if chain.frozen is not None and isinstance(self, nn.Linear):  # made from other weights
-            chain.refresh()
-
-    def train(self, mode: bool = True) -> Any:
-        """Training mode thaws: frozen weights have no gradient."""
-        if mode and self.__dict__[CHAIN].frozen is not None:
-            self.__dict__[CHAIN].thaw()
-        return super().train(mode)
-
-    def extra_repr(self) -> str:
-        """As the module's own, and where it runs."""
-        own, chain = super().extra_repr(), self.__dict__[CHAIN]
-        what = repr(chain) if isinstance(self, _Head) else f"runs in chain {chain.name}"
-        return f"{own}, {what}" if own else what
-
-    def __prepare_scriptable__(self) -> Any:
-        refuse_script(self.__dict__[CHAIN].name)
-
-    def _replicate_for_data_parallel(self) -> Any:
-        raise ValueError("the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, or loka.revert(model) first")  # fmt: skip
-
-
-class _Head(_InChain):
-    """The first linear: runs the chain."""
-
-    weight: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The whole chain."""
-        chain = self.__dict__[CHAIN]
-        refuse_export(chain.name)
-        result: Tensor = chain.run(input)
-        chain.begin(result)
-        return result
-
-
-class _Passed(_InChain):
-    """A later module: the head has done its work."""
-
-    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What came in, which must be what the head made."""
-        self.__dict__[CHAIN].meet(input, linear=isinstance(self, nn.Linear))
-        return input
-
-
-class _Caller(_Reclassed):
-    """A module whose forward calls activations of chains as functions."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Its own, with those calls handing on what they are given."""
-        with self.__dict__[CALLS]:
-            return super().forward(*args, **kwargs)
-
-
-def _add_call(caller: nn.Module, chain: Chain) -> None:
-    if CALLS not in caller.__dict__:
-        caller.__dict__[CALLS] = HandOn()
-        _reclass(caller, _Caller)
-    caller.__dict__[CALLS].chains.append(chain)
-
-
-def _drop_call(caller: nn.Module, chain: Chain) -> None:
-    mode: HandOn | None = caller.__dict__.get(CALLS)
-    if mode is None or chain not in mode.chains:
-        return
-    mode.chains.remove(chain)
-    if not mode.chains:
-        del caller.__dict__[CALLS]
-        _reclass(caller, None)
-
-
-_CLASSES: dict[tuple[type[nn.Module], type[_Reclassed]], type[nn.Module]] = {}
-
-
-def _class_for(kind: type[nn.Module], role: type[_Reclassed]) -> type[nn.Module]:
-    if (kind, role) not in _CLASSES:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "loka_original": kind, "loka_role": role}
-        _CLASSES[kind, role] = type(kind.__name__, (role, kind), body)
-    return _CLASSES[kind, role]
-
-
-def _rebuild(kind: type[nn.Module], role: type[_Reclassed]) -> nn.Module:
-    made = _class_for(kind, role)
-    return made.__new__(made)
-
-
-def _reclass(module: nn.Module, role: type[_Reclassed] | None) -> None:
-    """Give a module its class in a chain, or back its own; a class that a wrapper (FSDP2) put on top stays there."""
-    now = type(module)
-    if role is not None:
-        module.__class__ = _class_for(now, role)
-        return
-    if not isinstance(module, _Reclassed):
-        return
-    original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
-    plain: nn.Module = module
-    if now is ours:
-        plain.__class__ = original
-    else:
-        bases = tuple(original if base is ours else base for base in now.__bases__)
-        names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = type(now.__name__, bases, names)
-
-
-def chain_of(module: nn.Module) -> Chain | None:
-    """The chain a module runs in, or None.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Its chain; the same object for every module of it.
-
-    Example:
-        >>> chain_of(model.top[0]).name
-        'top.0'
-    """
-    found: Chain | None = module.__dict__.get(CHAIN)
-    return found
-
-
-def chains_of(model: nn.Module) -> Iterator[tuple[str, Chain]]:
-    """Every chain placed in a model, by the name of its first linear.
-
-    Args:
-        model: converted or not.
-
-    Returns:
-        Pairs of the head's name in this model and the chain.
-
-    Example:
-        >>> for name, chain in chains_of(model): print(name, chain)
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, _Head):
-            chain = chain_of(module)
-            assert chain is not None
-            yield name, chain
