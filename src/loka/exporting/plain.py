@@ -216,6 +216,9 @@ class PlainLinear(nn.Module):
         dtype: of the weight it stands for.
     """
 
+    scale: Tensor | None
+    bias: Tensor | None
+
     def __init__(self, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
         super().__init__()
         self.like = _stand_in(dtype, weight.device)
@@ -240,6 +243,8 @@ class PlainChain(nn.Module):
         chain: frozen.
         ops: how it is written.
     """
+
+    input_scale: Tensor | None
 
     def __init__(self, chain: Chain, ops: Ops) -> None:
         super().__init__()
