@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 LOCK   := pyproject.toml constraints.txt
 
-.PHONY: demo test test-foreign check format bench evidence docs clean
+.PHONY: demo test test-foreign test-scale check format bench evidence docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,20 @@ test-foreign: $(FOREIGN)/.done  ## mods and the whole loop on models of other li
 	OMP_NUM_THREADS=1 $(FOREIGN)/bin/python -m pytest -n auto --dist worksteal -m foreign tests/foreign
 	OMP_NUM_THREADS=1 $(FOREIGN)/bin/python tests/foreign/table.py
 
+# TorchRec asks for versions of its dependencies that do not run together on a CPU, hence --no-deps here too.
+SCALE := $(VENV)-scale
+$(SCALE)/.done: $(LOCK) tests/training/requirements-scale.txt
+	$(PYTHON) -m venv $(SCALE)
+	$(SCALE)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[data,report,dev]'
+	$(SCALE)/bin/python -m pip install --disable-pip-version-check -q --no-deps -r tests/training/requirements-scale.txt
+	@touch $@
+
+test-scale: $(SCALE)/.done  ## sharded training: every way to shard on 2 and 4 ranks, and ranks killed at random moments; records in benchmarks/results/cpu
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest -q tests/comms/test_torchrec.py tests/training/test_sharding.py tests/nn/test_quantized_collection.py
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_matrix.py --out benchmarks/results/cpu/scale-matrix.json
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_kills.py --out benchmarks/results/cpu/scale-kills.json
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_kills.py --sharding row --seed 1 --out benchmarks/results/cpu/scale-kills-row.json
+
 check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,7 +64,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.dev  ## what this machine can measure: data and CPU numbers; kernels where there is a GPU
+bench: $(VENV)/.dev  ## what this machine can measure: data loading; kernels where there is a GPU
 	$(BIN)/loka bench
 
 evidence: $(VENV)/.dev  ## every published number made again; EVIDENCE="--data FOLDER --seconds 1800 --only zoo" narrows it
@@ -60,4 +74,4 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VENV)-foreign build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-foreign $(VENV)-scale build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ seed by seed (same weights, same batches): the *original* bf16 model, which is t
 
     relative change of the test log loss, 95 % Student interval over seeds, verdict for a margin of 0.1 %, minimum detectable effect
 
-The file is a record of kind "ablation" (loka.records.Ablation): `loka report FILE` draws it. Runs are listed as they end; those that did not fit into --seconds
+The file is a record of kind "ablation" (ablation_record.py). Runs are listed as they end; those that did not fit into --seconds
 are listed as skipped, those that failed with their error; a run whose loss is not finite has diverged and is counted, not averaged. Continue with the same
 --out: finished runs are not repeated.
 """
@@ -30,21 +30,10 @@ from typing import Any
 import ablation_cell as cell
 import msgspec
 import torch
+from ablation_record import BASELINE, ORIGINAL, Ablation, AblationCell, AblationRun, MissingRun, PairedChange
 
 from loka.metrics import compare_paired
-from loka.records import (
-    Ablation,
-    AblationCell,
-    AblationRun,
-    Interval,
-    MissingRun,
-    PairedChange,
-    RecordError,
-    capture_environment,
-    load,
-    save,
-)
-from loka.records.ablation import BASELINE, ORIGINAL
+from loka.records import Interval, RecordError, capture_environment, load, save
 
 MARGIN = 0.001  # of log loss
 OUT_OF_TIME = "out of time"

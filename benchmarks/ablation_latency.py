@@ -12,7 +12,7 @@ the unmodified tower in bf16 in interleaved repeats of one process. Speed-ups ar
 its gradients, may differ from the same variant's in float32 by no more than FP8 explains. What a precision refuses is listed with the reason.
 
 A process for every mode, batch and variant compiles its towers, all at once; then one after the other measures on the idle GPU. The file is a record of
-kind "ablation_latency" (loka.records.AblationLatency); rows that are in it already are not measured again.
+kind "ablation_latency" (ablation_record.py); rows that are in it already are not measured again.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 import torch
 from ablation_cell import ORIGINAL, VARIANTS
+from ablation_record import AblationLatency, RefusedLatency, TowerLatency
 from torch import Tensor, nn
 
 from loka import mods
@@ -39,7 +40,7 @@ from loka.measure.conformance import Conformance
 from loka.measure.timing import Candidate, sets_needed, time_together
 from loka.nn import MLP, Style
 from loka.placing import calibrating, convert, freeze_model
-from loka.records import AblationLatency, RecordError, RefusedLatency, TowerLatency, capture_environment, load, save
+from loka.records import RecordError, capture_environment, load, save
 
 WIDTH, DEPTH, BATCHES, MODES = 4096, 3, (1024, 8192), ("infer", "train")
 PRECISIONS = ("bf16", "tensorwise", "rowwise", "fused")

@@ -14,9 +14,10 @@ Only conformance: nothing is timed, so nothing needs the GPU for itself.
 """
 
 import itertools
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +29,28 @@ ALSO = ("e4m3:row@e4m3:tensor|fast", "e4m3:row@e4m3:row", "e4m3:1x128@e4m3:1x128
 # Cases a child does before the file is written. DeepGEMM compiles each shape, torchao tunes 48 configurations for it.
 HANDFUL = {"deepgemm": 24, "torchao": 12}
 PATIENCE = {"deepgemm": 120.0, "torchao": 240.0}
+
+
+def wide_sweep(
+    *,
+    seed: int = 0,
+    seconds: float,
+    max_width: int = 8192,
+    max_batch: int = 65536,
+    max_elements: int = 1 << 28,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[tuple[int, int, int]]:
+    """Seeded shapes until the time is up: K and N multiples of 16 and of 128 by turns, M spread evenly over its powers of two."""
+    source = random.Random(seed)
+    end = clock() + seconds
+    turn = 0
+    while clock() < end:
+        step = (16, 128)[turn % 2]
+        turn += 1
+        k, n = (step * source.randint(1, max_width // step) for _ in range(2))
+        m = min(max_batch, int(2 ** source.uniform(0, max_batch.bit_length() - 1)) + source.randint(0, 1))
+        if max(m * k, k * n, m * n) <= max_elements:
+            yield m, k, n
 
 
 class Sweep:
@@ -52,7 +75,6 @@ class Sweep:
 
 def calls(count: int, seed: int, elements: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """(variant, shape): all main variants of every shape, the others of every fourth."""
-    from loka.measure.inputs import wide_sweep
 
     shapes = wide_sweep(seed=seed, seconds=3600, max_elements=elements)
     for index, shape in enumerate(itertools.islice(shapes, count)):

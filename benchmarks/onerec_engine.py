@@ -34,22 +34,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_record import EngineBar, EngineBench, EngineProfile, EngineRow
 from onerec_baselines import make_compiled, make_plain
+from onerec_costs import classify_kernel, count_costs
+from onerec_synthetic import make_trained_like, share_weights
 
 from loka.inference import Engine, EngineConfig, estimate_memory
-from loka.inference.costs import classify_kernel, count_costs
-from loka.inference.request import pad_requests
-from loka.inference.synthetic import make_histories, make_trained_like, share_weights
+from loka.inference.request import make_histories, pad_requests
 from loka.metrics import BeamOverlap
 from loka.models import configure
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear, MixtureOfExperts
 from loka.ptq import quantize
 from loka.records import (
-    EngineBar,
-    EngineBench,
-    EngineProfile,
-    EngineRow,
     Environment,
     Interval,
     capture_environment,

@@ -27,16 +27,14 @@ from typing import Any
 import quality_sequences as sequences
 import torch
 import torch.nn.functional as F
+from onerec_synthetic import share_weights
 from torch import Tensor
 
 from loka.data.batch import Jagged
 from loka.inference import Engine, EngineConfig, Request
-from loka.inference.synthetic import share_weights
 from loka.metrics import BeamOverlap, compare_paired
 from loka.models.onerec import Experts, OneRec
-from loka.ptq import measure_sites, quantize, quantize_module
-from loka.ptq.modules import sites
-from loka.ptq.recipe import BLOCKWISE, ROWWISE, ptq_recipe
+from loka.ptq import quantize
 from loka.records import capture_environment
 from loka.training import TrainConfig
 
@@ -244,14 +242,11 @@ def overlap(reference: Tensor, candidate: Tensor, ns: list[int]) -> dict[str, fl
 def sensitivity(task: Any, a: argparse.Namespace) -> list[dict[str, Any]]:
     """Each site alone on the validation likelihood; `kept` sites are those the recipe leaves in 16 bits."""
     users, target = (t[: min(a.users, 1024)] for t in task.events.held_out("valid"))
-    recipe = ptq_recipe("onerec")
-    modules, kept = {}, set()
-    for name, module in sites(task.model):
-        rule = recipe.decide(name, module)
-        operands = rule.operands or (BLOCKWISE if module.weight.dim() == 3 else ROWWISE)
-        kept |= {name} if rule.operands is None else set()
-        modules[name] = quantize_module(module, operands)
-    found = measure_sites(task.model, modules, lambda m: (-likelihood(task, m, users, target), None))
+    low = share_weights(task.model)
+    by_recipe = set(quantize(share_weights(task.model), "onerec").quantized)
+    done = quantize(low, "onerec", score=lambda m: (-likelihood(task, m, users, target), None), widen=True)
+    found = {site.name: site.metric_change for site in done.record.sites if site.metric_change is not None}
+    kept = set(found) - by_recipe
     return [
         {"site": name, "kept": name in kept, "percent": 100 * c.value, "low": 100 * c.low, "high": 100 * c.high}
         for name, c in sorted(found.items(), key=lambda pair: -pair[1].value)

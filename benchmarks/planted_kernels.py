@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -193,7 +194,6 @@ class Inspection:
 
 def make_hard_site(*, k: int = 320, n: int = 192, rows: int = 512, steps: int = 20, seed: int = 0) -> Watch:
     """A linear whose inputs are hard (rows of very different size, a few large channels), watched while it trains a little."""
-    from loka.data.synthetic import stress_matrix
     from loka.probe.probe import Probe
 
     torch.manual_seed(seed)
@@ -242,3 +242,26 @@ def _score_normal(trial: Trial, k: int, n: int, seed: int) -> float:
     problem = Problem("fprop", *(torch.randn(rows, k, generator=generator) for rows in (USUAL, n)))
     error: Any = summarise(*run_rows(problem, trial, problem.reference()))[0]
     return float(error)
+
+
+def stress_matrix(
+    rows: int,
+    columns: int,
+    *,
+    sigma: float = 4.0,
+    outlier_channels: int = 2,
+    outlier_scale: float = 1000.0,
+    bias: float = 0.0,
+    seed: int = 0,
+) -> Tensor:
+    """Return a float32 matrix whose range lies inside scaling groups: lognormal row scales, outlier channels, biases."""
+    if rows < 0 or columns < 0 or not 0 <= outlier_channels <= columns:
+        raise ValueError(
+            f"need rows, columns >= 0 and outlier_channels in [0, columns], got {rows, columns, outlier_channels}"
+        )
+    rng = np.random.default_rng([seed, rows, columns])
+    scale = np.exp(sigma * rng.standard_normal((rows, 1)))
+    channel = np.ones(columns)
+    channel[rng.choice(columns, outlier_channels, replace=False)] = outlier_scale
+    values = rng.standard_normal((rows, columns)) * scale * channel + bias * rng.standard_normal(columns)
+    return torch.from_numpy(values.astype(np.float32))

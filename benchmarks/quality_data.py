@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def fit_baselines(data: Any) -> list[dict[str, Any]]:
-    from loka.data.baseline import fit_baseline
+    from logistic_baseline import fit_baseline
 
     return [{**choice, **dataclasses.asdict(fit_baseline(data, **choice))} for choice in BASELINES]
 

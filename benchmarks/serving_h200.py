@@ -199,8 +199,8 @@ class Generative(Bench):
 
     def build(self) -> None:
         import torch
+        from onerec_synthetic import make_trained_like, share_weights
 
-        from loka.inference.synthetic import make_trained_like, share_weights
         from loka.models import configure
         from loka.ptq import quantize
         from loka.semantic_ids import SemanticIndex
@@ -246,7 +246,7 @@ class Generative(Bench):
         import msgspec
         import torch
 
-        from loka.inference.synthetic import make_histories
+        from loka.inference.request import make_histories
         from loka.serving import Policy, RecommendRequest, Server
         from loka.serving.load import _Client
 
@@ -286,8 +286,9 @@ class Compiled:
         from dataclasses import replace
 
         from onerec_baselines import make_compiled
+        from onerec_synthetic import share_weights
 
-        from loka.inference.synthetic import make_histories, share_weights
+        from loka.inference.request import make_histories
         from loka.serving import RecommendRequest
 
         plain = share_weights(model)

@@ -1,8 +1,13 @@
-"""What low-precision rows cost in training: the test log loss beside float32 rows, paired seeds (same weights, same batches).
+"""What low precision costs in training: the test log loss beside float32, paired seeds (same weights, same batches).
 
     python benchmarks/tables_loss.py --data ml-1m --source FOLDER --seeds 8 --steps 400 --out tables-loss-ml-1m.json
 
-Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, everything else in float32):
+All of it together, on two gloo ranks that share each batch:
+
+    all                int8 rows, weights gathered and gradients scattered in E4M3 (FSDP2), every linear in FP8 (rowwise), test included
+    sent               the same with the linears in float32
+
+Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, everything else in float32), in one process:
 
     int8               one scale a row, stochastic rounding          bf16        stochastic rounding
     e4m3               scales of powers of two, stochastic           e4m3-hot    the same, the hottest 20 % of the rows in float32
@@ -17,7 +22,9 @@ again after every run, and finished runs are not repeated.
 import argparse
 import json
 import math
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +50,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "e4m3": {"rows": "e4m3:row:pow2"},
     "e4m3-hot": {"rows": "e4m3:row:pow2", "hot": 0.2},
     "e4m3-nearest": {"rows": "e4m3:row:pow2"},
+    "all": {"rows": "int8:row", "collectives": "e4m3:1x128:pow2", "recipe": "rowwise"},
+    "sent": {"rows": "int8:row", "collectives": "e4m3:1x128:pow2"},
 }
+RANKS = 2
 HALF = 2**23  # of 24 bits: rounds up what is above the middle
 
 
@@ -58,19 +68,64 @@ def rounding_to_nearest(planted: bool) -> Iterator[None]:
         law.uniform_bits = original
 
 
-def run(way: str, seed: int, data: Any, options: argparse.Namespace) -> dict[str, Any]:
-    start = time.perf_counter()
+def prepare(seed: int, data: Any, options: argparse.Namespace) -> tuple[Any, TrainConfig]:
     seed_everything(seed)
     model = build_ranker(data.schema, "dlrm", "tiny", d=options.width)
-    quantize_tables(model, **WAYS[way])
-    for module in model.modules():
-        if hasattr(module, "backend"):
-            module.backend = "reference"  # the planted rounding is the law's
     config = TrainConfig(
         steps=options.steps, batch_size=options.batch_size, seed=seed, device="cpu", compile="off",
         learning_rate=options.learning_rate, embedding_learning_rate=options.embedding_learning_rate,
         schedule="cosine", evaluate_every=0, log_every=options.steps,
     )  # fmt: skip
+    return model, config
+
+
+def run_on_ranks(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Start this file again on RANKS processes; the first writes what came out."""
+    asked = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(options).items()
+        if value is not None and name not in ("out", "ways", "seeds", "one_of_many")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        subprocess.run([*launcher, __file__, *asked, f"--one-of-many={way},{seed}", f"--out={out}"], check=True)
+        result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def run_one_of_many(options: argparse.Namespace) -> None:
+    """One rank of `run_on_ranks`."""
+    import torch.distributed as dist
+
+    from loka.training.distributed import DistributedTrainer, Distribution, joined
+
+    way, _, seed = options.one_of_many.partition(",")
+    torch.set_num_threads(1)
+    with joined("gloo"):
+        data = load(options.data, root=options.root, source=options.source)
+        model, config = prepare(int(seed), data, options)
+        asked = dict(WAYS[way])
+        trainer = DistributedTrainer(model, data, config, recipe=asked.pop("recipe", None), how=Distribution(**asked))
+        trainer.fit()
+        metrics = trainer.evaluate(data.test)
+        assert trainer.wire is not None
+        if dist.get_rank() == 0:
+            options.out.write_text(json.dumps({
+                "way": way, "seed": int(seed), "log_loss": metrics["log_loss"], "auc": metrics["auc"], "wire": trainer.wire.ratio,
+                "linears": 0 if trainer.conversion is None else len(trainer.conversion.converted),
+            }))  # fmt: skip
+
+
+def run(way: str, seed: int, data: Any, options: argparse.Namespace) -> dict[str, Any]:
+    start = time.perf_counter()
+    if "collectives" in WAYS[way]:
+        return {**run_on_ranks(way, seed, options), "seconds": time.perf_counter() - start}
+    model, config = prepare(seed, data, options)
+    quantize_tables(model, **WAYS[way])
+    for module in model.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"  # the planted rounding is the law's
     trainer = Trainer(model, data, config)
     with rounding_to_nearest(way == "e4m3-nearest"):
         trainer.fit()
@@ -111,9 +166,15 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--embedding-learning-rate", type=float, default=2e-2)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--one-of-many", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.one_of_many:
+        run_one_of_many(options)
+        return 0
     settings = {
-        name: value for name, value in vars(options).items() if name not in ("out", "source", "root", "ways", "seeds")
+        name: value
+        for name, value in vars(options).items()
+        if name not in ("out", "source", "root", "ways", "seeds", "one_of_many")
     }
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"settings": settings, "runs": []}
     if stored["settings"] != json.loads(json.dumps(settings)):

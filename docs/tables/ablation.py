@@ -1,6 +1,7 @@
 """The ablation of mods by precision: quality over paired seeds, latency of the same grid, and a summary of both."""
 
-from loka.records import Ablation, AblationCell, AblationLatency, PairedChange, TowerLatency
+from ablation_record import Ablation, AblationCell, AblationLatency, PairedChange, TowerLatency
+
 from tables.results import load_record, table
 
 

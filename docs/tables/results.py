@@ -18,7 +18,7 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def load_record(name: str, kind: type[R]) -> R | None:
-    """A result file as one of loka's records; None where it is not there."""
+    """A result file as a record; None where it is not there."""
     path = RESULTS / name
     return load(path, kind) if path.exists() else None
 

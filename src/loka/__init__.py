@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from loka.placing import scale_state as scale_state
     from loka.probe import Probe as Probe
     from loka.probe import Report as Report
-    from loka.ptq import quantize as quantize
+    from loka.ptq.quantizing import quantize as quantize
     from loka.records import Plan as Plan
     from loka.tuning import Tuned as Tuned
     from loka.tuning import tune as tune

@@ -1,6 +1,7 @@
 """The sweep tells green, wrong, refused, failed and not run apart, names every shape that is not green, and ends in time."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -77,3 +78,14 @@ def test_what_the_time_did_not_reach_is_counted(tmp_path: Path) -> None:
     made = sweep.run(["reference"], "cpu", count=2, seed=0, seconds=0.0, elements=30000, out=str(tmp_path / "s.json"))
     assert sweep.describe(made.rows["reference"])["counts"]["not_run"] == 11
     assert json.loads((tmp_path / "s.json").read_text())["sweep"]["backends"]["reference"]["counts"]["green"] == 0
+
+
+def test_the_wide_sweep_is_seeded_wide_and_ends_in_time() -> None:
+    shapes, again = (list(load().wide_sweep(seed=5, seconds=3000, clock=itertools.count().__next__)) for _ in range(2))
+    assert shapes == again
+    assert 1000 < len(shapes) <= 3000
+    assert all(k % 16 == 0 and n % 16 == 0 for _, k, n in shapes)
+    assert sum(k % 128 == 0 and n % 128 == 0 for _, k, n in shapes) > len(shapes) // 3
+    assert sum(k % 128 != 0 for _, k, n in shapes) > len(shapes) // 3
+    assert min(m for m, _, _ in shapes) == 1
+    assert max(m for m, _, _ in shapes) > 30000

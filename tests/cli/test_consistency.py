@@ -13,7 +13,7 @@ from loka import cli
 TEXT_ALREADY = {"translate", "db export"}  # what they print or write is another tool's format, or JSON itself
 WANTED = (
     "data", "train", "probe", "plan", "explain", "diff", "convert", "mods", "bench", "quantize", "analyze", "generate", "serve", "load", "ab", "db",
-    "export", "translate", "report", "doctor", "demo", "tune",
+    "export", "translate", "report", "doctor", "demo", "tune", "simulate",
 )  # fmt: skip
 
 

@@ -92,7 +92,6 @@ def test_a_model_of_ones_own_without_its_data(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
     assert "--device cuda: torch sees no CUDA GPU" in fail(*OWN, "--device", "cuda")
-    assert "--device cuda: torch sees no CUDA GPU" in fail("bench", "onerec", "--device", "cuda")
     assert "--device cuda: torch sees no CUDA GPU" in fail("generate", "--train", 1, "--out", "x", "--device", "cuda")
 
 

@@ -36,7 +36,6 @@ RUN: dict[str, int] = {
     "loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60": 0,
     "loka doctor --json": 0,
     "loka data list": 0,
-    "loka bench cpu --seconds 0.5": 0,
     "loka train --model wukong --config tiny --data complete-journey --steps 20 --precision bf16 --out runs/x": 0,
     "loka train --from runs/x/checkpoints/step-00000020 --mods no_bias,block_norm,hard_swish --steps 10": 0,
     "loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json": 0,
@@ -100,7 +99,6 @@ NOT_RUN = {
     "loka bench": LONG,
     "loka bench data --json": LONG,
     "loka bench kernels": "needs a GPU",
-    "loka bench onerec": "needs a GPU",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The verbs around a generative recommender, end to end on a toy data set: generate, quantize, analyze, ab, bench onerec."""
+"""The verbs around a generative recommender, end to end on a toy data set: generate, quantize, analyze, ab."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from loka.cli import app, main
+from loka.cli import app, main, train_sequence
 from loka.data.batch import Jagged
 from loka.data.sequences import SequenceData
 from loka.records import Analysis, PairedTest, Quantized, from_json, load
@@ -32,8 +32,7 @@ def make_data(users: int = 60, items: int = 80) -> SequenceData:
 def toy(monkeypatch: pytest.MonkeyPatch) -> SequenceData:
     data = make_data()
     monkeypatch.setattr("loka.data.load_sequences", lambda *_, **__: data)
-    monkeypatch.setattr("loka.cli.onerec_training.DIMENSIONS", 8)
-    monkeypatch.setattr("loka.cli.onerec_training.CODES", 8)
+    monkeypatch.setitem(train_sequence.SMALL, "codebooks", (8, 8, 8))
     return data
 
 
@@ -104,6 +103,20 @@ def test_a_recommender_from_nothing_to_fp8(folder: Path) -> None:
     analysis = load(folder / "a.json", Analysis)
     assert [m.activations_of is None for m in analysis.models] == [False, True]
     assert "published" in (folder / "a.vl").read_text()
+
+
+def test_a_onerec_of_train_is_quantised_generated_with_and_compared(tmp_path: Path) -> None:
+    plain, low = tmp_path / "plain", tmp_path / "low"
+    options = [word for pair in ("codebooks=[8,8,8]", "beams=12", "items=true") for word in ("--set", pair)]
+    run("train", "--model", "onerec", "--config", "tiny-moe", "--data", "toy", "--steps", 4, "--batch-size", 32, "--evaluate-every", 0, *options, "--out", plain)  # fmt: skip
+    record = from_json(run("quantize", plain, "--out", low, "--bound", 0.2, "--users", 20, "--json").strip(), Quantized)
+    assert record.recipe == "onerec"
+    assert any(site.type == "GroupedLinear" and site.weight is not None for site in record.sites)
+    for folder in (plain, low):
+        (found,) = json.loads(run("generate", "--from", folder, "--items", "3,4", "--top", 2, "--beams", 10, "--json"))
+        assert len(found["recommended"]) == 2
+    run("ab", plain, low, "--margin", 5, "--users", 20, "--beams", 12, "--out", tmp_path / "ab.json")
+    assert load(tmp_path / "ab.json", PairedTest).overlap[0].share > 0.5
 
 
 def test_a_bound_is_measured_and_kept(folder: Path) -> None:
@@ -194,10 +207,3 @@ def test_analyze_built_in_models() -> None:
     text = run("analyze", "onerec:tiny", "--layers", "--batches", 1)
     assert "blocks.0.cross.query" in text
     assert "onerec:tiny: untrained (no verdict" in text
-
-
-def test_bench_onerec() -> None:
-    found = json.loads(run("bench", "onerec", "--beams", 4, "--requests", "1", "--seconds", 0.01, "--json"))
-    assert {row["variant"] for row in found["rows"]} == {"plain bf16", "engine bf16", "engine fp8"}
-    assert not found["fp8_is_native"]
-    assert 0 < found["overlap"] <= 1

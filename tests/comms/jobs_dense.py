@@ -87,6 +87,16 @@ def ddp(codec: str | None, steps: int) -> dict:
     }
 
 
+def wide() -> dict:
+    """What layers of a ranking model's width send: one step, by operation."""
+    model = fully_shard(
+        nn.Sequential(nn.Linear(479, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1))
+    )
+    wire = quantize_fsdp(model)
+    model(torch.randn(4, 479)).sum().backward()
+    return wire.by_op
+
+
 def everything() -> dict:
     """All jobs in one start of the processes: starting them is what costs."""
     exact = "e4m3:1x128:pow2"
@@ -95,4 +105,5 @@ def everything() -> dict:
         "gathered": fsdp(exact, None, 1),
         "trained": fsdp(exact, f"{exact}:stochastic", 4),
         "ddp": ddp(exact, 3),
+        "wide": wide(),
     }

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 module, name, rank, world, store, out = sys.argv[1:7]
 arguments = pickle.load(open(out + ".in", "rb"))
-dist.init_process_group("gloo", init_method="file://" + store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=60))
+dist.init_process_group("gloo", init_method="file://" + store, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120))
 try:
     result = getattr(__import__(module, fromlist=[name]), name)(*arguments)
     torch.save(result, out + "." + rank)
@@ -31,7 +31,9 @@ os._exit(0)  # gloo's threads may still be joined when a process ends, and abort
 """
 
 
-def on_ranks(world: int, module: str, name: str, *arguments: Any, dead: tuple[int, ...] = ()) -> list[Any]:
+def on_ranks(
+    world: int, module: str, name: str, *arguments: Any, dead: tuple[int, ...] = (), timeout: float = 180
+) -> list[Any]:
     """`name` of `module` on every rank; results in the order of ranks. Ranks in `dead` must be killed on the way, and give None."""
     import torch
 
@@ -51,7 +53,7 @@ def on_ranks(world: int, module: str, name: str, *arguments: Any, dead: tuple[in
             )
             for rank in range(world)
         ]
-        outputs = [child.communicate(timeout=120)[0] for child in children]
+        outputs = [child.communicate(timeout=timeout)[0] for child in children]
         expected = [-9 if rank in dead else 0 for rank in range(world)]
         failed = [
             f"rank {rank} ended with {child.returncode}:\n{text[-3000:]}"

@@ -77,6 +77,12 @@ def test_fsdp_trains_alike_on_all_ranks_with_few_bytes(results: list[dict[str, A
         )  # the tower's biases and norms are 1.3 % of it, and go whole
 
 
+def test_layers_of_a_ranking_models_width_send_at_most_a_little_over_a_quarter(results: list[dict[str, Any]]) -> None:
+    for result in results:  # of 2 and of 4 ranks
+        for elements, sent in result["wide"].values():
+            assert sent / (4 * elements) <= 0.27
+
+
 def test_ddp_averages_encoded_gradients(results: list[dict[str, Any]]) -> None:
     plain, results = averaged(None, len(results)), [r["ddp"] for r in results]
     for name, grad in results[0]["grads"].items():

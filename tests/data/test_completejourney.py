@@ -5,13 +5,15 @@ import numpy as np
 import polars as pl
 import pytest
 
+from benchmarks.scripts import script
 from loka.data import DataError, load, load_sequences
-from loka.data.baseline import fit_baseline
 from loka.data.baskets import Candidates, Events, Features, Options, sample_candidates
 from loka.data.completejourney import find_files, read_events
 from loka.data.faults import BadRows
 
 from . import raw
+
+fit_baseline = script("logistic_baseline").fit_baseline
 
 OPTIONS = Options(min_count=1, max_history=8)
 

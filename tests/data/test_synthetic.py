@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.scripts import script
 from loka.data import Batch, load
-from loka.data.baseline import fit_baseline
-from loka.data.synthetic import Options, SyntheticSource, stress_matrix
+from loka.data.synthetic import Options, SyntheticSource
+
+fit_baseline = script("logistic_baseline").fit_baseline
 
 
 def first(rows: int, **options: object) -> Batch:
@@ -84,15 +86,6 @@ def test_stress_puts_the_range_inside_groups() -> None:
     early, late = hard[:4096].median(0).values.abs(), hard[-4096:].median(0).values.abs()
     quiet = channels < 100
     assert late[quiet].median() > 20 * early[quiet].median(), "biases that diverge"
-
-
-def test_stress_matrix() -> None:
-    x = stress_matrix(512, 64, sigma=4.0, outlier_channels=3)
-    assert x.dtype == torch.float32
-    assert x.abs().median(1).values.log().std() > 3.5
-    assert torch.equal(x, stress_matrix(512, 64, sigma=4.0, outlier_channels=3))
-    with pytest.raises(ValueError, match="outlier_channels"):
-        stress_matrix(4, 4, outlier_channels=5)
 
 
 def test_the_cache_holds_the_same_log(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """A plan for a machine elsewhere takes errors from Probe and speeds from database rows, says so, and refuses what has no row."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from loka.dispatch import Policy, make_plan
-from loka.dispatch.database import Database
+from loka.dispatch import RECIPES, Policy, make_plan
+from loka.dispatch.database import Database, Machine
 from loka.dispatch.rows import linear_variant
+from loka.dispatch.speed import Fastest, fastest_backend
 from loka.records import Choice, Plan
 
 from .evidence import candidate, report, site
-from .measured import interval, origin, row
+from .measured import H200, interval, origin, row
 
 TARGET = "NVIDIA H200"
 M, K, N = 32, 16, 8  # of evidence.site
@@ -126,3 +128,28 @@ def test_a_database_without_a_target_is_refused() -> None:
         plan(database(speed(1.6)), target=None)
     with pytest.raises(ValueError, match="row_factor scales"):
         make_plan(report(site("a", candidate())), Policy(row_factor=2.0))
+
+
+def test_auto_takes_the_shortest_time_of_this_machine_and_nothing_else() -> None:
+    operands = RECIPES["rowwise"].fprop
+    rows = database(
+        speed(1.4, microseconds=interval(9.0)),
+        speed(1.6, backend="triton", microseconds=interval(7.0)),
+        speed(1.9, m=64, microseconds=interval(1.0)),
+    )
+
+    def ask(m: int = M, machine: Machine = H200, *databases: Database) -> Fastest | None:
+        return fastest_backend("fprop", operands, m, K, N, databases=databases or [rows], machine=machine)
+
+    assert ask().backend == "triton"
+    assert ask(64).backend == "torch"
+    assert "M 32, weights dynamic" in ask().source
+    assert ask(4096) is None
+    assert ask(M, replace(H200, driver="1")) is None
+    assert ask(M, replace(H200, versions={**H200.versions, "triton": "another"})).backend == "torch"
+    kept = database(speed(1.1, variant=variant(weights="cached"), microseconds=interval(8.0)))
+    assert (
+        "weights cached" in ask(M, H200, kept, rows).source
+    )  # the first database with rows, as a placed linear keeps its weight
+    refused = database(speed(1.0, microseconds=None, speedup=None, refusal="wrong"))
+    assert ask(M, H200, refused) is None

@@ -26,7 +26,9 @@ def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["docs/measured.md", "docs/published.md", "docs/reference/cli.md", "docs/mods.md", "README.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/measured.md", "docs/published.md", "docs/reference/cli.md", "docs/mods.md", "README.md"]
+)
 def test_generated_pages_are_in_step(generate: ModuleType, name: str) -> None:
     made = generate.pages()[ROOT / name]
     assert (ROOT / name).read_text(encoding="utf-8") == made, f"{name} is stale: run python docs/generate.py"
@@ -60,7 +62,7 @@ def test_the_ablation_follows_its_records(
 ) -> None:
     """On a small real run of both scripts, on a CPU."""
     monkeypatch.setattr("tables.results.RESULTS", tmp_path)
-    shutil.copytree(ROOT / "tests" / "report" / "examples", tmp_path / "h200")
+    shutil.copytree(ROOT / "tests" / "docs" / "examples", tmp_path / "h200")
     found, latency = generate.ablation.read_ablation(), generate.ablation.read_latency()
     *lines, _, same = generate.ablation.ablation_table().splitlines()
     assert len(lines) == 2 + len(found.cells) == 2 + 15

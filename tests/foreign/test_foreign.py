@@ -23,6 +23,7 @@ ALLOWED = {"exact": 1e-5, "rounding": 1e-4}
 COMPLETE = (
     "prediction layer",
     "nothing to fuse",
+    "narrower than",
     "reads its bias itself",
     "reads its weight without calling it",
     "protected already",

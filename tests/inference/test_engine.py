@@ -1,10 +1,12 @@
 """The engine finds what the plain beam search finds, whatever the model, the constraint, the bucket and the company."""
 
 import dataclasses
+from fnmatch import fnmatch
 
 import pytest
 import torch
 
+import loka
 from loka.inference import Engine, EngineConfig, EngineMemoryError, Request, estimate_memory
 from loka.inference.config import choose_bucket
 from loka.inference.constraint import Listed, Masked, Unconstrained
@@ -69,6 +71,18 @@ def test_equals_the_plain_search_of_a_quantised_model(fold: bool, recipe: str) -
     assert isinstance(engine.packed.blocks[1].ffn, PackedExperts)
     assert engine.packed.blocks[1].ffn.always == fold
     assert_same(model, engine, valid)
+
+
+def test_a_converted_model_is_packed_as_it_was_converted() -> None:
+    model, twin = make_model("tiny-moe"), make_model("tiny-moe")
+    kept = ("*.router", "heads.*", "context.*", "*.ffn.gate_up", "*.ffn.down")
+    loka.convert(model, recipe="rowwise", module_filter_fn=lambda _, name: not any(fnmatch(name, k) for k in kept))
+    quantize(twin, "rowwise", keep=kept)
+    first, second = make_engine(model), make_engine(twin)
+    assert str(first.packed.blocks[0].query.activation) == "e4m3:row"
+    for a, b in zip(*(e.generate(make_requests(model, LENGTHS)) for e in (first, second)), strict=True):
+        assert torch.equal(a.codes, b.codes)
+        assert torch.equal(a.scores, b.scores)
 
 
 def test_quantised_only_in_part() -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.scripts import script
 from loka.data.batch import Jagged
 from loka.data.sequences import SequenceData
+from loka.dispatch import RECIPES, Database
+from loka.dispatch.rows import linear_variant, machine_here, origin_of
 from loka.inference import (
     Bundle,
     Engine,
@@ -19,17 +22,24 @@ from loka.inference import (
     overlap_of,
     save_bundle,
 )
-from loka.inference.costs import classify_kernel, count_costs
-from loka.inference.synthetic import make_histories, make_trained_like, share_weights
+from loka.inference.request import make_histories
 from loka.inference.tuning import Tuning
+from loka.kernels import registry
+from loka.kernels.backend import YES
 from loka.kernels.prepared import layout_of
+from loka.measure import snapshot
 from loka.models import configure
 from loka.models.onerec import Experts
 from loka.nn import MixtureOfExperts
 from loka.ptq import quantize
-from loka.records import BundleInfo, capture_environment
+from loka.records import BundleInfo, Interval, PairedTest, capture_environment
+from loka.records.performance import PerformanceRow
 
 from .small import make_index, make_model
+
+make_trained_like, share_weights = (
+    getattr(script("onerec_synthetic"), n) for n in ("make_trained_like", "share_weights")
+)
 
 
 def make_bundle(normalize: str = "codebook", **options: object) -> Bundle:
@@ -190,39 +200,13 @@ class TestSynthetic:
         assert type(model.blocks[0].cross.query) is torch.nn.Linear
 
 
-def test_costs_of_the_published_model() -> None:
-    config = configure("onerec", "4b-a0.5b")
-    costs = {c.operator: c for c in count_costs(config, requests=8, context=512, beams=512)}
-    tokens = 8 * (1 + 512 + 512)
-    linears = tokens * 14 * 2 * 6 * 1408**2
-    assert costs["attention linears"].flops == pytest.approx(linears)
-    assert costs["experts"].flops == pytest.approx(tokens * 12 * 4 * 2 * 3 * 1408**2)
-    low = {
-        c.operator: c for c in count_costs(config, requests=8, context=512, beams=512, linear_bytes=1, expert_bytes=1)
-    }
-    assert low["experts"].flops == costs["experts"].flops
-    assert 0.5 <= low["experts"].bytes / costs["experts"].bytes < 0.75
-    assert low["experts"].intensity > costs["experts"].intensity
-
-
-def test_kernel_names() -> None:
-    assert classify_kernel("sm90_xmma_gemm_bf16bf16_bf16f32") == "linears and heads"
-    assert classify_kernel("_grouped_gemm_kernel") == "experts"
-    assert classify_kernel("_grouped_swiglu") == "experts"
-    assert classify_kernel("_attend") == "attention"
-    assert classify_kernel("_select") == "softmax and selection"
-    assert classify_kernel("_ZN7cutlass13device_kernel...GemmUniversalINS5_17GroupProblemShapeIN4cute") == "experts"
-    assert classify_kernel("triton_red_fused__fused_rms_norm__to_copy_add_0") == "norms, activations, quantisation"
-    assert classify_kernel("something unheard of") == "other"
-
-
 def test_tuning_measures_refuses_and_writes_down() -> None:
     model = make_model(
         "tiny-moe", d=128, heads=4, layers=2, d_ff=128, experts=Experts(routed=4, top=2, hidden=128, dense_blocks=1)
     )
     quantize(model)
     engine = Engine(model, EngineConfig(beams=4, requests=(2,), dtype="fp32"))
-    tuning = Tuning(engine.packed, torch.float32, fixed=set(), measure=True)
+    tuning = Tuning(engine.packed, torch.float32, fixed=set(), measure=True, database=Database(":memory:"))
     tuned = tuning.tuned(8)
     assert {t.role for t in tuning.log} == {"query", "cross_out", "qkv", "self_out", "experts"}
     for (
@@ -231,15 +215,54 @@ def test_tuning_measures_refuses_and_writes_down() -> None:
         assert entry.chosen == "auto"
         assert entry.refused
         assert not entry.microseconds
-    assert tuned.blocks[0].query.backend == "auto"
+    assert tuned.blocks[0].query.bound.backend == "auto"
     assert tuning.tuned(8) is tuned
     assert (
         Tuning(engine.packed, torch.float32, fixed={"scaled_mm", "grouped_mm"}, measure=True)
         .tuned(8)
         .blocks[0]
-        .query.backend
+        .query.bound.backend
         == "auto"
     )
+
+
+class Able:
+    """A backend that runs anything, by the law."""
+
+    def __init__(self, name: str) -> None:
+        self.law = registry.backend("scaled_mm", "reference")
+        self.name = name
+
+    def supports(self, call: object, device: torch.device) -> object:
+        return YES
+
+    def run(self, *operands: object, **options: object) -> object:
+        return self.law.run(*operands, **options)
+
+
+def test_tuning_takes_the_fastest_row_of_the_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "triton"):
+        monkeypatch.setitem(registry._LOADED, f"scaled_mm.{name}", Able(name))
+    model = make_model("tiny")
+    quantize(model, "rowwise", keep=("heads.*", "context.*"))
+    engine = Engine(model, EngineConfig(beams=4, requests=(2,), dtype="fp32"))
+    here, operands, width = snapshot(), RECIPES["rowwise"].fprop, model.config.d
+    versions = machine_here(here).versions
+    variant = linear_variant(
+        "fprop", str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights="cached"
+    )
+    with Database(":memory:") as database:
+        for name, time in (("torch", 9.0), ("triton", 7.0)):
+            row = PerformanceRow(op="linear", variant=variant, m=8, k=width, n=width, backend=name, version=versions[name], microseconds=Interval(value=time, low=time, high=time))  # fmt: skip
+            database.add(origin_of(here), [row])
+        tuning = Tuning(engine.packed, torch.float32, fixed={"grouped_mm"}, measure=True, database=database)
+        tuned = tuning.tuned(8)
+        found = {entry.role: entry for entry in tuning.log}
+        assert (found["query"].chosen, found["query"].microseconds) == ("triton", {"torch": 9.0, "triton": 7.0})
+        assert tuned.blocks[0].query.bound.backend == "triton"
+        assert found["qkv"].chosen == "auto"  # another width: no row, and nothing is timed without a GPU
+        assert "no row" in found["qkv"].refused["torch"]
+        assert tuning.tuned(16).blocks[0].query.bound.backend == "auto"  # another bucket
 
 
 def test_packed_weights_are_laid_out_for_their_backend() -> None:
@@ -249,7 +272,7 @@ def test_packed_weights_are_laid_out_for_their_backend() -> None:
     linear = engine.packed.blocks[0].query
     for name in ("torch", "triton", "fbgemm"):
         moved = linear.on(name)
-        assert moved.backend == name
+        assert moved.bound.backend == name
         assert layout_of(moved.weight)[0] == name
         assert torch.equal(moved.weight.dequantize(), linear.weight.dequantize())
         assert moved.on(name).weight is moved.weight
@@ -259,7 +282,10 @@ def test_packed_weights_are_laid_out_for_their_backend() -> None:
     assert torch.equal(moved.down.dequantize(), experts.down.dequantize())
 
 
-def test_tuning_never_fuses_an_activation_the_kernel_does_not_have() -> None:
+def test_tuning_never_fuses_an_activation_the_kernel_does_not_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOKA_DB", str(tmp_path / "rows.sqlite"))
     experts = Experts(routed=4, top=2, hidden=32, dense_blocks=1)
     model = make_model("tiny-moe", activation="relu", experts=experts)
     engine = Engine(model, EngineConfig(beams=4, requests=(2,), dtype="fp32", tune=True))
@@ -267,3 +293,17 @@ def test_tuning_never_fuses_an_activation_the_kernel_does_not_have() -> None:
     assert engine.tuning.log
     assert not any("fused" in name for entry in engine.tuning.log for name in (entry.chosen, *entry.microseconds))
     assert not engine.tuning.tuned(2).blocks[1].ffn.fused
+
+
+def test_a_metric_that_nobody_scores_is_noted_and_the_others_are_compared() -> None:
+    users = torch.arange(20)
+    nothing, some = torch.zeros(20, dtype=torch.float64), 1 + torch.arange(20, dtype=torch.float64)
+
+    def compare(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> PairedTest:
+        return compare_arms(first, second, (users, users), margin=0.1, names=("a", "b"), data="toy")
+
+    found = compare({"recall": nothing, "likelihood": some}, {"recall": some, "likelihood": some})
+    assert [metric.metric for metric in found.metrics] == ["likelihood"]
+    assert "recall is zero" in found.notes[0]
+    with pytest.raises(ValueError, match="recall: zero for every user"):
+        compare({"recall": nothing}, {"recall": some})

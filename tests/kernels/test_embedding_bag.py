@@ -141,3 +141,21 @@ def test_no_items_at_all() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert torch.equal(embedding_bag(rows, none, torch.zeros(4, dtype=torch.int64)), torch.zeros(3, 24))
     assert embedding_bag(rows, none).shape == (0, 24)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "item"])
+def test_fbgemm_is_the_law_where_it_is_installed(kind: str, mode: str) -> None:
+    pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed: pip install 'loka[torchrec]'")
+    rows, (indices, offsets) = table(kind), bags()
+    starts, weights = (
+        (None, None) if mode == "item" else (offsets, torch.randn(len(indices)) if mode == "sum" else None)
+    )
+    expected = embedding_bag(rows, indices, starts, weights=weights, mode=mode, backend="reference")
+    found = embedding_bag(rows, indices, starts, weights=weights, mode=mode, backend="fbgemm")
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fbgemm_refuses_rows_whose_scales_it_would_round() -> None:
+    with pytest.raises(ValueError, match="round the scales"):
+        embedding_bag(table("int8:row"), torch.tensor([1]), backend="fbgemm")

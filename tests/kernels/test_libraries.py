@@ -1,6 +1,8 @@
 """The library backends of scaled_mm: on a machine without a GPU, that they refuse with the true reason, prepare operands without changing a value,
 and describe their outputs to torch.compile; with one, that they are right."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._meta_registrations
@@ -13,7 +15,7 @@ from loka.kernels.scaled_mm import torch as library
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.adapter import parse_variant
 from loka.measure.conformance import check_scaled_mm
-from loka.measure.inputs import matmul_operands, strided
+from loka.measure.inputs import matmul_operands
 
 LIBRARIES = {
     "torch": library,
@@ -141,6 +143,14 @@ def test_libraries_know_what_they_have(monkeypatch, name: str, variant: str, yes
     _pretend(monkeypatch, "9 0", libraries=True)
     verdict = LIBRARIES[name].supports(_call(variant), CUDA)
     assert verdict.ok == yes, verdict.reason
+
+
+def strided(q: QTensor) -> QTensor:
+    """The same values in a non-contiguous tensor: rows inside a wider buffer, as a slice of a concatenation is."""
+    rows, cols = q.data.shape
+    wide = torch.zeros(rows, cols + 16, dtype=torch.uint8, device=q.device)
+    wide[:, :cols] = q.data.contiguous().view(torch.uint8)
+    return replace(q, data=wide[:, :cols].view(q.data.dtype))
 
 
 @on_the_cpu

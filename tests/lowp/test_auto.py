@@ -154,3 +154,43 @@ def test_on_a_gpu_auto_is_a_kernel() -> None:
     loka.revert(model)
     with pytest.warns(UserWarning, match="emulated on the GPU, as backend='reference' asks"):
         loka.convert(model, recipe="rowwise", backend="reference")
+
+
+def test_measured_rows_decide_what_auto_runs_and_are_cited(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self, name: str) -> None:
+            self.name, self.ran = name, 0
+
+        def supports(self, call: Any, device: torch.device) -> Any:
+            return YES if call.m != 5 else no("five rows")
+
+        def run(self, a: Any, b: Any, *, out_dtype: torch.dtype, fast_accum: bool) -> torch.Tensor:
+            self.ran += 1
+            return (a.dequantize() @ b.dequantize().T).to(out_dtype)
+
+    first, second = Fake("torch"), Fake("triton")
+    monkeypatch.setitem(registry._LOADED, "scaled_mm.torch", first)
+    monkeypatch.setitem(registry._LOADED, "scaled_mm.triton", second)
+    seen: list[tuple[Any, ...]] = []
+
+    def fastest(*call: Any) -> Any:
+        seen.append(call)
+        return SimpleNamespace(backend="triton", source="database row of today")
+
+    monkeypatch.setattr(auto, "fastest_backend", fastest)
+    registry._ANSWERS.clear()
+    try:
+        elsewhere, _ = settle(bound_by("rowwise"), weight_on(CUDA), rows=4096)
+        assert elsewhere.fprop.picked == "triton on cuda, fastest by database row of today"  # type: ignore[union-attr]
+        assert seen[0][0] == "fprop"
+        assert seen[0][2:] == (4096, 16, 32)
+        layer = nn.Linear(16, 32, bias=False)
+        bound = settle(bound_by("rowwise"), layer.weight)[0]
+        assert bound.fprop.picked == "torch on cpu"  # type: ignore[union-attr]  # no rows of a CPU: the registry's order
+        model = loka.lowp.Linear.replacing(layer, elsewhere)
+        model(torch.randn(4, 16))
+        assert (first.ran, second.ran) == (0, 1)  # what is printed is what runs
+        assert model(torch.randn(5, 16)).isfinite().all()  # a call that it cannot take goes to one that can
+        assert (first.ran, second.ran) == (0, 1)
+    finally:
+        registry._ANSWERS.clear()

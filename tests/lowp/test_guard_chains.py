@@ -184,3 +184,48 @@ def test_a_drift_is_decided_anew() -> None:
     model(x).sum().backward()
     twin = copy.deepcopy(model)
     assert torch.equal(twin(x), model(x))
+
+
+def test_one_linear_or_a_whole_chain_is_put_back_by_name() -> None:
+    model, x = make()
+    guard = Guard(model, GuardConfig(every=1))
+    train(model, x, guard)
+    (event,) = guard.put_back("2")
+    assert (event.site, event.action) == ("2", "switched")
+    assert [[link.linear for link in chain.links] for _, chain in chains_of(model)] == [["0"], ["4"]]
+    assert train(model, x, guard) == []
+    with pytest.raises(ValueError, match=r"no guarded site '2'; there are 0, 4"):
+        guard.put_back("2")
+    whole, x = make()
+    guard = Guard(whole, GuardConfig(every=1))
+    assert [event.site for event in guard.put_back("2", chain=True)] == NAMES
+    assert not list(chains_of(whole))
+    assert train(whole, x, guard, 2) == [], "a guard that has nothing left to watch raises nothing"
+    again, _ = make()
+    Guard(again).load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert not list(chains_of(again))
+    assert torch.equal(again(x), whole(x))
+
+
+def test_a_compiled_model_runs_what_is_left_and_the_event_says_what_is_made_anew() -> None:
+    torch._dynamo.reset()
+    model, x = make()
+    twin, _ = make()
+    for m in (model, twin):
+        train(m, x, steps=2)
+    compiled = torch.compile(model, backend="aot_eager")
+    guards = [Guard(m) for m in (compiled, twin)]
+    for m in (compiled, twin):
+        train(m, x, lr=1e-2)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    events = [guard.put_back("2")[0] for guard in guards]
+    anew = "the model compiles anew in the next step; a CUDA graph that captured it must be captured again"
+    assert anew in events[0].reason
+    assert "compiles" not in events[1].reason
+    for m in (compiled, twin):
+        train(m, x, lr=1e-2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    model.compile(backend="aot_eager")
+    assert anew in Guard(model).put_back("0")[0].reason

@@ -18,7 +18,8 @@ from loka.lowp.linear import BoundGemm, Linear, LinearBinding
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(8, 64, 32), (1, 13, 27), (5, 13, 27), (0, 13, 27), (130, 300, 150)]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+REPEATABLE = [name for name in RECIPES if name != "nvfp4"]  # whose gradients are rounded by chance
+every_recipe = pytest.mark.parametrize("recipe", REPEATABLE)
 
 
 def binding_for(recipe: str, backend: str = "reference") -> LinearBinding:

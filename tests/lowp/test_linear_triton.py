@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.interpreter import run_interpreted
-from loka.dispatch import RECIPES
+from loka.dispatch import USUAL
 from loka.kernels.triton_device import triton_runs_on
 from loka.placing import LinearOptions, convert, refresh
 
@@ -45,7 +45,7 @@ def check(recipe: str, shape: tuple[int, int, int], device: torch.device, **opti
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape"), [*((recipe, (5, 13, 27)) for recipe in RECIPES), ("blockwise", (130, 140, 150))]
+    ("recipe", "shape"), [*((recipe, (5, 13, 27)) for recipe in USUAL), ("blockwise", (130, 140, 150))]
 )
 def test_on_triton_every_recipe_equals_the_law(
     recipe: str, shape: tuple[int, int, int], triton_device: torch.device
@@ -59,7 +59,7 @@ def test_on_triton_delayed_scales_and_e5m2_equal_the_law(save: str, triton_devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", USUAL)
 def test_compiled_training_on_a_gpu(recipe: str) -> None:
     """The real backends, cached weights, inductor: gradients near the exact ones, and a changed weight is seen."""
     torch._dynamo.reset()

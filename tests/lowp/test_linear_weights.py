@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import loka.lowp.weight_cache as weight_cache
-from loka.dispatch import RECIPES
+from loka.dispatch import USUAL
 from loka.lowp.linear import Linear
 from loka.lowp.weight_cache import StaleWeightError
 from loka.placing import LinearOptions, convert, refresh
@@ -234,7 +234,7 @@ def test_inductor_keeps_the_cache_and_notices_changes(counted: list[tuple[int, .
         assert all(close), change.__name__
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", USUAL)
 def test_micro_batches_quantise_a_weight_once(recipe: str, counted: list[tuple[int, ...]]) -> None:
     model = make(recipe)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

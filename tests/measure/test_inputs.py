@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 
@@ -7,15 +5,10 @@ from loka.formats import Spec
 from loka.kernels.quantize.call import QuantizeCall
 from loka.measure.adapter import parse_variant
 from loka.measure.inputs import (
-    BATCHES,
     DISTRIBUTIONS,
-    WIDTHS,
     draw,
     matmul_operands,
     quantize_input,
-    recommendation_shapes,
-    strided,
-    wide_sweep,
 )
 
 
@@ -59,33 +52,6 @@ def test_outer_major_scales_hold_the_same_values() -> None:
     assert outer[1].scale.stride() == (3, 1)
 
 
-def test_strided_operands_are_not_contiguous_and_equal() -> None:
-    q = matmul_operands(parse_variant("e4m3:row@e4m3:row", (5, 48, 6)))[0]
-    assert not strided(q).data.is_contiguous()
-    assert torch.equal(strided(q).dequantize(), q.dequantize())
-
-
 def test_quantize_inputs_have_their_calls_type() -> None:
     x = quantize_input(QuantizeCall(3, 5, Spec.parse("e4m3:row"), torch.float16))
     assert (x.shape, x.dtype) == ((3, 5), torch.float16)
-
-
-def test_recommendation_shapes_are_the_real_ones() -> None:
-    everything = recommendation_shapes()
-    assert {m for m, _, _ in everything} == set(BATCHES)
-    assert {k for _, k, _ in everything} == set(WIDTHS) == {n for _, _, n in everything}
-    assert max(max(m * k, k * n, m * n) for m, k, n in everything) <= 1 << 28
-    sample = recommendation_shapes(20, seed=1)
-    assert sample == recommendation_shapes(20, seed=1) != recommendation_shapes(20, seed=2)
-    assert len(set(sample)) == 20
-
-
-def test_the_wide_sweep_is_seeded_wide_and_ends_in_time() -> None:
-    shapes, again = (list(wide_sweep(seed=5, seconds=3000, clock=itertools.count().__next__)) for _ in range(2))
-    assert shapes == again
-    assert 1000 < len(shapes) <= 3000
-    assert all(k % 16 == 0 and n % 16 == 0 for _, k, n in shapes)
-    assert sum(k % 128 == 0 and n % 128 == 0 for _, k, n in shapes) > len(shapes) // 3
-    assert sum(k % 128 != 0 for _, k, n in shapes) > len(shapes) // 3
-    assert min(m for m, _, _ in shapes) == 1
-    assert max(m for m, _, _ in shapes) > 30000

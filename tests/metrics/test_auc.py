@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from loka.metrics import AUC, GAUC, HistogramAUC
+from loka.metrics import AUC, GAUC
 
 
 def draw(seed: int, size: int, *, levels: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,41 +42,12 @@ def test_order_is_all_that_matters_and_inverts() -> None:
     assert (metric.compute(), flipped.compute()) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("kind", [AUC, HistogramAUC])
+@pytest.mark.parametrize("kind", [AUC])
 @pytest.mark.parametrize("label", [0, 1])
 def test_single_class_is_nan(kind: type[AUC], label: int) -> None:
     metric = kind()
     metric.update(torch.randn(5), torch.full((5,), label))
     assert math.isnan(metric.compute())
-
-
-@pytest.mark.parametrize("bins", [4, 64, 65536])
-@pytest.mark.parametrize("seed", range(3))
-def test_histogram_is_within_its_bound(bins: int, seed: int) -> None:
-    logits, labels = draw(seed, 5000)
-    logits[:50] *= 100  # beyond the limit
-    metric = HistogramAUC(bins=bins, limit=8.0)
-    metric.update(logits, labels)
-    gap = abs(metric.compute() - roc_auc_score(labels, logits))
-    assert gap <= metric.error_bound()
-    assert metric.error_bound() < (0.5 if bins == 4 else 0.03 if bins == 64 else 2e-4)
-
-
-def test_histogram_equals_exact_when_bins_are_the_ties() -> None:
-    logits, labels = draw(0, 2000, levels=8)
-    metric = HistogramAUC(bins=64, limit=16.0)  # bins of width 0.5 hold one value each
-    metric.update(logits, labels)
-    assert metric.compute() == pytest.approx(roc_auc_score(labels, logits), abs=1e-14)
-
-
-def test_histogram_takes_probabilities() -> None:
-    logits, labels = draw(0, 2000)
-    first, second = HistogramAUC(), HistogramAUC(inputs="probabilities")
-    first.update(logits, labels)
-    second.update(torch.sigmoid(logits), labels)
-    assert second.compute() == pytest.approx(first.compute(), abs=1e-5)
-    second.update(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]))  # infinite logits go to the outer bins
-    assert second.compute() > 0.5
 
 
 @pytest.mark.parametrize("levels", [None, 3])
@@ -121,10 +92,3 @@ def test_gauc_without_usable_groups() -> None:
 def test_gauc_wants_integer_groups() -> None:
     with pytest.raises(ValueError, match="integer ids"):
         GAUC().update(torch.zeros(2), torch.tensor([0, 1]), torch.tensor([0.0, 1.0]))
-
-
-def test_histogram_options() -> None:
-    with pytest.raises(ValueError, match="bins"):
-        HistogramAUC(bins=1)
-    with pytest.raises(ValueError, match="limit"):
-        HistogramAUC(limit=0.0)

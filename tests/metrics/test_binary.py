@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from loka.metrics import AUC, GAUC, Calibration, HistogramAUC, LogLoss, NormalizedEntropy, RelativeLogLoss, log_losses
+from loka.metrics import AUC, GAUC, LogLoss, NormalizedEntropy, log_losses
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.1, -0.3, 1.5])
 LABELS = torch.tensor([1, 0, 1, 1, 0, 0])
 WITH_BAD = torch.tensor([0.5, math.nan, -1.0, 2.0, math.inf, 0.1, -0.3, -math.inf, 1.5])
 WITH_BAD_LABELS = torch.tensor([1, 1, 0, 1, 0, 1, 0, 1, 0])
-KINDS = [LogLoss, NormalizedEntropy, AUC, HistogramAUC, Calibration]
+KINDS = [LogLoss, NormalizedEntropy, AUC]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,16 +46,6 @@ def test_gauc_counts_too() -> None:
     assert metric.nonfinite_count == 3
 
 
-def test_relative_log_loss_needs_both_finite() -> None:
-    metric, clean = RelativeLogLoss(nonfinite="count"), RelativeLogLoss()
-    baseline = torch.tensor([0.1, 0.2, math.nan, 0.4, 0.5, 0.6])
-    metric.update(LOGITS, baseline, LABELS)
-    keep = torch.isfinite(baseline)
-    clean.update(LOGITS[keep], baseline[keep], LABELS[keep])
-    assert metric.compute() == pytest.approx(clean.compute(), rel=1e-15)
-    assert metric.nonfinite_count == 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [2.0, -1.0, 0.5, math.nan])
 def test_labels_must_be_binary(kind: type[LogLoss], bad: float) -> None:
@@ -69,7 +59,7 @@ def test_labels_must_be_binary(kind: type[LogLoss], bad: float) -> None:
         late.compute()
 
 
-@pytest.mark.parametrize("kind", [LogLoss, NormalizedEntropy, HistogramAUC, Calibration])
+@pytest.mark.parametrize("kind", [LogLoss, NormalizedEntropy])
 def test_probabilities_must_be_probabilities(kind: type[LogLoss]) -> None:
     with pytest.raises(ValueError, match="outside"):
         kind(inputs="probabilities").update(LOGITS, LABELS)
@@ -77,13 +67,6 @@ def test_probabilities_must_be_probabilities(kind: type[LogLoss]) -> None:
     late.update(LOGITS, LABELS)
     with pytest.raises(ValueError, match="outside"):
         late.compute()
-
-
-def test_relative_log_loss_checks_both_probabilities() -> None:
-    fine = torch.sigmoid(LOGITS)
-    for pair in ((LOGITS, fine), (fine, LOGITS)):
-        with pytest.raises(ValueError, match="outside"):
-            RelativeLogLoss(inputs="probabilities").update(*pair, LABELS)
 
 
 def test_shapes_must_agree() -> None:

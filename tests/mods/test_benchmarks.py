@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from loka.records import AblationRun, Interval, MissingRun, RefusedLatency, TowerLatency, save
+from benchmarks.scripts import script
+from loka.records import Interval, save
+
+record = script("ablation_record")
+AblationRun, MissingRun, RefusedLatency, TowerLatency = (
+    record.AblationRun,
+    record.MissingRun,
+    record.RefusedLatency,
+    record.TowerLatency,
+)
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

@@ -145,7 +145,7 @@ def _broken(plan: Plan, **links) -> Plan:
         (lambda m, p: _broken(p, activation="silu"), ["over.0: the model has activation relu behind it, the plan silu"]),
         (lambda m, p: _broken(p, passed=[]), ["over.0: the model has activation none behind it, the plan relu"]),
         (lambda m, p: _broken(p, passed=["over.9"]), ["over.9: the model has no such module"]),
-        (lambda m, p: _broken(p, functions=[":dense"]), ["'dense' is no activation function"]),
+        (lambda m, p: _broken(p, callers=["over.nope"]), ["over.nope: the model has no such module"]),
         (lambda m, p: _broken(p, norm="layer", norm_site="over.1"), ["the model has norm none behind it, the plan layer"]),
         (lambda m, p: (setattr(m.over, "1", nn.SiLU()), p)[1], ["the model has activation silu behind it, the plan relu"]),
         (lambda m, p: (setattr(m.over, "3", nn.LeakyReLU(0.3)), setattr(m.over, "1", nn.Softmax(-1)), p)[2],

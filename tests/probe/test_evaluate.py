@@ -29,13 +29,12 @@ from loka.probe.interval import interval_of, summarise_draws, to_decibel
 from loka.probe.problem import (
     Outputs,
     Problem,
-    compare_rows,
     count_weights,
     draw_chunks,
-    lost_by_row,
     rows_of,
     split_samples,
 )
+from loka.probe.row_errors import compare_rows, lost_by_row
 from loka.records import DistributionError, Interval
 
 REFERENCE = Engine.named("reference")

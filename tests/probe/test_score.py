@@ -53,6 +53,43 @@ def test_gradients_are_judged_by_the_direction_they_keep() -> None:
     assert ("dgrad", "static") not in found
 
 
+def test_a_column_beside_a_huge_one_keeps_its_gradient_or_is_told() -> None:
+    """A timestamp's weights have the largest gradient by far: the direction of the whole is kept whatever becomes of a raw year beside it."""
+    torch.manual_seed(0)
+    x = torch.stack([1.63e9 + 4.5e7 * torch.randn(512), 1975 + 14 * torch.randn(512), torch.randn(512)], 1)
+    dy, weight, loss = torch.randn(512, 64), torch.randn(64, 3), torch.tensor(0.6)
+    dy = dy - dy.mean(0)  # as behind a batch norm: what a mean adds to the gradient is taken away
+    raw = score_look(Shown(x, dy, weight, loss, loss, 512))["wgrad", "rowwise"]
+    ordinary = score_look(Shown((x - x.mean(0)) / x.std(0), dy, weight, loss, loss, 512))["wgrad", "rowwise"]
+    assert float(raw[1]) > 0.1
+    assert float(ordinary[1]) < 0.005
+
+
+def test_a_gradient_of_one_number_per_example_is_not_rounded_unseen() -> None:
+    """The last layer: tensorwise rounds each example's whole gradient to three bits, and every parameter upstream then weighs it differently."""
+    torch.manual_seed(0)
+    x, weight, wide = torch.randn(512, 32), torch.randn(1, 32), torch.randn(24, 32)
+    dy = (torch.sigmoid(torch.randn(512, 1) - 1) - (torch.rand(512, 1) < 0.3).float()) / 512
+    loss = torch.tensor(0.6)
+    narrow = score_look(Shown(x, dy, weight, loss, loss, 512))
+    broad = score_look(Shown(x, dy * torch.randn(1, 24), wide, loss, loss, 512))
+    chosen = operands_of("tensorwise", "dgrad")
+    assert chosen is not None
+    low = fake_quantize(dy, chosen.a) @ fake_quantize(weight.T.contiguous(), chosen.b).T
+    gain = ((low - dy @ weight) * (dy @ weight)).sum(1) / (dy @ weight).square().sum(1)
+    power = (dy @ weight).square().sum(1)
+    assert float(narrow["dgrad", "tensorwise"][2]) == pytest.approx(
+        float((gain**2 * power).sum() / power.sum()), rel=1e-3
+    )
+    assert float(narrow["dgrad", "tensorwise"][2]) > 4 * float(broad["dgrad", "tensorwise"][2])
+    assert float(narrow["dgrad", "rowwise"][2]) < 1e-9, "a scale for every row is exact here"
+    assert float(narrow["wgrad", "tensorwise"][2]) == 0
+    judged = {recipe: harm_from("dgrad", narrow["dgrad", recipe][None]) for recipe in ("tensorwise", "rowwise")}
+    assert judged["tensorwise"] is not None
+    assert judged["rowwise"] is not None
+    assert judged["tensorwise"][0].high > share_of_margin(0.0002, 4) > judged["rowwise"][0].high
+
+
 @pytest.mark.parametrize("scale", [1.0, 256.0, 65536.0])
 def test_the_reduction_does_not_matter(scale: float) -> None:
     """A sum is 256 times the mean, a GradScaler multiplies by 2^16: loss and gradient move together."""

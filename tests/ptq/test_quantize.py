@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+import loka
 from loka.data.batch import Jagged
 from loka.models import build
 from loka.models.onerec import OneRec, semantic_id_loss
@@ -21,8 +22,6 @@ from loka.ptq import (
     save,
     size_in_bytes,
 )
-from loka.ptq.sensitivity import _bisect
-from loka.records import Interval
 
 
 def make(size: str = "tiny-moe", seed: int = 0, **options: object) -> OneRec:
@@ -192,12 +191,74 @@ def test_widening_adds_what_is_safe() -> None:
     assert summary.record.change.high <= 0.05
 
 
-def test_bisection_finds_the_largest_count_within_the_bound() -> None:
-    def measure(count: int) -> Interval:
-        return Interval(value=count / 10, low=0.0, high=count / 10)
+def chain_of(width: int = 256) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
-    assert _bisect(measure, 100, 3.25) == 32
-    assert _bisect(measure, 100, 0.05) == 0
+
+class TestPlan:
+    """`quantize` is `convert` with `freeze`: what a plan says runs, chains included, and what `convert` refuses is kept with its reason."""
+
+    def test_a_plan_runs_as_convert_runs_it(self) -> None:
+        x = torch.randn(64, 64)
+        model, twin = chain_of().eval(), chain_of().eval()
+        plan = loka.placing.plan_everything(model, x, serving=True)
+        assert plan.units
+        loka.convert(twin, plan, freeze=True)
+        summary = quantize(model, plan)
+        assert torch.equal(model(x), twin(x))
+        assert set(plan.units[0].linears) <= set(summary.quantized)
+        assert summary.record.plan == plan.seal.sha256
+        assert all("in chain" in site.reason for site in summary.record.sites if site.name in plan.units[0].linears)
+        with pytest.raises(ValueError, match="keep the plan"):
+            save(model, summary, "never.safetensors")
+
+    def test_a_chain_without_scales_needs_batches_and_is_left_alone_without(self) -> None:
+        x = torch.randn(64, 64)
+        model = chain_of().eval()
+        plan = loka.placing.plan_everything(model, x)
+        before = model(x)
+        with pytest.raises(ValueError, match="no scales"):
+            quantize(model, plan)
+        assert torch.equal(model(x), before)
+        quantize(model, plan, batches=[x])
+        assert 0 < (model(x) - before).norm() / before.norm() < 0.2
+
+    def test_fixed_scales_are_calibrated(self) -> None:
+        x = torch.randn(64, 64)
+        model = chain_of().eval()
+        before = model(x)
+        summary = quantize(model, "tensorwise", scales="static", batches=[x])
+        assert summary.quantized == ["0", "2", "4"]
+        assert all(site.activation == "e4m3:tensor:static" for site in summary.record.sites)
+        assert 0 < (model(x) - before).norm() / before.norm() < 0.2
+
+    def test_what_convert_refuses_is_kept_and_says_why(self) -> None:
+        class Doubled(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return 2 * super().forward(x)
+
+        model = nn.Sequential(
+            nn.Linear(16, 16), Doubled(16, 16), nn.utils.parametrizations.weight_norm(nn.Linear(16, 4))
+        )
+        summary = quantize(model, "rowwise")
+        assert summary.quantized == ["0"]
+        assert "forward of its own" in summary.kept["1"]
+        assert "parametrised" in summary.kept["2"]
+
+    def test_one_meaning_of_rowwise(self) -> None:
+        model, twin = chain_of().eval(), chain_of().eval()
+        x = torch.randn(64, 64)
+        summary = quantize(model, "rowwise")
+        loka.convert(twin, recipe="rowwise", freeze=True)
+        assert torch.equal(model(x), twin(x))
+        operands = loka.dispatch.RECIPES["rowwise"].fprop
+        assert {(site.activation, site.weight, site.fast_accum) for site in summary.record.sites} == {
+            (str(operands.a), str(operands.b), operands.fast_accum)
+        }
+        experts = make()
+        quantize(experts, "rowwise", keep=("*.router",))
+        assert str(experts.blocks[1].ffn.down.operands.b) == str(operands.b)
 
 
 class TestFiles:
@@ -267,11 +328,7 @@ class TestExport:
         assert torch.equal(one.view(torch.uint8), model.get_submodule("blocks.1.ffn.down").weight[3].view(torch.uint8))
 
     def test_what_cannot_be_said_is_refused(self) -> None:
-        from loka.dispatch import Operands
-        from loka.ptq import PtqRecipe, Rule
-
-        recipe = PtqRecipe("odd", (Rule("*", Operands.parse("e4m3:tensor", "e4m3:tensor"), "odd"),))
         model = nn.Sequential(nn.Linear(4, 4))
-        summary = quantize(model, recipe)
+        summary = quantize(model, "tensorwise")
         with pytest.raises(ValueError, match="no spelling"):
             quantization_config(model, summary)

@@ -145,6 +145,7 @@ class TestStrictReading:
             "converted",
             "kept",
             "magnitudes",
+            "alone",
             "kernels",
         }  # mappings of anything, not structs
         for path, value in nodes(document):

@@ -2,33 +2,22 @@
 
 from dataclasses import replace
 
-import msgspec
-
 from loka.dispatch import Policy, make_plan, uniform_plan
 from loka.records import (
-    Ablation,
-    AblationCell,
-    AblationLatency,
     Candidate,
     Cause,
     Comparison,
     DistributionError,
     DriftReport,
-    EngineBar,
-    EngineBench,
-    EngineProfile,
-    EngineRow,
     Environment,
     FormatRange,
     Gemm,
     GemmVerdict,
     Interval,
-    MissingRun,
     ModChange,
     ModLeft,
     ModSummary,
     Move,
-    PairedChange,
     PairedMetric,
     PairedTest,
     Point,
@@ -36,12 +25,10 @@ from loka.records import (
     Quantized,
     QuantizedSite,
     Recovery,
-    RefusedLatency,
     Run,
     Site,
     SplitCheck,
     TensorStats,
-    TowerLatency,
     VerdictChange,
 )
 from loka.records.ab import Overlap
@@ -333,63 +320,6 @@ def make_test() -> PairedTest:
     )  # fmt: skip
 
 
-VARIANTS = ("none", "no_bias", "block_norm", "hard_swish", "all")
-
-
-def make_cell(data: str, variant: str, precision: str) -> AblationCell:
-    value = {"bf16": 0.0001, "naive": 0.004, "planned": -0.0002}[precision] * (1 + VARIANTS.index(variant))
-    outcome = {"bf16": "equivalent", "naive": "worse", "planned": "inconclusive"}[precision]
-    change = PairedChange(change=around(value, 0.0007), minimum_detectable=0.0008, outcome=outcome, seeds=5)  # type: ignore[arg-type]
-    original = (variant, precision) == ("none", "bf16")
-    return AblationCell(
-        data=data, variant=variant, precision=precision, seeds=5, diverged=int(precision == "naive"), fp8_share=0.0 if precision == "bf16" else 0.87,
-        log_loss=0.5123, auc=0.78, seconds=4.0, against_original=None if original else change,
-        against_bf16=None if precision == "bf16" else change, against_naive=change if precision == "planned" else None,
-    )  # fmt: skip
-
-
-def make_ablation(data: tuple[str, ...] = ("ml-1m", "census", "journey")) -> Ablation:
-    precisions = ("bf16", "naive", "planned")
-    cells = [make_cell(d, v, p) for d in data for v in VARIANTS for p in precisions]
-    missing = MissingRun(data=data[0], variant="all", precision="naive", seed=4, why="out of time")
-    return Ablation(model="wukong small", settings={"size": "small"}, margin=0.001, runs=[], cells=cells, skipped=[missing], failed=[], seconds=9.0,
-                    environment=HERE)  # fmt: skip
-
-
-def make_latency() -> AblationLatency:
-    rows = [
-        TowerLatency(mode="infer", batch=batch, variant=variant, precision=precision, error=0.05, microseconds=around(200.0 / speed, 1.0),
-                     speedup=around(speed, 0.03))
-        for batch in (1024, 8192)
-        for variant in VARIANTS
-        for precision, speed in (("bf16", 1.0), ("tensorwise", 1.4), ("rowwise", 1.3), ("fused", 2.2))
-        if precision != "fused" or variant in ("block_norm", "all")
-    ]  # fmt: skip
-    why = "a LayerNorm is <not> a BlockNorm"
-    refused = [RefusedLatency(mode="infer", batch=1024, variant="none", precision="fused", why=why)]
-    there = msgspec.structs.replace(HERE, device="Some GPU")
-    return AblationLatency(
-        tower="4096 -> 4096", method="CUDA graphs", settings={}, rows=rows, environment=there, refused=refused
-    )
-
-
-def make_engine() -> EngineBench:
-    steps = (("eager", 90.0), ("compiled", 42.0), ("bf16", 22.0), ("fp8", 17.0))
-    rows = [
-        EngineRow(variant=name, batch=8, context=512, milliseconds=around(ms, 0.1), queries_per_second=8e3 / ms)
-        for name, ms in steps
-    ]
-    late = EngineRow(
-        variant="fp8", batch=16, context=512, milliseconds=around(30.0, 0.1), queries_per_second=533.0, run="<another>"
-    )
-    work = {"experts": 7.0, "linears": 4.0, "other": 6.0}
-    profile = EngineProfile(variant="fp8", batch=8, context=512, by_kind=work)
-    bars = [EngineBar(context=512, what="latency fp8 / compiled", value=0.4, bar="<= 0.51", met=True),
-            EngineBar(context=512, what="throughput fp8 / bf16 engine", value=1.3, bar=">= 1.42", met=False)]  # fmt: skip
-    there = msgspec.structs.replace(HERE, device="Some GPU")
-    return EngineBench(model="onerec tiny", beams=512, rows=[*rows, late], profiles=[profile], bars=bars, notes=["a note"], environment=there)  # fmt: skip
-
-
 def make_everything(sites: int = 10) -> Results:
     """Every kind of record a report knows."""
     base = make_results(sites)
@@ -405,7 +335,4 @@ def make_everything(sites: int = 10) -> Results:
         rows=(make_rows(),),
         quantized=(make_quantized(),),
         tests=(make_test(),),
-        ablations=(make_ablation(),),
-        latencies=(make_latency(),),
-        engines=(make_engine(),),
     )

@@ -17,7 +17,7 @@ from loka.dispatch import Policy, make_plan
 from loka.records import Interval, RecordError
 from loka.report import Pair, Results, render, render_pair, write_html
 
-from .job import HERE, make_ablation, make_comparison, make_engine, make_everything, make_latency, make_results
+from .job import make_comparison, make_everything, make_results
 
 
 @pytest.fixture(scope="module")
@@ -112,82 +112,12 @@ def test_every_site_and_choice_travels_with_the_page(page: str) -> None:
 
 def test_every_kind_of_record_has_its_section() -> None:
     text = render(make_everything())
-    for anchor in ("quality", "sites", "plan", "ablation", "mods", "drift", "memory", "kernels", "generative", "made"):
+    for anchor in ("quality", "sites", "plan", "mods", "drift", "memory", "kernels", "generative", "made"):
         assert f'<section id="{anchor}"' in text
     assert "A verdict would change at 1 site: core.layers.4.linear: safe → unsafe" in text
     assert "rows measured on Some GPU for products of the same shape; 5 of 10 sites have such rows" in text
     assert "93.0\u202f% of the top 10" in text
     assert "not &lt;installed&gt;" in text  # a refused kernel stays, with its reason
-
-
-def test_an_ablation_says_what_its_cells_say() -> None:
-    text = render(Results(ablations=(make_ablation(),), latencies=(make_latency(),)))
-    assert "<h1>All mods in planned FP8 against the original in bf16: inconclusive on 3 data sets</h1>" in text
-    assert (
-        "All mods in fused FP8 over the unmodified tower in bf16: 2.20× at batch 1,024, 2.20× at batch 8,192." in text
-    )
-    said = "ml-1m: all mods, planned FP8 −0.100\u202f% [−0.170\u202f%, −0.030\u202f%], inconclusive; no mods, planned FP8 −0.020\u202f%"
-    assert said in text
-    assert "The grid is not complete: 1 run left out for lack of time." in text
-    assert "5, 1 diverged" in text
-    assert "none fused (inference, batch 1,024): a LayerNorm is &lt;not&gt; a BlockNorm" in text
-    charts = embedded(text)["charts"]
-    assert set(charts) == {
-        "ablation-0-0",
-        "ablation-0-1",
-        "ablation-0-2",
-        "latency-0-infer-1024",
-        "latency-0-infer-8192",
-    }  # type: ignore[call-overload]
-
-
-def test_the_engine_is_shown_step_by_step() -> None:
-    page = render(Results(engines=(make_engine(),)))
-    assert "<h1>onerec tiny: 90 ms a batch become 17</h1>" in page
-    assert "Context 512, 8 requests" in page
-    assert page.count("steps-0-512") >= 2  # its place and its data
-    assert ">missed<" in page
-    assert "&lt;another&gt;" in page
-    assert [row.variant for row in make_engine().waterfall(512)] == ["eager", "compiled", "bf16", "fp8"]
-
-
-def test_times_of_a_cpu_are_no_headline() -> None:
-    here = msgspec.structs.replace(make_latency(), environment=HERE)
-    assert (
-        "<h1>The latency of the grid was taken on a CPU, where FP8 is emulated: it says nothing about speed</h1>"
-        in render(Results(latencies=(here,)))
-    )
-
-
-def test_a_plan_that_is_the_naive_recipe_is_called_so() -> None:
-    """The small real run of benchmarks/ablation.py: 24 steps into it, one scale per tensor is accurate enough everywhere."""
-    text = render(Results.load(Path(__file__).parent / "examples"))
-    assert (
-        "are two runs of one recipe, and their difference is noise: complete-journey (none, no_bias, block_norm, hard_swish, all)."
-        in text
-    )
-    assert "The latency of the grid was taken on a CPU" in text
-    assert "two runs of one recipe" not in render(Results(ablations=(make_ablation(),)))
-
-
-def test_cells_near_each_other_have_a_linear_axis() -> None:
-    grid = make_ablation()
-    charts: dict[str, dict[str, object]] = embedded(render(Results(ablations=(grid,))))["charts"]  # type: ignore[assignment]
-    assert '"symlog"' in json.dumps(charts["ablation-0-0"])
-    near = msgspec.structs.replace(grid, cells=[cell for cell in grid.cells if cell.precision != "naive"])
-    charts = embedded(render(Results(ablations=(near,))))["charts"]  # type: ignore[assignment]
-    assert '"symlog"' not in json.dumps(charts["ablation-0-0"])
-
-
-def test_a_grid_without_comparisons_is_a_table() -> None:
-    """One seed, or the baseline alone: nothing to compare, and no chart that pretends."""
-    grid = make_ablation(("ml-1m",))
-    cells = [msgspec.structs.replace(cell, against_original=None) for cell in grid.cells]
-    text = render(Results(ablations=(msgspec.structs.replace(grid, cells=cells),)))
-    assert text.count("not compared") == 14
-    assert embedded(text)["charts"] == {}
-    assert "wukong small with mods and in other precisions: too few runs to compare" in text
-    assert 'id="chart-ablation' not in text
 
 
 def test_two_reports_on_one_page() -> None:

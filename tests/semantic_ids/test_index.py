@@ -31,12 +31,6 @@ def test_unknown_items_raise(index: SemanticIndex) -> None:
         index.items_of(torch.tensor([[0, 0]]))
 
 
-def test_renumber(index: SemanticIndex) -> None:
-    shifted = index.renumber(index.items + 100)
-    assert torch.equal(shifted.codes_of(index.items + 100), index.codes)
-    assert int(shifted.items_of(index.codes[:1])) == int(index.items[0]) + 100
-
-
 def test_collisions_block_the_way_back() -> None:
     colliding = SemanticIndex(torch.tensor([[0, 1], [0, 1], [1, 1]]), (2, 2), torch.arange(3))
     assert colliding.colliding == 2
@@ -122,7 +116,7 @@ def test_a_failed_save_leaves_the_old_file(
 
     monkeypatch.setattr("loka.semantic_ids.index.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        index.renumber(index.items + 1).save(path)
+        SemanticIndex(index.codes, index.codebook_sizes, index.items + 1).save(path)
     assert path.read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from loka.training import Callback, TrainConfig
-from loka.training.distributed import DistributedTrainer
-from training.toy import make_data, make_model
+from loka.training.distributed import DistributedTrainer, Distribution
+from training.toy import ToyBatch, ToySplit, make_data, make_model
 
 
 class DieAt(Callback):
@@ -25,9 +25,16 @@ class DieAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def uneven() -> ToySplit:
+    """Of batches of 48 the first of two ranks has two, the second one."""
+    whole = make_data().valid.whole
+    return ToySplit(ToyBatch(whole.ids[:97], whole.dense[:97], whole.labels[:97]))
+
+
 def train(
-    out: str | None, steps: int, rows: str, collectives: str | None, resume: bool, die: tuple[int, int] | None = None
-) -> dict:
+    out: str | None, steps: int, rows: str, collectives: str | None, resume: bool, die: tuple[int, int] | None = None,
+    dense: str = "fsdp", recipe: str | None = None, dropout: float = 0.0,
+) -> dict:  # fmt: skip
     config = TrainConfig(
         steps=steps,
         batch_size=48,
@@ -39,8 +46,8 @@ def train(
     )
     callbacks = [] if die is None else [DieAt(*die)]
     trainer = DistributedTrainer(
-        make_model(dropout=0.0), make_data(), config, rows=rows, collectives=collectives, out=out, callbacks=callbacks
-    )
+        make_model(dropout=dropout), make_data(), config, Distribution(rows=rows, collectives=collectives, dense=dense), recipe=recipe, out=out, callbacks=callbacks
+    )  # fmt: skip
     result = trainer.fit(resume=resume)
     weights = {
         n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in trainer.module.state_dict().items()
@@ -50,7 +57,9 @@ def train(
         "weights": weights,
         "loss": result.loss,
         "examples": result.examples,
+        "seconds": result.seconds,
         "resumed": result.resumed_from,
         "wire": wire,
         "valid": trainer.evaluate(),
+        "uneven": trainer.evaluate(uneven()),
     }

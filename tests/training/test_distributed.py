@@ -12,6 +12,7 @@ from loka.nn.tables import quantize_tables
 from loka.training import TrainConfig, Trainer
 from loka.training.distributed import joined, share_of
 
+from .jobs_distributed import uneven
 from .toy import assert_same_bits, make_data, make_model
 
 JOB = ("training.jobs_distributed", "train")
@@ -25,7 +26,7 @@ def alone(steps: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     )
     trainer = Trainer(model, make_data(), config)
     trainer.fit()
-    return model.state_dict(), trainer.evaluate()
+    return model.state_dict(), {**trainer.evaluate(), "uneven": trainer.evaluate(uneven())["ne"]}
 
 
 def test_two_ranks_train_the_model_of_one_process() -> None:
@@ -35,7 +36,10 @@ def test_two_ranks_train_the_model_of_one_process() -> None:
         torch.testing.assert_close(results[0]["weights"][name], weight, rtol=1e-4, atol=1e-5)
         assert torch.equal(results[0]["weights"][name], results[1]["weights"][name])
     assert results[0]["examples"] == 12 * 48
+    assert 0 < results[0]["seconds"] < 120  # of training, not since the machine was started
     assert results[0]["valid"]["ne"] == pytest.approx(metrics["ne"], rel=1e-4)
+    assert results[0]["uneven"]["ne"] == pytest.approx(metrics["uneven"], rel=1e-4)
+    assert results[0]["uneven"] == results[1]["uneven"]
 
 
 @pytest.mark.slow

@@ -145,9 +145,9 @@ def test_the_command_trains_tests_and_leaves_ids_to_build_it_again(invoke, tmp_p
     assert set(run.metrics) == {"hr@10", "ndcg@10", "mrr"}
     assert json.loads((tmp_path / "x" / "result.json").read_text())["best"]["metric"] == "ndcg@10"
     assert len((tmp_path / "x" / "log.jsonl").read_text().splitlines()) == 4
-    index = load_index(tmp_path / "x" / "semantic_ids.safetensors")
+    index = load_index(tmp_path / "x" / "index.safetensors")
     assert len(index) == N
-    again = invoke(*ONEREC, "--set", f"ids={tmp_path / 'x' / 'semantic_ids.safetensors'}", "--steps", 1)
+    again = invoke(*ONEREC, "--set", f"ids={tmp_path / 'x' / 'index.safetensors'}", "--steps", 1)
     assert again.exit_code == 0, again.stderr
 
 

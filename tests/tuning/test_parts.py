@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from loka.dispatch.choosing import Limits, Looked, SiteLook, add_in_squares, make_offers, split_unit, to_plan_parts
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
-from loka.tuning.choosing import make_offers, split_unit, to_plan_parts
 from loka.tuning.evidence import Evidence
-from loka.tuning.looking import Looked, SiteLook, add_in_squares, look
+from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
 from loka.tuning.timing import can_time, compare, make_fragment
@@ -19,6 +19,8 @@ from loka.tuning.verifying import Losses, paired_change
 from loka.units import discover
 
 from .small import Ranker, loss, make_batches, make_trained, same, state_of
+
+LIMITS = Limits.before_swapping(1e-3)
 
 
 def losses(values: list[float]) -> Losses:
@@ -92,7 +94,7 @@ def predicted(forward: float, backward: float = 0.0, finer: float = 0.0) -> dict
 
 
 def test_a_safe_chain_is_offered_whole() -> None:
-    chosen = make_offers(looked_at(a=predicted(1e-4), b=predicted(1e-4)), margin=1e-3, training=True)
+    chosen = make_offers(looked_at(a=predicted(1e-4), b=predicted(1e-4)), limits=LIMITS, training=True)
     assert [(o.way, o.unit.linears) for o in chosen.offers] == [("chain", ["a", "b"])]
     assert chosen.offers[0].flops_share == pytest.approx(1.0)
     assert not chosen.kept
@@ -100,21 +102,21 @@ def test_a_safe_chain_is_offered_whole() -> None:
 
 def test_a_hopeless_linear_is_cut_out_and_given_finer_scales() -> None:
     sites = looked_at(a=predicted(1e-4), b=predicted(0.5, finer=1e-5), c=predicted(1e-4))
-    chosen = make_offers(sites, margin=1e-3, training=True)
+    chosen = make_offers(sites, limits=LIMITS, training=True)
     assert [(o.way, o.unit.linears) for o in chosen.offers] == [("chain", ["a"]), ("chain", ["c"]), ("rowwise", ["b"])]
     assert "predicted change of the loss 50.000%" in chosen.offers[-1].reason
-    worse = make_offers(looked_at(a=predicted(1e-4), b=predicted(0.5, finer=0.5)), margin=1e-3, training=True)
+    worse = make_offers(looked_at(a=predicted(1e-4), b=predicted(0.5, finer=0.5)), limits=LIMITS, training=True)
     assert "more than 5 times the margin" in worse.kept["b"]
 
 
 def test_gradients_count_in_training_alone() -> None:
     sites = looked_at(a=predicted(1e-5, backward=0.01, finer=1.0))
-    assert "dgrad" in make_offers(sites, margin=1e-3, training=True).kept["a"]
-    assert make_offers(sites, margin=1e-3, training=False).offers
+    assert "dgrad" in make_offers(sites, limits=LIMITS, training=True).kept["a"]
+    assert make_offers(sites, limits=LIMITS, training=False).offers
 
 
 def test_without_a_gradient_nothing_is_predicted_and_nothing_offered() -> None:
-    chosen = make_offers(looked_at(a={}), margin=1e-3, training=True)
+    chosen = make_offers(looked_at(a={}), limits=LIMITS, training=True)
     assert "no gradient reached it" in chosen.kept["a"]
     assert not chosen.offers
 
@@ -134,7 +136,7 @@ def test_chains_are_split_where_a_linear_leaves() -> None:
 
 def test_a_plan_has_a_word_for_every_linear() -> None:
     sites = looked_at(a=predicted(1e-4), b=predicted(0.5, finer=1e-5), c=predicted(0.5, finer=0.5))
-    chosen = make_offers(sites, margin=1e-3, training=True)
+    chosen = make_offers(sites, limits=LIMITS, training=True)
     units, plans = to_plan_parts(chosen.offers, sites, {}, chosen.kept, training=True)
     assert [unit.linears for unit in units] == [["a"]]
     assert [plan.site for plan in plans] == ["a", "b", "c"]

@@ -39,6 +39,7 @@ VERBS = {
     "ab": "loka.cli.ab:ab",
     "report": "loka.cli.report:report",
     "bench": "loka.cli.bench:app",
+    "simulate": "loka.cli.simulate:simulate",
     "doctor": "loka.cli.doctor:doctor",
 }
 
@@ -48,7 +49,7 @@ _PANELS = {
     **dict.fromkeys(("data", "train"), "Data and training"),
     **dict.fromkeys(("probe", "mods", "plan", "explain", "diff", "translate", "convert"), "Look, choose, convert"),
     **dict.fromkeys(("quantize", "export", "generate", "serve", "load", "analyze", "ab"), "Serving"),
-    **dict.fromkeys(("bench", "db"), "Speed"),
+    **dict.fromkeys(("bench", "db", "simulate"), "Speed"),
 }
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C

@@ -162,12 +162,11 @@ def compare_bundles(
     from rich.console import Console
 
     from loka.cli.subject import find_device
-    from loka.data import load_sequences
     from loka.inference import compare_arms, evaluate_users, load_bundle, overlap_of
 
     find_device(device)
     bundles = [load_bundle(path) for path in (baseline, candidate)]
-    opened = load_sequences(data or bundles[0].info.data, root=root, source=source)
+    opened = bundles[0].open_data(data, root=root, source=source)
     arms: list[Any] = []
     with Console(stderr=True).status("recommending") as status:
         for path, bundle in zip((baseline, candidate), bundles, strict=True):
@@ -217,4 +216,4 @@ def describe(found: PairedTest) -> str:
         )
     if found.overlap:
         lines.append("overlap of the lists: " + ", ".join(f"@{o.n} {o.share:.1%}" for o in found.overlap))
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])

@@ -115,7 +115,7 @@ def look_at_onerec(model: str, batches: int, seed: int) -> ModelStats:
     import torch
 
     from loka.data.batch import Jagged
-    from loka.inference.synthetic import make_histories
+    from loka.inference.request import make_histories
     from loka.models import build
     from loka.ptq import analyze_model
 
@@ -139,7 +139,6 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
     import numpy as np
     import torch
 
-    from loka.data import load_sequences
     from loka.data.batch import Jagged
     from loka.inference import load_bundle
     from loka.inference.recommender import spell
@@ -148,7 +147,7 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
     bundle = load_bundle(folder)
     if not batches:
         return analyze_model(bundle.model, name=folder.name, source=str(folder.name))
-    opened = load_sequences(data or bundle.info.data, root=root, source=source)
+    opened = bundle.open_data(data, root=root, source=source)
 
     def run(model: Any) -> None:
         for number in range(batches):

@@ -1,9 +1,9 @@
 """`loka generate`: recommend items to users of a data set, with readable titles.
 
-    loka generate --train 100 --out runs/onerec                  make a small OneRec on the embedded data set, and use it
+    loka generate --train 100 --out runs/onerec                  train a small OneRec on the embedded data set, and use it
     loka generate --from runs/onerec --users 3 --top 5           use it again
     loka generate --from runs/onerec --items 12,40,7 --json      for a history of your own
-    loka generate --from runs/onerec-fp8 ...                     a quantised one (see loka quantize)
+    loka generate --from runs/onerec-fp8 ...                     a quantised one (see loka quantize), or what loka train --model onerec left
 
 For each user: the end of the history, the recommended items with their log-probability, and `*` where the item was really taken next (test split, which
 the model never saw). Exit 0; 2 for a request that cannot be honoured.
@@ -71,30 +71,16 @@ def open_or_train(
     source: Path | None,
 ) -> tuple[SequenceData, Bundle]:
     """The data and the model, made where asked."""
-    from loka.data import load_sequences
-    from loka.inference import load_bundle, save_bundle
+    from loka.inference import load_bundle
 
-    if from_ is not None:
-        bundle = load_bundle(from_)
-        opened = load_sequences(data or bundle.info.data, root=root, source=source)
-        return opened, bundle
-    from rich.console import Console
+    if train is not None and out is not None:
+        from loka.cli.train_sequence import train_small
 
-    from loka.cli.onerec_training import train_bundle
-
-    assert train is not None  # checked
-    assert out is not None
-    with Console(stderr=True).status("reading the data") as status:
-        opened = load_sequences(data or "complete-journey", root=root, source=source)
-        status.update("making semantic ids")
-
-        def show(step: int, loss: float) -> None:
-            status.update(f"training: step {step} of {train}, loss {loss:.3f}")
-
-        bundle = train_bundle(opened, steps=train, seed=seed, progress=show)
-    save_bundle(bundle, out)
-    typer.echo(f"{bundle.index!r}; trained {train} steps, loss {bundle.info.loss:.3f}; kept in {out}", err=True)
-    return opened, load_bundle(out)
+        train_small(data or "complete-journey", out, steps=train, seed=seed, root=root, source=source)
+    folder = from_ if from_ is not None else out
+    assert folder is not None  # checked
+    bundle = load_bundle(folder)
+    return bundle.open_data(data, root=root, source=source), bundle
 
 
 def recommend(

@@ -1,13 +1,13 @@
 """`loka quantize`: post-training FP8 for a trained model.
 
-    loka quantize runs/onerec --out runs/onerec-fp8                                 a generative recommender (loka generate --train)
+    loka quantize runs/onerec --out runs/onerec-fp8                                 a generative recommender (loka train --model onerec)
     loka quantize runs/onerec --out runs/onerec-fp8 --bound 0.002 --users 400       keep in 16 bits what costs too much likelihood
     loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors
     loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001
 
 A folder stays a folder, anything else becomes one safetensors file. With --bound every site is measured alone on the validation split (negative log-likelihood of
 held-out items, or the loss of the data set), then the whole model, and what hurts most stays in 16 bits until the upper end of the interval is within the
-bound. Exit 0; 1 when a bound was asked for and only a model without any quantised site meets it; 2 for a request that cannot be honoured.
+bound. Recipes are tensorwise, rowwise, blockwise, onerec, onerec_rows and onerec_mixed (`loka.dispatch.recipe`). Exit 0; 1 when a bound was asked for and only a model without any quantised site meets it; 2 for a request that cannot be honoured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ __all__ = ["quantize"]
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder of a recommender, family:size, or pkg.module:factory.")],
     out: Annotated[Path, typer.Option(help="Folder, or safetensors file, to write.")],
-    recipe: Annotated[str, typer.Option(help="onerec, onerec_rows, onerec_mixed, rowwise or blockwise.")] = "onerec",
+    recipe: Annotated[str, typer.Option(help="Of the one table; auto: onerec for a OneRec, else rowwise.")] = "auto",
+    plan: Annotated[Path | None, typer.Option(help="A plan instead of a recipe (loka plan, loka tune).")] = None,
     weights: Annotated[Path | None, typer.Option(help="Safetensors file with the model's weights.")] = None,
     bound: Annotated[float | None, typer.Option(help="Largest relative change of the loss, e.g. 0.002.")] = None,
     widen: Annotated[
@@ -50,7 +51,10 @@ def quantize(
     from loka.ptq import export_compressed_tensors
 
     measured = bound is not None or widen
-    options: dict[str, Any] = {"recipe": recipe, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
+    if plan is not None and recipe != "auto":
+        raise ValueError(f"--plan {plan} --recipe {recipe}: give one of them")
+    chosen = recipe if plan is None else records.Plan.load(plan)
+    options: dict[str, Any] = {"recipe": chosen, "bound": bound, "widen": widen, "keep": tuple(keep or ())}
     if is_bundle(model):
         network, summary = quantize_bundle(Path(model), out, options, measured, users, data, data_root, source)
     elif Path(model).exists():
@@ -88,9 +92,7 @@ def quantize_bundle(
     bundle = load_bundle(folder)
     extra: dict[str, Any] = {}
     if measured:
-        from loka.data import load_sequences
-
-        split = load_sequences(data or bundle.info.data, root=root, source=source).valid
+        split = bundle.open_data(data, root=root, source=source).valid
         extra = {"score": likelihood_score(bundle, split, users), "metric": "negative log-likelihood", "progress": tell}
     summary = quantize_model(bundle.model, **options, **extra)
     save_bundle(replace(bundle, summary=summary), out)

@@ -2,6 +2,7 @@
 
     loka train --model wukong --config tiny --data complete-journey --steps 20 --precision bf16 --out runs/x
     torchrun --nproc-per-node 8 -m loka train --distributed --rows int8:row --collectives e4m3:1x128:pow2 --out runs/x
+    torchrun --nproc-per-node 8 -m loka train --distributed --sharding row --dense ddp --plan plan.json --out runs/y
     loka train --from runs/x/checkpoints/step-00000020 --mods no_bias,block_norm,hard_swish --steps 10
 
 The parts are those of loka.training; this file only turns options into them. With `--out` the run leaves
@@ -9,6 +10,7 @@ The parts are those of loka.training; this file only turns options into them. Wi
     checkpoints/   the last and the best        model.json    what was built, to build it again
     log.jsonl      the curve                    run.json      the Run record, test metrics included
     mods.json      with --mods: what changed    result.json   how it went: what was compiled and why, resumed from, best step
+    bundle.json    OneRec: the recommender, with model.safetensors and index.safetensors, for loka quantize, generate, ab and serve
 
 Test metrics are those of the best weights when the run evaluates, otherwise of the last. stdout carries the result (with `--json` the Run
 record), stderr the talk. Exit 0: trained. 1: the loss became NaN or infinite. 2: the request cannot be honoured.
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from loka.models import Ranker
     from loka.records import ModSummary, Run
     from loka.training import Callback, Curve, TrainConfig, Trainer, TrainResult
+    from loka.training.sharding import Distribution
     from loka.training.stream import TrainData
 
 __all__ = ["train"]
@@ -104,6 +107,19 @@ def train(
     collectives: Annotated[
         str | None, typer.Option(help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2.")
     ] = None,
+    sharding: Annotated[
+        str | None,
+        typer.Option(
+            help="With --distributed: TorchRec shards the tables by table, row or column; default: on every rank."
+        ),
+    ] = None,
+    dense: Annotated[
+        str | None, typer.Option(help="With --distributed: fsdp shards the dense part (default), ddp copies it.")
+    ] = None,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(help="With --sharding: codecs of embeddings and their gradients, e4m3:1x32:e8m0,e5m2:1x32:e8m0."),
+    ] = None,
     plan: Annotated[Path | None, typer.Option(help="Train converted by this plan (loka tune, loka plan).")] = None,
     fp8: Annotated[
         str | None, typer.Option("--recipe", help="Train with one FP8 recipe at every linear: tensorwise, rowwise, ...")
@@ -147,18 +163,21 @@ def train(
             keep=keep,
             max_bad_batches=max_bad_batches,
         )
-        check_request(resume, from_, out, tensorboard, distributed=distributed, collectives=collectives)
+        check_request(resume, from_, out, tensorboard, distributed=distributed)
+        how = read_distribution(
+            distributed, rows=rows, collectives=collectives, sharding=sharding, dense=dense, embeddings=embeddings
+        )
         if distributed or rows is not None:
             check_tables(is_sequence=is_sequence, mods=mods, distributed=distributed)
-        if distributed:
+        if (plan or fp8) and is_sequence:
+            raise ValueError(
+                "--plan and --recipe convert ranking models; sequence models take loka.convert in a script"
+            )
+        if how is not None:
             run_distributed(
-                recipe, settings, threads, data_root, source, from_, out, rows or "float32", collectives, resume=resume, fallback=fallback, as_json=json_
+                recipe, settings, threads, data_root, source, from_, out, how, plan, fp8, resume=resume, fallback=fallback, as_json=json_
             )  # fmt: skip
             return
-        if (plan or fp8) and (is_sequence or distributed):
-            raise ValueError(
-                "--plan and --recipe convert ranking models in one process; sequence models and --distributed take loka.convert in a script"
-            )
         changed = None
         if is_sequence:
             job = train_sequence.prepare_sequence(
@@ -176,6 +195,11 @@ def train(
             test = partial(Trainer.evaluate, split=dataset.test)
         result = trainer.fit(resume=resume, fallback=fallback)
         run = finish(trainer, result, recipe, test, curve, out)
+        if is_sequence and out is not None:
+            from loka.inference import save_bundle
+
+            if (bundle := train_sequence.make_bundle(job, trainer, recipe, loss=result.loss)) is not None:
+                save_bundle(bundle, out)
         summary = changed.finish(run.metrics, run.steps, out, resumed=resume) if changed else None
     except KeyboardInterrupt:
         tell_kept(out)
@@ -211,7 +235,6 @@ def check_request(
     tensorboard: bool,
     *,
     distributed: bool = False,
-    collectives: str | None = None,
 ) -> None:
     """Refuse what contradicts itself, before anything is loaded."""
     import os
@@ -220,8 +243,6 @@ def check_request(
         raise ValueError("--resume continues a run and --from starts a new one: choose one")
     if out is None and (resume or tensorboard):
         raise ValueError(f"{'--resume' if resume else '--tensorboard'} needs the folder of the run: give --out")
-    if collectives is not None and not distributed:
-        raise ValueError("--collectives says what processes send each other: it needs --distributed")
     if distributed and tensorboard:
         raise ValueError("--tensorboard is not part of --distributed; log.jsonl has the curve")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed:
@@ -242,6 +263,24 @@ def check_tables(*, is_sequence: bool, mods: str | None, distributed: bool) -> N
         raise ValueError(f"--rows and --distributed cannot be honoured: {'; '.join(problems)}")
 
 
+def read_distribution(distributed: bool, *, rows: str | None, **options: str | None) -> Distribution | None:
+    """How the model lies on its ranks; None for a single process, which takes none of these options."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if not distributed:
+        if given:
+            names = ", ".join(f"--{name}" for name in given)
+            raise ValueError(f"{names}: these say what many processes hold and send each other, and need --distributed")
+        return None
+    from loka.training.sharding import Distribution
+
+    pair = given.pop("embeddings", None)
+    if pair is not None:
+        pair = tuple(part.strip() for part in pair.split(","))
+        if len(pair) != 2:
+            raise ValueError(f"--embeddings takes two codecs, forward,backward, got {','.join(pair)!r}")
+    return Distribution(rows=rows or "float32", embeddings=pair, **given)
+
+
 def run_distributed(
     recipe: Recipe,
     settings: TrainConfig,
@@ -250,14 +289,16 @@ def run_distributed(
     source: Path | None,
     weights: Path | None,
     out: Path | None,
-    rows: str,
-    collectives: str | None,
+    how: Distribution,
+    plan: Path | None,
+    fp8: str | None,
     *,
     resume: bool,
     fallback: bool,
     as_json: bool,
 ) -> None:
     """The same run as one of many processes; rank 0 alone speaks and writes."""
+    from loka import records
     from loka.training import Curve, JsonlLog, Trainer
     from loka.training.distributed import DistributedTrainer, joined
 
@@ -268,14 +309,19 @@ def run_distributed(
         curve = Curve()
         callbacks: list[Callback] = [curve] if out is None else [curve, JsonlLog(out / "log.jsonl")]
         trainer = DistributedTrainer(
-            network, dataset, settings, rows=rows, collectives=collectives, out=out, callbacks=callbacks
-        )
+            network, dataset, settings, how, plan=None if plan is None else records.Plan.load(plan), recipe=fp8, out=out, callbacks=callbacks
+        )  # fmt: skip
         result = trainer.fit(resume=resume, fallback=fallback)
         first = dist.get_rank() == 0
         run = finish(trainer, result, recipe, partial(Trainer.evaluate, split=dataset.test), curve, out, write=first)
         if first:
-            if trainer.wire is not None:
-                typer.echo(f"sent {trainer.wire.ratio:.3f} of what float32 would be ({collectives})", err=True)
+            if trainer.conversion is not None:
+                typer.echo(f"{trainer.conversion}; no guard watches it: --guard is for one process", err=True)
+                if out is not None:
+                    records.save(trainer.conversion, out / "conversion.json")
+            for what, wire in (("dense", trainer.wire), ("embeddings", trainer.embedding_wire)):
+                if wire is not None and wire.elements:  # a single rank sends nothing
+                    typer.echo(f"{what}: sent {wire.ratio:.3f} of what float32 would be", err=True)
             tell(result, run, None, as_json=as_json)
 
 

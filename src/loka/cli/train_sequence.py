@@ -7,9 +7,11 @@ For HSTU an example is a user's history, for OneRec one item of a history and wh
 
     beams=50            OneRec: width of the search that ranks the held-out item
     ids=NAME            OneRec: an index that came with the data, or a file of `SemanticIndex.save`; by default ids are made from training
-                        histories and item texts, with the model's codebooks, and left in semantic_ids.safetensors
+                        histories and item texts, with the model's codebooks, and left in index.safetensors
     items=true          OneRec: embeddings of the items themselves in the history
     evaluate_users=2000 so many users of the validation split per evaluation; by default all. The test split is always whole
+
+With `--out` a OneRec leaves a recommender: model.safetensors, index.safetensors and bundle.json, which `loka quantize`, `generate`, `ab` and `serve` take by the folder's name.
 
 Histories are ragged, so there is no static shape to compile: `--compile` is refused. So is `--mods`.
 """
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from loka.cli.train import Recipe
     from loka.data import SequenceData
+    from loka.inference import Bundle
     from loka.semantic_ids import SemanticIndex
     from loka.training import TrainConfig, Trainer
     from loka.training.sequence import Part, SequenceTask
@@ -33,7 +36,8 @@ __all__ = ["FAMILIES", "SequenceJob", "prepare_sequence"]
 
 FAMILIES = ("hstu", "onerec")
 MONITOR = "ndcg@10"
-INDEX_FILE = "semantic_ids.safetensors"
+# `loka generate --train`: seconds on a CPU, enough to look at recommendations, not a statement about quality.
+SMALL = {"d": 64, "layers": 2, "d_ff": 192, "context": 50, "short": 10, "codebooks": (64, 64, 64), "items": True}
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def prepare_sequence(
     import torch
 
     from loka.data import load_sequences
+    from loka.inference.bundle import INDEX
     from loka.models import build, configure
     from loka.training import load_weights, seed_everything
     from loka.training.sequence import NextIdTask, NextItemTask
@@ -113,7 +118,7 @@ def prepare_sequence(
         if "items" in options:
             options["items"] = data.n_items + 1 if options["items"] else 0
         config = configure("onerec", recipe.config, **options)
-        index = find_index(data, name, config.codebooks, None if out is None else out / INDEX_FILE, resume=resume)
+        index = find_index(data, name, config.codebooks, None if out is None else out / INDEX, resume=resume)
         config = configure("onerec", recipe.config, **options | {"codebooks": index.codebook_sizes})
         task = NextIdTask(data, index, length=config.context, beams=beams)
     seed_everything(settings.seed)
@@ -121,6 +126,51 @@ def prepare_sequence(
     if weights is not None:
         load_weights(network, weights)
     return SequenceJob(network, task, settings, users)
+
+
+def make_bundle(job: SequenceJob, trainer: Trainer, recipe: Recipe, *, loss: float | None) -> Bundle | None:
+    """The recommender that a trained OneRec is; None for other models."""
+    from loka.inference import Bundle
+    from loka.models.onerec import OneRec
+    from loka.ptq import quantize
+    from loka.records import BundleInfo, capture_environment
+    from loka.training.sequence import NextIdTask
+
+    if not isinstance(job.task, NextIdTask) or not isinstance(trainer.module, OneRec):
+        return None
+    info = BundleInfo(
+        data=recipe.data,
+        settings=recipe.data_options,
+        steps=trainer.step,
+        seed=job.settings.seed,
+        loss=loss,
+        normalize="valid",
+        environment=capture_environment(),
+    )
+    model = trainer.module.eval()
+    return Bundle(model, quantize(model, "none"), job.task.index, info)
+
+
+def train_small(data: str, out: Path, *, steps: int, seed: int, root: Path | None, source: Path | None) -> None:
+    """A small OneRec for a data set's sequences, in a folder; no evaluation, no checkpoints."""
+    import typer
+
+    from loka.cli.train import Recipe
+    from loka.inference import save_bundle
+    from loka.training import Progress, TrainConfig, Trainer
+
+    recipe = Recipe("onerec", "small", SMALL, data, {})
+    settings = TrainConfig(
+        steps=steps, batch_size=128, seed=seed, learning_rate=2e-3, weight_decay=0.01, schedule="cosine",
+        warmup_steps=min(50, steps), evaluate_every=0, compile="off", monitor=MONITOR,
+    )  # fmt: skip
+    job = prepare_sequence(recipe, settings, None, root, source, None, None, resume=False, progress=None)
+    trainer = Trainer(job.network, job.task, settings, callbacks=[Progress()], **job.hooks())
+    result = trainer.fit()
+    bundle = make_bundle(job, trainer, recipe, loss=result.loss)
+    assert bundle is not None  # it is a OneRec
+    save_bundle(bundle, out)
+    typer.echo(f"{bundle.index!r}; trained {steps} steps, loss {result.loss:.3f}; kept in {out}", err=True)
 
 
 def find_index(

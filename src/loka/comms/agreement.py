@@ -100,6 +100,17 @@ class Agreement:
         seen = ", ".join(f"rank {rank} has {found[rank][:12]}" for rank in odd)
         raise RankError(f"{what} differs between ranks: {common[:12]} is what most have, {seen}", odd)
 
+    def meet(self, what: str) -> None:
+        """Wait until every rank has come.
+
+        Args:
+            what: for the message.
+
+        Raises:
+            RankError: naming those who did not come within the time limit.
+        """
+        self._meet(what, "here")
+
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
         """The bytes of one rank on all of them, checked after they have arrived.
 

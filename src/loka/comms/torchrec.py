@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from loka.comms.codec import Codec, parse_codec
 from loka.comms.collectives import Wire, gather_tensors
 
-__all__ = ["distribute_rows", "make_registry", "refuse_substitutions"]
+__all__ = ["distribute_rows", "make_registry", "refuse_rounding", "refuse_substitutions"]
 
 FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
@@ -108,7 +108,7 @@ def make_registry(
     Example:
         >>> sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=make_registry("e4m3:1x32:e8m0", "e5m2:1x32:e8m0"))
     """
-    types = _require("torchrec.distributed.types")
+    types = require("torchrec.distributed.types")
     wire = Wire() if wire is None else wire
     pair = parse_codec(forward), parse_codec(backward)
     registry: dict[str, Any] = {}
@@ -173,7 +173,7 @@ class RowDistribution(nn.Module):
 
     def forward(self, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
         """local_embs [sum of all ranks' batches, D] -> an awaitable of this rank's [batch, D]."""
-        comm_ops, types = _require("torchrec.distributed.comm_ops"), _require("torchrec.distributed.types")
+        comm_ops, types = require("torchrec.distributed.comm_ops"), require("torchrec.distributed.types")
         if sharding_ctx is not None and sharding_ctx.variable_batch_per_feature:
             raise ValueError(
                 "encoded row-wise tables take one batch size for all features; hint: the codec fp32 through TorchRec's own path"
@@ -211,7 +211,7 @@ def distribute_rows(
         >>> distribute_rows(dmp_model, "e4m3:1x32:e8m0", "e5m2:1x32:e8m0")
         1
     """
-    rows = _require("torchrec.distributed.sharding.rw_sharding")
+    rows = require("torchrec.distributed.sharding.rw_sharding")
     codecs, wire = (parse_codec(forward), parse_codec(backward)), Wire() if wire is None else wire
     if stochastic := [str(codec) for codec in codecs if codec.is_stochastic]:
         raise ValueError(
@@ -259,7 +259,35 @@ def refuse_substitutions(config: Any, *, device: torch.device) -> None:
         )
 
 
-def _require(module: str) -> Any:
+def refuse_rounding(data_type: str, *, stochastic: bool, device: torch.device) -> None:
+    """Raise where FBGEMM's fused optimisers would round rows otherwise than `stochastic_rounding` asks.
+
+    Args:
+        data_type: of a table's rows, as TorchRec spells it: FP32, FP16, BF16, FP8, INT8, ...
+        stochastic: what the sharder's `fused_params` ask for.
+        device: of the table.
+
+    Raises:
+        ValueError: the rows would be rounded to nearest, or cannot be trained.
+
+    Example:
+        >>> refuse_rounding("FP16", stochastic=True, device=torch.device("cpu"))
+        ValueError: FBGEMM would not run what was asked: ...
+    """
+    kind, problems = data_type.upper(), []
+    if kind not in ("FP32", "FP16", "FP8"):
+        problems.append(f"it trains no {kind} rows")
+    elif stochastic and kind == "FP16" and device.type == "cpu":
+        problems.append("FP16 rows on the CPU are rounded to nearest, whatever stochastic_rounding says")
+    elif stochastic and kind == "FP8":
+        problems.append("FP8 rows are rounded to nearest, whatever stochastic_rounding says")
+    if problems:
+        raise ValueError(
+            f"FBGEMM would not run what was asked: {'; '.join(problems)}; hint: loka.nn.tables.quantize_tables(model, rows='int8:row')"
+        )
+
+
+def require(module: str) -> Any:
     from importlib import import_module
 
     try:

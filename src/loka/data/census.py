@@ -9,7 +9,7 @@ seeded permutation. There is no user either: `group` is 0 throughout, and GAUC e
 **Features.** Seven amounts and counts, as log(1 + x), and 32 categorical fields; "?" is missing, id 0. Codes that look like numbers
 (industry, occupation, year) are categories.
 
-**Baseline** (loka.data.baseline, test split): one-hot logistic regression reaches AUC 0.945 for income and 0.994 for never_married.
+**Baseline** (benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.945 for income and 0.994 for never_married.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ lines of a basket share its time, so no basket is split. Weeks count seven days 
 door. Vocabularies are fitted on lines before the validation weeks. Prices, discounts and quantities of the basket in question are
 not used: they exist only because the product was bought.
 
-**Baseline** ("small", loka.data.baseline, test split): one-hot logistic regression reaches AUC 0.679 and log loss 0.522 (entropy of the
+**Baseline** ("small", benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.679 and log loss 0.522 (entropy of the
 label 0.562); without the dense features 0.608; with them also in 32 quantile bins 0.716. Real signal, and room above it.
 
 `size` chooses how many positives are sampled: "small" trains in about a minute on two cores, "full" uses every line. The table

@@ -11,7 +11,7 @@ first, as `history`; counts, shares of likes and idle times of user and movie. A
 MovieLens users rate dozens of movies within one second, and none of those sees another. Shares of likes are smoothed with five
 imaginary ratings at one half, a constant, so they carry nothing from the future either.
 
-**Baseline** (loka.data.baseline, test split): one-hot logistic regression reaches AUC 0.776, without the dense features 0.757.
+**Baseline** (benchmarks/logistic_baseline.py, test split): one-hot logistic regression reaches AUC 0.776, without the dense features 0.757.
 
 The official archive has three files with `::` between the parts, in Latin-1. They are read from ml-1m.zip or unpacked.
 """

@@ -14,10 +14,11 @@ All of it is small (a million events), so it lives in memory; batches are cut by
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from loka.data.faults import DataError
 from loka.data.rows import Array, Windows
 
 __all__ = ["SequenceBatch", "SequenceData", "SequenceSplit", "SequenceStream", "open_sequences", "write_sequences"]
+
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,14 @@ class SequenceSplit:
         max_length: int = 200,
         drop_last: bool = False,
         epoch: int = 0,
-    ) -> SequenceStream:
+    ) -> SequenceStream[SequenceBatch]:
         """Iterate one epoch over the users; the order depends on (seed, epoch) alone."""
-        return SequenceStream(self, batch_size, shuffle, seed, max_length, drop_last, epoch)
+        if max_length < 1:
+            raise ValueError(f"max_length must be at least 1, got {max_length}")
+        return SequenceStream(
+            lambda index: self.cut(index, max_length), len(self), batch_size, shuffle=shuffle, seed=seed, epoch=epoch,
+            drop_last=drop_last, split=self.name, events=self.items.numel(), max_length=max_length,
+        )  # fmt: skip
 
     def cut(self, index: Array, max_length: int) -> SequenceBatch:
         """Make the batch of some users."""
@@ -93,55 +101,60 @@ class SequenceSplit:
         )
 
 
-class SequenceStream:
-    """Iterator over the batches of one epoch; the position can be saved and restored."""
+class SequenceStream(Generic[B]):
+    """Iterator over the batches of one epoch; the position can be saved and restored.
+
+    Args:
+        cut: makes the batch of some rows.
+        rows: how many there are.
+        batch_size: rows in a batch.
+        shuffle: visit them in an order that depends on (seed, epoch) alone.
+        seed: of the order.
+        epoch: of the order.
+        drop_last: leave an incomplete batch out; with `world`, also rows that would make ranks differ.
+        rank: whose share.
+        world: of how many.
+        identity: what else a saved position belongs to.
+    """
 
     def __init__(
         self,
-        split: SequenceSplit,
+        cut: Callable[[Array], B],
+        rows: int,
         batch_size: int,
+        *,
         shuffle: bool,
         seed: int,
-        max_length: int,
-        drop_last: bool,
         epoch: int,
+        drop_last: bool,
+        rank: int = 0,
+        world: int = 1,
+        **identity: Any,
     ) -> None:
-        if batch_size < 1 or max_length < 1 or seed < 0 or epoch < 0:
+        if batch_size < 1 or seed < 0 or epoch < 0 or not 0 <= rank < world:
             raise ValueError(
-                f"batch_size and max_length must be at least 1, seed and epoch not negative, got {batch_size}, {max_length}, "
-                f"{seed}, {epoch}"
+                f"batch_size must be at least 1, seed and epoch not negative, rank in [0, world), got {batch_size}, {seed}, {epoch}, rank {rank} of {world}"
             )
-        self._split = split
-        self._max_length = max_length
-        self._identity: dict[str, Any] = {
-            "split": split.name,
-            "users": len(split),
-            "events": split.items.numel(),
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "epoch": epoch,
-            "max_length": max_length,
-            "drop_last": drop_last,
-        }
-        self._order = np.arange(len(split))
+        order = np.arange(rows)
         if shuffle:
-            np.random.default_rng([seed, epoch]).shuffle(self._order)
-        self._batch_size = batch_size
-        self._count = len(split) - len(split) % batch_size if drop_last else len(split)
-        self._position = 0
+            np.random.default_rng([seed, epoch]).shuffle(order)
+        self._order = order[: rows // world * world if drop_last else None][rank::world]
+        self._count = len(self._order) // batch_size * batch_size if drop_last else len(self._order)
+        self._cut, self._batch_size, self._position = cut, batch_size, 0
+        order_of = {"shuffle": shuffle, "seed": seed, "epoch": epoch, "drop_last": drop_last}
+        self._identity = {**identity, "rows": rows, "batch_size": batch_size, **order_of, "rank": rank, "world": world}
 
     def __len__(self) -> int:
         return -(-self._count // self._batch_size)
 
-    def __iter__(self) -> SequenceStream:
+    def __iter__(self) -> SequenceStream[B]:
         return self
 
-    def __next__(self) -> SequenceBatch:
+    def __next__(self) -> B:
         if self._position >= self._count:
             raise StopIteration
         end = min(self._position + self._batch_size, self._count)
-        batch = self._split.cut(self._order[self._position : end], self._max_length)
+        batch = self._cut(self._order[self._position : end])
         self._position = end
         return batch
 

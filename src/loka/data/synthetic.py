@@ -15,7 +15,7 @@ So with `stress`, on the dense features:
     x[i, c] = sinh(1.5 z[i, c]) * exp(sigma * g_i) * outlier_c + bias_c * expm1(growth * position_i / rows)
 
 g_i ~ N(0, 1) per row with sigma >= 4 (rows that share a tile or a tensor differ by e^10), a few outlier channels (one row differs
-by 1,000 inside itself), and biases that diverge as the log goes on. `stress_matrix` makes the same kind of matrix for kernels.
+by 1,000 inside itself), and biases that diverge as the log goes on.
 
 Chunk k of split s is generated from the seed (seed, s, k) alone: any range can be produced on its own, in any order, exactly.
 """
@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from loka.data.cache import CacheWriter
 from loka.data.progress import Progress
@@ -36,7 +34,7 @@ from loka.data.ranking import RankingData, Split
 from loka.data.rows import Array, Rows, Windows
 from loka.data.schema import Field, Schema, SequenceField
 
-__all__ = ["Options", "SyntheticSource", "build", "make_schema", "open_synthetic", "stress_matrix"]
+__all__ = ["Options", "SyntheticSource", "build", "make_schema", "open_synthetic"]
 
 _CHUNK = 4096
 _TABLE = 4096
@@ -209,29 +207,6 @@ def build(files: dict[str, Any], options: Options, writer: CacheWriter, progress
             written += _append(writer, name, schema, rows, written)
             writer.bad.seen(len(rows))
             progress(f"generating {name}", start + len(rows), len(source))
-
-
-def stress_matrix(
-    rows: int,
-    columns: int,
-    *,
-    sigma: float = 4.0,
-    outlier_channels: int = 2,
-    outlier_scale: float = 1000.0,
-    bias: float = 0.0,
-    seed: int = 0,
-) -> Tensor:
-    """Return a float32 matrix whose range lies inside scaling groups: lognormal row scales, outlier channels, biases."""
-    if rows < 0 or columns < 0 or not 0 <= outlier_channels <= columns:
-        raise ValueError(
-            f"need rows, columns >= 0 and outlier_channels in [0, columns], got {rows, columns, outlier_channels}"
-        )
-    rng = np.random.default_rng([seed, rows, columns])
-    scale = np.exp(sigma * rng.standard_normal((rows, 1)))
-    channel = np.ones(columns)
-    channel[rng.choice(columns, outlier_channels, replace=False)] = outlier_scale
-    values = rng.standard_normal((rows, columns)) * scale * channel + bias * rng.standard_normal(columns)
-    return torch.from_numpy(values.astype(np.float32))
 
 
 def _power_law(uniform: Array, sizes: Array, alpha: float) -> Array:

@@ -16,14 +16,14 @@ first. The empty set changes nothing and is always within the bound: it is where
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from loka.records import Choice, Interval, Plan, ProbeReport, Site, SitePlan
 
-__all__ = ["Item", "Verify", "choose_items", "spend"]
+__all__ = ["Item", "Spent", "Verify", "choose_items", "search", "spend"]
 
 Verify = Callable[[Plan], Interval]  # measures the relative change of the end metric with a whole plan applied
 
@@ -80,6 +80,89 @@ def _undominated(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tu
     return kept
 
 
+@dataclass(frozen=True)
+class Spent:
+    """What a search came to.
+
+    Args:
+        chosen: names of what may run in low precision, told ones included.
+        first: what the effects alone would have chosen.
+        change: of the end metric with all of it, where it was measured together.
+        notes: what was given up, and what was measured.
+    """
+
+    chosen: frozenset[str]
+    first: frozenset[str]
+    change: Interval | None
+    notes: list[str]
+
+
+def search(
+    items: Sequence[Item],
+    bound: float,
+    measure: Callable[[frozenset[str]], Interval] | None,
+    *,
+    told: Mapping[str, float] | None = None,
+    suspicion: Mapping[str, float] | None = None,
+) -> Spent:
+    """The items with the largest total saving that stay within a bound on the end metric, measured together where that can be done.
+
+    Args:
+        items: what may be chosen, with effects measured one at a time.
+        bound: relative change of the end metric.
+        measure: the change with a set of items at once; None proposes a set by its sum alone.
+        told: items that are chosen whatever happens, with their effects.
+        suspicion: upper ends of the effects, below zero too; the highest go first when nothing that costs something alone is left.
+
+    Returns:
+        The set; empty where none that was measured stays within the bound.
+
+    Raises:
+        ValueError: what was told does not stay within the bound.
+    """
+    told, suspicion = told or {}, suspicion or {}
+    effects = {**{item.name: item.effect for item in items}, **told}
+    fixed = sum(told.values())
+    limit, notes = bound - fixed, list[str]()
+    left = list(items)
+    first = frozenset((*choose_items(left, limit), *told))
+    if measure is None:
+        return Spent(
+            first, first, None, [f"{_spell(effects, first, bound)}; not measured together: verify before trusting it"]
+        )
+    for number in range(MAX_ROUNDS):
+        chosen = frozenset((*choose_items(left, limit), *told))
+        if not chosen:
+            break
+        joint = measure(chosen)
+        seen = f"measured together: {joint.value:+.3%} [{joint.low:+.3%}, {joint.high:+.3%}]"
+        if joint.high <= bound:
+            return Spent(chosen, first, joint, [*notes, f"{_spell(effects, chosen, bound)}; {seen}"])
+        notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {bound:.3%}")
+        if chosen == told.keys():
+            raise ValueError(f"the sites overrides convert do not stay within {bound:.3%} when measured together: " + "; ".join(notes))  # fmt: skip
+        spent = sum(effects[name] for name in chosen) - fixed
+        if number == MAX_ROUNDS - 2:
+            left = []  # the last measurement is for what was told
+        elif spent > 0:
+            limit = spent * min(0.5, bound / joint.high) if number < MAX_ROUNDS // 2 else 0.0
+        else:
+            left = _drop_suspects([item for item in left if item.name in chosen], suspicion)
+    none = Interval(value=0.0, low=0.0, high=0.0)
+    return Spent(frozenset(), first, none, [*notes, f"nothing is converted: no set that was measured together stays within {bound:.3%}"])  # fmt: skip
+
+
+def _drop_suspects(items: list[Item], suspicion: Mapping[str, float]) -> list[Item]:
+    """Half of the sites, without the most suspicious. Gradients alone do not reach the metric and go last."""
+    ranked = sorted(items, key=lambda item: (suspicion.get(item.name, -math.inf), -item.saving))
+    return ranked[: len(ranked) // 2]
+
+
+def _spell(effects: Mapping[str, float], chosen: frozenset[str], bound: float) -> str:
+    total = sum(effects[name] for name in chosen)
+    return f"effects measured one site at a time sum to at most {total:.3%} of the end metric, bound {bound:.3%}"
+
+
 def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None = None) -> Plan:
     """Keep the fastest sites of a plan within a budget; the others go back to high precision, with the reason.
 
@@ -95,95 +178,45 @@ def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None =
         raise ValueError(
             f"overrides convert sites whose effect on the end metric was not measured: {', '.join(unknown)}"
         )
-    fixed = sum(effects[site.site] or 0.0 for site in told)
-    if fixed > bound:
+    paid = {site.site: effects[site.site] or 0.0 for site in told}
+    if sum(paid.values()) > bound:
         raise ValueError(
-            f"the sites overrides convert may change the end metric by {fixed:.3%}, beyond the bound of {bound:.3%}"
+            f"the sites overrides convert may change the end metric by {sum(paid.values()):.3%}, beyond the bound of {bound:.3%}"
         )
     items = [
         Item(site.site, effect, _saving(evidence[site.site], site, by_time=plan.min_speedup is not None))
         for site in free
         if (effect := effects[site.site]) is not None
     ]
-    search = _Search(plan, {site.site for site in told}, effects, _suspicion(evidence, free), bound, fixed)
-    return search.propose(items) if verify is None else search.settle(items, verify)
+    by_effect = frozenset((*choose_items(items, bound - sum(paid.values())), *paid))
+
+    def measure(chosen: frozenset[str]) -> Interval:
+        assert verify is not None
+        return verify(_restrict(plan, Spent(chosen, by_effect, None, []), effects, bound))
+
+    changes = {site.site: evidence[site.site].metric_change for site in free if _reaches_metric(site)}
+    suspicion = {name: change.high for name, change in changes.items() if change is not None}
+    spent = search(items, bound, None if verify is None else measure, told=paid, suspicion=suspicion)
+    return _restrict(plan, spent, effects, bound)
 
 
-def _suspicion(evidence: dict[str, Site], planned: Sequence[SitePlan]) -> dict[str, float]:
-    """The measured upper end, below zero too: the closer to harm alone, the likelier its part in harm together."""
-    changes = {site.site: evidence[site.site].metric_change for site in planned if _reaches_metric(site)}
-    return {name: change.high for name, change in changes.items() if change is not None}
+def _restrict(plan: Plan, spent: Spent, effects: Mapping[str, float | None], bound: float) -> Plan:
+    """The plan with only what was chosen; every other site goes back to high precision, with the reason."""
 
-
-@dataclass(frozen=True)
-class _Search:
-    """Sets of sites within a bound, smaller and smaller until a joint measurement agrees."""
-
-    plan: Plan
-    told: set[str]
-    effects: dict[str, float | None]
-    suspicion: dict[str, float]
-    bound: float
-    fixed: float  # what the sites that were told cost
-
-    def propose(self, items: list[Item]) -> Plan:
-        """The best set by effects measured one at a time."""
-        chosen = {*choose_items(items, self.bound - self.fixed), *self.told}
-        return self._make(chosen, chosen, [f"{self._spell(chosen)}; not measured together: verify before trusting it"])
-
-    def settle(self, items: list[Item], verify: Verify) -> Plan:
-        """The best set that a joint measurement finds within the bound."""
-        limit, notes = self.bound - self.fixed, list[str]()
-        first = {*choose_items(items, limit), *self.told}
-        for number in range(MAX_ROUNDS):
-            chosen = {*choose_items(items, limit), *self.told}
-            if not chosen:
-                break
-            joint = verify(self._make(chosen, first, []))
-            seen = f"measured together: {joint.value:+.3%} [{joint.low:+.3%}, {joint.high:+.3%}]"
-            if joint.high <= self.bound:
-                return self._make(chosen, first, [*notes, f"{self._spell(chosen)}; {seen}"])
-            notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {self.bound:.3%}")
-            if chosen == self.told:
-                raise ValueError(f"the sites overrides convert do not stay within {self.bound:.3%} when measured together: " + "; ".join(notes))  # fmt: skip
-            spent = self._sum(chosen) - self.fixed
-            if number == MAX_ROUNDS - 2:
-                items = []  # the last measurement is for what was told
-            elif spent > 0:
-                limit = spent * min(0.5, self.bound / joint.high) if number < MAX_ROUNDS // 2 else 0.0
-            else:
-                items = self._drop_suspects([item for item in items if item.name in chosen])
-        return self._make(set(), first, [*notes, f"nothing is converted: no set that was measured together stays within {self.bound:.3%}"])  # fmt: skip
-
-    def _drop_suspects(self, items: list[Item]) -> list[Item]:
-        """Half of the sites, without the most suspicious. Gradients alone do not reach the metric and go last."""
-        ranked = sorted(items, key=lambda item: (self.suspicion.get(item.name, -math.inf), -item.saving))
-        return ranked[: len(ranked) // 2]
-
-    def _sum(self, chosen: set[str]) -> float:
-        return sum(self.effects.get(name) or 0.0 for name in chosen)
-
-    def _spell(self, chosen: set[str]) -> str:
-        return f"effects measured one site at a time sum to at most {self._sum(chosen):.3%} of the end metric, bound {self.bound:.3%}"
-
-    def _make(self, chosen: set[str], first: set[str], notes: list[str]) -> Plan:
-        """The plan with only these sites; `first` is what the effects alone would have chosen."""
-        sites = []
-        for site in self.plan.sites:
-            if site.site in chosen or site.site not in self.effects:
-                sites.append(site)
-            else:
-                sites.append(_undo(site, self._explain(site.site, given_up=site.site in first)))
-        notes = [*self.plan.notes, *notes]
-        return msgspec.structs.replace(self.plan, sites=sites, expected_metric_change=self._sum(chosen), notes=notes)
-
-    def _explain(self, name: str, *, given_up: bool) -> str:
-        effect = self.effects[name]
+    def explain(name: str) -> str:
+        effect = effects[name]
         if effect is None:
             return "its effect on the end metric was not measured, and a bound is set"
-        if given_up:
-            return f"sites measured together, this one among them, went beyond the bound of {self.bound:.3%}"
-        return f"it may change the end metric by {effect:.3%}; the bound of {self.bound:.3%} is better spent on other sites"
+        if name in spent.first:
+            return f"sites measured together, this one among them, went beyond the bound of {bound:.3%}"
+        return f"it may change the end metric by {effect:.3%}; the bound of {bound:.3%} is better spent on other sites"
+
+    sites = [
+        site if site.site in spent.chosen or site.site not in effects else _undo(site, explain(site.site))
+        for site in plan.sites
+    ]
+    total = sum(effects.get(name) or 0.0 for name in spent.chosen)
+    return msgspec.structs.replace(plan, sites=sites, expected_metric_change=total, notes=[*plan.notes, *spent.notes])
 
 
 def _is_told(site: SitePlan) -> bool:

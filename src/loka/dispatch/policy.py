@@ -23,15 +23,16 @@ from fnmatch import fnmatchcase
 from typing import get_args
 
 from loka.dispatch.budget import Verify, spend
+from loka.dispatch.chains import GIVEN, place_chains
+from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.database import Database
 from loka.dispatch.recipe import RECIPES, Recipe, recipe_named
 from loka.dispatch.speed import DatabaseSpeeds, Option, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
-from loka.records import Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
+from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
 MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
-HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
 HIGH = "high"
 AUTO = "auto"
 
@@ -50,6 +51,9 @@ class Policy:
     row_factor: float = 1.0  # rows per call on the target over rows per call where Probe ran
     max_metric_change: float | None = None  # relative, e.g. 0.001
     margin: float = MARGIN  # relative change of the loss that counts as none
+    chains: bool | None = (
+        None  # linears in FP8 from one to the next; None: where no speed is asked for, since none of a chain is known here
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_error", "max_gradient_error", "row_factor", "margin"):
@@ -91,6 +95,16 @@ def make_plan(
         raise ValueError(
             f"overrides match no site: {', '.join(unmatched)}; sites are {', '.join(s.name for s in report.sites)}"
         )
+    units = report.units or len(report.sites)
+    sites, chains, told = place_chains(
+        report,
+        [_plan_site(site, policy, speeds, units) for site in report.sites],
+        margin=policy.margin,
+        units=units,
+        wanted=policy.chains,
+        refusal=_refuse_chains(policy),
+        told={s.name: text for s in report.sites if (text := _overridden(s, policy))},
+    )
     plan = Plan(
         model=report.model,
         recipe=policy.recipe,
@@ -99,14 +113,34 @@ def make_plan(
         max_gradient_error=policy.max_gradient_error,
         min_speedup=policy.min_speedup,
         flops_of=report.flops_of,
-        sites=[_plan_site(site, policy, speeds, report.units or len(report.sites)) for site in report.sites],
+        sites=sites,
+        units=chains,
         margin=policy.margin,
         environment=report.environment,
-        notes=[*notes, *_take_notes(report, policy, speeds), *_tell_unseen(report)],
+        notes=[*notes, *_take_notes(report, policy, speeds), *_tell_unseen(report), *told],
         weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
         max_metric_change=policy.max_metric_change,
     )
     return plan if policy.max_metric_change is None else spend(report, plan, policy.max_metric_change, verify)
+
+
+def _refuse_chains(policy: Policy) -> str | None:
+    """Why what is asked leaves no room for chains."""
+    if policy.recipe != AUTO:
+        return f"{policy.recipe} was asked for at every linear"
+    if policy.max_metric_change is not None:
+        return "a budget of the metric is spent linear by linear"
+    if policy.min_speedup is not None and policy.chains is None:
+        return f"a speed-up over {policy.min_speedup:g} is asked for, and a report has no time of a chain; hint: loka.tune times them; chains=True places them untimed"
+    return None
+
+
+def _overridden(site: Site, policy: Policy) -> str | None:
+    """What an override says about a site, where it is not left to the evidence."""
+    for pattern, override in policy.overrides.items():
+        if fnmatchcase(site.name, pattern):
+            return None if override == AUTO else f"override {pattern!r}: {override}"
+    return None
 
 
 def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference") -> Plan:
@@ -170,7 +204,7 @@ def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str
 
 def _tell_unseen(report: ProbeReport) -> list[str]:
     """Sites without evidence: a share of the probed FLOPs does not count them."""
-    unseen = [site.name for site in report.sites if not site.gemms]
+    unseen = [site.name for site in report.sites if not site.gemms and site.kept is None]
     if not unseen:
         return []
     names = ", ".join(unseen[:6]) + (f" and {len(unseen) - 6} more" if len(unseen) > 6 else "")
@@ -185,6 +219,8 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
 
 
 def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> SitePlan:
+    if site.kept is not None:
+        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms or GEMMS])
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
@@ -195,8 +231,6 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> Si
                 break
             recipe = recipe_named(override)
             return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
-    if site.kept is not None:
-        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms])
     return _site_plan(
         site, [choose(list(speeds.options(site, gemm)), gemm, policy, site, units) for gemm in site.gemms]
     )
@@ -251,7 +285,8 @@ def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | N
     """
     passing: list[Option] = []
     refusals: list[str] = []
-    allowed = [o for o in options if policy.recipe in (AUTO, o.candidate.recipe)]
+    alone = [o for o in options if o.candidate.recipe not in GIVEN]
+    allowed = [o for o in alone if policy.recipe in (AUTO, o.candidate.recipe)]
     for option in allowed:
         refusal = _refuse(option, policy, site, units)
         if refusal is None:

@@ -1,4 +1,6 @@
-"""Recipes: what each of a linear's three GEMMs quantises its operands to.
+"""The one table of recipes, for training, for post-training quantisation and for the generative engine.
+
+A recipe says what each of a linear's three GEMMs quantises its operands to:
 
     fprop   y  = x  W^T      a = x  [M, K]     b = W   [N, K]
     dgrad   dx = dy W        a = dy [M, N]     b = W^T [K, N]
@@ -13,6 +15,14 @@ not the same, as of torchao 0.17 to 0.19:
 
 So errors and times of a recipe here are not those of torchao's under the same name. `export_torchao` writes the configuration of torchao that is ours.
 
+Serving quantises forward products only, of linears and of grouped linears (experts); there a recipe is its fprop. A mixture gives sites recipes of this table by name and kind;
+the first rule that matches decides:
+
+    onerec        experts blockwise; attention and dense FFN rowwise; heads, router and context processor in 16 bits: cheap, or the last thing before a ranking
+    onerec_rows   the same with experts rowwise: their GEMM is faster without a rescaling every 128 products, and coarser
+    onerec_mixed  experts' gate and up rowwise, since their input was just normalised; down blockwise, since its input is a product
+    none          nothing: the model as it is
+
 Three more recipes are beyond FP8 on Hopper. No kernel takes them yet, so they run emulated and are labelled so: their errors are those of the format, their times mean
 nothing. Probe judges them where it is asked to (`Probe(model, recipes=("mxfp8", "nvfp4", "int8"))`), so that an owner of another card can see
 what would be safe there:
@@ -23,6 +33,7 @@ what would be safe there:
 """
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from loka.formats import Spec
 from loka.records import Gemm
@@ -88,3 +99,88 @@ def recipe_named(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}; recipes are {', '.join(RECIPES)}")
     return RECIPES[name]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Sites whose qualified name matches the pattern (`fnmatch`), all of them or only experts, run `recipe`; None keeps them in 16 bits."""
+
+    pattern: str
+    recipe: str | None
+    reason: str
+    experts_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None:
+            recipe_named(self.recipe)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rules in order of precedence; what none of them matches stays in 16 bits."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def decide(self, site: str, *, experts: bool) -> Rule:
+        """The rule that decides about a site.
+
+        Args:
+            site: its qualified name.
+            experts: whether it is a grouped linear.
+
+        Returns:
+            The first rule that matches.
+        """
+        for rule in self.rules:
+            if (experts or not rule.experts_only) and fnmatchcase(site, rule.pattern):
+                return rule
+        return Rule(site, None, "no rule of the recipe names it")
+
+
+def _onerec(name: str, gate_up: str, down: str) -> Mixture:
+    """Experts' two projections by the given recipes, the shared expert's likewise: they are one GEMM then."""
+    return Mixture(
+        name,
+        (
+            Rule("heads.*", None, "head: the last product before the ranking"),
+            Rule("*.heads.*", None, "head: the last product before the ranking"),
+            Rule("*.router", None, "router: a wrong expert is no small error, and it is cheap"),
+            Rule("context.*", None, "context processor: once per request"),
+            Rule("*.down", down, f"experts: {down}", experts_only=True),
+            Rule("*", gate_up, f"experts: {gate_up}", experts_only=True),
+            Rule("*.ffn.shared.down", down, "shared expert: as the routed ones"),
+            Rule("*.ffn.shared.*", gate_up, "shared expert: as the routed ones"),
+            Rule("*", "rowwise", "linear: rowwise"),
+        ),
+    )
+
+
+MIXTURES: dict[str, Mixture] = {
+    mixture.name: mixture
+    for mixture in (
+        _onerec("onerec", "blockwise", "blockwise"),
+        _onerec("onerec_rows", "rowwise", "rowwise"),
+        _onerec("onerec_mixed", "rowwise", "blockwise"),
+        Mixture("none", (Rule("*", None, "left in 16 bits"),)),
+    )
+}
+
+
+def mixture_named(name: str) -> Mixture:
+    """A mixture by name; a recipe is the mixture that has it everywhere.
+
+    Args:
+        name: of a recipe or of a mixture.
+
+    Returns:
+        The rules.
+
+    Raises:
+        ValueError: no such name.
+    """
+    if name in MIXTURES:
+        return MIXTURES[name]
+    if name not in RECIPES:
+        raise ValueError(f"no recipe {name!r}; recipes are {', '.join((*RECIPES, *MIXTURES))}")
+    return Mixture(name, (Rule("*", name, f"{name} everywhere"),))

@@ -18,6 +18,7 @@ from loka.kernels import registry
 from loka.kernels.backend import library_version
 from loka.measure.device import snapshot
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming, Weights
+from loka.measure.timing import BASELINE
 from loka.records import Environment, Gemm, Interval, from_json
 from loka.records.bench import KernelBench, KernelRow
 from loka.records.performance import Errors, Origin, PerformanceRow, PerformanceRows
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 LINEAR = "linear"
-BASELINE = "bf16"
 ABSENT = "absent"
 _DISTRIBUTIONS = {
     "deepgemm": "sgl-deep-gemm",

@@ -4,21 +4,38 @@ Probe measures errors anywhere, by emulation if need be; times only exist for th
 recipe Probe has an error for is looked up in the database, backend by backend: same GEMM, Specs and K x N, M in the same bucket, all rows of one
 machine (the newest description of that device). The error stays Probe's: a backend that passed conformance computes the same function up to its
 tolerance. What has no row is refused with the reason; no time is interpolated between shapes.
+
+`fastest_backend` is the same question for a backend that was left to `auto`, where a module is placed: the rows of this very machine, the user's database before those that ship with the package.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
-from loka.dispatch.database import Database, Key, Machine
-from loka.dispatch.recipe import RECIPES
-from loka.dispatch.rows import BASELINE, LINEAR, linear_variant, shipped
+from loka.dispatch.database import Database, Key, Machine, default_path
+from loka.dispatch.recipe import RECIPES, Operands
+from loka.dispatch.rows import LINEAR, linear_variant, machine_here, shipped
 from loka.measure.site import Weights
+from loka.measure.timing import BASELINE
 from loka.records import Candidate, Gemm, ProbeReport, Site
 from loka.records.performance import Origin
 
-__all__ = ["DatabaseSpeeds", "Option", "ProbeSpeeds", "Speeds", "choose_machine", "shipped_database"]
+__all__ = [
+    "DatabaseSpeeds",
+    "Fastest",
+    "Option",
+    "ProbeSpeeds",
+    "Speeds",
+    "choose_machine",
+    "fastest_backend",
+    "shipped_database",
+]
+
+
+_KEPT_FIRST: tuple[Weights, ...] = ("cached", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,70 @@ def _cite(origin: Origin, measured_at: int, m: int, weights: Weights) -> str:
     at = f"M {m}" if m == measured_at else f"M {measured_at}, the bucket of {m}"
     commit = f", commit {origin.commit[:12]}" if origin.commit else ""
     return f"database row of {origin.date[:10]}, {origin.device}, driver {origin.driver}, torch {origin.torch}{commit}; {at}, weights {weights}"
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The backend with the shortest measured time for a call, and the row that says so."""
+
+    backend: str
+    source: str
+
+
+def fastest_backend(
+    gemm: Gemm, operands: Operands, m: int, k: int, n: int, *, databases: Sequence[Database] | None = None, machine: Machine | None = None
+) -> Fastest | None:  # fmt: skip
+    """The fastest backend that was measured on this machine for one GEMM of a linear, in the bucket of its rows.
+
+    Args:
+        gemm: which one.
+        operands: what it runs on.
+        m: rows of a call.
+        k: inputs of the linear.
+        n: outputs of the linear.
+        databases: where to look, first to last; None for the user's own, then the rows that ship with the package.
+        machine: whose rows count; None for this one.
+
+    Returns:
+        The backend and where its time comes from; None where no row counts. Times with weights that are quantised before the call come first: a placed linear keeps them.
+    """
+    machine = machine or _this_machine()
+    for database in _databases() if databases is None else databases:
+        for weights in _KEPT_FIRST:
+            variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights=weights)  # fmt: skip
+            names = [name for name in machine.versions if name not in (BASELINE, "reference")]
+            found = [database.find(Key(LINEAR, variant, m, k, n, name), machine) for name in names]
+            timed = [
+                (f.row.microseconds.value, f.row, f.origin) for f in found if f.row is not None and f.row.microseconds
+            ]
+            if timed:
+                _, row, origin = min(timed, key=lambda entry: entry[0])
+                assert origin is not None
+                return Fastest(row.backend, _cite(origin, row.m, m, weights))
+    return None
+
+
+@lru_cache(maxsize=1)
+def _this_machine() -> Machine:
+    return machine_here()
+
+
+def _databases() -> Iterator[Database]:
+    """Those with rows of this machine's device, the user's first. A file that cannot be read is said, and passed over: `auto` has another answer."""
+    device = _this_machine().device
+    if default_path().exists():
+        try:
+            with Database.open(create=False) as own:
+                yield own
+        except ValueError as error:
+            warnings.warn(f"measured rows are not used: {error}", stacklevel=4)
+    if any(known.device == device for known in _shipped().machines()):
+        yield _shipped()
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> Database:
+    return shipped_database()
 
 
 def shipped_database() -> Database:

@@ -7,6 +7,7 @@ bundle.json          which data and training it came from
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +17,9 @@ from loka.records import BundleInfo
 from loka.records import load as load_record
 from loka.records import save as save_record
 from loka.semantic_ids import SemanticIndex, load_index
+
+if TYPE_CHECKING:
+    from loka.data import SequenceData
 
 MODEL, INDEX, INFO = "model.safetensors", "index.safetensors", "bundle.json"
 
@@ -34,6 +38,30 @@ class Bundle:
             raise ValueError(
                 f"the index has codebooks {self.index.codebook_sizes}, the model {self.model.config.codebooks}"
             )
+
+    def open_data(
+        self, name: str | None = None, *, root: Path | None = None, source: Path | None = None
+    ) -> "SequenceData":
+        """The data it was made from, as it was read then; or another set of the same items.
+
+        Args:
+            name: of a data set; None for the model's own.
+            root: folder of raw data and caches.
+            source: raw files of the data set.
+
+        Returns:
+            The sequences.
+
+        Raises:
+            ValueError: the data number other items than the ids do.
+        """
+        from loka.data import load_sequences
+
+        options: dict[str, Any] = dict(self.info.settings) if name in (None, self.info.data) else {}
+        found = load_sequences(name or self.info.data, root=root, source=source, **options)
+        if int(self.index.items.max()) > found.n_items:
+            raise ValueError(f"the model knows items up to {int(self.index.items.max())}, {found.name} has {found.n_items}: not the data it was made from")  # fmt: skip
+        return found
 
 
 def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -54,7 +82,7 @@ def load_bundle(folder: str | Path, *, device: torch.device | str = "cpu") -> Bu
     """Read the folder; weights are float32 again, what is quantised stays as it is."""
     source = Path(folder)
     if not is_bundle(source):
-        raise ValueError(f"{source} holds no {INFO}; hint: loka generate --train 300 --out {source}")
+        raise ValueError(f"{source} holds no {INFO}; hint: loka train --model onerec --out {source}")
     info = load_record(source / INFO, BundleInfo)
     model, summary = load_quantized(source / MODEL, device=device)
     if not isinstance(model, OneRec):

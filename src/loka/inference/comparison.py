@@ -34,9 +34,11 @@ def compare_arms(
     if len(both) < 2:
         raise ValueError(f"the arms share {len(both)} users: a paired comparison needs at least two")
     places = [_places(one, both) for one in users]
-    metrics = [
-        _compare(name, values[places[0]], candidate[name][places[1]], margin, seed) for name, values in baseline.items()
-    ]
+    pairs = {name: (values[places[0]], candidate[name][places[1]]) for name, values in baseline.items()}
+    empty = [name for name, (first, _) in pairs.items() if not bool(first.any())]
+    if len(empty) == len(pairs):
+        raise ValueError(f"{', '.join(empty)}: zero for every user of the baseline, no relative change can be told")
+    metrics = [_compare(name, *pair, margin, seed) for name, pair in pairs.items() if name not in empty]
     return PairedTest(
         baseline=names[0],
         candidate=names[1],
@@ -44,6 +46,7 @@ def compare_arms(
         split=SplitCheck(observed=list(check.observed), p_value=check.p_value, mismatch=check.mismatch),
         metrics=metrics,
         overlap=overlap or [],
+        notes=[f"{name} is zero for every user of the baseline: no relative change can be told" for name in empty],
         environment=capture_environment(),
     )
 
@@ -56,8 +59,6 @@ def _places(users: Tensor, wanted: Tensor) -> Tensor:
 def _compare(name: str, baseline: Tensor, candidate: Tensor, margin: float, seed: int) -> PairedMetric:
     lower = any(word in name for word in LOWER_IS_BETTER)
     sign = -1.0 if float(baseline.sum()) < 0 else 1.0
-    if float(baseline.abs().sum()) == 0:
-        raise ValueError(f"{name} is zero for every user of the baseline: no relative change can be told")
     found = compare_paired(
         sign * candidate,
         sign * baseline,

@@ -22,8 +22,8 @@ class EngineConfig:
     dtype: of everything that is not quantised. normalize: what probabilities sum to one over, the whole "codebook" or the "valid" codes, as the model was
     trained. graphs: CUDA graphs, None: where there is a GPU. fuse: torch.compile the small operations between the
     GEMMs, None: where there is a GPU. tune: time the backends of every GEMM and take the fastest, None: where there is a GPU and results
-    need not be batch invariant; else the registry's order decides. fold_shared: make the shared expert one of the grouped GEMM's where it fits. fast_accum: let FP8 GEMMs with row
-    scales keep their sums in the tensor cores. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
+    need not be batch invariant; else the registry's order decides. fold_shared: make the shared expert one of the grouped GEMM's where it fits. fast_accum: let FP8 GEMMs
+    keep their sums in the tensor cores where their recipe says so. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
     the GPU has free.
     """
 

@@ -171,9 +171,9 @@ class Decoder:
         if moe.fused:
             inner = moe.multiply_gated(rows, sorting.offsets, self.dtype)
         else:
-            both = moe.multiply(rows, moe.gate_up, sorting.offsets, self.dtype)
+            both = moe.expand(rows, sorting.offsets, self.dtype)
             inner = self.glue.gate(both, moe.activation, moe.specs[1])
-        out = moe.multiply(inner, moe.down, sorting.offsets, self.dtype)
+        out = moe.reduce(inner, sorting.offsets, self.dtype)
         apart = None
         if moe.shared is not None:
             same = moe.shared.gate_up.activation == moe.specs[0]

@@ -4,7 +4,7 @@
     for found in engine.generate([Request(codes_of_history), ...]):
         found.items, found.scores
 
-The model may be plain or quantised by `loka.quantize`; the engine runs what it is given. On a GPU every bucket is captured as one CUDA graph on first use
+The model may be plain, quantised (`loka.quantize`) or converted (`loka.convert`); the engine packs the choices it finds. On a GPU every bucket is captured as one CUDA graph on first use
 (`prepare` does it ahead), after a warm-up that compiles what is compiled and picks backends. All graphs share one memory pool and one set of caches, because
 one batch runs at a time. On a CPU the same functions run eagerly.
 
@@ -26,6 +26,7 @@ from loka.inference.memory import check_memory, explain_exhaustion
 from loka.inference.request import Recommendation, Request, check_request, pad_requests, split_found
 from loka.inference.tuning import Tuning
 from loka.inference.weights import PackedModel, Placement
+from loka.lowp.chain import chains_of
 from loka.models.onerec import OneRec
 from loka.semantic_ids import Trie
 
@@ -56,6 +57,8 @@ class Engine:
     ) -> None:
         if not isinstance(model, OneRec):
             raise ValueError(f"the engine runs OneRec models, got {type(model).__name__}")
+        if chained := [name for name, _ in chains_of(model)]:
+            raise ValueError(f"the engine packs linears and experts; {', '.join(chained[:5])} run as chains: revert(model), and quantize by a recipe")  # fmt: skip
         self.config = config or EngineConfig()
         self.model_config = model.config
         self.device = torch.device(device or model.begin.weight.device)

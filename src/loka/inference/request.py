@@ -90,3 +90,15 @@ def split_found(
             )
         )
     return out
+
+
+def make_histories(config: OneRecConfig, requests: int, items: int, *, seed: int = 0) -> list[Request]:
+    """Requests with random histories of so many items."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor((*config.codebooks, config.items) if config.items else config.codebooks)
+    out = []
+    for _ in range(requests):
+        codes = (torch.rand(items, config.history_width, generator=g) * sizes).long()
+        static = torch.randn(config.static, generator=g) if config.static else None
+        out.append(Request(codes, static))
+    return out

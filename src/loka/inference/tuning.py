@@ -1,31 +1,43 @@
-"""Which backend multiplies what: measured once per number of rows, on the weights themselves.
+"""Which backend multiplies what in the engine, by number of rows: from the rows of the performance database, measured where they are missing.
 
-Linears of one role (all queries, all QKV, ...) share shape and Specs, so they share a choice. A candidate is timed over the weights of all its blocks in turn,
-in one CUDA graph: together they exceed the L2 cache, as in a generation. Before it is timed it must agree with the reference on the first block. A
-candidate that refuses, fails or disagrees is written down with its reason and not used. Backends that the configuration names are not tuned.
+    linears     one role (all queries, all QKV, ...) shares shape and Specs, so it shares a choice: the fprop rows of `loka.dispatch.tune` with cached weights
+    experts     both grouped GEMMs with what stands between them, plain or in one fused kernel, over the weights of all blocks in turn: rows of the op `experts`
 
-Where nothing is to be measured, the registry's order decides.
+Everything is measured through `loka.measure`: the gate on the very call, then timing in interleaved CUDA graphs. Rows are filed, at the edge of their bucket, so that the next engine on this machine
+measures nothing. A candidate that refuses, fails or is wrong is a row with its reason. Backends that the configuration names are not tuned. Without a GPU, or where nothing is to be measured and no
+row is known, the registry's order decides.
 """
 
-import dataclasses
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loka.formats import QTensor, Spec, relative_l2
+from loka.dispatch import Database, Machine, bucket_of, tune
+from loka.dispatch.database import Key
+from loka.dispatch.rows import machine_here, origin_of
+from loka.dispatch.speed import fastest_backend
+from loka.dispatch.tune import key_of
+from loka.formats import QTensor
 from loka.inference.weights import Operand, PackedExperts, PackedLinear, PackedModel
 from loka.kernels import registry
 from loka.kernels.grouped_mm import permute, swiglu_quantize
-from loka.kernels.grouped_mm.call import GroupedCall
+from loka.kernels.grouped_mm.call import GroupedCall, Permutation
 from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm import MatmulCall
+from loka.measure import Candidate, Conformance, judge_backend, snapshot, time_together
+from loka.measure.grouped import LoadedCall
+from loka.measure.nearness import judge_near
+from loka.measure.site import GemmCandidate, SiteJob
+from loka.records.performance import PerformanceRow
 
 ROLES = ("query", "cross_out", "qkv", "self_out")
-TOLERANCE = 0.03  # relative L2 against the reference: tensor cores and bf16 outputs stay an order below, a wrong kernel does not
-REPEATS = 5
+EXPERTS = "experts"
+TOLERANCE = 0.03  # of a whole layer of experts: the rounding of what stands between its GEMMs flips here and there, a wrong kernel is an order beyond
+SECONDS = 120.0  # for the linears of one number of rows
 
 
 @dataclass(frozen=True)
@@ -40,12 +52,28 @@ class Tuned:
 
 
 class Tuning:
-    """Tuned copies of a packed model, by number of rows; the weights are shared."""
+    """Tuned copies of a packed model, by number of rows; the weights are shared.
 
-    def __init__(self, packed: PackedModel, dtype: torch.dtype, *, fixed: set[str], measure: bool) -> None:
-        self.packed, self.dtype, self.fixed = packed, dtype, fixed
-        self.measure = measure
+    Args:
+        packed: the model.
+        dtype: of what is not quantised.
+        fixed: ops whose backend the configuration names.
+        measure: measure what the database has no row for.
+        database: where rows are looked up and filed; None for the user's own, and one in memory where that cannot be opened.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        dtype: torch.dtype,
+        *,
+        fixed: set[str],
+        measure: bool,
+        database: Database | None = None,
+    ) -> None:
+        self.packed, self.dtype, self.fixed, self.measure = packed, dtype, fixed, measure
         self.log: list[Tuned] = []
+        self._database = database
         self._made: dict[int, PackedModel] = {}
 
     def tuned(self, rows: int) -> PackedModel:
@@ -53,6 +81,20 @@ class Tuning:
         if rows not in self._made:
             self._made[rows] = self._tune(rows) if self.measure else self._by_rule()
         return self._made[rows]
+
+    @property
+    def database(self) -> Database:
+        """Rows of this machine; opened when it is first needed."""
+        if self._database is None:
+            try:
+                self._database = Database.open()
+            except (
+                ValueError,
+                OSError,
+                sqlite3.Error,
+            ):  # a home that cannot be written: this engine measures for itself
+                self._database = Database(":memory:")
+        return self._database
 
     def _by_rule(self) -> PackedModel:
         blocks = [
@@ -66,142 +108,192 @@ class Tuning:
     def _tune(self, rows: int) -> PackedModel:
         blocks = list(self.packed.blocks)
         if "scaled_mm" not in self.fixed:
-            for role in ROLES:
-                name = self._pick_linear(role, [getattr(b, role) for b in blocks], rows)
-                if name is not None:
-                    blocks = [
-                        replace(b, **{role: getattr(b, role).on(name)})
-                        if getattr(b, role).activation is not None
-                        else b
-                        for b in blocks
-                    ]
-        if "grouped_mm" not in self.fixed:
-            groups = [b.ffn for b in blocks if isinstance(b.ffn, PackedExperts)]
-            if groups:
-                backend, fused = self._pick_experts(groups, rows)
+            found = self._choose_linears({role: [getattr(b, role) for b in blocks] for role in ROLES}, rows)
+            for role, name in found.items():
                 blocks = [
-                    replace(b, ffn=b.ffn.on(backend, fused=fused)) if isinstance(b.ffn, PackedExperts) else b
+                    replace(b, **{role: getattr(b, role).on(name)}) if getattr(b, role).activation is not None else b
                     for b in blocks
                 ]
-        return dataclasses.replace(self.packed, blocks=blocks)
+        groups = [b.ffn for b in blocks if isinstance(b.ffn, PackedExperts)]
+        if groups and "grouped_mm" not in self.fixed:
+            backend, fused = self._choose_experts(groups, rows)
+            blocks = [
+                replace(b, ffn=b.ffn.on(backend, fused=fused)) if isinstance(b.ffn, PackedExperts) else b
+                for b in blocks
+            ]
+        return replace(self.packed, blocks=blocks)
 
-    def _pick_linear(self, role: str, linears: list[PackedLinear], rows: int) -> str | None:
-        low = [m for m in linears if m.activation is not None]
-        if not low:
-            return None
-        weight = low[0].weight
-        assert isinstance(weight, QTensor)  # it has an activation Spec
-        x = _sample(rows, weight.shape[1], self.dtype, weight.device)
-        q = low[0].prepare(x)
-
-        def make(name: str) -> list[Callable[[], Any]]:
-            return [partial(m.on(name), q, self.dtype) for m in low]
-
-        names = [n for n in registry.BACKENDS["scaled_mm"] if n != "reference"]
-        return self._race(role, rows, {n: make(n) for n in names}, make("reference")[0], default="auto")
-
-    def _pick_experts(self, groups: list[PackedExperts], rows: int) -> tuple[str, bool]:
-        first = groups[0]
-        visits = first.top + int(first.always)
-        device = first.router.device
-        shares = torch.rand(rows, first.routed, generator=torch.Generator(device).manual_seed(0), device=device)
-        chosen = shares.topk(first.top).indices
-        if first.always:
-            chosen = nn.functional.pad(chosen, (0, 1), value=first.routed)
-        sorting = permute(chosen, first.experts)
-        x = _sample(rows * visits, first.gate_up.shape[2], self.dtype, device)
-        q: Operand = x if first.specs[0] is None else quantize(x, first.specs[0])
-
-        def make(name: str, fused: bool) -> list[Callable[[], Tensor]]:
-            on = [m.on(name, fused=fused) for m in groups]
-            return [lambda m=m: _run_experts(m, q, sorting.offsets, self.dtype) for m in on]  # type: ignore[misc]
-
-        runs = {}
-        mixed = (
-            ("auto",) if first.specs[0] is None else ()
-        )  # 16 bits: one backend's fused half may go with another's plain one
-        for name in (*mixed, *registry.BACKENDS["grouped_mm"]):
-            if name != "reference":
-                runs[name] = make(name, False)
-                if isinstance(first.activation, nn.SiLU):  # the fused kernel has no other
-                    runs[f"{name} fused"] = make(name, True)
-        won = self._race("experts", rows, runs, make("reference", False)[0], default="auto")
-        return won.removesuffix(" fused"), won.endswith(" fused")
-
-    def _race(
-        self, role: str, rows: int, runs: dict[str, list[Callable[[], Any]]], law: Callable[[], Any], *, default: str
-    ) -> str:
-        expected = law()
-        times: dict[str, float] = {}
-        refused: dict[str, str] = {}
-        for name, calls in runs.items():
-            try:
-                error = relative_l2(calls[0]().float(), expected.float())
-                if not error < TOLERANCE:
-                    refused[name] = f"differs from the reference by {error:.3g} (relative L2)"
-                    continue
-                times[name] = time_calls(calls, expected.device)
-            except Exception as error:  # a backend that fails here must not take the engine with it; it is written down
-                refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        chosen = min(times, key=lambda n: times[n]) if times else default
-        self.log.append(Tuned(role, rows, chosen, times, refused))
+    def _choose_linears(self, linears: dict[str, list[PackedLinear]], rows: int) -> dict[str, str]:
+        """The fastest backend of every role in low precision that has a measured row."""
+        machine, device = machine_here(), self.packed.table.device
+        jobs: dict[str, SiteJob] = {}
+        refused: dict[str, dict[str, str]] = {}
+        for role, found in linears.items():
+            low = next((m for m in found if m.bound is not None), None)
+            if low is not None:
+                jobs[role], refused[role] = _job_of(low, rows, device)
+        if any(job.candidates for job in jobs.values()):
+            tune(list(jobs.values()), self.database, device, seconds=SECONDS)
+        chosen = {}
+        for role, job in jobs.items():
+            times: dict[str, float] = {}
+            for candidate in job.candidates:
+                row = self.database.find(key_of(job, candidate), machine)
+                if row.row is not None and row.row.microseconds is not None:
+                    times[candidate.backend] = row.row.microseconds.value
+                else:
+                    refused[role][candidate.backend] = (row.row.refusal if row.row else None) or row.reason
+            bound = next(m.bound for m in linears[role] if m.bound is not None)
+            best = fastest_backend("fprop", bound.operands, rows, job.k, job.n, databases=[self.database], machine=machine)  # fmt: skip
+            if best is not None and best.backend in times:
+                chosen[role] = best.backend
+            self.log.append(Tuned(role, rows, chosen.get(role, "auto"), times, refused[role]))
         return chosen
 
+    def _choose_experts(self, groups: list[PackedExperts], rows: int) -> tuple[str, bool]:
+        """The fastest way through the experts, `auto` where none was measured."""
+        race = _Race(groups, bucket_of(rows), self.dtype, self.database)
+        times: dict[str, float] = {}
+        refused: dict[str, str] = {}
+        for name, row in race.run().items():
+            if row.microseconds is not None:
+                times[name] = row.microseconds.value
+            else:
+                refused[name] = row.refusal or "not timed"
+        won = min(times, key=lambda n: times[n]) if times else "auto"
+        self.log.append(Tuned(EXPERTS, rows, won, times, refused))
+        return won.removesuffix(" fused"), won.endswith(" fused")
 
-def _sample(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(rows, width, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
+
+def _job_of(linear: PackedLinear, rows: int, device: torch.device) -> tuple[SiteJob, dict[str, str]]:
+    """What to measure for a linear, on the backends that can run it; and why the others cannot."""
+    assert linear.bound is not None
+    (n, k), o = linear.weight.shape, linear.bound.operands
+    call = MatmulCall(rows, k, n, o.a, o.b, fast_accum=o.fast_accum)
+    able, refused = [], {}
+    for name in registry.BACKENDS["scaled_mm"]:
+        verdict = registry.backend("scaled_mm", name).supports(call, device)
+        if name != "reference" and verdict:
+            able.append(GemmCandidate(o.a, o.b, name, o.fast_accum))
+        elif name != "reference":
+            refused[name] = verdict.reason
+    return SiteJob("fprop", rows, k, n, tuple(able), "cached"), refused
+
+
+class _Race:
+    """All ways through the experts of a model, for one number of tokens: looked up, or judged and timed together and filed."""
+
+    def __init__(self, groups: Sequence[PackedExperts], rows: int, dtype: torch.dtype, database: Database) -> None:
+        self.groups, self.rows, self.dtype, self.database = groups, rows, dtype, database
+        first = groups[0]
+        self.first, self.device = first, first.router.device
+        here = snapshot()
+        machine = machine_here(here)
+        own = {"auto": f"loka {here.loka}"}  # a mixture of backends: of one version of this library
+        self.machine = Machine(machine.device, machine.driver, machine.torch, {**machine.versions, **own})
+        self.origin = origin_of(here)
+
+    def run(self) -> dict[str, PerformanceRow]:
+        """A row for every way, by its name."""
+        # 16 bits: one backend's fused half may go with another's plain one
+        mixed = ("auto",) if self.first.specs[0] is None else ()
+        names = [n for n in (*mixed, *registry.BACKENDS["grouped_mm"]) if n != "reference"]
+        ways = [(n, fused) for n in names for fused in (False, True) if not fused or isinstance(self.first.activation, nn.SiLU)]  # fmt: skip
+        rows = {way: self.database.find(self._key(*way), self.machine).row for way in ways}
+        missing = [way for way, row in rows.items() if row is None]
+        found = {way: row for way, row in rows.items() if row is not None} | self._measure(missing)
+        return {name + " fused" * fused: row for (name, fused), row in found.items()}
+
+    def _key(self, name: str, fused: bool) -> Key:
+        f, specs = self.first, ["16 bits" if s is None else str(s) for s in self.first.specs]
+        weights = [str(w.spec) if isinstance(w, QTensor) else str(self.dtype).removeprefix("torch.") for w in (f.gate_up, f.down)]  # fmt: skip
+        fast = " fast" * f.fast[0], " fast" * f.fast[1]
+        pairs = [f"{s} @ {w}{x}" for s, w, x in zip(specs, weights, fast, strict=True)]
+        variant = f"{' then '.join(pairs)}, {f.experts} experts, {self._visits} visits{', fused' if fused else ''}"
+        return Key(EXPERTS, variant, self.rows, f.gate_up.shape[2], f.gate_up.shape[1], name)
+
+    @property
+    def _visits(self) -> int:
+        return self.first.top + int(self.first.always)
+
+    def _measure(self, ways: Sequence[tuple[str, bool]]) -> dict[tuple[str, bool], PerformanceRow]:
+        if not ways:
+            return {}
+        x, sorting = self._operands()
+        law = _run_experts(self.first.on("reference"), x, sorting.offsets, self.dtype)
+        checks: dict[tuple[str, bool], Conformance] = {}
+        candidates: dict[tuple[str, bool], Candidate] = {}
+        for name, fused in ways:
+            checks[name, fused] = check = self._judge(name, fused, x, sorting, law)
+            if check:
+                thunks = [_thunk(m.on(name, fused=fused), x, sorting.offsets, self.dtype) for m in self.groups]
+                candidates[name, fused] = Candidate(name + " fused" * fused, thunks, check)
+        timed = time_together(list(candidates.values()), self.device) if candidates else []
+        times = dict(zip(candidates, timed, strict=True))
+        rows = {}
+        for way, check in checks.items():
+            key = self._key(*way)
+            rows[way] = PerformanceRow(
+                op=key.op, variant=key.variant, m=key.m, k=key.k, n=key.n, backend=key.backend,
+                version=self.machine.versions[key.backend], refusal=None if check else check.reason,
+                microseconds=times[way].microseconds() if way in times else None,
+                conformance=check.error if check else None, tolerance=check.tolerance,
+            )  # fmt: skip
+        if self.device.type == "cuda":  # times of a CPU are good for tests only
+            self.database.add(self.origin, rows.values())
+        return rows
+
+    def _operands(self) -> tuple[Operand, Permutation]:
+        f, generator = self.first, torch.Generator(self.device).manual_seed(0)
+        shares = torch.rand(self.rows, f.routed, generator=generator, device=self.device)
+        chosen = shares.topk(f.top).indices
+        if f.always:
+            chosen = nn.functional.pad(chosen, (0, 1), value=f.routed)
+        x = torch.randn(self.rows * self._visits, f.gate_up.shape[2], device=self.device, generator=generator)
+        rows = x.to(self.dtype)
+        return rows if f.specs[0] is None else quantize(rows, f.specs[0]), permute(chosen, f.experts)
+
+    def _judge(self, name: str, fused: bool, x: Operand, sorting: Permutation, law: Tensor) -> Conformance:
+        """The gate on both grouped GEMMs, then the whole layer beside the reference: nothing else sees a fused kernel."""
+        f = self.first
+        for weight, spec, fast in zip((f.gate_up, f.down), f.specs, f.fast, strict=True) if name != "auto" else ():
+            experts, n, k = weight.shape
+            low = weight if isinstance(weight, QTensor) else None
+            call = LoadedCall(
+                self.rows * self._visits, k, n, experts, None if low is None else spec, None if low is None else low.spec,
+                self.dtype if low is None else low.data.dtype, self.dtype, fast,
+            )  # fmt: skip
+            verdict = judge_backend("grouped_mm", registry.backend("grouped_mm", name), call, self.device)
+            if not verdict:
+                return verdict
+        try:
+            out = _run_experts(f.on(name, fused=fused), x, sorting.offsets, self.dtype)
+        except Exception as failure:  # a backend that fails here must not take the engine with it; it is written down
+            return Conformance(False, float("inf"), TOLERANCE, f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}")  # fmt: skip
+        return judge_near(out, law.double(), TOLERANCE, what="the layer")
+
+
+def _thunk(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Callable[[], Any]:
+    return lambda: _run_experts(moe, x, offsets, dtype)
 
 
 def _run_experts(moe: PackedExperts, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     if moe.fused:
         inner = moe.multiply_gated(x, offsets, dtype)
     else:
-        inner = swiglu_quantize(moe.multiply(x, moe.gate_up, offsets, dtype), moe.specs[1])
-    return moe.multiply(inner, moe.down, offsets, dtype)
+        inner = swiglu_quantize(moe.expand(x, offsets, dtype), moe.specs[1])
+    return moe.reduce(inner, offsets, dtype)
 
 
 def _has_fused(moe: PackedExperts, dtype: torch.dtype) -> bool:
     """Whether a backend other than the emulation has gate, up, SwiGLU and quantisation in one kernel for this layer."""
     if not isinstance(moe.activation, nn.SiLU):
         return False
-    specs: tuple[Spec | None, Spec | None] = (
-        moe.specs[0],
-        moe.gate_up.spec if isinstance(moe.gate_up, QTensor) else None,
-    )
     experts, n, k = moe.gate_up.shape
-    data = moe.gate_up.data.dtype if isinstance(moe.gate_up, QTensor) else moe.gate_up.dtype
-    call = GroupedCall(experts, k, n, experts, *specs, data, dtype, False, True, moe.specs[1])
-    name = moe.backend if moe.backend != "auto" else None
-    names = [name] if name else [n for n in registry.BACKENDS["grouped_mm"] if n != "reference"]
-    device = moe.router.device
-    return any(bool(registry.backend("grouped_mm", n).supports(call, device)) for n in names)
-
-
-def time_calls(calls: list[Callable[[], Any]], device: torch.device) -> float:
-    """Microseconds per call: all calls in one CUDA graph, the best of a few replays; on a CPU plainly, for tests."""
-    import time
-
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        for call in calls:
-            call()
-        return 1e6 * (time.perf_counter() - begin) / len(calls)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    best = float("inf")
-    for _ in range(REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        best = min(best, 1e3 * start.elapsed_time(stop) / len(calls))
-    return best
+    if isinstance(moe.gate_up, QTensor):
+        b, data = moe.gate_up.spec, moe.gate_up.data.dtype
+    else:
+        b, data = None, moe.gate_up.dtype
+    call = GroupedCall(experts, k, n, experts, moe.specs[0], b, data, dtype, False, True, moe.specs[1])
+    names = [moe.backend] if moe.backend != "auto" else [n for n in registry.BACKENDS["grouped_mm"] if n != "reference"]
+    return any(bool(registry.backend("grouped_mm", n).supports(call, moe.router.device)) for n in names)

@@ -14,21 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.formats import ROW, QTensor, Spec
+from loka.dispatch import Operands
+from loka.formats import QTensor, Spec
 from loka.kernels import grouped_mm
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import prepare, scaled_mm
+from loka.lowp.binding import BoundGemm
+from loka.lowp.linear import Linear
 from loka.models.onerec import LazyBlock, OneRec
 from loka.nn import BlockNorm, GroupedLinear, MixtureOfExperts, SwiGLU
 from loka.nn.experts import UNIT
 from loka.ptq import QuantizedExperts, QuantizedLinear
+from loka.ptq.modules import quantize_weight
 
 Operand = Tensor | QTensor
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights go and which backends run them."""
+    """Where weights go, which backends run them, and whether sums may stay in the tensor cores where a recipe lets them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -70,46 +74,49 @@ class PackedNorm:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """y = x W^T + b. `activation` is the Spec of x, None for high precision."""
+    """y = x W^T + b. `bound` is what its GEMM runs, None for high precision; `quantizer` makes x what it takes."""
 
     weight: Operand
     bias: Tensor | None
-    activation: Spec | None
-    backend: str
+    bound: BoundGemm | None
     quantizer: str
-    fast_accum: bool
 
     @classmethod
     def of(cls, module: nn.Module, placement: Placement) -> "PackedLinear":
-        """From an nn.Linear or its quantised stand-in."""
-        names = placement.backends
-        how = (names.get("scaled_mm", "auto"), names.get("quantize", "auto"), placement.fast_accum)
-        if isinstance(module, QuantizedLinear):
-            bias = None if module.bias is None else placement.place(module.bias)
-            packed = cls(placement.place_quantized(module.qweight), bias, module.activation, *how)
-            return packed.on(packed.backend)
-        if not isinstance(module, nn.Linear):
+        """From an nn.Linear, plain, converted or quantised."""
+        if not isinstance(module, nn.Linear | QuantizedLinear):
             raise ValueError(f"expected an nn.Linear or a QuantizedLinear, got {type(module).__name__}")
+        quantizer = placement.backends.get("quantize", "auto")
         bias = None if module.bias is None else placement.place(module.bias)
-        return cls(placement.place(module.weight), bias, None, *how)
+        if (low := _low(module)) is None:
+            return cls(placement.place(module.weight), bias, None, quantizer)
+        weight, operands = low
+        operands = replace(operands, fast_accum=placement.fast_accum and operands.fast_accum)
+        name = placement.backends.get("scaled_mm", "auto")
+        return cls(placement.place_quantized(weight), bias, BoundGemm(name, operands), quantizer).on(name)
+
+    @property
+    def activation(self) -> Spec | None:
+        """The Spec of x, None for high precision."""
+        return None if self.bound is None else self.bound.operands.a
 
     def on(self, backend: str) -> "PackedLinear":
-        """The same linear on a backend, its weight laid out for it."""
-        if not isinstance(self.weight, QTensor) or self.activation is None:
-            return replace(self, backend=backend)
-        return replace(self, backend=backend, weight=prepare(self.weight, self.activation, backend=backend))
+        """The same linear on a backend, its weight laid out for it; one in high precision as it is."""
+        if not isinstance(self.weight, QTensor) or self.bound is None:
+            return self
+        bound = BoundGemm(backend, self.bound.operands)
+        return replace(self, bound=bound, weight=prepare(self.weight, bound.operands.a, backend=backend))
 
     def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
         """x [M, K], quantised already or not -> [M, N]."""
-        if isinstance(self.weight, QTensor):
+        if isinstance(self.weight, QTensor) and self.bound is not None:
             q = self.prepare(x)
             assert isinstance(q, QTensor)  # prepare quantised it
-            fast = (
-                self.fast_accum and self.weight.spec.block == ROW
-            )  # block scales leave the tensor cores every 128 products
-            y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.backend, fast_accum=fast)
+            fast = self.bound.operands.fast_accum
+            y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.bound.backend, fast_accum=fast)
             return y if self.bias is None else y + self.bias
         assert isinstance(x, Tensor)  # a high-precision linear is never handed FP8
+        assert isinstance(self.weight, Tensor)
         return F.linear(x, self.weight, self.bias)
 
     def prepare(self, x: Operand) -> Operand:
@@ -138,7 +145,7 @@ class PackedSwiGLU:
 class PackedExperts:
     """A mixture; with `always` the last expert is the shared one, which every token visits with weight one.
 
-    fused: gate, up, SwiGLU and quantisation in one kernel (kernels.grouped_swiglu), where its backend has it. fast_accum: under row scales, as in a PackedLinear.
+    fused: gate, up, SwiGLU and quantisation in one kernel (kernels.grouped_swiglu), where its backend has it. fast: whether the sums of gate_up, and of down, stay in the tensor cores.
     """
 
     router: Tensor
@@ -153,7 +160,7 @@ class PackedExperts:
     shared: PackedSwiGLU | None
     backend: str = "auto"
     fused: bool = False
-    fast_accum: bool = False
+    fast: tuple[bool, bool] = (False, False)
 
     @property
     def experts(self) -> int:
@@ -167,6 +174,7 @@ class PackedExperts:
             raise ValueError(f"the engine routes in 16 bits, but the router is a {type(module.router).__name__}")
         folded = fold and _foldable(module)
         weights = [_stack(module, name, placement, folded=folded) for name in ("gate_up", "down")]
+        lows = [_low(part) for part in (module.gate_up, module.down)]
         apart = module.shared is not None and not folded
         packed = cls(
             router=placement.place(module.router.weight),
@@ -176,10 +184,13 @@ class PackedExperts:
             always=folded,
             gate_up=weights[0],
             down=weights[1],
-            specs=(_spec_of(module.gate_up), _spec_of(module.down)),
+            specs=(None if lows[0] is None else lows[0][1].a, None if lows[1] is None else lows[1][1].a),
             activation=module.activation,
             shared=PackedSwiGLU.of(module.shared, placement) if apart and module.shared is not None else None,
-            fast_accum=placement.fast_accum,
+            fast=(
+                placement.fast_accum and lows[0] is not None and lows[0][1].fast_accum,
+                placement.fast_accum and lows[1] is not None and lows[1][1].fast_accum,
+            ),
         )
         return packed.on(placement.backends.get("grouped_mm", "auto"))
 
@@ -191,24 +202,35 @@ class PackedExperts:
         )
         return replace(self, backend=backend, fused=fused, gate_up=gate_up, down=down)
 
-    def multiply(self, x: Operand, weight: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows sorted by expert with `gate_up` or `down`."""
+    def expand(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows sorted by expert with `gate_up`."""
         return grouped_mm.grouped_mm(
-            x, weight, offsets, out_dtype=dtype, fast_accum=self._fast(weight), backend=self.backend
+            x, self.gate_up, offsets, out_dtype=dtype, fast_accum=self.fast[0], backend=self.backend
+        )
+
+    def reduce(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows sorted by expert with `down`."""
+        return grouped_mm.grouped_mm(
+            x, self.down, offsets, out_dtype=dtype, fast_accum=self.fast[1], backend=self.backend
         )
 
     def multiply_gated(self, x: Operand, offsets: Tensor, dtype: torch.dtype) -> Operand:
         """silu(gate) * up of the rows in one kernel, as `down` takes it."""
         return grouped_mm.grouped_swiglu(
-            x, self.gate_up, offsets, spec=self.specs[1], out_dtype=dtype, fast_accum=self._fast(self.gate_up), backend=self.backend
+            x, self.gate_up, offsets, spec=self.specs[1], out_dtype=dtype, fast_accum=self.fast[0], backend=self.backend
         )  # fmt: skip
 
-    def _fast(self, weight: Operand) -> bool:
-        return self.fast_accum and isinstance(weight, QTensor) and weight.spec.block == ROW
 
-
-def _spec_of(module: nn.Module) -> Spec | None:
-    return module.activation if isinstance(module, QuantizedExperts | QuantizedLinear) else None
+def _low(module: nn.Module) -> tuple[QTensor, Operands] | None:
+    """The FP8 weight of a module and what its forward GEMM runs on, as `loka.quantize` or `loka.convert` chose it; None for 16 bits."""
+    if isinstance(module, QuantizedExperts | QuantizedLinear):
+        return module.qweight, module.operands
+    if not isinstance(module, Linear) or module.binding.fprop is None:
+        return None
+    operands = module.binding.fprop.operands
+    if operands.a.mode != "dynamic":
+        raise ValueError(f"{module.state.name}: {operands.a}: the engine computes scales from its tensors, remembered ones it has not")  # fmt: skip
+    return quantize_weight(module.weight.detach(), operands.b), operands
 
 
 def _foldable(module: MixtureOfExperts) -> bool:
@@ -218,9 +240,8 @@ def _foldable(module: MixtureOfExperts) -> bool:
         routed, shared = getattr(module, name), getattr(module.shared, name)
         if routed.weight.shape[1:] != shared.weight.shape or shared.bias is not None:
             return False
-        if isinstance(routed, QuantizedExperts) != isinstance(shared, QuantizedLinear):
-            return False
-        if isinstance(routed, QuantizedExperts) and routed.operands != shared.operands:
+        first, second = (None if (low := _low(m)) is None else low[1] for m in (routed, shared))
+        if first != second:
             return False
     return True
 
@@ -232,7 +253,9 @@ def _stack(module: MixtureOfExperts, name: str, placement: Placement, *, folded:
         q = placement.place_quantized(routed.qweight)
         if last is None:
             return q
-        more = placement.place_quantized(last.qweight)
+        low = _low(last)
+        assert low is not None  # folded ones run alike
+        more = placement.place_quantized(low[0])
         data = torch.cat([q.data.view(torch.uint8), more.data[None].view(torch.uint8)]).view(q.data.dtype)
         return QTensor(data, torch.cat([q.scale, more.scale[None]]), q.spec)
     if not isinstance(routed, GroupedLinear):

@@ -30,13 +30,14 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "beam_attention": ("triton", "torch", "reference"),
     "topk": ("triton", "torch", "reference"),
     "route": ("triton", "reference"),
-    "embedding_bag": ("triton", "torch", "reference"),
+    "embedding_bag": ("triton", "torch", "fbgemm", "reference"),
     "embedding_update": ("triton", "reference"),
 }
 
 # Backends that `auto` passes over, and why: they are for callers who ask for them by name.
 BY_NAME: dict[tuple[str, str], str] = {
     ("quantize", "compiled"): "is only asked for by name: it is fast inside torch.compile, and slow outside",
+    ("embedding_bag", "fbgemm"): "is only asked for by name: results would depend on what is installed",
 }
 
 _LOADED: dict[str, ModuleType] = {}
@@ -51,7 +52,7 @@ class Selection:
     refusals: dict[str, str]
 
 
-_ANSWERS: dict[tuple[str, Any, torch.device, tuple[str, ...] | None], Selection] = {}
+_ANSWERS: dict[tuple[str, Any, torch.device, tuple[str, ...] | None, str | None], Selection] = {}
 _MANY_ANSWERS = 4096
 
 
@@ -106,44 +107,45 @@ def prepare_for(chosen: Any, weight: QTensor, a: Spec) -> QTensor:
     return prepared
 
 
-def pick(op: str, name: str, call: Any, device: torch.device) -> Selection:
-    """A backend by name, or the first that can run with `auto`."""
+def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:
+    """A backend by name; with `auto` the preferred one where it can run the call, else the first that can."""
     if name != "auto":
         verdict = backend(op, name).supports(call, device)
         if not verdict:
             raise UnsupportedError(f"{op} backend {name!r} cannot run {call} on {device}: {verdict.reason}")
         return Selection(name, backend(op, name), {})
-    chosen = first(op, call, device)
+    chosen = first(op, call, device, prefer=prefer)
     if chosen.name == "reference" and device.type == "cuda":
         _warn_of_emulation(op, call, chosen.refusals)
     return chosen
 
 
-def first(op: str, call: Any, device: torch.device) -> Selection:
-    """The first backend that can run a call, without a word about it.
+def first(op: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:
+    """The first backend that can run a call, without a word about it; `prefer` is asked before the others.
 
     Asking all backends in every call cost the host up to 70 us where many refuse, so an answer is kept: what a backend supports depends on the call, the device and what is
     installed, and none of these changes under a running process.
     """
     if torch.compiler.is_compiling():  # asked once, while tracing
-        return _ask_in_order(op, call, device)
-    key = (op, call, device, BACKENDS.get(op))
+        return _ask_in_order(op, call, device, prefer)
+    key = (op, call, device, BACKENDS.get(op), prefer)
     try:
         known = _ANSWERS.get(key)
     except TypeError:  # a symbolic shape has no hash
-        return _ask_in_order(op, call, device)
+        return _ask_in_order(op, call, device, prefer)
     if known is None or known.backend is not _LOADED.get(f"{op}.{known.name}"):
-        known = _ask_in_order(op, call, device)
+        known = _ask_in_order(op, call, device, prefer)
         if len(_ANSWERS) >= _MANY_ANSWERS:  # ragged batches: every number of rows is another call
             _ANSWERS.clear()
         _ANSWERS[key] = known
     return known
 
 
-def _ask_in_order(op: str, call: Any, device: torch.device) -> Selection:
+def _ask_in_order(op: str, call: Any, device: torch.device, prefer: str | None = None) -> Selection:
     refusals: dict[str, str] = {}
-    for candidate in BACKENDS[op]:
-        if (op, candidate) in BY_NAME:
+    order = BACKENDS[op] if prefer is None else (prefer, *(name for name in BACKENDS[op] if name != prefer))
+    for candidate in order:
+        if (op, candidate) in BY_NAME and candidate != prefer:
             refusals[candidate] = BY_NAME[op, candidate]
             continue
         verdict = backend(op, candidate).supports(call, device)

@@ -1,18 +1,21 @@
-"""What `auto` comes to for the GEMMs of a linear on the device it is on, written down when the linear is bound: a summary and a repr name kernels.
+"""What `auto` comes to for the GEMMs of a linear on the device it is on, chosen when the linear is bound and written into its binding: that runs, and a summary and a repr name it.
 
-The binding keeps saying `auto`, so that a linear which is moved to another device runs what that device has. What a backend supports may depend on the type it writes: under autocast
-that is another one than the weight's, so both are asked, and where they differ both kernels are named.
+On a GPU the rows of the performance database decide, where there are some for this machine, shape and bucket of rows (`loka.dispatch.speed.fastest_backend`); elsewhere, and without rows, the first
+backend of the registry that can. The binding keeps saying `auto`, so that a linear which is moved to another device is bound to what that device has. What a backend supports may depend on the
+type it writes: under autocast that is another one than the weight's, so both are asked, and where they differ both kernels are named. A call that the chosen backend cannot take (other rows) is
+taken by the first that can.
 """
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from loka.dispatch.speed import fastest_backend
 from loka.kernels import registry
-from loka.kernels.scaled_mm import MatmulCall
+from loka.kernels.scaled_mm import ROWS, MatmulCall
 from loka.kernels.scaled_mm.call import OUT_DTYPES
 from loka.lowp.binding import BoundGemm, LinearBinding
 from loka.measure.site import gemm_shape
@@ -20,16 +23,16 @@ from loka.records import GEMMS, Gemm
 
 __all__ = ["ROWS", "Pick", "is_emulation", "moved", "settle", "spell_refusals"]
 
-ROWS = 1024  # the rows a linear is asked for where nobody knows them; the choice hardly ever depends on it
-
 
 @dataclass(frozen=True)
 class Pick:
-    """What auto took on a device, and who refused before it."""
+    """What auto took on a device, by the type it writes; who refused before it; and the measured row that decided, if one did."""
 
     kernel: str
     device: torch.device
     refusals: tuple[tuple[str, str], ...]
+    source: str | None = None
+    by_dtype: tuple[tuple[torch.dtype, str], ...] = field(default=(), compare=False)
 
     @property
     def emulated(self) -> bool:
@@ -37,7 +40,7 @@ class Pick:
         return any(is_emulation(name, self.device) for name in self.kernel.split())
 
     def __str__(self) -> str:
-        return f"{self.kernel} on {self.device}"
+        return f"{self.kernel} on {self.device}" + (f", fastest by {self.source}" if self.source else "")
 
 
 def is_emulation(backend: str, device: torch.device) -> bool:
@@ -55,7 +58,7 @@ def settle(binding: LinearBinding, weight: Tensor, rows: int = ROWS) -> tuple[Li
         now: BoundGemm | None = getattr(binding, gemm)
         if now is not None and now.backend == "auto":
             pick = _pick(gemm, now, weight, rows)
-            bound[gemm] = replace(now, picked=str(pick))
+            bound[gemm] = replace(now, picked=str(pick), kernels=pick.by_dtype)
             picks.append(pick)
     return (replace(binding, **bound) if bound else binding), picks  # type: ignore[arg-type]
 
@@ -76,12 +79,18 @@ def _pick(gemm: Gemm, bound: BoundGemm, weight: Tensor, rows: int) -> Pick:
     own = weight.dtype if weight.dtype in OUT_DTYPES else torch.bfloat16
     dtypes = [own] if gemm == "wgrad" or own != torch.float32 else [own, torch.bfloat16]
     shape, operands = gemm_shape(gemm, rows, k, n), bound.operands
-    found = [
-        registry.first("scaled_mm", MatmulCall(*shape, operands.a, operands.b, dtype, operands.fast_accum), weight.device)
+    fastest = fastest_backend(gemm, operands, rows, k, n) if weight.device.type == "cuda" else None
+    found = {
+        dtype: registry.first(
+            "scaled_mm", MatmulCall(*shape, operands.a, operands.b, dtype, operands.fast_accum), weight.device,
+            prefer=None if fastest is None else fastest.backend,
+        )
         for dtype in dtypes
-    ]  # fmt: skip
-    names = dict.fromkeys(selection.name for selection in found)
-    return Pick(" or ".join(names), weight.device, tuple(found[0].refusals.items()))
+    }  # fmt: skip
+    names = dict.fromkeys(selection.name for selection in found.values())
+    source = fastest.source if fastest is not None and fastest.backend in names else None
+    table = tuple((dtype, selection.name) for dtype, selection in found.items())
+    return Pick(" or ".join(names), weight.device, tuple(found[own].refusals.items()), source, table)
 
 
 def spell_refusals(refusals: Mapping[str, str]) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
 from loka.dispatch.recipe import Operands
 from loka.formats import FORMATS, TENSOR, Format, Spec
 from loka.kernels import registry
@@ -25,11 +27,15 @@ Save = Literal["auto", "fp8", "high"]
 
 @dataclass(frozen=True)
 class BoundGemm:
-    """A GEMM in low precision: on which backend, with which operands. `picked`: what `auto` came to where it was bound (`loka.lowp.auto`)."""
+    """A GEMM in low precision: on which backend, with which operands.
+
+    picked: what `auto` came to where it was bound (`loka.lowp.auto`), in words. kernels: the same as what runs, by the type that is written.
+    """
 
     backend: str
     operands: Operands
     picked: str | None = field(default=None, compare=False)
+    kernels: tuple[tuple[torch.dtype, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.backend != "auto":
@@ -37,10 +43,18 @@ class BoundGemm:
         registry.load("quantize")
         registry.load("scaled_mm")
 
+    def preferred(self, dtype: torch.dtype) -> str | None:
+        """The backend that `auto` was bound to for results of a type; None where it was not, or where a backend is named."""
+        for known, name in self.kernels:
+            if known == dtype:
+                return name
+        return None
+
     @property
     def weight_form(self) -> Form:
-        """What this GEMM wants of a weight that is its second operand."""
-        return Form(self.operands.b, self.operands.a, self.backend)
+        """What this GEMM wants of a weight that is its second operand; for the kernel that `auto` was bound to, under autocast where that is another."""
+        backend = self.kernels[-1][1] if self.backend == "auto" and self.kernels else self.backend
+        return Form(self.operands.b, self.operands.a, backend)
 
     def __str__(self) -> str:
         backend = self.backend if self.picked is None else f"{self.backend} ({self.picked})"

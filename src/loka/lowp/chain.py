@@ -6,6 +6,7 @@ The modules of a chain stay where they are and what they are to everybody else: 
 
     head      the first linear; its forward runs the whole chain
     passed    every later linear, norm, activation and dropout; its forward returns its input, which the head has computed already
+    caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); its forward is its own
 
 So a chain may lie in an nn.Sequential, in an MLP of one's own, or across attributes that a forward calls one after another: wherever one module's output is read by the next one alone, which
 is what `loka.units` looks for. One node and not one per layer, because FP8 tensors cannot travel along autograd's edges: a gradient has its tensor's type.
@@ -14,11 +15,10 @@ is what `loka.units` looks for. One node and not one per layer, because FP8 tens
 model and the counters that Guard reads.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +41,17 @@ from loka.lowp.chain_function import (
 )
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
 from loka.lowp.leaving import refuse_export, refuse_script
+from loka.lowp.passing import CALLS, HandOn
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
+from loka.lowp.witness import Witness, warn_stale
 from loka.nn.norm import BlockNorm
 
-__all__ = ["Chain", "Part", "chain_of", "chains_of", "is_watched"]
+__all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
 
 CHAIN = "loka_chain"  # on every module of a chain: the chain
+TAP = "loka_tap"  # on a linear that somebody watches: who is shown what a chain does that begins there
+SEES_CHAINS = "loka_sees_chains"  # on a forward hook that knows of chains: it does not mistake what a module of one hands on for its output
 HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
 
 
@@ -60,28 +64,32 @@ class Part:
         linear: the nn.Linear.
         norm: the module whose weight, bias and eps the norm has; None without a norm.
         passed: modules that hand on their input from now on: the norm, the activation, dropouts without effect, identities.
-        functions: (owner, attribute) of activations that are plain functions on a module, as in nn.TransformerEncoderLayer.
+        callers: modules whose forward calls the activation, or a dropout without effect, as a function (`loka.lowp.passing`).
+        called: whether one of them calls the activation.
     """
 
     link: Link
     linear: nn.Linear
     norm: nn.Module | None = None
     passed: tuple[nn.Module, ...] = ()
-    functions: tuple[tuple[nn.Module, str], ...] = ()
+    callers: tuple[nn.Module, ...] = ()
+    called: bool = False
+
+    @property
+    def stops(self) -> int:
+        """What is called between this linear and the next, and hands on what it is given."""
+        return len(self.passed) + self.called
 
 
-@dataclass
-class _Replaced:
-    """A function that stood in an attribute."""
+class Tap(Protocol):
+    """Who watches a chain. It is asked in the steps in which it is on, and changes no number."""
 
-    owner: nn.Module
-    attribute: str
-    function: Any
+    @property
+    def on(self) -> bool:
+        """Whether the step now running has a look."""
 
-
-def _hand_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stands where an activation function stood that now runs inside a chain."""
-    return x
+    def see(self, chain: "Chain", x: Tensor, y: Tensor) -> Tensor:
+        """One call: what came in, what went out. Returns y, or the same numbers in a tensor whose gradient passes by."""
 
 
 class Chain:
@@ -129,11 +137,20 @@ class Chain:
         self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
+        self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
         self.placed = False
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
         self.watching = False
-        self._replaced: list[_Replaced] = []
-        self.handed_on: weakref.ReferenceType[Tensor] | None = None
+        self.callers = list({id(m): m for part in parts for m in part.callers}.values())
+        self.pending: Tensor | None = None  # what is handed on, from the head's call to the last stop
+        self._at = self._met = 0  # the link whose linear was met last, and how many stops since
+        self.around: nn.Module | None = None  # the layer whose interactions are fused around it
+
+    @property
+    def tap(self) -> Tap | None:
+        """Who watches its head."""
+        tap: Tap | None = self.linears[0].__dict__.get(TAP)
+        return tap
 
     @property
     def device(self) -> torch.device:
@@ -175,10 +192,8 @@ class Chain:
         for index, module in enumerate(modules):
             _reclass(module, _Head if index == 0 else _Passed)
             module.__dict__[CHAIN] = self
-        for part in self.parts:
-            for owner, attribute in part.functions:
-                self._replaced.append(_Replaced(owner, attribute, getattr(owner, attribute)))
-                setattr(owner, attribute, _hand_on)
+        for caller in self.callers:
+            _add_call(caller, self)
         self.placed = True
         follow(self)
         return self
@@ -191,10 +206,9 @@ class Chain:
             for module in (part.linear, *part.passed):
                 module.__dict__.pop(CHAIN, None)
                 _reclass(module, None)
-        for was in reversed(self._replaced):
-            setattr(was.owner, was.attribute, was.function)
-        self._replaced.clear()
-        self.placed = False
+        for caller in self.callers:
+            _drop_call(caller, self)
+        self.placed, self.pending = False, None
 
     def split(self, site: str) -> list["Chain"]:
         """Put one linear back to high precision; what stands before and behind it stays in FP8.
@@ -227,6 +241,42 @@ class Chain:
                         state.saturated.copy_(old.saturated)
             made.append(half.place() if placed else half)
         return made
+
+    # Handing on
+
+    def begin(self, result: Tensor) -> None:
+        """The head has run the chain: `result` goes through everything that stood between its linears."""
+        self._at = self._met = 0
+        self.pending = result if len(self.parts) > 1 or self.parts[0].stops else None
+
+    def meet(self, given: Tensor, *, linear: bool) -> None:
+        """A later module of the chain is called. A forward that takes another path than the example did is an error, never another number."""
+        if given is not self.pending or (linear and self._met != self.parts[self._at].stops):
+            self.pending = None
+            raise RuntimeError(
+                f"a module of the chain {self.name} was called with something other than what the chain made: this forward takes another path "
+                "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
+            )
+        self._at, self._met = (self._at + 1, 0) if linear else (self._at, self._met + 1)
+        self._end_here()
+
+    def meet_call(self, activation: str, slope: float) -> None:
+        """A function is called on what is handed on."""
+        if activation == "none":
+            return
+        link = self.links[self._at]
+        if not self.parts[self._at].called or (activation, slope) != (link.activation, link.slope):
+            self.pending = None
+            raise RuntimeError(
+                f"{activation} was called behind {link.linear}, where the chain {self.name} has {link.activation}: this forward takes another path "
+                "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
+            )
+        self._met += 1
+        self._end_here()
+
+    def _end_here(self) -> None:
+        if self._at == len(self.parts) - 1 and self._met == self.parts[self._at].stops:
+            self.pending = None
 
     # Running
 
@@ -283,7 +333,9 @@ class Chain:
                 y = self.infer(flat.detach(), dtype)
             if self.watching and self.health is not None:
                 self.look(flat, y)
-        return y.reshape(*x.shape[:-1], self.linears[-1].out_features)
+        y = y.reshape(*x.shape[:-1], self.linears[-1].out_features)
+        tap = self.tap
+        return y if tap is None or not tap.on else tap.see(self, x, y)
 
     def _refuse_shards(self) -> None:
         """The head reads all weights: whoever shards them must gather them all before it runs."""
@@ -321,28 +373,38 @@ class Chain:
 
     def run_link_exactly(self, x: Tensor, at: int) -> Tensor:
         """One layer in the precision of x."""
-        link, part = self.links[at], self.parts[at]
-        linear, norm = part.linear, part.norm
+        linear, norm = self.linears[at], self.parts[at].norm
         x = F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
-        if link.norm == "block":
-            x = BlockNorm.forward(BlockNorm(x.shape[-1], block=NORM_BLOCK), x)
-        elif link.norm != "none":
-            weight, bias = (
-                None if (p := getattr(norm, n, None)) is None else p.to(x.dtype) for n in ("weight", "bias")
-            )
-            size = (x.shape[-1],)
-            x = F.layer_norm(x, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(x, size, weight, link.eps)  # fmt: skip
-        return activate(x, link.activation, link.slope)
+        return follow_linear(x, self.links[at], getattr(norm, "weight", None), getattr(norm, "bias", None))
 
     # Weights for serving
 
     def _quantized_weights(self) -> list[QTensor]:
-        if self.frozen is not None:
+        if self.frozen is not None and self._are_frozen_current():
             return self.frozen
         return [self._quantize(linear) for linear in self.linears]
 
+    def quantized_weight(self, at: int) -> QTensor:
+        """A weight as the forward GEMM has it."""
+        fresh = self.frozen is None or self._witnesses is None
+        return self._quantize(self.linears[at]) if fresh else self.frozen[at]  # type: ignore[index]
+
     def _quantize(self, linear: nn.Linear) -> QTensor:
-        return quantize(linear.weight.detach(), TENSOR_SPEC, backend=self.precision.quantize_backend)
+        device = linear.weight.device if self.frozen is None else self.frozen[0].device
+        return quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
+
+    def _are_frozen_current(self) -> bool:
+        """Whether nobody has written to a weight since it was frozen. Says once where somebody has; from then on every call quantises the chain's weights."""
+        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return True
+        if self._witnesses is None:
+            return False
+        pairs = zip(self.links, self.linears, self._witnesses, strict=True)
+        changed = [link.linear for link, linear, witness in pairs if not witness.agrees(linear.weight)]
+        if changed:
+            warn_stale(", ".join(changed))
+            self._witnesses = None
+        return not changed
 
     def freeze(self, *, offload: bool = False) -> None:
         """Quantise the weights once, for serving; they are not followed any more until `thaw`.
@@ -356,6 +418,7 @@ class Chain:
         self.frozen = [self._quantize(linear) for linear in self.linears]
         if offload:
             self._move_weights(torch.device("cpu"))
+        self._witnesses = [Witness(linear.weight) for linear in self.linears]
 
     def thaw(self) -> None:
         """Follow the weights again."""
@@ -366,11 +429,8 @@ class Chain:
     def refresh(self) -> None:
         """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
         if self.frozen is not None:
-            devices = [q.device for q in self.frozen]
-            self.frozen = [
-                quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
-                for linear, device in zip(self.linears, devices, strict=True)
-            ]
+            self.frozen = [self._quantize(linear) for linear in self.linears]
+            self._witnesses = [Witness(linear.weight) for linear in self.linears]
 
     def _move_weights(self, device: torch.device) -> None:
         for linear in self.linears:
@@ -486,7 +546,7 @@ class Chain:
         return counts
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "handed_on": None}
+        return {**vars(self), "pending": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -498,6 +558,17 @@ class Chain:
         primed = self.primed and self.gradients_primed
         state = ", frozen" if self.frozen is not None else "" if primed else ", scales not known yet"
         return f"Chain({self.name}: {' -> '.join(map(str, widths))}, {self.precision}{state})"
+
+
+def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What stands behind a linear, in the precision of p: its norm, with the norm's own weight and bias, and its activation."""
+    if link.norm == "block":
+        p = BlockNorm.forward(BlockNorm(p.shape[-1], block=NORM_BLOCK), p)
+    elif link.norm != "none":
+        weight, bias = (None if t is None else t.to(p.dtype) for t in (weight, bias))
+        size = (p.shape[-1],)
+        p = F.layer_norm(p, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(p, size, weight, link.eps)  # fmt: skip
+    return activate(p, link.activation, link.slope)
 
 
 def _extent(x: Tensor) -> Tensor:
@@ -528,26 +599,34 @@ def _as_last(part: Part) -> Part:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether somebody's hooks see what goes in or out, forward or backward.
+    """Whether somebody's hooks see what goes in or out, forward or backward, and would be misled by a chain.
 
     Args:
         module: any module.
 
     Returns:
-        True where it has a hook of any kind.
+        True where it has a hook of any kind that does not know of chains (`SEES_CHAINS`; Probe's do).
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
 
 
 # Classes. A pickle names classes, and those made here have no importable name: it names the original and the role.
 
 
-class _InChain(nn.Module):
-    """What every module of a chain does beside its forward."""
+class _Reclassed(nn.Module):
+    """A module whose class was changed, and can be changed back."""
 
     loka_original: type[nn.Module]
-    loka_role: type["_InChain"]
+    loka_role: type["_Reclassed"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(protocol)
+        return (_rebuild, (self.loka_original, self.loka_role), *made[2:])
+
+
+class _InChain(_Reclassed):
+    """What every module of a chain does beside its forward."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -575,10 +654,6 @@ class _InChain(nn.Module):
         what = repr(chain) if isinstance(self, _Head) else f"runs in chain {chain.name}"
         return f"{own}, {what}" if own else what
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        return (_rebuild, (self.loka_original, self.loka_role), *made[2:])
-
     def __prepare_scriptable__(self) -> Any:
         refuse_script(self.__dict__[CHAIN].name)
 
@@ -596,8 +671,7 @@ class _Head(_InChain):
         chain = self.__dict__[CHAIN]
         refuse_export(chain.name)
         result: Tensor = chain.run(input)
-        if not torch.compiler.is_compiling():
-            chain.handed_on = weakref.ref(result)
+        chain.begin(result)
         return result
 
 
@@ -605,39 +679,59 @@ class _Passed(_InChain):
     """A later module: the head has done its work."""
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What came in, which must be what the head made: a forward that takes another path than the example did is an error, never another number."""
-        if not torch.compiler.is_compiling():
-            chain = self.__dict__[CHAIN]
-            if chain.handed_on is None or chain.handed_on() is not input:
-                raise RuntimeError(
-                    f"a module of the chain {chain.name} was called with something other than what the chain made: this forward takes another path "
-                    "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
-                )
+        """What came in, which must be what the head made."""
+        self.__dict__[CHAIN].meet(input, linear=isinstance(self, nn.Linear))
         return input
 
 
-_CLASSES: dict[tuple[type[nn.Module], type[_InChain]], type[nn.Module]] = {}
+class _Caller(_Reclassed):
+    """A module whose forward calls activations of chains as functions."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Its own, with those calls handing on what they are given."""
+        with self.__dict__[CALLS]:
+            return super().forward(*args, **kwargs)
 
 
-def _class_for(kind: type[nn.Module], role: type[_InChain]) -> type[nn.Module]:
+def _add_call(caller: nn.Module, chain: Chain) -> None:
+    if CALLS not in caller.__dict__:
+        caller.__dict__[CALLS] = HandOn()
+        _reclass(caller, _Caller)
+    caller.__dict__[CALLS].chains.append(chain)
+
+
+def _drop_call(caller: nn.Module, chain: Chain) -> None:
+    mode: HandOn | None = caller.__dict__.get(CALLS)
+    if mode is None or chain not in mode.chains:
+        return
+    mode.chains.remove(chain)
+    if not mode.chains:
+        del caller.__dict__[CALLS]
+        _reclass(caller, None)
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[_Reclassed]], type[nn.Module]] = {}
+
+
+def _class_for(kind: type[nn.Module], role: type[_Reclassed]) -> type[nn.Module]:
     if (kind, role) not in _CLASSES:
         body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "loka_original": kind, "loka_role": role}
         _CLASSES[kind, role] = type(kind.__name__, (role, kind), body)
     return _CLASSES[kind, role]
 
 
-def _rebuild(kind: type[nn.Module], role: type[_InChain]) -> nn.Module:
+def _rebuild(kind: type[nn.Module], role: type[_Reclassed]) -> nn.Module:
     made = _class_for(kind, role)
     return made.__new__(made)
 
 
-def _reclass(module: nn.Module, role: type[_InChain] | None) -> None:
+def _reclass(module: nn.Module, role: type[_Reclassed] | None) -> None:
     """Give a module its class in a chain, or back its own; a class that a wrapper (FSDP2) put on top stays there."""
     now = type(module)
     if role is not None:
         module.__class__ = _class_for(now, role)
         return
-    if not isinstance(module, _InChain):
+    if not isinstance(module, _Reclassed):
         return
     original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
     plain: nn.Module = module

@@ -21,7 +21,7 @@ Backward, from dy down, with g_i the gradient of p_i quantised both ways:
 Everything here is a plain function of tensors and a Layout, so that a node which does more than a chain (`loka.lowp.interaction`) can call it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -381,17 +381,20 @@ class Gradients(NamedTuple):
 
 
 def run_backward(
-    dy: Tensor, saved: Sequence[Any], layout: Layout, tensors: ChainTensors, *, needs_input: bool, needs_weight: Sequence[bool]
+    dy: Tensor, saved: Sequence[Any], layout: Layout, tensors: ChainTensors, *, needs_input: bool, needs_weight: Sequence[bool],
+    show: Callable[[int, QTensor], None] | None = None,
 ) -> Gradients:  # fmt: skip
-    """From dy to the gradients of everything; of `tensors` only the norms and the gradients' scales are read."""
+    """From dy to the gradients of everything; of `tensors` only the norms and the gradients' scales are read. `show(at, g)` is given every link's g."""
     count, width = len(layout.links), _KEPT
     kept = [Kept(*saved[width * i : width * (i + 1)]) for i in range(count)]
     none: list[Tensor | None] = [None] * count
     made = Gradients(None, none.copy(), none.copy(), none.copy(), none.copy())
     g, g_t = _enter(dy, count - 1, kept, layout, tensors, made)
     for at in reversed(range(count)):
+        if show is not None:
+            show(at, g)
         if needs_weight[at]:
-            x_q = QTensor(kept[at].x_t, kept[at].x_t_scale, _input_spec(at, layout))
+            x_q = QTensor(kept[at].x_t, kept[at].x_t_scale, input_spec(at, layout))
             made.weight[at] = multiply(g_t, x_q, layout.weight_types[at], layout)
         w_t = QTensor(kept[at].w_t, kept[at].w_t_scale, layout.precision.weight_t_spec)
         if at == 0:
@@ -407,7 +410,8 @@ def run_backward(
     raise AssertionError("a chain has at least one link")
 
 
-def _input_spec(at: int, layout: Layout) -> Spec:
+def input_spec(at: int, layout: Layout) -> Spec:
+    """What a link's input is quantised to in training."""
     given = layout.given_input if at == 0 else layout.primed or layout.links[at - 1].bounded
     return STATIC_SPEC if given else TENSOR_SPEC
 

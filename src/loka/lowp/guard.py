@@ -14,8 +14,9 @@ While a step runs, every site counts on the device (`loka.lowp.health`); the hos
     error          the sampled error, mean over the looks since the last check, exceeds `max_error`
     saturation     more than `max_saturated` of the steps since the last check had values beyond a chain's delayed scale, or a serving chain's calibrated one
 
-A switch puts a linear back to high precision; a chain splits there, and both halves stay in FP8. Whoever captured the step in a CUDA graph must capture it again, and the event says so. Compiled code compiles once more for all sites switched by one check, so checks that switch are counted against `max_switches`;
-beyond it sites are still reported. Looking itself compiles a second variant of the model once. With several processes the counters are summed over all ranks, so that all decide alike.
+A switch puts a linear back to high precision; a chain splits there, and both halves stay in FP8. The event says what must be made anew: whoever captured the step in a CUDA graph must capture it
+again, since a graph goes on replaying what it holds; compiled code notices by itself and compiles once more in the next step, for all sites switched by one check, so checks that switch are
+counted against `max_switches`; beyond it sites are still reported. Looking itself compiles a second variant of the model once. With several processes the counters are summed over all ranks, so that all decide alike.
 
 `state_dict` is what a checkpoint needs beside the model's: the step, the switches spent and the bindings of the sites that were switched or rebound. Load it into the guard of a
 model that was converted as before, and before `loka.load_scale_state`, which expects the sites as they ran.
@@ -121,7 +122,7 @@ class Guard:
     def __init__(self, model: nn.Module, config: GuardConfig | None = None, *, decide: Decide | None = None) -> None:
         self.config = config or GuardConfig()
         self.decide = decide
-        self.model = unwrap(model)
+        self.model, self._outer = unwrap(model), model
         self.sites: dict[str, Linear] = {linear.state.name or name: linear for name, linear in linears_of(self.model)}
         self.chained: dict[str, _InChain] = {}
         self._find_chained()
@@ -139,7 +140,10 @@ class Guard:
         """The linears of all chains as they are now."""
         before = self.chained
         self.chained = {}
-        for _, chain in chains_of(self.model):
+        self._chains = [
+            chain for _, chain in chains_of(self.model)
+        ]  # kept: walking a model's modules takes longer than all else here
+        for chain in self._chains:
             for at, link in enumerate(chain.links):
                 old = before.get(link.linear)
                 self.chained[link.linear] = _InChain(chain, at, *(() if old is None else (old.seen, old.steps)))
@@ -147,12 +151,18 @@ class Guard:
     def begin_step(self) -> None:
         """Look during the step that follows, where it is due."""
         self._attach()
-        self._looking = self.step % self.config.every == 0
-        for linear in self.sites.values():
-            linear.state.watching = self._looking and linear.binding.quantized
-        for _, chain in chains_of(self.model):
-            chain.watching = self._looking
+        self._watch(self.step % self.config.every == 0)
         self.step += 1
+
+    def _watch(self, looking: bool) -> None:
+        """Have sites count, or not."""
+        if looking == self._looking:
+            return
+        self._looking = looking
+        for linear in self.sites.values():
+            linear.state.watching = looking and linear.binding.quantized
+        for chain in self._chains:
+            chain.watching = looking
 
     def _attach(self) -> None:
         """Give every site a vector to count in; a site that was reverted has no place for one."""
@@ -165,7 +175,7 @@ class Guard:
         for linear in self.sites.values():
             if linear.state.health is None:
                 linear.state.health = new_health(linear.weight.device)
-        for _, chain in chains_of(self.model):
+        for chain in self._chains:
             if chain.health is None:
                 chain.health = [new_health(chain.static.device) for _ in chain.links]
 
@@ -194,11 +204,7 @@ class Guard:
         """Read what was counted and act on it; call between steps, on every rank. Returns what happened."""
         self._attach()
         found = self._judge() if self._looking else {}
-        self._looking = False
-        for linear in self.sites.values():
-            linear.state.watching = False
-        for _, chain in chains_of(self.model):
-            chain.watching = False
+        self._watch(False)
         events = [self._act(site, reason, harmful) for site, (reason, harmful) in found.items()]
         events += [self._redecide(site, reason) for site, reason in self._drifted.items()]
         self._drifted.clear()
@@ -209,9 +215,38 @@ class Guard:
         self.events += events
         return events
 
+    def put_back(self, site: str, reason: str = "asked for", *, chain: bool = False) -> list[GuardEvent]:
+        """Put a linear back to high precision by hand, between two steps; it counts against no limit, and `state_dict` remembers it.
+
+        Args:
+            site: the linear's name.
+            reason: for the record.
+            chain: the whole chain that the linear runs in, not it alone.
+
+        Returns:
+            What was done, with what must be compiled or captured again.
+
+        Example:
+            >>> guard.put_back("tower.3")            # its chain splits there
+            >>> guard.put_back("tower.3", chain=True)
+        """
+        self._attach()
+        if site not in self.chained and (chain or site not in self.sites):
+            guarded = ", ".join(self.chained if chain else (*self.sites, *self.chained))
+            raise ValueError(f"no guarded site {site!r}{' in a chain' if chain else ''}; there are {guarded or 'none'}")
+        names = [link.linear for link in self.chained[site].chain.links] if chain else [site]
+        events = []
+        for name in names:
+            again = self._tell_again(name)
+            self._put_back(name, f"guard: {reason}")
+            events.append(GuardEvent(self.step, name, "switched", f"{reason}; {again}"))
+        self.events += events
+        return events
+
     def stop(self) -> None:
         """Stop counting; what was switched stays switched."""
-        for _, chain in chains_of(self.model):
+        self._looking = False
+        for chain in self._chains:
             chain.health, chain.watching = None, False
         for linear in self.sites.values():
             if isinstance(linear, Linear):
@@ -247,9 +282,11 @@ class Guard:
     def _judge(self) -> dict[str, tuple[str, bool]]:
         """Per site with a finding: what it is, and whether high precision would help."""
         names = [*self.sites, *self.chained]
+        if not names:  # all that ran in chains was put back
+            return {}
         counted = [linear.state.health for linear in self.sites.values()]
         counted += [inside.chain.health[inside.at] if inside.chain.health else None for inside in self.chained.values()]
-        saturated = [count for _, chain in chains_of(self.model) for count in chain.count_saturated()]
+        saturated = [count for chain in self._chains for count in chain.count_saturated()]
         device = next(c.device for c in counted if c is not None)
         zero = torch.zeros((), device=device)
         over = [zero] * len(self.sites) + [zero if count is None else count.to(device) for count in saturated]
@@ -309,11 +346,27 @@ class Guard:
             return GuardEvent(self.step, site, "reported", reason)
         if self.switches >= self.config.max_switches:
             return GuardEvent(self.step, site, "capped", f"{reason}; {self.switches} switches are the limit")
+        again = self._tell_again(site)
+        self._put_back(site, f"guard: {reason}")
+        return GuardEvent(self.step, site, "switched", f"{reason}; {again}")
+
+    def _put_back(self, site: str, note: str) -> None:
         if site in self.chained:
-            self._open(site, f"guard: {reason}")
+            self._open(site, note)
         else:
-            self._bind(site, LinearBinding(), f"guard: {reason}")
-        return GuardEvent(self.step, site, "switched", f"{reason}; a captured CUDA graph must be captured again")
+            self._bind(site, LinearBinding(), note)
+
+    def _tell_again(self, site: str) -> str:
+        """What was made from the site as it ran, and must be made anew."""
+        linear: nn.Module = self.chained[site].linear if site in self.chained else self.sites[site]
+        compiled = [
+            name or "the model"
+            for name, module in self._outer.named_modules()
+            if ("_orig_mod" in module._modules or module._compiled_call_impl is not None)
+            and any(inner is linear for inner in module.modules())
+        ]
+        again = "a CUDA graph that captured it must be captured again"
+        return f"{' and '.join(compiled)} compiles anew in the next step; {again}" if compiled else again
 
     def _open(self, site: str, note: str) -> None:
         """Put one linear of a chain back to high precision; the chain splits."""
@@ -332,13 +385,14 @@ class Guard:
         if site in self.chained:  # of a chain only high precision can be asked for
             if self.decide(site) is None:
                 return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
+            again = self._tell_again(site)
             self._open(site, f"decided anew: {reason}")
-            return GuardEvent(self.step, site, "rebound", f"{reason}; in high precision now")
+            return GuardEvent(self.step, site, "rebound", f"{reason}; in high precision now; {again}")
         binding = self.decide(site)
         if binding is None or binding == self.sites[site].binding:
             return GuardEvent(self.step, site, "reported", f"{reason}; the decision stands")
         self._bind(site, binding, f"decided anew: {reason}")
-        return GuardEvent(self.step, site, "rebound", f"{reason}; now {binding}")
+        return GuardEvent(self.step, site, "rebound", f"{reason}; now {binding}; {self._tell_again(site)}")
 
 
 def _spell(binding: LinearBinding) -> dict[str, Any]:

@@ -10,13 +10,14 @@ For backward a layer keeps x, next (which the layer after it keeps anyway as its
 computed again from x.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from loka.formats import QTensor
 from loka.kernels import registry
 from loka.kernels.interaction import InteractionCall, finish, interact, interact_gradient, norm_gradient
 from loka.kernels.interaction.triton import fits
@@ -26,7 +27,7 @@ from loka.lowp.chain_function import ChainTensors, Layout, restore_chain, run_fo
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, BlockNorm
 
-__all__ = ["interactions_of", "place_interaction", "refuse_interaction", "release_interaction"]
+__all__ = ["enter_chain", "interactions_of", "place_interaction", "refuse_interaction", "release_interaction"]
 
 _INTERACTION = "loka_interaction"  # on a layer whose interactions are fused: the class it had
 
@@ -67,6 +68,28 @@ def _look(chain: Chain, products: Any, dtype: torch.dtype) -> None:
     chain.look(products.dequantize().to(dtype), chain.infer(products, dtype))
 
 
+@torch.no_grad()
+def enter_chain(layer: Any, x: Tensor) -> tuple[QTensor, Callable[[Tensor, Tensor], Tensor]]:
+    """What the chain inside a fused layer is given, for whoever looks at it.
+
+    Args:
+        layer: one that `place_interaction` changed.
+        x: its input.
+
+    Returns:
+        The chain's input in FP8; and `pull(y, gradient)`, which makes the gradient of the chain's output y from that of the layer's output.
+    """
+    call, chain = _describe(layer, x.shape[0], x.dtype), _tower_of(layer)
+    assert chain is not None
+    made = interact(x.contiguous(), layer.mix.weight.detach(), call, chain.static, keep=True)
+
+    def pull(y: Tensor, gradient: Tensor) -> Tensor:
+        ds = norm_gradient(gradient, finish(made, y, call), made.rstd, call)
+        return ds.flatten(1)[:, : call.n_f * call.d]
+
+    return made.products, pull
+
+
 class _Fused(nn.Module):
     """Mixed in front of a layer's own class."""
 
@@ -85,12 +108,17 @@ class _Fused(nn.Module):
                 _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, x.dtype)
             if not chain.needs_gradient(x):
                 made = interact(x, self.mix.weight, call, chain.static)
-                return finish(made, chain.infer(made.products, x.dtype), call)
+                return self._show(chain, x, finish(made, chain.infer(made.products, x.dtype), call))
             layout, tensors = chain.layout(x.dtype), chain.tensors()
             out: Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
                 x.contiguous(), self.mix.weight, chain.static, call, layout, *tensors.flatten()
             )
-        return out
+        return self._show(chain, x, out)
+
+    @staticmethod
+    def _show(chain: Chain, x: Tensor, out: Tensor) -> Tensor:
+        tap = chain.tap
+        return out if tap is None or not tap.on else tap.see(chain, x, out)
 
     def extra_repr(self) -> str:
         """What runs when."""
@@ -142,6 +170,8 @@ def place_interaction(layer: nn.Module) -> None:
     linears, bounded = ([], False) if chain is None else (list(chain.linears), chain.bounded_input)
     if reason := refuse_interaction(layer, linears, bounded_input=bounded):
         raise ValueError(f"{type(layer).__name__} cannot be fused: {reason}")
+    assert chain is not None
+    chain.around = layer
     registry.load("interaction")
     layer.__dict__[_INTERACTION] = type(layer)
     layer.__class__ = _class_for(type(layer))
@@ -154,6 +184,8 @@ def release_interaction(layer: nn.Module) -> None:
         layer: one that `place_interaction` changed; any other is left as it is.
     """
     if _INTERACTION in layer.__dict__:
+        if (chain := _tower_of(layer)) is not None:
+            chain.around = None
         layer.__class__ = layer.__dict__.pop(_INTERACTION)
 
 

@@ -132,7 +132,7 @@ class Linear(nn.Linear):
             return
         if weights.manual:
             if owned:
-                weights.rewrite(self.weight)
+                weights.rewrite(self.weight, kept=False)
         elif owned:
             weights.invalidate()  # changed in place: a backward that still wants the old weight is an error, as for nn.Linear
         elif self.training:
@@ -153,7 +153,7 @@ class Linear(nn.Linear):
             w_t = None  # inference never needs the transpose; `train()` makes it
         if w is not None or w_t is not None:
             self.state.weights = WeightCache(
-                weight, w, w_t, quantizer=binding.quantizer, manual=binding.weights == "manual"
+                weight, w, w_t, quantizer=binding.quantizer, manual=binding.weights == "manual", site=self.state.name
             )
 
     def forward(self, input: Tensor) -> Tensor:

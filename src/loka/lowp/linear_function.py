@@ -74,7 +74,8 @@ def _pair(
 
 
 def _gemm(a: QTensor, b: QTensor, bound: BoundGemm, dtype: torch.dtype) -> Tensor:
-    return scaled_mm(a, b, out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum)
+    prefer = bound.preferred(dtype) if bound.backend == "auto" else None
+    return scaled_mm(a, b, out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum, prefer=prefer)
 
 
 def _gradient_dtype(shape: tuple[int, int, int], bound: BoundGemm, dtype: torch.dtype, wanted: torch.dtype, device: torch.device) -> torch.dtype:  # fmt: skip

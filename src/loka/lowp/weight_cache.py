@@ -20,7 +20,8 @@ What the version counter cannot show, and what is done about it:
     hidden writes     to `weight.data` or a NumPy view of it; to a flat tensor that parameters are views of; by a collective (`dist.broadcast(weight)`,
                       `dist.all_reduce`, also of `weight.detach()`: they move no counter); to shared memory by another process. After any optimizer's step, and after a
                       change of train / eval mode, the weight of every Linear that trains is taken for changed: an optimizer that writes through `.data`, and master
-                      weights copied back after the step, need nothing else. After any other such write call `loka.refresh(model)`
+                      weights copied back after the step, need nothing else. After any other such write call `loka.refresh(model)`; where nobody does, a
+                      witness of the weight notices on one of the next calls (`loka.lowp.witness`), warns once, and the weight is quantised in every forward from then on
 
 Backward reads what forward used. Whatever makes the cache anew without the weight itself being changed in place (an evaluation or a step of another optimizer between
 forward and backward, functional_call) therefore fills new buffers and leaves the old ones to the backward that still wants them; a change in place overwrites them,
@@ -43,6 +44,7 @@ from loka.formats import QTensor, Spec
 from loka.kernels.prepared import assemble, layout_of, parts_of
 from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import prepare
+from loka.lowp.witness import Witness, warn_stale
 
 __all__ = ["POLICIES", "Form", "StaleWeightError", "WeightCache", "WeightPolicy", "quantize_weight"]
 
@@ -51,13 +53,14 @@ WeightPolicy = Literal["step", "fresh", "manual"]
 POLICIES: tuple[str, ...] = get_args(WeightPolicy)
 Buffers = list[Tensor | None]  # data, scales, scales as laid out: of the weight, then of its transpose
 _BUFFERS = ("data", "scale", "laid", "data_t", "scale_t", "laid_t")
+KEPT_FOR_LONG = 32  # uses in training without a step: no optimizer of torch's trains this weight
 
 
 class StaleWeightError(RuntimeError):
     """A weight changed after it was quantised, and nothing allowed to quantise it again."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Made:
     """What a cached weight was made from."""
 
@@ -65,6 +68,8 @@ class _Made:
     storage: StorageWeakRef  # keeps the storage's address from being given to another one
     place: tuple[Any, ...]
     version: int
+    witness: Witness | None = None  # None while every step makes it anew: such a weight is not kept for long
+    uses: int = 0
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether it was made from this tensor in this memory, whatever it holds now."""
@@ -73,9 +78,19 @@ class _Made:
         same_storage: bool = self.storage.cdata == weight.untyped_storage()._cdata
         return same_storage and self.place == _place_of(weight)
 
+    def still_holds(self, weight: Tensor) -> bool:
+        """Whether the weight, which by all counters is the same, holds what it held, as far as a cheap look tells."""
+        self.uses += 1
+        if self.witness is None and self.uses == KEPT_FOR_LONG:
+            self.witness = Witness(weight)
+        return self.witness is None or self.witness.agrees(weight)
+
 
 _MADE: dict[int, _Made] = {}
 _CAPTURED: set[int] = set()  # ids of weights whose buffers a CUDA graph reads
+# By id as well, and not by weak reference: torch swaps no tensor that somebody holds one to
+_SITES: dict[int, str] = {}  # names, for whoever must name a weight: layers that share compiled code share no name
+_UNSEEN: set[int] = set()  # weights that were changed unseen: quantised in every forward
 _SERIAL = count(1)
 
 
@@ -110,7 +125,18 @@ def _place_of(weight: Tensor) -> tuple[Any, ...]:
 
 def _is_current(weight: Tensor, stamp: Tensor) -> bool:
     made = _MADE.get(int(stamp))
-    return made is not None and made.is_of(weight) and made.version == weight._version
+    return made is not None and made.is_of(weight) and made.version == weight._version and id(weight) not in _UNSEEN
+
+
+def _was_changed_unseen(weight: Tensor, stamp: Tensor, *, manual: bool) -> bool:
+    """Whether a weight that seems current is not. Says so once; where nobody watches over it, it is never current again until it is refreshed by hand."""
+    made = _MADE.get(int(stamp))
+    if made is None or _is_capturing(weight) or not _is_current(weight, stamp) or made.still_holds(weight):
+        return False
+    if not manual:
+        warn_stale(_SITES.get(id(weight), ""))
+        _UNSEEN.add(id(weight))
+    return True
 
 
 def _is_capturing(weight: Tensor) -> bool:
@@ -134,12 +160,14 @@ def _drop(cell: list[Tensor]) -> None:
     _MADE.pop(ctypes.c_int64.from_address(cell[0].data_ptr()).value, None)
 
 
-def _set_stamp(weight: Tensor, stamp: Tensor) -> None:
+def _set_stamp(weight: Tensor, stamp: Tensor, *, kept: bool) -> None:
+    """`kept`: it is to stay for longer than a step."""
     _forget(stamp)
     if weight.is_inference():  # such tensors have no version counter: never current
         return
     serial = next(_SERIAL)
-    _MADE[serial] = _Made(weakref.ref(weight), _storage_of(weight), _place_of(weight), weight._version)
+    witness = Witness(weight) if kept and not _is_capturing(weight) else None
+    _MADE[serial] = _Made(weakref.ref(weight), _storage_of(weight), _place_of(weight), weight._version, witness)
     stamp.fill_(serial)
 
 
@@ -156,13 +184,13 @@ def quantize_weight(
 
 
 def _refresh(
-    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, manual: bool, training: bool
+    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, manual: bool, training: bool, changed: bool
 ) -> None:  # fmt: skip
-    """Bring the buffers up to date, or leave them where they are."""
+    """Bring the buffers up to date, or leave them where they are; `changed`: they are not, whatever the counters say."""
     capturing = _is_capturing(weight)
     if capturing:
         _CAPTURED.add(id(weight))
-    if _is_current(weight, stamp) and (manual or not (capturing and training)):
+    if not changed and _is_current(weight, stamp) and (manual or not (capturing and training)):
         return
     if manual and not capturing:
         raise StaleWeightError(
@@ -170,7 +198,7 @@ def _refresh(
         )
     if manual:
         return
-    _write(weight, buffers, stamp, form, form_t, quantizer)
+    _write(weight, buffers, stamp, form, form_t, quantizer, kept=not training)
 
 
 def _make(
@@ -191,14 +219,14 @@ def _tensors(q: QTensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | 
 
 
 def _write(
-    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str
-) -> None:
+    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, *, kept: bool
+) -> None:  # fmt: skip
     with torch.no_grad():
         q, q_t = _make(weight, form, form_t, quantizer)
         for buffer, value in zip(buffers, (*_tensors(q), *_tensors(q_t)), strict=True):
             if buffer is not None and value is not None:
                 buffer.copy_(value)
-        _set_stamp(weight, stamp)
+        _set_stamp(weight, stamp, kept=kept)
 
 
 @torch.library.custom_op(
@@ -210,7 +238,8 @@ def refresh_weight(
 ) -> None:  # fmt: skip
     """`_refresh` for compiled code."""
     buffers = [data, scale, laid, data_t, scale_t, laid_t]
-    _refresh(weight, buffers, stamp, Form.parse(form), Form.parse(form_t), quantizer, manual, training)
+    changed = _was_changed_unseen(weight, stamp, manual=manual)
+    _refresh(weight, buffers, stamp, Form.parse(form), Form.parse(form_t), quantizer, manual, training, changed)
 
 
 @refresh_weight.register_fake
@@ -221,8 +250,12 @@ def _(weight, data, scale, laid, data_t, scale_t, laid_t, stamp, form, form_t, q
 class WeightCache:
     """The forms of one weight in buffers; None for a form nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
 
-    def __init__(self, weight: Tensor, form: Form | None, form_t: Form | None, *, quantizer: str, manual: bool) -> None:
+    def __init__(
+        self, weight: Tensor, form: Form | None, form_t: Form | None, *, quantizer: str, manual: bool, site: str = ""
+    ) -> None:
         self.form, self.form_t, self.quantizer, self.manual = form, form_t, quantizer, manual
+        _SITES[id(weight)] = site
+        _UNSEEN.discard(id(weight))
         self.weight_id = id(weight)
         self.spelled = ("" if form is None else str(form), "" if form_t is None else str(form_t))
         with torch.inference_mode(False), torch.no_grad():
@@ -231,7 +264,7 @@ class WeightCache:
             self.data, self.scale, self.laid = _tensors(q)
             self.data_t, self.scale_t, self.laid_t = _tensors(q_t)
             self.layouts = (layout_of(q), layout_of(q_t))
-            _set_stamp(weight, self.stamp)
+            _set_stamp(weight, self.stamp, kept=True)  # between a conversion and the first step weights are loaded
         self.cell = [self.stamp]
         weakref.finalize(self, _drop, self.cell).atexit = False
 
@@ -244,11 +277,12 @@ class WeightCache:
             )  # fmt: skip
             return self._assemble(weight, self._buffers())
         made = None if self.manual else _MADE.get(int(self.stamp))
-        if made is not None and not made.is_of(weight):  # another tensor: the last one's backward may be to come
-            self.renew()
+        changed = _was_changed_unseen(weight, self.stamp, manual=self.manual)
+        if made is not None and (not made.is_of(weight) or id(weight) in _UNSEEN):
+            self.renew()  # another tensor, or other values that no counter shows: the last one's backward may be to come
         now = vars(self).copy()  # one look: an optimizer in another thread may renew the buffers meanwhile
         buffers: Buffers = [now[name] for name in _BUFFERS]
-        _refresh(weight, buffers, now["stamp"], self.form, self.form_t, self.quantizer, self.manual, training)
+        _refresh(weight, buffers, now["stamp"], self.form, self.form_t, self.quantizer, self.manual, training, changed)
         return self._assemble(weight, buffers)
 
     def _assemble(self, weight: Tensor, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
@@ -260,11 +294,12 @@ class WeightCache:
             q_t = assemble(data_t, scale_t, laid_t, self.form_t.spec, (k, n), self.layouts[1])
         return q, q_t
 
-    def rewrite(self, weight: Tensor) -> None:
-        """Quantise now, whatever the stamp says; where a CUDA graph looks, in place."""
+    def rewrite(self, weight: Tensor, *, kept: bool = True) -> None:
+        """Quantise now, whatever the stamp says; where a CUDA graph looks, in place. Whoever says so watches over the weight."""
+        _UNSEEN.discard(id(weight))
         self.renew()
         with torch.inference_mode(False):
-            _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer)
+            _write(weight, self._buffers(), self.stamp, self.form, self.form_t, self.quantizer, kept=kept)
 
     def invalidate(self) -> None:
         """Forget what this was made from; the next forward fills the same buffers."""

@@ -25,11 +25,9 @@ from loka.measure.device import peaks, snapshot
 from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
-from loka.measure.timing import DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
 from loka.records import Interval
 from loka.records.bench import KernelBench, KernelRow, Peaks
-
-BASELINE = "bf16"
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,8 @@ A distribution is zero-mean unless its name says otherwise, and every tensor is 
     zero_rows         N(0, 1) with every third row zero: empty bags of a jagged batch
     nan_row           N(0, 1) with one NaN in the middle row: it must reach exactly the outputs that depend on it
 
-Shapes: `recommendation_shapes` are the widths real rankers have (13 dense features, 27 fields, 479 dot products, ...); `wide_sweep` walks the
-whole range in steps of 16 and of 128 until its time is up, since a library can be right at one shape and silently wrong at the next.
 """
 
-import random
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -27,8 +22,6 @@ from loka.kernels.scaled_mm.call import MatmulCall
 
 DISTRIBUTIONS = ("normal", "uniform", "lognormal_rows", "outlier_channels", "zero_rows", "nan_row")
 
-WIDTHS = (13, 27, 64, 128, 256, 479, 512, 1024, 1408, 2048, 3072, 4096, 8192)
-BATCHES = (1, 7, 64, 512, 2048, 8192, 32768)
 
 Shape = tuple[int, int, int]  # M, K, N
 
@@ -98,44 +91,3 @@ def quantize_input(
 ) -> Tensor:
     """The tensor a QuantizeCall quantises."""
     return draw(call.m, call.k, distribution=distribution, seed=seed, device=device, dtype=call.in_dtype)
-
-
-def strided(q: QTensor) -> QTensor:
-    """The same values in a non-contiguous tensor: rows inside a wider buffer, as a slice of a concatenation is."""
-    rows, cols = q.data.shape
-    wide = torch.zeros(rows, cols + 16, dtype=torch.uint8, device=q.device)
-    wide[:, :cols] = q.data.contiguous().view(torch.uint8)
-    return replace(q, data=wide[:, :cols].view(q.data.dtype))
-
-
-def recommendation_shapes(count: int | None = None, *, seed: int = 0, max_elements: int = 1 << 28) -> list[Shape]:
-    """Every (M, K, N) of real widths and batch sizes, or a seeded sample of `count`; none with a matrix beyond `max_elements`."""
-    shapes = [(m, k, n) for m in BATCHES for k in WIDTHS for n in WIDTHS if _largest((m, k, n)) <= max_elements]
-    return shapes if count is None else random.Random(seed).sample(shapes, min(count, len(shapes)))
-
-
-def wide_sweep(
-    *,
-    seed: int = 0,
-    seconds: float,
-    max_width: int = 8192,
-    max_batch: int = 65536,
-    max_elements: int = 1 << 28,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Shape]:
-    """Seeded shapes until the time is up: K and N multiples of 16 and of 128 by turns, M spread evenly over its powers of two."""
-    source = random.Random(seed)
-    end = clock() + seconds
-    turn = 0
-    while clock() < end:
-        step = (16, 128)[turn % 2]
-        turn += 1
-        k, n = (step * source.randint(1, max_width // step) for _ in range(2))
-        m = min(max_batch, int(2 ** source.uniform(0, max_batch.bit_length() - 1)) + source.randint(0, 1))
-        if _largest((m, k, n)) <= max_elements:
-            yield m, k, n
-
-
-def _largest(shape: Shape) -> int:
-    m, k, n = shape
-    return max(m * k, k * n, m * n)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from loka.measure.conformance import ELEMENT_ALLOWANCE, Conformance
 
-_TINY = 1e-300
+TINY = 1e-300
 
 
 def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "result", slices: bool = True) -> Conformance:
@@ -28,11 +28,11 @@ def judge_near(out: Tensor, exact: Tensor, allowed: float, *, what: str = "resul
         return Conformance(
             False, math.inf, allowed, f"{what}: {int((~error.isfinite()).sum())} elements are not finite"
         )
-    worst, where = float(error.norm() / exact.norm().clamp(min=_TINY)), "the whole"
+    worst, where = float(error.norm() / exact.norm().clamp(min=TINY)), "the whole"
     if slices:
         sizes = exact.flatten(1).norm(dim=1) if exact.dim() > 1 else exact.abs()
         errors = error.flatten(1).norm(dim=1) if error.dim() > 1 else error.abs()
-        ratios = errors / (sizes + 1e-3 * sizes.square().mean().sqrt()).clamp(min=_TINY) / ELEMENT_ALLOWANCE
+        ratios = errors / (sizes + 1e-3 * sizes.square().mean().sqrt()).clamp(min=TINY) / ELEMENT_ALLOWANCE
         index = int(ratios.argmax())
         worst, where = max((worst, where), (float(ratios[index]), f"slice {index}"))
     if worst <= allowed:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from loka.formats import QTensor, block_amax, expand_scale, quantize
 from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
+from loka.measure.nearness import TINY
 
 NOISE = 1.05
 _HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of a binade, and of the subnormals
-_TINY = 1e-300
 
 
 def judge_rounded(out: QTensor | Tensor, exact: Tensor, error: Tensor, *, what: str = "result") -> Conformance:
@@ -55,18 +55,18 @@ def _looks_fp8(q: QTensor, values: Tensor, exact: Tensor, error: Tensor) -> dict
     ulp, smallest = _HALF_ULP[q.spec.format.name]
     scale = expand_scale(q.scale.double(), q.shape, q.spec.block)
     scaled = exact / scale
-    binade = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=_TINY))))
+    binade = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=TINY))))
     allowed = (binade * ulp).clamp(min=smallest) + error / scale
     target = scaled.clamp(-q.spec.format.max, q.spec.format.max)
     law = quantize(exact, q.spec, scale=None if q.spec.mode == "dynamic" else q.scale)
     noise = _rms(law.dequantize().double() - exact)
     looks = {
         "an element is": _largest((values - target).abs() / allowed),
-        "the noise is": _rms(values * scale - exact) / (NOISE * noise + _rms(error) / ELEMENT_ALLOWANCE + _TINY),
+        "the noise is": _rms(values * scale - exact) / (NOISE * noise + _rms(error) / ELEMENT_ALLOWANCE + TINY),
     }
     if q.spec.mode == "dynamic" and q.spec.scale == "f32":
         amax = block_amax(exact, q.spec.block).double()
-        slack = block_amax(error.expand_as(exact), q.spec.block).double() / amax.clamp(min=_TINY) + 2.0**-20
+        slack = block_amax(error.expand_as(exact), q.spec.block).double() / amax.clamp(min=TINY) + 2.0**-20
         looks["a scale is"] = _largest((q.scale.double() / law.scale.double() - 1).abs() / slack)
     return looks
 

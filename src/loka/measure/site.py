@@ -39,7 +39,7 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
-from loka.measure.timing import Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
 
 Weights = Literal["dynamic", "cached"]
 OURS = ("torch", "triton", "reference")  # trusted to fail with an exception; all others run in a child process
-BASELINE = "bf16"
 JUDGED_ELEMENTS = 1 << 22
 DEFAULT_REPEATS = 15
 NO_GPU = "not measured: no GPU"

@@ -27,6 +27,7 @@ import torch
 from loka.measure.conformance import Conformance
 from loka.records import Interval
 
+BASELINE = "bf16"  # the name of the high-precision form of a call
 GRAPH_SECONDS = 200e-6
 L2_MULTIPLE = 3
 MAX_SETS = 64

@@ -4,20 +4,18 @@ Every metric has `update(...)`, `merge(other)`, `compute()`, `state_dict()` / `l
 gathers exactly over torch.distributed. Values that are undefined (nothing seen, one class) are NaN; bad input raises or
 is counted.
 
-    LogLoss, NormalizedEntropy, RelativeLogLoss, AUC (exact), HistogramAUC (bounded memory), GAUC, Calibration
+    LogLoss, NormalizedEntropy, AUC, GAUC
     TopK (HR@K, recall@K, NDCG@K, MRR), BeamOverlap
-    compare_paired, compare_auc -> Comparison (better / worse / equivalent / inconclusive)
+    compare_paired -> Comparison (better / worse / equivalent / inconclusive)
     check_sample_ratio -> SampleRatio
 """
 
 from loka.metrics.accumulator import Metric, all_reduce
-from loka.metrics.auc import AUC, GAUC, GroupedAUC, HistogramAUC
+from loka.metrics.auc import AUC, GAUC, GroupedAUC
 from loka.metrics.beams import BeamOverlap, BeamOverlapResult
 from loka.metrics.binary import log_losses
-from loka.metrics.calibration import Calibration, CalibrationResult
 from loka.metrics.compare import Comparison, Verdict, compare_paired, decide, minimum_detectable_effect
-from loka.metrics.compare_auc import compare_auc
-from loka.metrics.logloss import LogLoss, NormalizedEntropy, RelativeLogLoss, relative_change
+from loka.metrics.logloss import LogLoss, NormalizedEntropy, relative_change
 from loka.metrics.sample_ratio import SampleRatio, check_sample_ratio
 from loka.metrics.sequential import Moments, SequentialComparison, check_ratio_anytime, compare_anytime
 from loka.metrics.topk import TopK, TopKResult, rank_target
@@ -27,16 +25,12 @@ __all__ = [
     "GAUC",
     "BeamOverlap",
     "BeamOverlapResult",
-    "Calibration",
-    "CalibrationResult",
     "Comparison",
     "GroupedAUC",
-    "HistogramAUC",
     "LogLoss",
     "Metric",
     "Moments",
     "NormalizedEntropy",
-    "RelativeLogLoss",
     "SampleRatio",
     "SequentialComparison",
     "TopK",
@@ -46,7 +40,6 @@ __all__ = [
     "check_ratio_anytime",
     "check_sample_ratio",
     "compare_anytime",
-    "compare_auc",
     "compare_paired",
     "decide",
     "log_losses",

@@ -1,19 +1,16 @@
-"""Area under the ROC curve: exact, histogram, and per group (GAUC).
+"""Area under the ROC curve: exact, and per group (GAUC).
 
 AUC is the probability that a random positive scores above a random negative, a tie counting one half:
 
     AUC = [ #(s+ > s-) + #(s+ = s-) / 2 ] / (P N)
 
 `AUC` is exact: it keeps every score (9 bytes per example), sorts once, and counts pairs in integers, so the only
-rounding is the last division. `HistogramAUC` has bounded memory: it counts positives and negatives in bins of the logit
-and treats a bin as a tie. Each pair inside one bin is wrong by at most one half, so its error is at most sum_b P_b N_b
-/ (2 P N), which it reports as `error_bound()`.
+rounding is the last division.
 
 `GAUC` is the mean of the exact AUC of each group (user) weighted by the group's impressions. A group without both
 classes has no AUC: it is excluded, and counted. It keeps 17 bytes per example.
 
-With one class, or nothing, AUC is NaN; GAUC is NaN when no group has both classes. `error_bound` is NaN where the AUC
-is.
+With one class, or nothing, AUC is NaN; GAUC is NaN when no group has both classes.
 """
 
 import math
@@ -22,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.metrics.binary import BinaryMetric, Inputs, Nonfinite
+from loka.metrics.binary import BinaryMetric, Nonfinite
 
-__all__ = ["AUC", "GAUC", "GroupedAUC", "HistogramAUC"]
+__all__ = ["AUC", "GAUC", "GroupedAUC"]
 
 
 class AUC(BinaryMetric[float]):
@@ -49,50 +46,6 @@ class AUC(BinaryMetric[float]):
         )
         pairs = 2 * int(positives) * int(negatives)
         return int(twice) / pairs if pairs else math.nan
-
-
-class HistogramAUC(BinaryMetric[float]):
-    """AUC from counts in equal bins of the logit over [-limit, limit]; bounded memory, with a bound on its error.
-
-    Bins are even in the logit, not the probability, because click rates crowd near 0. Logits beyond the limit share the outer
-    bins, so they tie with each other: `error_bound()` includes that.
-    """
-
-    def __init__(
-        self, *, bins: int = 65536, limit: float = 16.0, inputs: Inputs = "logits", nonfinite: Nonfinite = "raise"
-    ) -> None:
-        if bins < 2:
-            raise ValueError(f"bins={bins}, expected at least 2")
-        if not (limit > 0 and math.isfinite(limit)):
-            raise ValueError(f"limit={limit}, expected a positive finite logit")
-        super().__init__(inputs=inputs, nonfinite=nonfinite, bins=bins, limit=float(limit))
-        self.bins, self.limit = bins, float(limit)
-        self._add_sums(torch.int64, "positives", "negatives", shape=(bins,))
-
-    def update(self, predictions: Tensor, labels: Tensor) -> None:
-        """Add a batch of logits (or probabilities, if so configured)."""
-        z, y, valid = self._screen(predictions, labels)
-        if self.inputs == "probabilities":
-            z = torch.logit(z)  # 0 and 1 become infinite and clamp into the outer bins
-        z = z.clamp(-self.limit, self.limit)
-        index = ((z + self.limit) * (self.bins / (2 * self.limit))).long().clamp(0, self.bins - 1)
-        positive = y == 1
-        self._sums["positives"].index_add_(0, index, (valid & positive).long())
-        self._sums["negatives"].index_add_(0, index, (valid & ~positive).long())
-
-    def compute(self) -> float:
-        """AUC with every bin a tie; NaN with fewer than two classes."""
-        self._check()
-        positives, negatives = self._sums["positives"], self._sums["negatives"]
-        below = negatives.cumsum(0) - negatives
-        pairs = 2 * int(positives.sum()) * int(negatives.sum())
-        return int((positives * (2 * below + negatives)).sum()) / pairs if pairs else math.nan
-
-    def error_bound(self) -> float:
-        """The exact AUC of the same examples differs from `compute()` by at most this."""
-        positives, negatives = self._sums["positives"], self._sums["negatives"]
-        pairs = 2 * int(positives.sum()) * int(negatives.sum())
-        return int((positives * negatives).sum()) / pairs if pairs else math.nan
 
 
 @dataclass(frozen=True)

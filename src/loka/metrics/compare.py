@@ -22,8 +22,7 @@ The minimum detectable effect, MDE = (q(1 - alpha/2) + q(power)) SE, is the true
 find with the given power; q is the normal quantile, Student's for the `student` method. When the MDE exceeds the
 margin, collect more data before arguing.
 
-What this does not do: metrics that are no mean over units. For the AUC of all examples there is
-`loka.metrics.compare_auc`; others compare per seed or per user. If every unit shows exactly the same difference, the
+What this does not do: metrics that are no mean over units, as the AUC of all examples is: compare those per seed or per user. If every unit shows exactly the same difference, the
 interval has width 0: true of bit-identical runs, optimistic for a handful of rare 0/1 outcomes.
 """
 

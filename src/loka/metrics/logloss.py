@@ -17,7 +17,7 @@ from torch import Tensor
 
 from loka.metrics.binary import BinaryMetric, Inputs, Nonfinite, log_losses
 
-__all__ = ["LogLoss", "NormalizedEntropy", "RelativeLogLoss", "relative_change"]
+__all__ = ["LogLoss", "NormalizedEntropy", "relative_change"]
 
 
 def relative_change(candidate: float, baseline: float) -> float:
@@ -66,38 +66,3 @@ class NormalizedEntropy(LogLoss):
             return math.nan
         rate = self.positives / self.examples
         return loss / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
-
-
-class RelativeLogLoss(BinaryMetric[float]):
-    """Percent change of log loss of a candidate against a baseline on the same examples.
-
-    An example counts only when both predictions are finite, so that both means are over the same examples.
-    For an interval around the number see `loka.metrics.compare.compare_paired(..., relative=True)`.
-    """
-
-    def __init__(self, *, inputs: Inputs = "logits", nonfinite: Nonfinite = "raise") -> None:
-        super().__init__(inputs=inputs, nonfinite=nonfinite)
-        self._add_sums(torch.float64, "candidate", "baseline")
-        self._add_sums(torch.int64, "examples")
-
-    def update(self, candidate: Tensor, baseline: Tensor, labels: Tensor) -> None:
-        """Add both models' predictions for a batch."""
-        if candidate.shape != baseline.shape:
-            raise ValueError(f"candidate {tuple(candidate.shape)} and baseline {tuple(baseline.shape)} differ in shape")
-        both = torch.where(torch.isfinite(baseline), candidate.double(), math.nan)  # unusable if either is
-        z, y, valid = self._screen(both, labels)
-        (reference,) = self._place(baseline.reshape(-1))
-        reference = torch.where(valid, reference.double(), 0.0)
-        if self.inputs == "probabilities":
-            outside = ((reference < 0) | (reference > 1)).sum()
-            if self.nonfinite == "raise":
-                self._reject(0, 0, int(outside), size=reference.numel())
-            self._sums["outside"] += outside
-        self._sums["candidate"] += torch.where(valid, log_losses(z, y, inputs=self.inputs), 0.0).sum()
-        self._sums["baseline"] += torch.where(valid, log_losses(reference, y, inputs=self.inputs), 0.0).sum()
-        self._sums["examples"] += valid.sum()
-
-    def compute(self) -> float:
-        """Percent change, negative is better; NaN when nothing was seen or the baseline's loss is 0."""
-        self._check()
-        return relative_change(float(self._sums["candidate"]), float(self._sums["baseline"]))

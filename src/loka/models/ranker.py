@@ -128,12 +128,11 @@ class Ranker(nn.Module):
         parts: list[Tensor] = []
         if self.dense is not None:
             parts.append(self.dense(batch.dense.to(self._dtype())).view(-1, self.dense_vectors, self.core.config.d))
-        if self.embedding is not None and self.schema.categorical:
-            parts.append(self.embedding.lookup(batch.categorical))
-        if self.embedding is not None and not self.core.takes_sequence:
-            for field in self.schema.sequences:
-                rows = batch.sequences[field.name]
-                parts.append(self.embedding.pool(field.shares or field.name, rows.values, rows.offsets).unsqueeze(1))
+        if self.embedding is not None:
+            pooled = () if self.core.takes_sequence else self.schema.sequences
+            histories = [(field.shares or field.name, batch.sequences[field.name]) for field in pooled]
+            bags = [(name, rows.values, rows.offsets) for name, rows in histories]
+            parts += self.embedding.embed(batch.categorical, bags)
         dtype = compute_dtype(parts[0])
         return torch.cat([part.to(dtype) for part in parts], 1)
 

@@ -4,6 +4,7 @@ All fields share one width, so their tables are stacked into a single `nn.Embedd
 first_row[f] ... first_row[f] + cardinality[f] - 1. One gather then serves the whole [B, n] id matrix, and one sparse gradient comes back.
 
     lookup(ids)                  [B, n] ids         -> [B, n, d]
+    embed(ids, bags)             all of a batch     -> [B, n, d] and [B, 1, d] for each bag, in one place that a sharded collection can take
     take(name, ids)              ids of one field   -> [..., d]
     pool(name, values, offsets)  ragged ids         -> [B, d], the mean of the row's embeddings; zero for an empty row
     pad(name, values, offsets)   ragged ids         -> [B, T, d] and lengths [B], the T most recent, padded at the end
@@ -62,6 +63,11 @@ class EmbeddingTables(nn.Module):
         self._check(ids, self.cardinality[:n], self.names[:n])
         out: Tensor = self.table(ids + self.first_row[:n])
         return out
+
+    def embed(self, ids: Tensor, bags: Sequence[tuple[str, Tensor, Tensor]]) -> list[Tensor]:
+        """All vectors of a batch: those of ids [B, n], and the mean of each bag (field, values, offsets), as parts [B, ..., width]."""
+        parts = [self.lookup(ids)] if ids.shape[1] else []
+        return parts + [self.pool(name, values, offsets).unsqueeze(1) for name, values, offsets in bags]
 
     def take(self, name: str, ids: Tensor) -> Tensor:
         """ids of one field, of any shape -> [..., width]."""

@@ -47,12 +47,10 @@ from loka.probe.problem import (
     Chunk,
     Outputs,
     Problem,
-    RowErrors,
-    compare_rows,
     draw_chunks,
-    lost_by_row,
     rows_of,
 )
+from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.lowp.chain import SEES_CHAINS, chain_of
 from loka.probe.loss import LossWatch
 from loka.probe.seeing import NO_TICKET, Tap, probe_see
 from loka.probe.watch import Watch
@@ -44,6 +45,8 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         if not (torch.is_grad_enabled() or switch.ungraded) or not switch.on:
             return None
+        if chain_of(module) is not None:  # its tap sees it
+            return None
         if not torch.compiler.is_compiling():
             try:
                 look(module, args, kwargs, output)
@@ -62,6 +65,7 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
         tapped = graded and adapter.gradient and output.requires_grad
         return Tap.apply(output, ticket, watch.grad_token, watch.number) if tapped else None  # type: ignore[no-untyped-call]
 
+    setattr(hook, SEES_CHAINS, True)
     return hook
 
 

@@ -6,9 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loka.formats import QTensor
 from loka.probe.shown import Shown
 
 MAX_SCORED, MIN_SCORED = 256, 64  # rows of a look that are scored: a quarter of the call's, within these
+
+
+@dataclass
+class Own:
+    """The rows of a look as a chain multiplied them: x [R, K], the weight [N, K] and transposed, dy [R, N] once it came."""
+
+    x: QTensor
+    w: QTensor
+    w_t: QTensor
+    dy: QTensor | None = None
 
 
 @dataclass
@@ -27,17 +38,21 @@ class Look:
         None  # as it was in this call, where it is scored: the optimizer changes it before the step is over
     )
     dy: Tensor | None = None
+    own: Own | None = None  # of a link of a chain: the same rows as the chain itself multiplied them
 
-    def show(self, weight: Tensor, loss: tuple[Tensor, Tensor], before: Mapping[str, Tensor]) -> Shown:
-        """Some of the rows, whole groups of an example's, for the score."""
-        assert self.dy is not None
+    def rows_to_score(self) -> Tensor:
+        """Which of the rows, whole groups of an example's."""
         groups = self.x.shape[0] // self.together
         wanted = max(1, min(MAX_SCORED, max(MIN_SCORED, self.count // 4)) // self.together)
-        pick = torch.arange(self.x.shape[0], device=self.x.device).view(groups, self.together)
-        rows = pick[:: max(1, -(-groups // wanted))].reshape(-1)
+        pick = torch.arange(groups * self.together, device=self.x.device).view(groups, self.together)
+        return pick[:: max(1, -(-groups // wanted))].reshape(-1)
+
+    def show(self, weight: Tensor, loss: tuple[Tensor, Tensor], before: Mapping[str, Tensor]) -> Shown:
+        """Some of the rows for the score."""
+        rows = self.rows_to_score()
         return Shown(
             self.x[rows],
-            self.dy[rows],
+            None if self.dy is None else self.dy[rows],
             weight,
             *loss,
             examples=self.examples,

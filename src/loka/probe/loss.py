@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from loka.lowp.chain import SEES_CHAINS
 from loka.probe.rows import choose_rows, take_rows
 from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
 
@@ -139,6 +140,7 @@ def make_output_hook(switch: Any, watch: LossWatch) -> Callable[..., Any]:
         watch.calls += 1
         return None
 
+    setattr(hook, SEES_CHAINS, True)
     return hook
 
 

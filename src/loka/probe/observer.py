@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from loka.dispatch import recipe_named
+from loka.lowp.chain import TAP
 from loka.nn.wrapping import named_sites, unwrap
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
+from loka.probe.chain_tap import ChainTap, follows_head
+from loka.probe.chains import ExampleKeeper
 from loka.probe.hook import Switch, make_hook
 from loka.probe.ledger import DEFAULT_BUDGET, Ledger
 from loka.probe.loss import LossWatch, make_output_hook
 from loka.probe.saving import Saver, read_state
 from loka.probe.score import SCORED
 from loka.probe.seeing import make_hooks_count
-from loka.probe.unseen import find_chained, find_unseen, inside_attention, inside_chains, make_counting_hook
+from loka.probe.unseen import find_unseen, inside_attention, make_counting_hook
 from loka.probe.watch import LossOf, Watch
 from loka.probe.weights import shape_of_weight
 
@@ -92,6 +95,16 @@ class Observer:
             unseen.module.register_forward_hook(make_counting_hook(self._switch, unseen), with_kwargs=True)
             for unseen in self._unseen
         ]
+        by_module = {id(watch.module): watch for watch in self._watches.values()}
+        linears = {id(module): module for module in self.model.modules() if isinstance(module, nn.Linear)}
+        self._taps = [
+            ChainTap(self._switch, linear, by_module, self._loss, rows=rows, seed=seed + 7919 * number)
+            for number, linear in enumerate(linears.values())
+        ]
+        for tap in self._taps:
+            tap.head.__dict__[TAP] = tap
+        self._example = ExampleKeeper(self._switch)
+        self._handles.append(model.register_forward_pre_hook(self._example.make_hook(), with_kwargs=True))
         output = make_output_hook(self._switch, self._loss)
         self._handles.append(self.model.register_forward_hook(output, with_kwargs=True))
         self._turn()
@@ -101,7 +114,7 @@ class Observer:
         if unknown:
             raise ValueError(f"kinds={sorted(unknown)}: expected some of {', '.join(KINDS)}")
         found: list[tuple[str, nn.Module, Adapter]] = []
-        uncalled = inside_attention(self.model) | inside_chains(self.model)
+        uncalled = inside_attention(self.model)
         outside: set[int] = set()
         seen: set[int] = set()
         for name, module in named_sites(self.model):
@@ -117,7 +130,7 @@ class Observer:
             raise ValueError(
                 f"nothing to probe: the model has no site of the kinds {', '.join(kinds)} that module_filter_fn lets through"
             )
-        self._unseen = [*find_unseen(self.model, {*seen, *uncalled}, outside), *find_chained(self.model)]
+        self._unseen = find_unseen(self.model, {*seen, *uncalled}, outside)
         self.ledger.prepare([shape for _, module, adapter in found if (shape := shape_of(module, adapter)) is not None])
         return {
             name: Watch(
@@ -155,6 +168,10 @@ class Observer:
             due = bool(self._handles) and self.steps % self.every == number * self.every // len(self._slots)
             for watch in slot:
                 watch.on = due
+        by_module = {id(watch.module): watch for watch in self._watches.values()}
+        for watch in self._watches.values():  # the links of a chain are looked at together
+            head = by_module.get(id(follows_head(watch.module)))
+            watch.on = watch.on if head is None else head.on
         self._switch.on = any(watch.on for watch in self._watches.values())
 
     def step(self, loss: Tensor | float | None = None) -> None:
@@ -193,6 +210,8 @@ class Observer:
             return
         with torch.autocast(self._device.type, enabled=False):
             loss_of = self._settle_loss(loss)
+            for tap in self._taps:
+                tap.finish()
             shown = [watch.absorb(self.steps, loss_of) for watch in self._watches.values()]
         self.sampled_steps += any(shown)
         self._switch.ungraded = all(watch.forward_only or not watch.calls for watch in self._watches.values())
@@ -221,6 +240,9 @@ class Observer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for tap in self._taps:
+            if tap.head.__dict__.get(TAP) is tap:
+                del tap.head.__dict__[TAP]
         self._turn()
 
     # What was seen, as files and across ranks

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from loka.formats import Spec
+from loka.probe.chains import find_chains
 from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
 from loka.probe.observer import Observer
@@ -59,10 +60,12 @@ class Probe(Observer):
         data_name: str | None = None,
         command: str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
+        example: Any = None,
         **settings: Any,
     ) -> Report:
         """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each; without one a terminal shows a bar.
 
+        `example` is an input of the model (a tuple is *args, a dict **kwargs) on which its chains are found; without one the inputs of a sampled call are.
         `recipes` are names of `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and those that the Probe was made with: only they are scored while the model
         trains, others are judged by their errors. `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
         `settings` are further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights, repeats, seconds, gate.
@@ -88,6 +91,8 @@ class Probe(Observer):
                 sites.append(survey.visit(watch, min(flops[watch.name] / total, 1.0), units=units))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what the products took goes back to the device
+        with self.paused():
+            chains = find_chains(self.model, self._example, example, self._watches)
         record = ProbeReport(
             model=model_name or type(self.model).__name__,
             steps=self.steps,
@@ -104,6 +109,9 @@ class Probe(Observer):
             units=units,
             notes=list(self.notes),
             unseen=unseen,
+            chains=chains.units,
+            alone=chains.alone,
+            no_chains=chains.reason,
             environment=capture_environment(
                 command=command, device=_name_device(self.model), threads=torch.get_num_threads()
             ),

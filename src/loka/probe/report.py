@@ -64,24 +64,29 @@ class Report:
         weights: Weights = "dynamic",
         row_factor: float = 1.0,
         max_metric_change: float | None = None,
+        margin: float | None = None,
+        chains: bool | None = None,
         database: Database | None = None,
         verify: Verify | None = None,
     ) -> Plan:
         """The fastest candidates that are accurate enough and measurably faster. `min_speedup=None` makes a plan for accuracy only, and it says so.
 
         `target` names a device whose times come from `database` (without one, the rows that ship with the package). `overrides` maps site wildcards to a recipe's
-        name or "high"; the first that matches wins. The rest is explained at `loka.Policy` and `loka.dispatch.make_plan`.
+        name or "high"; the first that matches wins. `chains` runs linears in FP8 from one to the next where every one of them is within its share of the margin: None does so in a plan for
+        accuracy only, since a report has no time of a chain, True always, or refuses with the reasons, False never. `margin` is the report's where none is given. The rest is explained at `loka.Policy` and `loka.dispatch.make_plan`.
         """
         policy = Policy(
             max_error=self.record.max_mere if max_error is None else max_error,
             max_gradient_error=self.record.max_gradient_error if max_gradient_error is None else max_gradient_error,
             min_speedup=min_speedup,
             target=target,
-            overrides={**{site.name: "high" for site in self.record.sites if site.kept}, **(overrides or {})},
+            overrides=overrides or {},
             recipe=recipe,
             weights=weights,
             row_factor=row_factor,
             max_metric_change=max_metric_change,
+            margin=self.record.margin if margin is None else margin,
+            chains=chains,
         )
         return make_plan(self.record, policy, database=database, verify=verify)
 

@@ -24,10 +24,18 @@ TYPICAL and UPPER are measured shares (docs/concepts/score.md has the table), no
 
 Gradient GEMMs do not change the loss but the step. A step along dW + E instead of dW, its length chosen anew, makes cos^2 of the progress:
 
-    lost = 1 - cos^2(dW, dW + E)            wgrad, over the sampled rows;      dgrad the same with dx, as it arrives upstream
+    lost = 1 - cos^2(dW, dW + E)            wgrad, over the sampled rows, or what columns with an offset lose where that is more;      dgrad the same with dx
 
-Rounding noise that is independent from row to row is noise like that of sampling a batch: `lost` is the share of the batch it is worth. PROGRESS turns it
-into a share of the loss: what the loss loses when the gradient's noise grows by that share.
+Rounding noise that is independent from row to row is noise like that of sampling a batch: `lost` is the share of the batch it is worth. What dgrad hands upstream
+is worse where an error scales the whole gradient of an example: every parameter upstream then weighs that example differently, and nothing averages it away.
+
+    gain_i    = sum(e_i dx_i) / sum(dx_i^2)                 e = dx_low - dx
+    reweighed = mean of gain_i^2 over rows, by sum(dx_i^2)  dgrad alone
+
+    harm.value = PROGRESS * lost + REWEIGHED * reweighed
+
+A last layer with one output in tensorwise scales has an ordinary `lost` and ten times the `reweighed` of any other site: its gradient is one number per example,
+rounded to three bits. PROGRESS and REWEIGHED come from the loss after ten steps with that GEMM rounded (docs/concepts/score.md).
 
 Where it fails: see docs/concepts/score.md. In short: rows flattened before a linear count as examples; errors of several sites that share a cause add linearly and not
 in squares; a loss nobody recognises needs `probe.step(loss)`; losses that are no likelihood have another curvature.
@@ -55,14 +63,18 @@ __all__ = [
     "harm_from",
     "operands_of",
     "score_look",
+    "score_operands",
     "share_of_margin",
 ]
 
 TYPICAL = 0.03  # |change of the loss| / rms of r: what is usual
 UPPER = 0.06  # ... and what hardly any pair exceeds
-PROGRESS = 0.02  # d log(loss) / d log(noise of the gradient)
+PROGRESS = 0.01  # change of the loss / `lost`: -0.002 +- 0.005 over ten steps; the upper end, rounded up
+REWEIGHED = 0.4  # |change of the loss| / `reweighed` over ten steps, rms
+REWEIGHED_UPPER = 0.6  # ... and the largest
 MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 SURE = 1.96
+OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
 _STATIC = Operands.parse("e4m3:tensor:static", "e4m3:tensor", fast_accum=True)
@@ -130,7 +142,7 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
         recipes: names; those that leave a GEMM in high precision have no entry for it.
 
     Returns:
-        (gemm, recipe) -> float32 [4]: count, and sums of value, value^2 and value^4. fprop: r of every example; gradients: `lost` of the look.
+        (gemm, recipe) -> float64 [4]. fprop: count, and sums of r, r^2 and r^4 over examples; gradients: 1, `lost` and `reweighed` of the look, 0.
 
     Example:
         >>> sums = score_look(Shown(x, dy, weight, loss, loss, len(x)))["fprop", "rowwise"]
@@ -151,6 +163,21 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
                 known[key] = _MEASURES[gemm](operands, key[1], pulled, shown)
             found[gemm, recipe] = known[key]
     return found
+
+
+@torch.no_grad()
+def score_operands(operands: RoundedOperands, shown: Shown) -> dict[Gemm, Tensor]:
+    """What operands that were rounded already do in the three GEMMs of one look, as `score_look` has it.
+
+    Args:
+        operands: the rows, with a low-precision side that does not depend on a Spec.
+        shown: the same rows.
+
+    Returns:
+        gemm -> float32 [4].
+    """
+    pulled = _product(operands.plain("dy"), operands.plain("w"))
+    return {gemm: _MEASURES[gemm](operands, _STATIC, pulled, shown) for gemm in GEMMS}
 
 
 def _given(spec: Spec) -> Spec:
@@ -190,7 +217,7 @@ def _per_example(rows: Tensor, shown: Shown) -> Tensor:
 
 def _score_dgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
     low = _product(operands.low("dy", chosen.a), operands.low("w", chosen.b, transposed=True))
-    return _sums(_lost(pulled, low).reshape(1))
+    return _gradient_sums(_lost(pulled, low), _reweighed(pulled, low))
 
 
 def _score_wgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
@@ -198,14 +225,46 @@ def _score_wgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, sh
     if "exact" not in operands.kept:
         operands.kept["exact"] = _product(operands.plain("dy")[:, ::every].T, operands.plain("x"))
     dy, x = operands.low("dy", chosen.a, transposed=True), operands.low("x", chosen.b, transposed=True)
-    return _sums(_lost(operands.kept["exact"], _product(dy[:, ::every].T, x)).reshape(1))
+    low = _product(dy[:, ::every].T, x)
+    exact, plain = operands.kept["exact"], operands.plain("dy")[:, ::every]
+    lost = torch.maximum(_lost(exact, low), _lost_by_column(exact, low, plain, operands.plain("x")))
+    return _gradient_sums(lost, torch.zeros_like(lost))
 
 
 def _lost(exact: Tensor, low: Tensor) -> Tensor:
     """1 - cos^2: 0 for the same direction; 1 where nothing of it is left. A gradient of zeros that stays zero loses nothing."""
-    across = (exact * low).sum().square()
-    sizes = exact.square().sum() * low.square().sum()
-    return torch.where(sizes > 0, 1 - across / sizes.clamp(min=1e-38), (exact.square().sum() > 0).float()).clamp(0, 1)
+    largest = [t.abs().amax().clamp(min=1e-38) for t in (exact, low)]  # squares of squares leave float32's range early
+    exact, low = exact / largest[0], low / largest[1]
+    size, sizes = exact.square().sum(), exact.square().sum() * low.square().sum()
+    return torch.where(sizes > 0, 1 - (exact * low).sum().square() / sizes, (size > 0).float()).clamp(0, 1)
+
+
+def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """What columns of x with a large mean and a small spread lose, as a share of all columns: E^2 / (E^2 + sum dy^2 (x - mean)^2).
+
+    Beside a raw timestamp every other gradient is small, so the direction of the whole says nothing about a raw year; an optimizer that divides by an element's own
+    history makes no such difference. The mean, which a norm or a bias takes away again, is no part of what such a column teaches.
+    """
+    mean, spread = x.mean(0), x.std(0)
+    error = (low - exact).square().sum(0)
+    drawn = dy.square().sum(1) @ (x - mean).square()
+    offset = (spread > 0) & (mean.abs() > OFFSET * spread)
+    lost = torch.where(offset, error / (error + drawn).clamp(min=1e-38), 0.0)
+    return lost.mean()
+
+
+def _reweighed(exact: Tensor, low: Tensor) -> Tensor:
+    """Mean square of the factor by which a row's gradient is scaled, by the row's own power."""
+    power = exact.square().sum(1)
+    along = ((low - exact) * exact).sum(1).square()
+    return torch.where(power > 0, along / power.clamp(min=1e-38), 0.0).sum() / power.sum().clamp(min=1e-38)
+
+
+def _gradient_sums(lost: Tensor, reweighed: Tensor) -> Tensor:
+    """1, both, 0: the shape of `_sums`. A look that is not finite counts nothing."""
+    one, zero = torch.ones_like(lost), torch.zeros_like(lost)
+    found = torch.stack([one, lost, reweighed, zero]).double()
+    return torch.where(found.isfinite().all(), found, torch.zeros_like(found))
 
 
 def _sums(values: Tensor) -> Tensor:
@@ -236,19 +295,29 @@ def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval,
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
         return None
+    if gemm != "fprop":
+        return _harm_of_gradients(sums)
     count, total, square, fourth = sums.sum(0).tolist()
     mean, power = total / count, square / count
-    if gemm != "fprop":
-        lost = sums[:, 1] / sums[:, 0]
-        spread = SURE * float(lost.std()) / math.sqrt(len(lost)) if len(lost) > 1 else mean
-        low, high = max(mean - spread, 0.0), min(mean + spread, 1.0)
-        return Interval(value=PROGRESS * mean, low=PROGRESS * min(low, mean), high=PROGRESS * max(high, mean)), mean
     upper = power + SURE * _standard_error(sums, power, fourth / count, count)
     rms, above = math.sqrt(power), math.sqrt(upper)
     low = max(abs(mean) - SURE * rms / math.sqrt(count), 0.0)
     value = max(TYPICAL * rms, low) + nats / 2 * power
     high = max(UPPER * above, low + TYPICAL * above) + nats / 2 * upper
     return Interval(value=value, low=min(low, value), high=max(high, value)), mean
+
+
+def _harm_of_gradients(sums: Tensor) -> tuple[Interval, float]:
+    """From `lost` and `reweighed` of every look; one look alone may be off by its own size."""
+    means, errors = sums[:, 1:3].mean(0), sums[:, 1:3].mean(0)
+    if len(sums) > 1:
+        errors = SURE * sums[:, 1:3].std(0) / math.sqrt(len(sums))
+    (lost, reweighed), (below, _), (above, high) = (
+        (v.tolist()) for v in (means, (means - errors).clamp(min=0), means + errors)
+    )
+    value = PROGRESS * lost + REWEIGHED * reweighed
+    upper = PROGRESS * min(above, 1.0) + REWEIGHED_UPPER * high
+    return Interval(value=value, low=min(PROGRESS * below, value), high=max(upper, value)), lost
 
 
 def _standard_error(sums: Tensor, power: float, fourth: float, count: float) -> float:

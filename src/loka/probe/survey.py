@@ -11,11 +11,14 @@ import torch
 from msgspec.structs import replace
 
 from loka.dispatch import recipe_named
+from loka.lowp.chain import chain_of
+from loka.lowp.chain_trace import operand_specs
 from loka.measure.site import SiteTiming, Weights
 from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
 from loka.probe.offset import find_offsets
+from loka.probe.own import CHAIN_RECIPE
 from loka.probe.score import GIVEN_SCALES, MARGIN, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
 from loka.probe.verdict import Allowed, judge
@@ -118,7 +121,7 @@ class Survey:
             seconds=asked.seconds,
             timed=self._timed,
         )
-        return timed + chain_candidates(watch, gemm)
+        return timed + chain_candidates(watch, gemm) + own_candidates(watch, gemm)
 
     def _judge(
         self, watch: Watch, candidates: Sequence[Candidate], units: int, alarms: Sequence[Alarm]
@@ -127,10 +130,11 @@ class Survey:
             reason = watch.off or watch.kept or "never called on a sampled step"
             return [GemmVerdict(gemm="fprop", safety="not measured", speed="not measured", reason=reason)]
         stats = watch.describe()
-        return [
-            judge(
+
+        def verdict(gemm: Gemm, tried: Sequence[Candidate]) -> GemmVerdict:
+            return judge(
                 gemm,
-                candidates,
+                tried,
                 stats,
                 allowed=Allowed(self.settings.margin, units, self.settings.limit(gemm)),
                 unscored=why_unscored(watch),
@@ -140,18 +144,25 @@ class Survey:
                 explain=lambda best: self._explain(watch, best),
                 explain_slow=lambda fastest: explain_slow(watch, fastest, repeats=self.settings.repeats),
             )
-            for gemm in watch.gemms
-        ]
+
+        found = []
+        for gemm in watch.gemms:
+            running = [c for c in candidates if c.gemm == gemm and c.recipe == CHAIN_RECIPE]
+            alone = verdict(gemm, [c for c in candidates if c.recipe != CHAIN_RECIPE])
+            found.append(_tell_chain(watch, verdict(gemm, running), alone) if running else alone)
+        return found
 
     @torch.no_grad()
     def _explain(self, watch: Watch, best: Candidate) -> list[Cause]:
-        operands = recipe_named(best.recipe).operands(best.gemm)
+        # a chain has one scale for every tensor, which is the coarsest recipe's way
+        operands = recipe_named("tensorwise" if best.recipe == CHAIN_RECIPE else best.recipe).operands(best.gemm)
         source = next((s for s in SOURCES if s == best.distribution), None)
         if operands is None or source is None:
             return []
         generator = torch.Generator().manual_seed(self._seed)
         problem = operands_from(watch, best.gemm, source, generator)
-        trial = Trial(best.recipe, operands, self._engines[best.backend])
+        engine = self._engines.get(best.backend) or next(iter(self._engines.values()))
+        trial = Trial(best.recipe, operands, engine)
         causes = find_causes(problem, trial, self.settings.limit(best.gemm))
         # Nothing of the model feeds a raw input, so there is no bias to drop.
         return [replace(c, mod=None) if watch.is_raw and c.mod == MODS["no_bias"] else c for c in causes]
@@ -181,3 +192,41 @@ def chain_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
                 Candidate(gemm=gemm, recipe=recipe, backend="reference", a=a, b=b, harm=found[0], drift=found[1])
             )
     return candidates
+
+
+def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
+    """The GEMM as it runs in the chain that the linear is in now: measured, not tried out."""
+    chain = chain_of(watch.module)
+    if chain is None or not watch.own.looks:
+        return []
+    at = next(number for number, linear in enumerate(chain.linears) if linear is watch.module)
+    a, b = (str(spec) for spec in operand_specs(chain, at)[gemm])
+    made = Candidate(gemm=gemm, recipe=CHAIN_RECIPE, backend=chain.precision.gemm_backend, a=a, b=b)
+    errors, harm = watch.own.errors(gemm, watch.reservoir.kept), watch.own.harm(gemm)
+    if isinstance(errors, str):
+        return [replace(made, refusal=errors)]
+    if errors is None:
+        return []
+    return [
+        replace(
+            made,
+            distribution="rows",
+            samples=errors.samples,
+            mere=errors.mere,
+            relative_l2=errors.relative_l2,
+            sqnr_db=None if errors.sqnr_db is None else errors.sqnr_db.value,
+            saturated=errors.saturated.value,
+            underflowed=errors.underflowed.value,
+            errors=[errors],
+            harm=None if harm is None else harm[0],
+            drift=None if harm is None else harm[1],
+        )
+    ]
+
+
+def _tell_chain(watch: Watch, running: GemmVerdict, alone: GemmVerdict) -> GemmVerdict:
+    """The verdict about how the linear runs, and beside it what it would be outside of its chain."""
+    chain = chain_of(watch.module)
+    assert chain is not None
+    beside = "" if running.safety == "safe" else f"; alone: {alone.safety}, {alone.reason}"
+    return replace(running, reason=f"in the chain {chain.name}: {running.reason}{beside}")

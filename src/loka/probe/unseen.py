@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
-from loka.lowp.chain import chain_of
+from loka.lowp.chain import SEES_CHAINS
 from loka.nn.wrapping import named_sites
 from loka.probe.adapter import find_adapter
 from loka.records import Unseen
@@ -96,29 +96,6 @@ def inside_attention(model: nn.Module) -> set[int]:
     }
 
 
-def inside_chains(model: nn.Module) -> set[int]:
-    """Linears that run in an FP8 chain: what their modules are called with is not what they multiply."""
-    return {id(module) for _, module in named_sites(model) if chain_of(module) is not None}
-
-
-def find_chained(model: nn.Module) -> list[UnseenWatch]:
-    """The linears of FP8 chains, which are counted and not looked at.
-
-    Args:
-        model: converted or not.
-
-    Returns:
-        One watch for each.
-    """
-    found = []
-    for name, module in named_sites(model):
-        chain = chain_of(module)
-        if chain is not None and isinstance(module, nn.Linear):
-            reason = f"it runs in the FP8 chain {chain.name}, where no 16-bit tensor is left to look at: loka.Guard samples its error, loka.revert(model) opens it"
-            found.append(UnseenWatch(name, module, reason, module.weight.numel()))
-    return found
-
-
 def make_counting_hook(switch: Any, watch: UnseenWatch) -> Callable[..., None]:
     """The forward hook of what cannot be looked at: on sampled steps it counts rows, in eager mode only."""
 
@@ -131,4 +108,5 @@ def make_counting_hook(switch: Any, watch: UnseenWatch) -> Callable[..., None]:
             watch.calls += 1
             watch.rows += shown.numel() // max(int(width), 1)
 
+    setattr(hook, SEES_CHAINS, True)
     return hook

@@ -21,7 +21,7 @@ from loka.probe.cause import MODS, NAMES, OPERANDS
 from loka.probe.score import GIVEN_SCALES, share_of_margin
 from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
 
-MUCH_UNDERFLOW = 0.05
+MUCH_UNDERFLOW, MUCH_SATURATION = 0.05, 0.001
 PREDICTIONS = 8  # a linear with so few outputs is a prediction layer: little to gain, and the loss reads it directly
 ALIGNMENT_WORDS = ("multiple of", "multiples of", "aligned")
 
@@ -203,6 +203,8 @@ def _side_notes(gemm: Gemm, candidate: Candidate, stats: Sequence[TensorStats]) 
         for t in stats
         if t.role in OPERANDS[gemm] and t.non_finite
     ]
+    if candidate.saturated is not None and candidate.saturated > MUCH_SATURATION:
+        notes.append(f"{candidate.saturated:.2%} of an operand exceeds its scale and saturates")
     if candidate.underflowed is not None and candidate.underflowed > MUCH_UNDERFLOW:
         notes.append(f"{candidate.underflowed:.0%} of an operand underflows to zero")
     return notes

@@ -13,6 +13,7 @@ a crash as if there had been none.
                                                           whose first forward runs without gradients, the recomputation is the look
     empty batches                                         counted as calls of no rows
     non-finite values                                     counted; their rows stay out of the covariance
+    a link of an FP8 chain                                its rows come from a trace of the chain (`loka.probe.chain_tap`), with what the chain itself multiplied
 
 Weights change slowly: their statistics are taken at every tenth step with a look, the matrix normal only at snapshots. How they are read is a matter of its own
 (`loka.probe.weights`). The first two looks and then one in four are scored: what every recipe would do to the loss (`loka.probe.tally`).
@@ -27,10 +28,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from loka.formats import QTensor
 from loka.probe.adapter import Adapter
 from loka.probe.learned import Learned
 from loka.probe.ledger import Ledger
 from loka.probe.look import Look
+from loka.probe.own import OwnTally
 from loka.probe.reservoir import Reservoir
 from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
 from loka.probe.score import SCORED
@@ -74,6 +77,7 @@ class Watch:
         self.unscored: str | None = None  # why the last look that could have been scored was not
         self.learned: Learned | None = None
         self.tally = Tally(recipes)
+        self.own = OwnTally()  # as a link of a chain, where it is one
         self._pending: dict[int, Look] = {}
         self._ungraded: list[Look] = []
         self._whole: Tensor | None = None  # the last weight of a sharded site
@@ -176,30 +180,56 @@ class Watch:
         """
         if not self.on or self.off is not None:
             return NO_TICKET
+        x = x.detach()
         try:
             with torch.no_grad():
                 if weight is not None:
                     self._whole = weight.detach().clone()
                 if not graded and not inside_backward():
-                    self._see_ungraded(x, right, dtype)
+                    if self._counts_ungraded:
+                        ticket = self.calls + len(self._ungraded)
+                        self._ungraded.append(self._take(x, right, dtype, ticket, 0))
                     return NO_TICKET
-                return self._see_graded(x, right, needs_dgrad, dtype, call)
+                if inside_backward() and self._outside:
+                    return self._recall(x)
+                self._begin_graded()
+                return self._file(self._take(x, right, dtype, self.calls, call), needs_dgrad)
         except Exception as error:
             self.switch_off("looking at a forward pass", error)
             return NO_TICKET
 
-    def _see_graded(
-        self, x: Tensor, right: Tensor | None, needs_dgrad: bool, dtype: torch.dtype | None, call: int
-    ) -> int:
-        if inside_backward():
-            if self._outside:
-                return self._recall(x.detach())
-        else:
+    def see_look(self, look: Look, needs_dgrad: bool, *, weight: Tensor | None = None, graded: bool = True) -> int:
+        """One call whose rows somebody else took: of a link of a chain. The rest as `see_forward`; a recomputation is not brought here."""
+        if not self.on or self.off is not None:
+            return NO_TICKET
+        try:
+            with torch.no_grad():
+                if weight is not None:
+                    self._whole = weight.detach().clone()
+                look.weight = self._weight_to_score()
+                if graded:
+                    self._begin_graded()
+                    return self._file(look, needs_dgrad)
+                if self._counts_ungraded:
+                    self._ungraded.append(look)
+        except Exception as error:
+            self.switch_off("looking at a link of a chain", error)
+        return NO_TICKET
+
+    @property
+    def _counts_ungraded(self) -> bool:
+        """Calls without gradients are kept until the step is over, and only while no step has had any."""
+        return (self.forward_only or not self.calls) and len(self._ungraded) < MAX_UNGRADED
+
+    def _begin_graded(self) -> None:
+        if not inside_backward():
             self._outside += 1
         if self.forward_only:
             self._forget()
+
+    def _file(self, look: Look, needs_dgrad: bool) -> int:
+        """Keep a look until its gradient comes; returns its ticket."""
         ticket = self.calls
-        look = self._take(x.detach(), right, dtype, ticket, call)
         self._count(look)
         self.needs_dgrad |= needs_dgrad
         if look.count == 0:
@@ -207,10 +237,10 @@ class Watch:
         self._pending[ticket] = look
         return ticket
 
-    def _see_ungraded(self, x: Tensor, right: Tensor | None, dtype: torch.dtype | None) -> None:
-        """A call without gradients: kept until the step is over, and only while no step has had any."""
-        if (self.forward_only or not self.calls) and len(self._ungraded) < MAX_UNGRADED:
-            self._ungraded.append(self._take(x.detach(), right, dtype, self.calls + len(self._ungraded), 0))
+    def _weight_to_score(self) -> Tensor | None:
+        """A copy of the weight as it is in this call, where the look will be scored."""
+        weight = self.weight if self.adapter.kind in SCORED_KINDS and self.tally.due(self.steps) else None
+        return weight.detach().clone() if weight is not None and weight.dim() == 2 else None
 
     def _take(self, x: Tensor, right: Tensor | None, dtype: torch.dtype | None, ticket: int, call: int) -> Look:
         """Copies of some rows of a call."""
@@ -226,9 +256,7 @@ class Watch:
         example = None if right is None or not count else take_example(right.detach(), generator)
         largest = {"x": torch.linalg.vector_norm(x, torch.inf).float()} if count else {}
         rows = rows if dtype is None else rows.to(dtype)
-        weight = self.weight if self.adapter.kind in SCORED_KINDS and self.tally.due(self.steps) else None
-        kept = weight.detach().clone() if weight is not None and weight.dim() == 2 else None
-        return Look(rows, index, example, count, examples, together, call, largest, kept)
+        return Look(rows, index, example, count, examples, together, call, largest, self._weight_to_score())
 
     def _columns(self, right: Tensor | None) -> int:
         if right is not None:
@@ -276,6 +304,12 @@ class Watch:
         except Exception as error:
             self.switch_off("looking at a backward pass", error)
 
+    def see_link_gradient(self, ticket: int, dy: Tensor, low: QTensor, largest: Tensor) -> None:
+        """The gradient of a link's product, of the rows of its look: before it was rounded, and as the GEMMs had it."""
+        look = self._pending.get(ticket)
+        if look is not None and look.dy is None and look.own is not None:
+            look.dy, look.own.dy, look.largest["dy"] = dy, low, largest
+
     def _generator(self, look: int) -> torch.Generator:
         return torch.Generator().manual_seed((self._seed * 1_000_003 + look) % 2**63)
 
@@ -308,6 +342,7 @@ class Watch:
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
             if due:
                 self._try_to_score(look, step, loss_of)
+                self._measure_own(look, step, loss_of)
             self.tally.remember(look.largest)
         return True
 
@@ -316,6 +351,18 @@ class Watch:
             self._score(look, step, loss_of)
         except Exception as error:  # what else was seen of the site still counts
             self.unscored = f"scoring failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+    def _measure_own(self, look: Look, step: int, loss_of: LossOf | None) -> None:
+        """What a link of a chain lost in this call, as it ran."""
+        if look.own is None or look.weight is None:
+            return
+        try:
+            loss = None if loss_of is None else loss_of(look.call)
+            self.own.see(look, look.weight, loss, step)
+        except Exception as error:
+            self.unscored = (
+                f"the chain's own way was not measured: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            )
 
     def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """What every recipe would have done to the loss in this call."""
@@ -376,7 +423,8 @@ class Watch:
         then = copy.copy(self)
         then.learned = self._make_learned(learned.widths, self.device)
         then.learned.recall(rows, learned, self._generator(0))
-        then.tally = Tally(self.tally.recipes)  # the score is of all looks: a window alone is judged by its errors
+        # the score is of all looks: a window alone is judged by its errors
+        then.tally, then.own = Tally(self.tally.recipes), OwnTally()
         then.on = False
         return then
 
@@ -390,6 +438,7 @@ class Watch:
         counts = [self.calls, self.rows_seen, self.largest, int(self.needs_dgrad), self.steps, *self._shape]
         state = {} if self.learned is None else self.learned.state_dict()
         state |= {f"score.{key}": value for key, value in self.tally.state_dict().items()}
+        state |= {f"own.{key}": value for key, value in self.own.state_dict().items()}
         if self._whole is not None:
             state["whole"] = self._whole.cpu().clone()
         return {**state, "counts": torch.tensor(counts), "forward_only": torch.tensor(self.forward_only)}
@@ -401,6 +450,8 @@ class Watch:
         if "whole" in state:
             self._whole = state["whole"].to(self.device, copy=True)
         self.tally.load_state_dict(_part(state, "score."), self.device)
+        if own := _part(state, "own."):
+            self.own.load_state_dict(own)
         if (k, n) == (0, 0):
             return
         if self.learned is None:
@@ -420,6 +471,10 @@ class Watch:
         theirs = Tally(self.tally.recipes)
         theirs.load_state_dict(_part(state, "score."), self.device)
         self.tally.merge(theirs)
+        if own := _part(state, "own."):
+            chained = OwnTally()
+            chained.load_state_dict(own)
+            self.own.merge(chained)
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
         self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
         self.needs_dgrad |= bool(dgrad)

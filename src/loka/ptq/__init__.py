@@ -1,6 +1,6 @@
 """ptq: post-training quantisation of a trained model, and the look at its distributions that says whether it will go well.
 
-summary = loka.quantize(model, recipe="onerec")                  in place; by a recipe, optionally under a bound on the end metric
+summary = loka.quantize(model, "rowwise")                        in place; by a recipe or a plan, optionally under a bound on the end metric
 loka.ptq.save(model, summary, "model.safetensors")               loads again without the original: loka.ptq.load_quantized(path)
 loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines that read that layout
 """
@@ -10,25 +10,18 @@ from loka.ptq.distribution import REFERENCES, analyze_checkpoint, analyze_model
 from loka.ptq.export import export_compressed_tensors, quantization_config
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, quantize_module
 from loka.ptq.plot import draw_analysis
-from loka.ptq.quantize import Summary, quantize, size_in_bytes
-from loka.ptq.recipe import RECIPES, PtqRecipe, Rule, ptq_recipe
-from loka.ptq.sensitivity import measure_sites
+from loka.ptq.quantizing import Summary, quantize, size_in_bytes
 
 __all__ = [
-    "RECIPES",
     "REFERENCES",
-    "PtqRecipe",
     "QuantizedExperts",
     "QuantizedLinear",
-    "Rule",
     "Summary",
     "analyze_checkpoint",
     "analyze_model",
     "draw_analysis",
     "export_compressed_tensors",
     "load_quantized",
-    "measure_sites",
-    "ptq_recipe",
     "quantization_config",
     "quantize",
     "quantize_module",

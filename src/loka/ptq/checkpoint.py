@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from loka.dispatch import Operands
 from loka.models.registry import FAMILIES
-from loka.ptq.modules import empty_module, sites, swap
-from loka.ptq.quantize import Summary
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
+from loka.ptq.quantizing import Summary
 from loka.records import Quantized, from_json, to_json
 
 SCHEMA = 1
@@ -33,7 +33,24 @@ KIND = "quantized_model"
 def save(
     model: nn.Module, summary: Summary, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write the model; an existing file is replaced only once the new one is complete."""
+    """Write the model; an existing file is replaced only once the new one is complete.
+
+    Args:
+        model: what `quantize` returned the summary of.
+        summary: what was done to it.
+        path: a safetensors file.
+        dtype: of what is not quantised.
+
+    Raises:
+        ValueError: a part of the model runs in FP8 and has no FP8 weights to write: a chain, or a linear with fixed scales.
+    """
+    if unpacked := sorted(
+        site.name
+        for site in summary.record.sites
+        if site.weight is not None
+        and not isinstance(dict(model.named_modules()).get(site.name), QuantizedLinear | QuantizedExperts)
+    ):
+        raise ValueError(f"{', '.join(unpacked[:5])}: runs in a chain or with fixed scales, which this file cannot hold; hint: keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded")  # fmt: skip
     header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
               "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
     target = Path(path)
@@ -88,8 +105,9 @@ def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, ba
             seen = tuple(found[name].weight.shape)
             raise ValueError(f"{path}: {name} has a weight of {tuple(site.shape)}, the model's is {seen}")
         if site.activation is not None and site.weight is not None:
-            new[name] = empty_module(found[name], Operands.parse(site.activation, site.weight), backend=backend)
-    swap(model, new)
+            operands = Operands.parse(site.activation, site.weight, fast_accum=site.fast_accum)
+            new[name] = quantize_module(found[name], operands, backend=backend)
+    put(model, new)
 
 
 def _fill(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from loka.dispatch import Operands
 from loka.formats import E4M3, ROW, Block
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear
-from loka.ptq.quantize import Summary
+from loka.ptq.quantizing import Summary
 
 _BASE = {"num_bits": 8, "type": "float", "symmetric": True}
 _SCHEMES: dict[tuple[Block, Block], tuple[dict[str, Any], dict[str, Any]]] = {

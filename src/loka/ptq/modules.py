@@ -24,6 +24,8 @@ from loka.formats import quantize as quantize_by_law
 from loka.kernels import grouped_mm, registry
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import prepare, scaled_mm
+from loka.lowp.auto import settle
+from loka.lowp.binding import BoundGemm, LinearBinding
 from loka.nn import GroupedLinear, compute_dtype
 
 Site = nn.Linear | GroupedLinear
@@ -38,9 +40,9 @@ class _Quantized(nn.Module):
     _source: tuple[Tensor, Tensor]  # the buffers that `ready` was made from, and what their version counters said
     _versions: tuple[int, int]
 
-    def __init__(self, weight: QTensor, activation: Spec, backend: str) -> None:
+    def __init__(self, weight: QTensor, activation: Spec, backend: str, fast_accum: bool) -> None:
         super().__init__()
-        self.activation, self.weight_spec, self.backend = activation, weight.spec, backend
+        self.bound = BoundGemm(backend, Operands(activation, weight.spec, fast_accum))
         self.register_buffer("weight", weight.data)
         self.register_buffer("weight_scale", weight.scale)
         self._make_ready()
@@ -69,8 +71,18 @@ class _Quantized(nn.Module):
 
     @property
     def operands(self) -> Operands:
-        """Specs of activation and weight."""
-        return Operands(self.activation, self.weight_spec)
+        """What the GEMM runs on."""
+        return self.bound.operands
+
+    @property
+    def activation(self) -> Spec:
+        """The Spec of what comes in."""
+        return self.bound.operands.a
+
+    @property
+    def weight_spec(self) -> Spec:
+        """The Spec of the weight."""
+        return self.bound.operands.b
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "_Quantized":
         before = {name: self._buffers[name] for name in ("weight", "weight_scale")}
@@ -88,21 +100,29 @@ class _Quantized(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and precision."""
-        return f"{tuple(self.weight.shape)}, {self.activation}@{self.weight_spec}/{self.backend}"
+        return f"{tuple(self.weight.shape)}, {self.bound}"
 
 
 class QuantizedLinear(_Quantized):
     """An nn.Linear in low precision, for inference."""
 
-    def __init__(self, weight: QTensor, activation: Spec, bias: Tensor | None, *, backend: str = "auto") -> None:
-        super().__init__(weight, activation, backend)
+    def __init__(
+        self, weight: QTensor, activation: Spec, bias: Tensor | None, *, backend: str = "auto", fast_accum: bool = False
+    ) -> None:
+        super().__init__(weight, activation, backend, fast_accum)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         registry.load("scaled_mm")
         registry.load("quantize")
 
     def _prepare(self) -> QTensor:
-        return prepare(self.qweight, self.activation, backend=self.backend)
+        return prepare(self.qweight, self.activation, backend=self.bound.weight_form.backend)
+
+    def _make_ready(self) -> None:
+        bound = settle(LinearBinding(self.bound), self.weight)[0].fprop  # what `auto` is where the weight is now
+        assert bound is not None
+        self.bound = bound
+        super()._make_ready()
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
@@ -110,7 +130,12 @@ class QuantizedLinear(_Quantized):
             raise ValueError(f"QuantizedLinear takes [..., {self.in_features}], got {tuple(input.shape)}")
         flat = input.reshape(-1, self.in_features)
         dtype = _writable(compute_dtype(input))
-        y = scaled_mm(quantize(flat, self.activation), self._current(), out_dtype=dtype, backend=self.backend)
+        q = quantize(flat, self.activation)
+        bound = self.bound
+        y = scaled_mm(
+            q, self._current(), out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum,
+            prefer=bound.preferred(dtype) if bound.backend == "auto" else None,
+        )  # fmt: skip
         if self.bias is not None:
             y = y + self.bias.to(dtype)
         return y.view(*input.shape[:-1], self.out_features)
@@ -119,19 +144,26 @@ class QuantizedLinear(_Quantized):
 class QuantizedExperts(_Quantized):
     """A GroupedLinear in low precision, for inference."""
 
-    def __init__(self, weight: QTensor, activation: Spec, *, backend: str = "auto") -> None:
-        super().__init__(weight, activation, backend)
+    def __init__(self, weight: QTensor, activation: Spec, *, backend: str = "auto", fast_accum: bool = False) -> None:
+        super().__init__(weight, activation, backend, fast_accum)
         self.experts, self.width_out, self.width_in = weight.shape
         registry.load("grouped_mm")
 
     def _prepare(self) -> QTensor:
-        return grouped_mm.prepare(self.qweight, self.activation, backend=self.backend)
+        return grouped_mm.prepare(self.qweight, self.activation, backend=self.bound.backend)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """x [N, in] sorted by expert, ends int32 [E] -> [N, out]."""
         offsets = torch.cat([ends.new_zeros(1), ends])
         q, dtype = quantize(x, self.activation), _writable(compute_dtype(x))
-        return grouped_mm.grouped_mm(q, self._current(), offsets, out_dtype=dtype, backend=self.backend)
+        return grouped_mm.grouped_mm(
+            q,
+            self._current(),
+            offsets,
+            out_dtype=dtype,
+            backend=self.bound.backend,
+            fast_accum=self.operands.fast_accum,
+        )
 
 
 def _versions_of(weight: Tensor, scale: Tensor) -> tuple[int, int]:
@@ -154,7 +186,7 @@ def sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
 
 def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
     """The weight by the law, expert by expert: float32 copies of one expert are small, of all of them not."""
-    if weight.dim() == 2:
+    if weight.dim() == 2 and weight.device.type != "meta":
         return quantize_by_law(weight, spec)
     data = torch.empty(weight.shape, dtype=spec.format.dtype, device=weight.device)
     scale = torch.empty(scale_shape(weight.shape, spec.block), device=weight.device)
@@ -166,23 +198,15 @@ def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
 
 
 def quantize_module(module: Site, operands: Operands, *, backend: str = "auto") -> nn.Module:
-    """The quantised stand-in of a linear or of a layer of experts."""
+    """The quantised stand-in of a linear or of a layer of experts; of a module without storage, one to be filled from a file."""
     weight = quantize_weight(module.weight.detach(), operands.b)
+    how: dict[str, Any] = {"backend": backend, "fast_accum": operands.fast_accum}
     if isinstance(module, GroupedLinear):
-        return QuantizedExperts(weight, operands.a, backend=backend)
-    return QuantizedLinear(weight, operands.a, module.bias, backend=backend)
+        return QuantizedExperts(weight, operands.a, **how)
+    return QuantizedLinear(weight, operands.a, module.bias, **how)
 
 
-def empty_module(like: Site, operands: Operands, *, backend: str = "auto") -> nn.Module:
-    """The stand-in of a module without storage, with storage for nothing: to be filled from a file."""
-    data = torch.empty(like.weight.shape, dtype=operands.b.format.dtype, device="meta")
-    weight = QTensor(data, torch.empty(scale_shape(data.shape, operands.b.block), device="meta"), operands.b)
-    if isinstance(like, GroupedLinear):
-        return QuantizedExperts(weight, operands.a, backend=backend)
-    return QuantizedLinear(weight, operands.a, like.bias, backend=backend)
-
-
-def swap(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
+def put(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
     """Put modules in place by name; one that is registered under several names is replaced under all of them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     new = {id(modules[name]): replacement for name, replacement in replacements.items()}

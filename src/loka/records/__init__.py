@@ -1,20 +1,9 @@
 """records: what rooms write down. Frozen structs to JSON and back, strictly. No torch, so that a report can be made anywhere."""
 
 from loka.records.ab import BundleInfo, Overlap, PairedMetric, PairedTest, SplitCheck
-from loka.records.ablation import (
-    Ablation,
-    AblationCell,
-    AblationLatency,
-    AblationRun,
-    MissingRun,
-    PairedChange,
-    RefusedLatency,
-    TowerLatency,
-)
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.conversion import Conversion
 from loka.records.drift import DriftReport, Feature, Move, VerdictChange
-from loka.records.engine import EngineBar, EngineBench, EngineProfile, EngineRow
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
 from loka.records.plan import Choice, Plan, SitePlan
@@ -59,10 +48,6 @@ from loka.records.unit import KernelBucket, LinkPlan, Magnitude, UnitEvidence, U
 __all__ = [
     "GEMMS",
     "SOURCES",
-    "Ablation",
-    "AblationCell",
-    "AblationLatency",
-    "AblationRun",
     "Alarm",
     "Analysis",
     "BundleInfo",
@@ -73,10 +58,6 @@ __all__ = [
     "Conversion",
     "DistributionError",
     "DriftReport",
-    "EngineBar",
-    "EngineBench",
-    "EngineProfile",
-    "EngineRow",
     "Environment",
     "Feature",
     "FlopsOf",
@@ -93,7 +74,6 @@ __all__ = [
     "LoadBin",
     "LoadTest",
     "Magnitude",
-    "MissingRun",
     "ModChange",
     "ModClass",
     "ModLeft",
@@ -104,7 +84,6 @@ __all__ = [
     "OnlineTest",
     "Outcome",
     "Overlap",
-    "PairedChange",
     "PairedMetric",
     "PairedTest",
     "Part",
@@ -120,7 +99,6 @@ __all__ = [
     "RecordError",
     "Recovery",
     "Reference",
-    "RefusedLatency",
     "Role",
     "Run",
     "Safety",
@@ -130,7 +108,6 @@ __all__ = [
     "Speed",
     "SplitCheck",
     "TensorStats",
-    "TowerLatency",
     "UnitEvidence",
     "UnitPlan",
     "Unseen",

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import msgspec
+
 from loka.records.measurement import Environment, Interval
 from loka.records.record import Part, Record
 from loka.records.run import Outcome
@@ -46,6 +48,7 @@ class PairedTest(Record, frozen=True, tag="paired_test"):
     metrics: list[PairedMetric]
     overlap: list[Overlap]  # of the recommended sets; empty where lists were not compared
     environment: Environment
+    notes: list[str] = msgspec.field(default_factory=list)  # metrics that could not be compared
 
 
 class BundleInfo(Record, frozen=True, tag="bundle"):

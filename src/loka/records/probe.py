@@ -6,6 +6,7 @@ import msgspec
 
 from loka.records.measurement import Environment, Interval
 from loka.records.record import Part, Record
+from loka.records.unit import UnitPlan
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Role = Literal["x", "w", "dy"]
@@ -62,7 +63,7 @@ class Candidate(Part, frozen=True):
 
     `harm` is what it is judged by: the error weighed by the gradient (`loka.probe.score`). `errors` has one entry per origin of the operands. `mere` to
     `underflowed` repeat the worst of those that count (`ProbeReport.judged_on`), which `distribution` names. The recipes "static" and "delayed" (chains: one
-    E4M3 scale per tensor that is given beforehand) have a harm and nothing else.
+    E4M3 scale per tensor that is given beforehand) have a harm and nothing else; "chain" is what was measured of a linear that runs in a chain.
     """
 
     gemm: Gemm
@@ -181,3 +182,8 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     units: int = 0  # that share it: errors of independent units add in squares, so each may cost margin / sqrt(units)
     unseen: list[Unseen] = msgspec.field(default_factory=list)  # products that were not looked at
     notes: list[str] = msgspec.field(default_factory=list)  # what went wrong while looking
+    chains: list[UnitPlan] = msgspec.field(
+        default_factory=list
+    )  # linears that could run in FP8 from one to the next, or do
+    alone: dict[str, str] = msgspec.field(default_factory=dict)  # linears that are in no chain, and why
+    no_chains: str | None = None  # why none were looked for

@@ -1,5 +1,7 @@
 """What a post-training quantisation did: per site how, or why not, and what it cost the end metric."""
 
+import msgspec
+
 from loka.records.measurement import Environment, Interval
 from loka.records.record import Part, Record
 
@@ -15,6 +17,7 @@ class QuantizedSite(Part, frozen=True):
     reason: str
     weight_error: float | None = None  # relative L2 of the rounding of the weight
     metric_change: Interval | None = None  # relative change of the end metric with this site alone quantised
+    fast_accum: bool = False  # sums stay in the tensor cores
 
 
 class Quantized(Record, frozen=True, tag="quantized"):
@@ -29,6 +32,8 @@ class Quantized(Record, frozen=True, tag="quantized"):
     metric: str | None = None  # what was measured, on what; None where nothing was
     bound: float | None = None  # largest accepted relative change of it
     change: Interval | None = None  # of the whole quantised model
+    notes: list[str] = msgspec.field(default_factory=list)  # what `auto` came to; sets of sites that were given up
+    plan: str | None = None  # the seal of the plan it came from; None for a recipe
 
     @property
     def ratio(self) -> float:

@@ -23,7 +23,8 @@ class LinkPlan(Part, frozen=True):
         norm_site: the name of that norm.
         activation: by the kernels' names.
         passed: modules that do nothing while the chain runs: the norm, the activation, dropouts without effect.
-        functions: activations that are plain functions, as `owner:attribute`.
+        callers: modules whose forward calls the activation, or a dropout without effect, as a function.
+        called: whether the activation is such a call, and no module of its own.
         eps: of the norm.
         slope: of a leaky ReLU.
     """
@@ -35,7 +36,8 @@ class LinkPlan(Part, frozen=True):
     norm_site: str | None = None
     activation: str = "none"
     passed: list[str] = msgspec.field(default_factory=list)
-    functions: list[str] = msgspec.field(default_factory=list)
+    callers: list[str] = msgspec.field(default_factory=list)
+    called: bool = False
     eps: float = 1e-5
     slope: float = 0.01
 

@@ -1,6 +1,6 @@
-"""Generative recommenders: the quantised model, the paired test, the overlap of lists, the engine step by step, and distributions beside published ones."""
+"""Generative recommenders: the quantised model, the paired test, the overlap of lists, and distributions beside published ones."""
 
-from loka.records import Analysis, EngineBench, PairedTest, Quantized
+from loka.records import Analysis, PairedTest, Quantized
 from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, span_of, table
 from loka.report.quality import GOOD
 from loka.report.results import Results
@@ -12,7 +12,6 @@ def write_generative(results: Results) -> str:
     """What quantising for serving did, where such records are."""
     parts = [_write_quantized(q, i) for i, q in enumerate(results.quantized)]
     parts += [_write_test(test) for test in results.tests]
-    parts += [_write_engine(engine, i) for i, engine in enumerate(results.engines)]
     parts += [_write_analysis(analysis, i) for i, analysis in enumerate(results.analyses)]
     return "".join(parts)
 
@@ -51,35 +50,6 @@ def _write_quantized(done: Quantized, number: int) -> str:
     )
 
 
-def _write_engine(bench: EngineBench, number: int) -> str:
-    """From the plain model to FP8, and where the time of a batch goes."""
-    text = f"<h3>{escape(bench.model)}, the engine step by step</h3>" + about(
-        f"Time of a batch, {bench.beams} beams a request, on {escape(bench.environment.device)}. Weights are random: this is speed, not quality."
-    )
-    text += "".join(notice(escape(note)) for note in bench.notes)
-    for context in bench.contexts:
-        batch = bench.waterfall(context)[0].batch
-        text += f"<h4>Context {context:,}, {batch} requests</h4>"
-        text += chart(f"steps-{number}-{context}", f"Milliseconds a batch by variant, context {context}")
-        if any(profile.context == context for profile in bench.profiles):
-            text += chart(f"profiles-{number}-{context}", f"Milliseconds a batch by kind of work, context {context}")
-    bars = [
-        row([f"{b.context:,}", escape(b.what), f"{b.value:.2f}", escape(b.bar), chip("met" if b.met else "missed", "good" if b.met else "bad")], numeric=(0, 2))
-        for b in bench.bars
-    ]  # fmt: skip
-    text += table(("context", "what", "measured", "bar", ""), bars, numeric=(0, 2), caption="Bars") if bars else ""
-    times = [
-        row([escape(r.variant), f"{r.context:,}", str(r.batch), f"{r.milliseconds.value:.2f}", f"{r.milliseconds.low:.2f} to {r.milliseconds.high:.2f}",
-             f"{r.queries_per_second:,.0f}", escape(r.run or "")], numeric=range(1, 6))
-        for r in bench.rows
-    ]  # fmt: skip
-    head = ("variant", "context", "requests", "ms", "95 % interval", "queries/s", "of another run")
-    return (
-        text
-        + f"<details><summary>{len(times)} rows</summary>{table(head, times, numeric=range(1, 6), caption='Times of a batch')}</details>"
-    )
-
-
 def _write_test(test: PairedTest) -> str:
     rows = [
         row(
@@ -98,9 +68,9 @@ def _write_test(test: PairedTest) -> str:
         for m in test.metrics
     ]
     head = ("metric", "verdict", "baseline", "candidate", "change, 95 %", "smallest detectable", "margin", "users")
-    ratio = ""
+    ratio = "".join(notice(escape(note)) for note in test.notes)
     if test.split.mismatch:
-        ratio = notice(
+        ratio += notice(
             f"The arms do not have as many users as they should (p = {test.split.p_value:.2g}): do not believe this test."
         )
     overlap = ""

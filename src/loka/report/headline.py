@@ -1,7 +1,6 @@
 """The top of a report: one sentence, and the four numbers behind it."""
 
 from loka.records import Comparison, Plan, SitePlan
-from loka.report.ablation import say_grid, say_latency
 from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
 from loka.report.tuning import say_tuning
@@ -19,8 +18,6 @@ def name_report(results: Results) -> str:
             results.runs,
             results.quantized,
             results.plans,
-            results.ablations,
-            results.engines,
             results.loads,
             results.tunings,
         )
@@ -58,8 +55,6 @@ def _subject(results: Results) -> str:
     parts = []
     if results.probe:
         parts.append(results.probe.model)
-    elif results.ablations:
-        parts += [results.ablations[0].model, ", ".join(results.ablations[0].data)]
     if results.runs:
         parts.append(results.runs[0].data)
     for environment in list(results.environments.values())[:1]:
@@ -100,14 +95,6 @@ def _say_without_runs(results: Results) -> str:
         return f"{done.model} in {percent(done.ratio, 0)} of its size"
     if results.tests:
         return f"{capitalise(results.tests[0].candidate)} against {results.tests[0].baseline}"
-    if results.ablations:
-        return say_grid(results.ablations[0])
-    if results.latencies:
-        return say_latency(results.latencies[0])
-    if results.engines:
-        first = results.engines[0]
-        steps = first.waterfall(first.contexts[0])
-        return f"{first.model}: {steps[0].milliseconds.value:.0f} ms a batch become {steps[-1].milliseconds.value:.0f}"
     if results.benches or results.rows:
         return "Kernels, measured"
     return "Distributions" if results.analyses else "Training runs"
@@ -117,7 +104,7 @@ def _say_lead(results: Results, first: Comparison | None) -> str:
     if first is None:
         if results.probe is not None:
             return "No training runs were compared: this is about error only."
-        return f"{say_latency(results.latencies[0])}." if results.ablations and results.latencies else ""
+        return ""
     change = first.relative_change
     text = (
         f"Against {first.baseline}, {first.candidate} changes the {first.metric} by {signed(change.value)} "

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loka.records import GEMMS, Candidate, Choice, Gemm, ProbeReport, Site, SitePlan
-from loka.report import ablation_charts, engine_charts, kernel_charts, quality_charts, serving_charts, site_charts
+from loka.report import kernel_charts, quality_charts, serving_charts, site_charts
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
@@ -190,25 +190,9 @@ def draw(results: Results) -> dict[str, Any]:
         drawn[f"waterfall-{number}"] = kernel_charts.draw_waterfall(done)
     for number, analysis in enumerate(results.analyses):
         drawn[f"layers-{number}"] = kernel_charts.draw_layers(analysis)
-    drawn |= _draw_ablations(results)
-    for number, engine in enumerate(results.engines):
-        for context in engine.contexts:
-            drawn[f"steps-{number}-{context}"] = engine_charts.draw_steps(engine, context)
-            drawn[f"profiles-{number}-{context}"] = engine_charts.draw_profiles(engine, context)
     for number, test in enumerate(results.loads):
         drawn[f"load-{number}"] = serving_charts.draw_load(test)
     return {name: spec for name, spec in drawn.items() if spec is not None}
-
-
-def _draw_ablations(results: Results) -> dict[str, Any]:
-    drawn: dict[str, Any] = {}
-    for number, grid in enumerate(results.ablations):
-        for place, data in enumerate(grid.data):
-            drawn[f"ablation-{number}-{place}"] = ablation_charts.draw_cells(grid, data)
-    for number, latency in enumerate(results.latencies):
-        for mode, batch in dict.fromkeys((r.mode, r.batch) for r in latency.rows):
-            drawn[f"latency-{number}-{mode}-{batch}"] = ablation_charts.draw_latency(latency, mode, batch)
-    return drawn
 
 
 def _draw_sites(results: Results, probe: ProbeReport) -> dict[str, Any]:

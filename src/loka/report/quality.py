@@ -4,7 +4,7 @@ from loka.records import Comparison, ModSummary, Recovery
 from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, signed, span_of, table
 from loka.report.results import Results
 
-__all__ = ["GOOD", "write_mods", "write_quality", "write_worth"]
+__all__ = ["GOOD", "write_mods", "write_quality"]
 
 GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
 _NUMERIC = range(2, 9)
@@ -89,42 +89,6 @@ def _table_comparisons(results: Results) -> str:
 
 def _metrics(metrics: dict[str, float]) -> list[str]:
     return [f"{metrics[name]:.5f}" if name in metrics else "–" for name in ("log_loss", "auc")]
-
-
-def write_worth(results: Results) -> str:
-    """What the plan's decisions are worth: the same weights with the plan, with FP8 everywhere, and what each is made of."""
-    found = {c.candidate: c for c in results.comparisons}
-    planned, naive = _pick(found, "planned"), _pick(found, "naive")
-    if planned is None or naive is None or len(results.plans) < 2:
-        return ""
-    plan, other = results.plans[0], next((p for p in results.plans if p.recipe != "auto"), None)
-    if other is None:
-        return ""
-    theirs = {site.site: [(c.gemm, c.a, c.b) for c in site.choices] for site in other.sites}
-    differing = [s for s in plan.sites if theirs.get(s.site) != [(c.gemm, c.a, c.b) for c in s.choices]]
-    share = sum(site.flops_share for site in differing)
-    rows = [
-        row(
-            [
-                f'<span class="mono">{escape(site.site)}</span>',
-                percent(site.flops_share, 2),
-                "<br>".join(dict.fromkeys(escape(c.reason) for c in site.choices)),
-            ],
-            numeric=(1,),
-        )
-        for site in sorted(differing, key=lambda s: -s.flops_share)[:40]
-    ]
-    more = f" The 40 largest of {len(differing)} are listed." if len(differing) > 40 else ""
-    return about(
-        f"The plan and {escape(other.recipe)} FP8 everywhere differ at {len(differing)} of {len(plan.sites)} linears, which hold "
-        f"{percent(share, 2)} of the GEMM work. That is the whole difference between {signed(planned.relative_change.value)} "
-        f"({planned.outcome}) and {signed(naive.relative_change.value)} ({naive.outcome}).{more}"
-    ) + table(("site", "FLOPs", "why the plan differs"), rows, numeric=(1,), caption="Where the plan differs")
-
-
-def _pick(found: dict[str, Comparison], word: str) -> Comparison | None:
-    fitting = [c for name, c in found.items() if name.startswith(word)]
-    return next((c for c in fitting if "swapped" in c.candidate), fitting[0] if fitting else None)
 
 
 def write_mods(results: Results) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loka.records import write_atomically
-from loka.report import ablation, generative, headline, kernels, origin, quality, serving, sites, tuning
+from loka.report import generative, headline, kernels, origin, quality, serving, sites, tuning
 from loka.report.markup import escape
 from loka.report.payload import collect, dump, write_chunks
 from loka.report.results import Results
@@ -22,7 +22,6 @@ SECTIONS: tuple[Section, ...] = (
     ("quality", "Quality", quality.write_quality),
     ("sites", "Sites", sites.write_sites),
     ("plan", "Plan", sites.write_plan),
-    ("ablation", "Ablation", ablation.write_ablation),
     ("mods", "Mods", quality.write_mods),
     ("drift", "Drift", sites.write_drift),
     ("memory", "Memory", sites.write_memory),

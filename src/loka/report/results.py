@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from loka.records import (
-    Ablation,
-    AblationLatency,
     Analysis,
     Comparison,
     Conversion,
     DriftReport,
-    EngineBench,
     Environment,
     LoadTest,
     ModSummary,
@@ -45,9 +42,6 @@ _ALL: tuple[type[Record], ...] = (
     Quantized,
     PairedTest,
     Analysis,
-    Ablation,
-    AblationLatency,
-    EngineBench,
     LoadTest,
     OnlineTest,
     Conversion,
@@ -74,9 +68,6 @@ class Results:
     quantized: tuple[Quantized, ...] = ()
     tests: tuple[PairedTest, ...] = ()
     analyses: tuple[Analysis, ...] = ()
-    ablations: tuple[Ablation, ...] = ()
-    latencies: tuple[AblationLatency, ...] = ()
-    engines: tuple[EngineBench, ...] = ()
     loads: tuple[LoadTest, ...] = ()
     experiments: tuple[OnlineTest, ...] = ()
     tunings: tuple[Tuning, ...] = ()
@@ -108,9 +99,6 @@ class Results:
             quantized=_every(found, Quantized),
             tests=_every(found, PairedTest),
             analyses=_every(found, Analysis),
-            ablations=_every(found, Ablation),
-            latencies=_every(found, AblationLatency),
-            engines=_every(found, EngineBench),
             loads=_every(found, LoadTest),
             experiments=_every(found, OnlineTest),
             tunings=_every(found, Tuning),
@@ -155,10 +143,7 @@ class Results:
             "quantised model": self.quantized,
             "A/B": self.tests,
             "distributions": self.analyses,
-            "ablation": self.ablations,
-            "latency of the ablation": self.latencies,
             "kernels": self.benches,
-            "serving": self.engines,
             "load test": self.loads,
             "experiment": self.experiments,
             "tuning": self.tunings,

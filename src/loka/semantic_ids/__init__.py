@@ -7,8 +7,7 @@
     index.save("items.safetensors");  load_index("items.safetensors")
     nodes = index.trie.step(nodes, codes)                             # constrained decoding; index.trie.items(nodes) at the end
 
-`read_token_table` reads the JSON tables ("<a_12>", "<b_7>", ...) that public work exchanges. Depends on torch and
-safetensors only; scikit-learn is imported by `embed_text` alone.
+Depends on torch and safetensors only; scikit-learn is imported by `embed_text` alone.
 """
 
 from loka.semantic_ids.balance import assign_balanced, fit_balanced_kmeans
@@ -19,7 +18,6 @@ from loka.semantic_ids.kmeans import Clustering, fit_kmeans
 from loka.semantic_ids.quality import LevelQuality, Quality
 from loka.semantic_ids.residual import ResidualKMeans, encode, fit_semantic_ids
 from loka.semantic_ids.text import embed_text
-from loka.semantic_ids.tokens import read_token_table, write_token_table
 from loka.semantic_ids.trie import Trie, build_trie
 
 __all__ = [
@@ -38,7 +36,5 @@ __all__ = [
     "fit_kmeans",
     "fit_semantic_ids",
     "load_index",
-    "read_token_table",
     "resolve_collisions",
-    "write_token_table",
 ]

@@ -87,10 +87,6 @@ class SemanticIndex:
             nodes = self.trie.step(nodes, codes[..., level])
         return self.trie.items(nodes)
 
-    def renumber(self, items: Tensor) -> "SemanticIndex":
-        """The same codes under other item numbers: row r becomes item `items[r]` (e.g. `index.items + 1` to free 0 for padding)."""
-        return replace(self, items=items)
-
     def quality(self, embeddings: Tensor | None = None) -> Quality:
         """Collisions and codebook use; with the embeddings (rows in the order of `codes`) also the error left after each level."""
         return measure_quality(self.codes, self.codebook_sizes, centroids=self.centroids, embeddings=embeddings)

@@ -72,18 +72,6 @@ class Trie:
         codes = self.codes[edges.clamp(max=self.codes.numel() - 1)]
         return torch.where(valid, codes, -1), torch.where(valid, edges + 1, -1)
 
-    def allowed_ragged(self, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same as CSR over a vector of nodes: (offsets [B + 1], codes, children). Its size depends on the data."""
-        if nodes.dim() != 1:
-            raise ValueError(f"nodes have shape {tuple(nodes.shape)}, expected a vector")
-        inside = nodes.clamp(min=0)
-        first = self.offsets[inside]
-        counts = torch.where(nodes >= 0, self.offsets[inside + 1] - first, 0)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        edges = torch.arange(int(offsets[-1]), device=nodes.device)
-        edges = edges + torch.repeat_interleave(first - offsets[:-1], counts)
-        return offsets, self.codes[edges], edges + 1
-
     def mask(self, nodes: Tensor, level: int) -> Tensor:
         """Bool [..., codebook size of the level]: which codes may follow."""
         self._check_level(level)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from loka.inference import Bundle, Engine, EngineConfig, Recommendation, Request, load_bundle
 from loka.inference.bundle import MODEL
-from loka.inference.synthetic import make_histories
+from loka.inference.request import make_histories
 from loka.serving.servable import FieldError, Job
 from loka.serving.times import Bucket
 

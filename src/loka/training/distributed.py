@@ -1,27 +1,29 @@
-"""Training on many processes, started by torchrun: FSDP2 for the dense part, tables kept in step by their sparse gradients, checkpoints by DCP.
+"""Training on many processes, started by torchrun: tables on every rank or sharded by TorchRec, the dense part under FSDP2 or DDP, checkpoints by DCP.
 
     torchrun --nproc-per-node 8 -m loka train --distributed --rows int8:row --collectives e4m3:1x128:pow2 --out runs/x
+    torchrun --nproc-per-node 8 -m loka train --distributed --sharding row --dense ddp --out runs/y
 
     with joined("gloo"):
-        trainer = DistributedTrainer(model, data, TrainConfig(batch_size=1024), rows="int8:row", out="runs/x")
+        trainer = DistributedTrainer(model, data, TrainConfig(batch_size=1024), Distribution(sharding="row"), plan=plan, out="runs/x")
         trainer.fit(resume=True)
 
-* Dense parameters are sharded (`fully_shard`); `collectives` encodes what they send (`loka.comms`).
-* Every rank holds all tables, whose optimiser gathers the rows and gradients of a step from all ranks and makes the same update everywhere; only what a batch touched travels.
+* How the model lies on the ranks, and what they send, is a `Distribution` (`loka.training.sharding`).
+* A plan is converted after the model has been spread; its digest must be the same on every rank. Plans name the plain model's linears, so one plan serves both.
+* Without sharding every rank holds all tables, whose optimiser gathers the rows and gradients of a step from all ranks and makes the same update everywhere; only what a batch touched travels.
 * `batch_size` is the whole batch, of all ranks together. Each rank reads the same batches and takes its share, so the order of examples, and with it the run, does not depend on the
   number of ranks beyond the last bits of its sums.
 * A checkpoint is a folder written by all ranks (torch.distributed.checkpoint) and completed by rank 0 with a rename: one that was interrupted does not exist. It can be resumed with
-  another number of ranks: DCP shards it anew, the random numbers of stochastic rounding depend on step, table and row alone, and the data's position counts whole batches.
-
-Not here: tables sharded over ranks. For those use TorchRec's DistributedModelParallel with `loka.comms.torchrec`.
+  another number of ranks, and with FSDP2 where DDP was: DCP shards it anew, the random numbers of stochastic rounding depend on step, table and row alone, and the data's position counts
+  whole batches. Other random numbers (dropout) start anew from (seed, rank, step) at every checkpoint, in a run that goes on as in one that is resumed.
+* When a rank is gone the others notice in their next collective, call the roll through the store, and raise a RankError that names who is missing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -33,19 +35,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loka.comms import StepClock, Wire, parse_codec, quantize_fsdp
+from loka.comms import Agreement, RankError, StepClock
 from loka.data.batch import Jagged
-from loka.nn.tables import Table, quantize_tables
-from loka.training.checkpoint import find_checkpoints, prune, read_best, step_of, write_best
+from loka.nn.tables import Table
+from loka.records import Conversion, Plan, to_json
+from loka.training.checkpoint import find_checkpoints, prune, read_best, remove_leftovers, step_of, write_best
 from loka.training.config import TrainConfig
-from loka.training.result import NonFiniteLossError
-from loka.training.snapshot import seed_everything
+from loka.training.result import NonFiniteLossError, TrainResult
+from loka.training.sharding import Distribution, spread_model
+from loka.training.snapshot import COUNTERS, seed_everything
 from loka.training.stream import EpochStream, TrainData
 from loka.training.trainer import Trainer
 
-__all__ = ["DistributedTrainer", "joined", "share_of"]
-
-_COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
+__all__ = ["DistributedTrainer", "Distribution", "joined", "share_of"]
 
 
 @contextmanager
@@ -123,17 +125,19 @@ class DistributedTrainer(Trainer):
     """A Trainer among others. Build it on every rank with the same model, data and settings, inside `joined`.
 
     Args:
-        model: plain, the same weights on every rank; its tables are swapped and its dense part is sharded, in place.
+        model: plain, the same weights on every rank; changed in place.
         data: as Trainer's.
         config: as Trainer's; `batch_size` counts all ranks together.
-        rows: format of the tables' rows.
-        collectives: codec of weights and gradients; None sends them as they are.
+        how: where tables and dense parameters lie, and what is sent.
+        plan: convert the model by this plan, once it is spread.
+        recipe: or by this recipe, at every linear.
         out: folder of the run, on a file system that all ranks see.
+        roll_call: seconds to wait for the others when a collective has failed.
         options: of Trainer: `loss_fn`, `callbacks`, ...
 
     Example:
         >>> with joined("gloo"):
-        ...     DistributedTrainer(model, data, TrainConfig(steps=100, batch_size=64), rows="int8:row", out="runs/x").fit()
+        ...     DistributedTrainer(model, data, TrainConfig(steps=100, batch_size=64), Distribution(rows="int8:row"), out="runs/x").fit()
     """
 
     def __init__(
@@ -141,30 +145,52 @@ class DistributedTrainer(Trainer):
         model: nn.Module,
         data: TrainData,
         config: TrainConfig | None = None,
+        how: Distribution | None = None,
         *,
-        rows: str = "float32",
-        collectives: str | None = None,
+        plan: Plan | None = None,
+        recipe: str | None = None,
         out: str | Path | None = None,
+        roll_call: float = 10.0,
         **options: Any,
     ) -> None:
-        config = config or TrainConfig()
+        config, self.how = config or TrainConfig(), how or Distribution()
         world = dist.get_world_size()
-        _check(config, world)
-        codec = None if collectives is None else parse_codec(collectives)
+        _check(config, self.how, world)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         )
         if config.device not in ("auto", device.type, str(device)):
             raise ValueError(f"this process group runs on {device}, the request is for {config.device}")
-        model = model.to(device)
-        quantize_tables(model, rows=rows)
-        shard_dense(model)
-        self.clock = StepClock(seed=config.seed)
-        self.wire: Wire | None = None
-        if codec is not None:
-            self.wire = quantize_fsdp(model, all_gather=codec, reduce_scatter=codec, clock=self.clock)
-        super().__init__(model, data, replace(config, device=str(device)), out=out, **options)
+        self.clock, self.roll_call = StepClock(seed=config.seed), roll_call
+        spread = spread_model(
+            model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock
+        )
+        self.wire, self.embedding_wire, self.fused = spread.wire, spread.embedding_wire, spread.fused
+        self.conversion = _convert(spread.module, plan, recipe, device)
+        super().__init__(spread.model, data, replace(config, device=str(device)), out=out, **options)
+        if self.fused is not None:
+            self.optimizers.add(self.fused, config.embedding_learning_rate)
         self.stream = SharedStream(data.train, config.batch_size, seed=config.seed, rank=self.ranks.rank, world=world)
+
+    def fit(self, *, resume: bool = False, fallback: bool = False) -> TrainResult:
+        """As Trainer's. A rank that is gone is named.
+
+        Args:
+            resume: continue from the newest checkpoint of `out`.
+            fallback: refused: a distributed checkpoint is complete or does not exist.
+
+        Returns:
+            How it went.
+
+        Raises:
+            RankError: a rank is gone; the run can be resumed from its last checkpoint.
+        """
+        try:
+            return super().fit(resume=resume, fallback=fallback)
+        except RuntimeError as error:
+            if not isinstance(error, RankError | NonFiniteLossError) and _is_transport(error):
+                _call_roll(self.roll_call, self._saved_step, error)
+            raise
 
     def load_best(self) -> None:
         """Put the weights of the best evaluation into the model."""
@@ -180,11 +206,14 @@ class DistributedTrainer(Trainer):
             raise ValueError("resume needs the folder of the run: pass out=")
         if found and not resume and self.step == 0:
             raise ValueError(f"{self.folder} already holds {found[-1].name}; resume it, or choose another folder")
-        seed_everything(self.config.seed + self.ranks.rank)
+        self._reseed()
         if found:
             self._restore(found[-1])
+        elif self.folder is not None and self.ranks.rank == 0:
+            remove_leftovers(self.folder)
         for callback in self.callbacks:
             callback.on_start(self)
+        self._window_start = time.perf_counter()
 
     def _train_step(self) -> None:
         self.clock.step = self.step
@@ -201,6 +230,7 @@ class DistributedTrainer(Trainer):
                     f"weights of {bad[:5] or 'another rank'} are not finite after step {self.step}; nothing was saved"
                 )
             self._write()
+            self._reseed()
             self._saved_step = self.step
 
     def _write(self) -> None:
@@ -227,16 +257,29 @@ class DistributedTrainer(Trainer):
     def _state(self) -> dict[str, Any]:
         return {
             "config": self.config.to_json(),
-            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
             "monitor": self.monitor.state_dict(),
             "metrics": self.metrics,
             "stream": self.stream.state_dict(),
             "world": self.ranks.world,
+            "distribution": self._essentials(),
         }
+
+    def _essentials(self) -> dict[str, Any]:
+        """What a resumed run must share; where things lie may change."""
+        how = self.how
+        columns = how.columns if how.sharding == "column" else 1
+        plan = None if self.conversion is None else self.conversion.plan or sorted(self.conversion.converted.items())
+        asked = {"rows": how.rows, "collectives": how.collectives, "embeddings": how.embeddings, "plan": plan}
+        found: dict[str, Any] = json.loads(
+            json.dumps({**asked, "columns": columns, "sharded": how.sharding is not None})
+        )
+        return found
 
     def _tensors(self) -> dict[str, Any]:
         self._prepare_optimizer()
-        return {"model": self.module.state_dict(), "optimizer": self.optimizers.state_tensors()}
+        tensors = {"model": self.module.state_dict(), "optimizer": self.optimizers.state_tensors()}
+        return tensors if self.fused is None else {**tensors, "tables": self.fused.tensors()}
 
     def _prepare_optimizer(self) -> None:
         """Adam makes its state in the first step; a checkpoint to load needs somewhere to go before."""
@@ -254,6 +297,8 @@ class DistributedTrainer(Trainer):
 
         tensors = self._tensors()
         state = tensors.pop("optimizer")
+        if not optimizer:
+            tensors.pop("tables", None)
         if optimizer:  # copies: the codes of a table are its own, and loading its weight would round them
             tensors["optimizer"] = {name: tensor.clone() for name, tensor in state.items()}
         load(tensors, checkpoint_id=path)
@@ -265,31 +310,23 @@ class DistributedTrainer(Trainer):
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if changes := self.config.changes_since(TrainConfig.from_json(state["config"])):
             raise ValueError(f"cannot resume with other settings ({'; '.join(changes)}); resume with the stored ones")
+        stored, mine = state["distribution"], self._essentials()
+        if changes := [f"{name} was {stored[name]}, now {mine[name]}" for name in mine if stored[name] != mine[name]]:
+            raise ValueError(
+                f"cannot resume with another distribution ({'; '.join(changes)}); resume with the stored one"
+            )
         self._load_tensors(path)
         self.stream.load_state_dict(state["stream"])
         for name, value in state["counters"].items():
             setattr(self, name, value)
         self.metrics = state["metrics"]
         self.monitor.load_state_dict(state["monitor"])
-        seed = hash((self.config.seed, self.ranks.rank, self.step)) % 2**63
-        seed_everything(seed)
-        random.seed(seed)
+        self._reseed()
         self._resumed_from = self._saved_step = step_of(path)
 
-
-def shard_dense(model: nn.Module) -> None:
-    """Shard everything but the tables' anchors, each larger block on its own, then the rest.
-
-    Args:
-        model: changed in place.
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    anchors: set[nn.Parameter] = {module.anchor for module in model.modules() if isinstance(module, Table)}
-    for child in model.children():
-        if any(p not in anchors for p in child.parameters()) and not isinstance(child, Table):
-            fully_shard(child, ignored_params={p for p in child.parameters() if p in anchors})
-    fully_shard(model, ignored_params=anchors)
+    def _reseed(self) -> None:
+        """Random numbers from here on are of (seed, rank, step), so that a run that goes on and one that is resumed draw the same."""
+        seed_everything(hash((self.config.seed, self.ranks.rank, self.step)) % 2**63)
 
 
 def _local_tensors(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
@@ -299,7 +336,40 @@ def _local_tensors(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
     return [(name, tensor.detach()) for name, tensor in [*named, *tables]]
 
 
-def _check(config: TrainConfig, world: int) -> None:
+def _convert(model: nn.Module, plan: Plan | None, recipe: str | None, device: torch.device) -> Conversion | None:
+    """The plan or recipe, placed in the model as it lies on the ranks, once all of them have the same."""
+    if plan is None and recipe is None:
+        return None
+    from loka.placing import convert, scale_state
+
+    asked = to_json(plan) if plan is not None else str(recipe).encode()
+    Agreement(device=device, name="plan").compare("the plan", asked)
+    done = convert(model, plan, recipe=recipe)
+    if remembered := sorted(scale_state(model)):
+        raise ValueError(
+            f"{', '.join(remembered[:5])}: scales that are remembered between steps are each rank's own, and no checkpoint could be resumed with another number of ranks; "
+            "hint: a plan with dynamic scales and without chains"
+        )
+    return done
+
+
+def _is_transport(error: RuntimeError) -> bool:
+    """Whether a collective failed, and not the model."""
+    if isinstance(error, dist.DistError):
+        return True
+    return any(word in str(error).lower() for word in ("gloo", "nccl", "connection", "timed out", "processgroup"))
+
+
+def _call_roll(timeout: float, saved: int | None, error: RuntimeError) -> None:
+    """Name who is missing; return where everybody answers."""
+    try:
+        Agreement(timeout=timeout, name="roll call").meet("after a failed collective")
+    except RankError as missing:
+        kept = "no checkpoint was written" if saved is None else f"the last checkpoint is of step {saved}"
+        raise RankError(f"training stopped: {missing}; {kept}", missing.ranks) from error
+
+
+def _check(config: TrainConfig, how: Distribution, world: int) -> None:
     problems = []
     if config.batch_size % world:
         problems.append(
@@ -307,5 +377,7 @@ def _check(config: TrainConfig, world: int) -> None:
         )
     if config.compile == "on":
         problems.append("compilation is not part of it yet")
+    if how.sharding is not None and config.accumulate > 1:
+        problems.append("sharded tables are updated in every backward pass, so batches cannot be accumulated")
     if problems:
         raise ValueError(f"these settings cannot be trained on {world} processes: {'; '.join(problems)}")

@@ -4,13 +4,14 @@ The same loss function as in training gives (loss, predictions). Predictions are
 each label column gets log loss, NE and AUC of its own (`ne` with one label, `ne/<index>` with several, and then `ne`
 is their mean). A loss function that returns no predictions is evaluated by its loss alone.
 
-With several processes each evaluates its share of the split and the metrics are merged: exact, and the same on every rank.
+With several processes each evaluates its share of the split and the metrics are merged: exact, and the same on every rank. A rank whose share ends first goes on calling the model, uncounted: one
+that is sharded over ranks runs on all of them or not at all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -47,22 +48,45 @@ def evaluate(
     world: int = 1,
 ) -> dict[str, float]:
     """Metrics over a whole split; with a compiled model, batches of another size than `compiled_size` run eagerly."""
-    batches = split.batches(batch_size, shuffle=False, seed=0, drop_last=False, rank=rank, world=world, epoch=0)
+    batches = iter(split.batches(batch_size, shuffle=False, seed=0, drop_last=False, rank=rank, world=world, epoch=0))
     metrics: list[dict[str, Metric[float]]] = []
     total = torch.zeros(2, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     try:
-        for batch in batches:
+        for batch, counts in _in_step(batches, split, batch_size, device, world):
             batch = batch.to(device)
             with torch.no_grad(), nullcontext() if compiled_size in (None, batch.size) else eager():
                 loss, predictions = loss_fn(model, batch)
+            if not counts:
+                continue
             total += torch.stack([loss.double() * batch.size, loss.new_tensor(batch.size, dtype=torch.float64)])
             if predictions is not None:
                 _update(metrics, predictions, batch.labels)
     finally:
         model.train(was_training)
     return _summarise(total, metrics, world)
+
+
+def _in_step(
+    batches: Iterator[Any], split: Split, batch_size: int, device: torch.device, world: int
+) -> Iterator[tuple[Any, bool]]:
+    """This rank's batches, and whether each counts: as many on every rank, the last one again where a rank has run out."""
+    last: Any = None
+    while True:
+        batch = next(batches, None)
+        if world > 1:
+            votes = torch.tensor(int(batch is not None), device=device)
+            torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX)
+            if batch is None and votes.item():
+                whole = split.batches(batch_size, shuffle=False, seed=0, drop_last=False, rank=0, world=1, epoch=0)
+                last = next(iter(whole)) if last is None else last
+                yield last, False
+                continue
+        if batch is None:
+            return
+        last = batch
+        yield batch, True
 
 
 def _make_metrics(columns: int) -> list[dict[str, Metric[float]]]:

@@ -12,7 +12,7 @@ in buffers of the size of the batch. On a GPU the loop must not ask how many dif
 the queue once per table and step, so there the buffers keep the batch's length; on a CPU asking is free. GPU sums use
 atomics: their last bits vary unless torch.use_deterministic_algorithms is on.
 
-Low-precision tables (`loka.nn.tables`) are updated by their own optimiser, with the same rule. Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
+Low-precision tables (`loka.nn.tables`) are updated by their own optimiser, with the same rule. Sharded tables of TorchRec are updated in the backward pass, and are nobody else's. Which is which: the weight of an `nn.Embedding` or `nn.EmbeddingBag` built with `sparse=True` is a table; every other
 parameter is dense. Weight decay applies to dense parameters with two or more dimensions. Neither decay nor clipping
 touches tables: a sparse gradient has no cheap global norm, and Adagrad divides by each row's own history already.
 """
@@ -102,14 +102,18 @@ def sum_segments_padded(ordered: Tensor, order: Tensor, is_first: Tensor, values
 
 
 def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters]:
-    """(dense parameters, embedding tables) of a model, by module type; frozen parameters are in neither."""
+    """(dense parameters, embedding tables) of a model, by module type; frozen parameters, and those their own backward pass updates, are in neither."""
     tables = {
         id(module.weight)
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     }
     anchors = {id(module.anchor) for module in model.modules() if isinstance(module, Table)}  # TableOptimizer's
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in anchors]
+    named = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if p.requires_grad and id(p) not in anchors and not hasattr(p, "_in_backward_optimizers")
+    ]
     return (
         [(name, parameter) for name, parameter in named if id(parameter) not in tables],
         [(name, parameter) for name, parameter in named if id(parameter) in tables],
@@ -138,6 +142,10 @@ class Optimizers:
         if low:
             rate = config.embedding_learning_rate
             self._parts.append((TableOptimizer(model, Rule("rowwise_adagrad", lr=rate), seed=config.seed), rate))
+
+    def add(self, optimizer: Any, rate: float) -> None:
+        """One more optimiser, with its peak learning rate. One whose `state` is empty keeps its own."""
+        self._parts.append((optimizer, rate))
 
     def set_factor(self, factor: float) -> None:
         """Multiply every peak learning rate by `factor`."""

@@ -21,11 +21,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from loka.data.batch import Jagged
-    from loka.data.sequences import SequenceSplit
+    from loka.data.sequences import SequenceSplit, SequenceStream
 
 __all__ = [
     "SequenceExampleBatch",
-    "SequenceExampleStream",
     "SequenceExamples",
     "cut_histories",
     "cut_prefixes",
@@ -81,9 +80,14 @@ class SequenceExamples:
 
     def batches(
         self, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, rank: int, world: int, epoch: int
-    ) -> SequenceExampleStream:
+    ) -> SequenceStream[SequenceExampleBatch]:
         """One epoch of this rank's share."""
-        return SequenceExampleStream(self, batch_size, shuffle, seed, drop_last, rank, world, epoch)
+        from loka.data.sequences import SequenceStream
+
+        return SequenceStream(
+            self.cut, len(self), batch_size, shuffle=shuffle, seed=seed, epoch=epoch, drop_last=drop_last, rank=rank,
+            world=world,
+        )  # fmt: skip
 
     def cut(self, index: Array) -> SequenceExampleBatch:
         """The batch of some examples."""
@@ -100,65 +104,6 @@ class SequenceExamples:
             asked=None if self.times is None or not self.has_targets else self.times[last],
             target=target,
         )
-
-
-class SequenceExampleStream:
-    """Iterator over the batches of one epoch; the position can be saved and restored."""
-
-    def __init__(
-        self,
-        examples: SequenceExamples,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        rank: int,
-        world: int,
-        epoch: int,
-    ) -> None:
-        if batch_size < 1 or not 0 <= rank < world:
-            raise ValueError(
-                f"batch_size must be at least 1 and rank in [0, world), got {batch_size}, rank {rank} of {world}"
-            )
-        order = np.arange(len(examples))
-        if shuffle:
-            np.random.default_rng([seed, epoch]).shuffle(order)
-        self._order = order[: len(order) // world * world if drop_last else None][rank::world]
-        self._count = len(self._order) // batch_size * batch_size if drop_last else len(self._order)
-        self._examples, self._batch_size, self._position = examples, batch_size, 0
-        self._identity = {
-            "examples": len(examples),
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "epoch": epoch,
-            "drop_last": drop_last,
-            "rank": rank,
-            "world": world,
-        }
-
-    def __iter__(self) -> SequenceExampleStream:
-        return self
-
-    def __next__(self) -> SequenceExampleBatch:
-        if self._position >= self._count:
-            raise StopIteration
-        end = min(self._position + self._batch_size, self._count)
-        batch = self._examples.cut(self._order[self._position : end])
-        self._position = end
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and what it is a position in."""
-        return {"position": self._position, **self._identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved; refuses a state of another stream."""
-        differing = [f"{k}: saved {state.get(k)!r}, here {v!r}" for k, v in self._identity.items() if state.get(k) != v]
-        position = state.get("position")
-        if differing or not isinstance(position, int) or not 0 <= position <= self._count:
-            raise ValueError(f"state of another stream, or a bad position {position!r}: {'; '.join(differing)}")
-        self._position = position
 
 
 def cut_histories(split: SequenceSplit, length: int) -> SequenceExamples:
@@ -180,12 +125,10 @@ def cut_prefixes(split: SequenceSplit, length: int) -> SequenceExamples:
 
 
 def cut_targets(split: SequenceSplit, length: int) -> SequenceExamples:
-    """One example per user of a held-out split; a split whose targets are baskets raises."""
+    """One example per user of a held-out split that has targets; where several are held out at once, as baskets are, the first is the next item."""
     (start, count), (target, targets) = split.history, split.targets
-    if len(targets) and (targets != 1).any():
-        raise ValueError(
-            f"the {split.name} split holds out {int(targets.max())} items of a user at once; next-item models need one"
-        )
+    kept = targets > 0
+    start, count, target = start[kept], count[kept], target[kept]
     if (target != start + count).any():
         raise ValueError(f"targets of the {split.name} split do not follow their histories")
     return SequenceExamples(split.items, split.event_times, np.maximum(start, target - length), target, True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_nonfinite", "load_weights", "restore_newest", "restore_snapshot", "seed_everything", "take_snapshot"]
 
-_COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
+COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
 
 
 def seed_everything(seed: int) -> None:
@@ -47,7 +47,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
             values[callback.name] = kept.values
     state = {
         "config": trainer.config.to_json(),
-        "counters": {name: getattr(trainer, name) for name in _COUNTERS},
+        "counters": {name: getattr(trainer, name) for name in COUNTERS},
         "monitor": trainer.monitor.state_dict(),
         "metrics": trainer.metrics,
         "stream": trainer.stream.state_dict(),

@@ -10,22 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-
 __all__ = ["EpochStream", "Split", "TrainData"]
-
-
-class AnyBatch(Protocol):
-    """What the loop itself needs of a batch; the loss function may need more."""
-
-    @property
-    def size(self) -> int:
-        """Number of examples."""
-        ...
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> AnyBatch:
-        """Copy to a device."""
-        ...
 
 
 class Batches(Protocol):

@@ -202,6 +202,8 @@ class Trainer:
         if self.config.clip_norm is not None and self.optimizers.dense:
             nn.utils.clip_grad_norm_(self.optimizers.dense, self.config.clip_norm)
         self.optimizers.step()
+        if (update_balance := getattr(self.module, "update_balance", None)) is not None:  # a mixture of experts
+            update_balance()
         self.step += 1
 
     def _accumulate_batch(self) -> None:

@@ -4,92 +4,29 @@ A few batches run forward and backward in high precision with hooks; nothing is 
 output, the weight. From these `loka.probe.score` predicts the relative change of the loss for every recipe and GEMM.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loka.dispatch.choosing import Looked, SiteLook
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.probe.adapter import find_adapter
 from loka.probe.offset import find_offsets
 from loka.probe.score import SCORED, Shown, harm_from, score_look
 from loka.probe.unseen import find_unseen
-from loka.records import GEMMS, Alarm, Gemm, Interval, UnitPlan
+from loka.records import Gemm
 from loka.tuning.task import Task
 from loka.units import discover, measuring
+from loka.units.undisturbed import undisturbed
 
 __all__ = ["Looked", "SiteLook", "look", "name_unseen"]
 
 ROWS = 1024  # of a call that are scored
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass
-class SiteLook:
-    """What was seen at one linear.
-
-    Args:
-        name, k, n: the linear.
-        rows: of a call.
-        harm: predicted relative change of the loss by GEMM and recipe.
-        alarms: columns of the input whose mean hides what varies.
-        refusal: why it cannot run in low precision at all.
-    """
-
-    name: str
-    k: int
-    n: int
-    rows: int = 0
-    harm: dict[tuple[Gemm, str], Interval] = field(default_factory=dict)
-    alarms: list[Alarm] = field(default_factory=list)
-    refusal: str | None = None
-
-    @property
-    def flops(self) -> float:
-        """Of its three GEMMs in one call."""
-        return 6.0 * self.rows * self.k * self.n
-
-    def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
-        """Forward and, in training, both gradient GEMMs: independent errors add in squares.
-
-        Args:
-            recipe: a name of `loka.probe.score.SCORED`.
-            training: whether gradients are computed.
-
-        Returns:
-            The predicted relative change of the loss; None where the forward GEMM was not scored.
-        """
-        gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
-        parts = [self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm]
-        if ("fprop", recipe) not in self.harm:
-            return None
-        return add_in_squares(parts)
-
-
-def add_in_squares(parts: list[Interval]) -> Interval:
-    """The change of several independent errors together.
-
-    Args:
-        parts: each alone.
-
-    Returns:
-        The root of the summed squares, end by end.
-    """
-    return Interval(**{end: sum(getattr(part, end) ** 2 for part in parts) ** 0.5 for end in ("value", "low", "high")})
-
-
-@dataclass
-class Looked:
-    """Everything that was seen."""
-
-    sites: dict[str, SiteLook]
-    units: list[UnitPlan]
-    alone: dict[str, str]
-    loss: float
 
 
 def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | None = None) -> Looked:
@@ -109,7 +46,7 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
     eyes = {name: _Eye(name, module) for name, module in named_sites(model) if isinstance(module, nn.Linear)}
     total = 0.0
     with ExitStack() as stack:
-        stack.enter_context(_leaving_no_trace(model))
+        stack.enter_context(_differentiable(model))
         seen = stack.enter_context(measuring(model, found.units))
         for eye in eyes.values():
             stack.callback(eye.module.register_forward_hook(eye.see, with_kwargs=True).remove)
@@ -199,34 +136,18 @@ class _Eye:
         return self.look
 
 
-class _leaving_no_trace:  # noqa: N801 - reads as a phrase where it is used
-    """Training mode, gradients, buffers and random state are afterwards what they were."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        model = self.model
-        self.modes = {module: module.training for module in model.modules()}
-        self.buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        self.grads = [(p, p.grad) for p in model.parameters()]
-        self.needs = [(p, p.requires_grad) for p in model.parameters()]
-        cuda = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-        self.fork = torch.random.fork_rng(devices=cuda)
-        self.fork.__enter__()
-        for p, _ in self.grads:
-            p.grad = None
-            if p.is_floating_point():
-                p.requires_grad_(True)
-
-    def __exit__(self, *error: Any) -> None:
-        for p, grad in self.grads:
-            p.grad = grad
-        for p, needed in self.needs:
-            p.requires_grad_(needed)
-        with torch.no_grad():
-            for b, value in self.buffers:
-                b.copy_(value)
-        for module, mode in self.modes.items():
-            module.training = mode
-        self.fork.__exit__(*error)
+@contextmanager
+def _differentiable(model: nn.Module) -> Iterator[None]:
+    """Gradients for every parameter inside; afterwards the model is what it was, its own gradients and its random state included."""
+    before = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    with undisturbed(model):
+        try:
+            for p, _, _ in before:
+                p.grad = None
+                if p.is_floating_point():
+                    p.requires_grad_(True)
+            yield
+        finally:
+            for p, grad, needed in before:
+                p.grad = grad
+                p.requires_grad_(needed)

@@ -21,6 +21,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka import mods as mods_room
+from loka.dispatch.choosing import (
+    Chosen,
+    Limits,
+    Offer,
+    make_offers,
+    part_of,
+    predicted_harm,
+    split_unit,
+    to_plan_parts,
+)
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
@@ -29,7 +39,6 @@ from loka.probe.score import MARGIN
 from loka.records import Interval, Plan, UnitEvidence, capture_environment
 from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
-from loka.tuning.choosing import Chosen, Offer, make_offers, part_of, predicted_harm, split_unit, to_plan_parts
 from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import Looked, look, name_unseen
@@ -241,7 +250,7 @@ class _Session:
             looked = look(self.task, training=self.training, progress=self.progress)
             base = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
             self.warn_if_early(base)
-        chosen = make_offers(looked, margin=self.margin, training=self.training)
+        chosen = make_offers(looked, limits=Limits.before_swapping(self.margin), training=self.training)
         with self.phase("time units"):
             offers, speeds = self.time_units(chosen, looked)
         with self.phase("verify the metric"):

@@ -83,13 +83,14 @@ def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]
         for name in link.passed:
             parts[name] = deepcopy(modules[name])
             passed.append(name.replace(".", "_"))
-        if link.functions:
-            parts[f"function_{index}"] = _FUNCTIONS[link.activation]()
+        if link.called:
+            leaky = link.activation == "leaky_relu"
+            parts[f"function_{index}"] = nn.LeakyReLU(link.slope) if leaky else _FUNCTIONS[link.activation]()
             passed.append(f"function_{index}")
         norm = None if link.norm_site is None else link.norm_site.replace(".", "_")
         links.append(
             msgspec.structs.replace(
-                link, linear=link.linear.replace(".", "_"), passed=passed, functions=[], norm_site=norm
+                link, linear=link.linear.replace(".", "_"), passed=passed, callers=[], called=False, norm_site=norm
             )
         )
     magnitudes = {name.replace(".", "_"): value for name, value in unit.magnitudes.items()}

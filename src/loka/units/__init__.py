@@ -7,7 +7,7 @@ chain = loka.units.place(model, found.units[0])   in FP8 from now on; loka.rever
 from loka.units.discovery import Discovered, discover
 from loka.units.flow import Example, Flow, Unknown, capture_example, record
 from loka.units.magnitudes import Seen, measuring
-from loka.units.placement import build_chain, place, refuse_unit
+from loka.units.placement import build_chain, describe_chain, place, refuse_unit
 
 __all__ = [
     "Discovered",
@@ -17,6 +17,7 @@ __all__ = [
     "Unknown",
     "build_chain",
     "capture_example",
+    "describe_chain",
     "discover",
     "measuring",
     "place",

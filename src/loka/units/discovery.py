@@ -3,7 +3,7 @@
 A chain is a run of linears in which each one's output is read by the next one alone, with nothing in between but a norm, an activation and dropout without effect. It does not matter how the
 model is written, only what the example shows (`loka.units.flow`): an nn.Sequential, a class of one's own, attributes called one after another. Nothing is changed here.
 
-What ends a chain is written down for every linear: two readers, an addition, a functional activation, a norm that spans something else, a linear that must stay in high precision.
+What ends a chain is written down for every linear: two readers, an addition, a norm that spans something else, a linear that must stay in high precision.
 One execution is no proof: a model that takes another path on other data may use a module in ways that were not seen, so placing a chain refuses a module that is called twice in what was seen.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from loka.kernels.activation import LEAK
@@ -39,15 +38,6 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
     nn.LeakyReLU: "leaky_relu",
-}
-# Functions that stand in an attribute of a module, as in nn.TransformerEncoderLayer, by the operation they show as.
-_FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "relu": ("relu", (F.relu, torch.relu)),
-    "gelu": ("gelu", (F.gelu,)),
-    "silu": ("silu", (F.silu,)),
-    "hardswish": ("hard_swish", (F.hardswish,)),
-    "tanh": ("tanh", (torch.tanh, F.tanh)),
-    "sigmoid": ("sigmoid", (torch.sigmoid, F.sigmoid)),
 }
 
 
@@ -264,23 +254,21 @@ class _Search:
         where = reader.site or f"{reader.op} in {reader.inside or 'the model'}"
         if len(reader.outputs) != 1:
             return f"{where} stands behind it"
+        if reader.inputs != (value,):
+            return f"{where} stands behind it"
         if reader.site is None:
-            if reader.inputs != (value,):
+            if reader.activation is None or state.activation != "none":
                 return f"{where} stands behind it"
-            same = [
-                call
-                for call in self.flow.calls
-                if call.site is None and (call.op, call.inside) == (reader.op, reader.inside)
-            ]
-            return state.take_function(reader, self.modules, len(same) - 1)
+            return state.take_call(*reader.activation, where, reader.inside)
         module = self.modules[reader.site]
-        if reader.inputs != (value,) or len(self.calls[reader.site]) != 1:
-            return f"{where} is used more than once"
         if is_watched(module):
             return f"{where} has hooks that would see other tensors"
         if getattr(module, PROTECTED, None):
             return f"{where} is protected"
-        return state.take(reader.site, module, serving=self.serving)
+        again = len(self.calls[reader.site]) != 1
+        if again and norm_kind(module, state.linear.out_features) is not None:
+            return f"{where} is used more than once"
+        return state.take(reader.site, module, serving=self.serving, caller=reader.inside if again else None)
 
     def _watched_between(self, call: Call, reader: Call) -> str | None:
         """A module with hooks that holds one of two calls and not the other: what it takes or gives would be inside of the chain."""
@@ -331,9 +319,11 @@ class _Following:
     eps: float = 1e-5
     slope: float = 0.01
     passed: list[str] = field(default_factory=list)
-    functions: list[str] = field(default_factory=list)
+    callers: list[str] = field(default_factory=list)
+    called: bool = False
 
-    def take(self, site: str, module: nn.Module, *, serving: bool) -> str | None:
+    def take(self, site: str, module: nn.Module, *, serving: bool, caller: str | None) -> str | None:
+        """A module; one that is used more than once stays what it is, and its `caller` knows which call is the chain's."""
         if isinstance(module, nn.Identity):
             pass
         elif isinstance(module, nn.Dropout):
@@ -345,37 +335,41 @@ class _Following:
             self.norm, self.norm_site = kind, site
             self.eps = norm_eps(module)
         elif (activation := activation_of(module)) is not None and self.activation == "none":
-            self.activation = activation
-            self.slope = float(getattr(module, "negative_slope", LEAK))
-            if self.norm in ("layer", "rms") and self.slope != LEAK:
-                return f"{site}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {self.slope:g}"
+            slope = float(getattr(module, "negative_slope", LEAK))
+            if caller is not None:
+                return self.take_call(activation, slope, site, caller)
+            if why := self._take_activation(activation, slope, site):
+                return why
         else:
             return f"{site} ({type(module).__name__}) stands behind it"
-        self.passed.append(site)
+        if caller is None:
+            self.passed.append(site)
+        elif isinstance(module, nn.Dropout):
+            self._add_caller(caller)
         return None
 
-    def take_function(self, reader: Call, modules: dict[str, nn.Module], again: int) -> str | None:
-        """An activation that is a function in an attribute of the module that calls it; `again`: how often it is called elsewhere in that module."""
-        known = _FUNCTIONS.get(reader.op)
-        owner = modules.get(reader.inside)
-        if known is None or owner is None or self.activation != "none":
-            return f"{reader.op} in {reader.inside or 'the model'} stands behind it"
-        names = [name for name, value in vars(owner).items() if any(value is function for function in known[1])]
-        if again:
-            return f"{reader.op} in {reader.inside or 'the model'} is called {again + 1} times"
-        if len(names) != 1:
-            return (
-                f"{reader.op} in {reader.inside or 'the model'} is called as a function, which cannot be taken along; "
-                "hint: a module (nn.ReLU()) in its place"
-            )
-        self.activation = known[0]
-        self.functions.append(f"{reader.inside}:{names[0]}")
+    def take_call(self, activation: str, slope: float, where: str, caller: str) -> str | None:
+        """An activation that is no module of its own: a function that the forward of `caller` calls, or a module it uses in many places."""
+        if why := self._take_activation(activation, slope, where):
+            return why
+        self.called = True
+        self._add_caller(caller)
         return None
+
+    def _take_activation(self, activation: str, slope: float, where: str) -> str | None:
+        if self.norm in ("layer", "rms") and slope != LEAK:
+            return f"{where}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {slope:g}"
+        self.activation, self.slope = activation, slope
+        return None
+
+    def _add_caller(self, caller: str) -> None:
+        if caller not in self.callers:
+            self.callers.append(caller)
 
     def link(self) -> LinkPlan:
         return LinkPlan(
             linear=self.site, k=self.linear.in_features, n=self.linear.out_features, norm=self.norm,  # type: ignore[arg-type]
-            norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), functions=list(self.functions),
+            norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), callers=list(self.callers), called=self.called,
             eps=self.eps, slope=self.slope,
         )  # fmt: skip
 
@@ -391,11 +385,6 @@ def activation_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return ACTIVATIONS.get(type(module))
-
-
-def function_name(function: Any) -> str | None:
-    """The kernels' name of an activation that is a plain function; None for any other."""
-    return next((name for name, known in _FUNCTIONS.values() if any(function is one for one in known)), None)
 
 
 def norm_eps(module: nn.Module) -> float:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loka.kernels.activation import LEAK
 from loka.units.undisturbed import set_mode, undisturbed
 
 # Operations that hand on every channel of the last dimension as it is.
@@ -88,6 +89,7 @@ class Call:
     inner: frozenset[str] = frozenset()  # operations inside an atom
     dim: int | None = None  # the dimension an operation cuts
     linear: bool = False  # whether the atom is an nn.Linear
+    activation: tuple[str, float] | None = None  # an operation that is one: the kernels' name, and its slope
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,19 @@ def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
         yield from _tensors_in(part, seen, depth - 1)
 
 
+_ACTIVATIONS = {"relu": "relu", "silu": "silu", "hardswish": "hard_swish", "tanh": "tanh", "sigmoid": "sigmoid"}
+
+
+def _spell_activation(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, float] | None:
+    """An operation of the dispatcher, in place or not, as the kernels name it."""
+    op = op.removesuffix("_")
+    if op == "gelu":
+        return "gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else "gelu", LEAK
+    if op == "leaky_relu":
+        return op, float(args[1] if len(args) > 1 else kwargs.get("negative_slope", LEAK))
+    return (_ACTIVATIONS[op], LEAK) if op in _ACTIVATIONS else None
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hooks on every module and a mode that sees every operation."""
 
@@ -401,7 +416,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = tuple(self._new_value(t) for t in tensors_in(out))
         name = func.overloadpacket.__name__
         dim = args[1] if name in _CUTS and len(args) > 1 and isinstance(args[1], int) else None
-        self._add(name, inputs, outputs, None, dim=0 if name == "slice" and dim is None else dim)
+        dim = 0 if name == "slice" and dim is None else dim
+        self._add(name, inputs, outputs, None, dim=dim, activation=_spell_activation(name, args, kwargs or {}))
         return out
 
     def _in_atom(self) -> bool:

@@ -10,10 +10,10 @@ from loka.lowp.chain_function import ChainPrecision, Link
 from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
-from loka.records.unit import LinkPlan, UnitPlan
-from loka.units.discovery import WIDE_WEIGHTS, activation_of, function_name, norm_eps, norm_kind
+from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
+from loka.units.discovery import WIDE_WEIGHTS, activation_of, norm_eps, norm_kind
 
-__all__ = ["build_chain", "place", "refuse_unit"]
+__all__ = ["build_chain", "describe_chain", "place", "refuse_unit"]
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
@@ -53,7 +53,7 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
     names = [
         *link.passed,
         *([link.norm_site] if link.norm_site else []),
-        *(f.partition(":")[0] for f in link.functions),
+        *link.callers,
     ]
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
     if linear.weight.dtype == torch.float64:
@@ -84,13 +84,8 @@ def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Lin
                 problems.append(f"{name}: has slope {slope:g}, the plan {link.slope:g}")
         elif not isinstance(module, (nn.Identity, nn.Dropout)):
             problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
-    for function in link.functions:
-        owner, _, attribute = function.partition(":")
-        value = getattr(modules[owner], attribute, None)
-        if (activation := function_name(value)) is None:
-            problems.append(f"{owner}: {attribute!r} is no activation function a chain knows")
-        else:
-            found["activation"] = activation
+    if link.called and found["activation"] == "none":  # what a forward calls shows when it runs, and is checked then
+        found["activation"] = link.activation
     for what, name in found.items():
         if name != getattr(link, what) and not problems:
             problems.append(f"{link.linear}: the model has {what} {name} behind it, the plan {getattr(link, what)}")
@@ -147,8 +142,40 @@ def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
         cast(nn.Linear, modules[link.linear]),
         None if link.norm_site is None else modules[link.norm_site],
         tuple(modules[name] for name in link.passed),
-        tuple((modules[owner], attribute) for owner, _, attribute in (f.partition(":") for f in link.functions)),
+        tuple(modules[name] for name in link.callers),
+        link.called,
     )
+
+
+def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
+    """The unit of a chain that is placed, by the model's names: what `build_chain` would build it from.
+
+    Args:
+        model: the chain is in it.
+        chain: placed.
+
+    Returns:
+        The unit, its magnitudes those that its scales come from now.
+    """
+    names = {id(module): name for name, module in reversed(list(named_sites(model)))}
+    links, magnitudes = [], {}
+    for part, out, grad in zip(chain.parts, chain.out, chain.grad, strict=True):
+        link, linear = part.link, part.linear
+        links.append(
+            LinkPlan(
+                linear=link.linear, k=linear.in_features, n=linear.out_features, norm=link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
+                norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
+                callers=[names[id(module)] for module in part.callers], called=part.called,
+            )
+        )  # fmt: skip
+        largest = [0.0 if state is None else float(state.largest) for state in (out, grad)]
+        magnitudes[link.linear] = Magnitude(output=largest[0], gradient=largest[1])
+    free = any(state is not None for state in chain.out)
+    scales: ScaleSource = "bounded" if len(links) > 1 else "dynamic"
+    return UnitPlan(
+        name=chain.name, links=links, scales="delayed" if free else scales, gradient=chain.precision.gradient, bounded_input=chain.bounded_input,
+        around=None if chain.around is None else names[id(chain.around)], magnitudes=magnitudes,
+    )  # fmt: skip
 
 
 def place(model: nn.Module, unit: UnitPlan) -> Chain:

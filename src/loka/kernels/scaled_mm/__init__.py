@@ -6,15 +6,23 @@ from loka.formats import QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
 
-__all__ = ["MatmulCall", "prepare", "scaled_mm"]
+__all__ = ["ROWS", "MatmulCall", "prepare", "scaled_mm"]
 
-_ROWS = 1024  # `auto` is asked for a batch of this size when a weight is prepared; the choice hardly ever depends on it
+ROWS = 1024  # `auto` is asked for a batch of this size where nobody knows it; the choice hardly ever depends on it
 
 
-def scaled_mm(a: QTensor, b: QTensor, *, out_dtype: dtype, backend: str = "auto", fast_accum: bool = False) -> Tensor:
-    """Multiply a [M, K] by b [N, K] transposed, on the named backend or the first that can. b may be a prepared weight."""
+def scaled_mm(
+    a: QTensor,
+    b: QTensor,
+    *,
+    out_dtype: dtype,
+    backend: str = "auto",
+    fast_accum: bool = False,
+    prefer: str | None = None,
+) -> Tensor:
+    """Multiply a [M, K] by b [N, K] transposed, on the named backend; with `auto` on the preferred one, or the first that can. b may be a prepared weight."""
     call = MatmulCall.of(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
-    chosen = registry.pick("scaled_mm", backend, call, a.device)
+    chosen = registry.pick("scaled_mm", backend, call, a.device, prefer=prefer)
     result: Tensor = chosen.backend.run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
     return result
 
@@ -26,5 +34,5 @@ def prepare(weight: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
     """
     if backend == "auto":
         n, k = weight.shape
-        backend = registry.first("scaled_mm", MatmulCall(_ROWS, k, n, a, weight.spec), weight.device).name
+        backend = registry.first("scaled_mm", MatmulCall(ROWS, k, n, a, weight.spec), weight.device).name
     return registry.prepare("scaled_mm", backend, weight, a)

@@ -14,7 +14,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from loka.inference.request import Request
 from loka.models.onerec import OneRec, OneRecConfig
 from loka.nn import EmbeddingTables, GroupedLinear, MixtureOfExperts
 from loka.nn.experts import UNIT
@@ -101,18 +100,6 @@ def _skew(module: MixtureOfExperts, wanted: float, g: torch.Generator) -> None:
         middle = (low + high) / 2
         low, high = (low, middle) if measure(middle) > min(wanted, 0.9 * most) else (middle, high)
     module.balance.copy_((high * direction / UNIT).round().long())
-
-
-def make_histories(config: OneRecConfig, requests: int, items: int, *, seed: int = 0) -> list[Request]:
-    """Requests with random histories of so many items."""
-    g = torch.Generator().manual_seed(seed)
-    sizes = torch.tensor((*config.codebooks, config.items) if config.items else config.codebooks)
-    out = []
-    for _ in range(requests):
-        codes = (torch.rand(items, config.history_width, generator=g) * sizes).long()
-        static = torch.randn(config.static, generator=g) if config.static else None
-        out.append(Request(codes, static))
-    return out
 
 
 def share_weights(model: OneRec) -> OneRec:

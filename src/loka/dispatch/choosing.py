@@ -1,24 +1,129 @@
-"""Choose: per unit the fastest way that is safe. Nothing is measured here.
+"""Choose chains: per unit the coarsest way that the score lets through. Nothing is measured here. `loka.tune` and `report.plan()` both choose with it.
 
-Forward, the score only sorts out what is hopeless: a linear whose predicted change of the loss exceeds five times the margin is not tried, everything else is swapped in and measured
-(`verifying`), which decides. Gradients cannot be swapped in without training, so there the score decides: what one GEMM's rounding is worth may not exceed the margin. How a share of a step's
-progress becomes a share of the loss is an assumption (docs/concepts/score.md), and the sum over GEMMs is not bounded by it: a paired run of training is what would show it. A chain with one refused linear is split there, and that linear is given finer scales where these pass. A unit is fast where the lower end of its measured speed-up exceeds 1;
-where nothing could be timed it is kept for accuracy alone, and the plan says so.
+A linear stays out of its chain where what the chain's scales cost it exceeds the limits (`Limits`): the chain is split there, and that linear is given finer scales where these pass. `loka.tune`
+swaps in and measures what is left, so its limit forward only sorts out what is hopeless; a plan from a report measures nothing more, so there every GEMM must be within its share of the margin.
+Gradients cannot be swapped in without training, so there the score decides: how a share of a step's progress becomes a share of the loss is an assumption (docs/concepts/score.md), and the sum
+over GEMMs is not bounded by it: a paired run of training is what would show it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from loka.dispatch import RECIPES, Operands
-from loka.dispatch.policy import HOPELESS
-from loka.records import GEMMS, Choice, Interval, SitePlan, UnitEvidence, UnitPlan
-from loka.tuning.looking import Looked, SiteLook, add_in_squares
+from loka.dispatch.recipe import RECIPES, Operands
+from loka.records import GEMMS, Alarm, Choice, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
 
-__all__ = ["Chosen", "Offer", "make_offers", "split_unit"]
+__all__ = [
+    "CHAIN",
+    "HOPELESS",
+    "Chosen",
+    "Limits",
+    "Looked",
+    "Offer",
+    "SiteLook",
+    "add_in_squares",
+    "make_offers",
+    "split_unit",
+]
 
+CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed already
+HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
 FINER = ("rowwise", "blockwise")
+
+
+@dataclass
+class SiteLook:
+    """What was seen at one linear.
+
+    Args:
+        name, k, n: the linear.
+        rows: of a call.
+        harm: predicted relative change of the loss by GEMM and recipe.
+        alarms: columns of the input whose mean hides what varies.
+        refusal: why it cannot run in low precision at all.
+    """
+
+    name: str
+    k: int
+    n: int
+    rows: int = 0
+    harm: dict[tuple[Gemm, str], Interval] = field(default_factory=dict)
+    alarms: list[Alarm] = field(default_factory=list)
+    refusal: str | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of its three GEMMs in one call."""
+        return 6.0 * self.rows * self.k * self.n
+
+    def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
+        """Forward and, in training, both gradient GEMMs: independent errors add in squares.
+
+        Args:
+            recipe: a name of `loka.probe.score.SCORED`.
+            training: whether gradients are computed.
+
+        Returns:
+            The predicted relative change of the loss; None where the forward GEMM was not scored.
+        """
+        gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
+        parts = [self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm]
+        if ("fprop", recipe) not in self.harm:
+            return None
+        return add_in_squares(parts)
+
+
+def add_in_squares(parts: list[Interval]) -> Interval:
+    """The change of several independent errors together.
+
+    Args:
+        parts: each alone.
+
+    Returns:
+        The root of the summed squares, end by end.
+    """
+    return Interval(**{end: sum(getattr(part, end) ** 2 for part in parts) ** 0.5 for end in ("value", "low", "high")})
+
+
+@dataclass
+class Looked:
+    """Everything that was seen."""
+
+    sites: dict[str, SiteLook]
+    units: list[UnitPlan]
+    alone: dict[str, str]
+    loss: float = math.nan
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the score lets through.
+
+    Args:
+        forward: relative change of the loss that one forward GEMM may be predicted to make.
+        backward: what a gradient GEMM may be worth.
+        forward_is, backward_is: where they come from, for what is said of a linear that exceeds one.
+    """
+
+    forward: float
+    backward: float
+    forward_is: str
+    backward_is: str
+
+    @classmethod
+    def before_swapping(cls, margin: float) -> "Limits":
+        """For whoever swaps in and measures what is left: forward only what is hopeless is refused, gradients may be worth the margin."""
+        text = f"the margin of {margin:.3%}"
+        return cls(HOPELESS * margin, margin, f"{HOPELESS:g} times {text}", text)
+
+    @classmethod
+    def to_place(cls, margin: float, units: int) -> "Limits":
+        """For whoever places what passes: errors of independent units add in squares, so each may cost margin / sqrt(units)."""
+        share = margin / math.sqrt(max(units, 1))
+        text = f"{share:.4%}, its share of the margin"
+        return cls(share, share, text, text)
 
 
 @dataclass(frozen=True)
@@ -53,12 +158,12 @@ class Chosen:
     kept: dict[str, str]
 
 
-def make_offers(looked: Looked, *, margin: float, training: bool) -> Chosen:
+def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
     """Every unit in the coarsest way that the score lets through.
 
     Args:
         looked: what was seen.
-        margin: relative change of the loss that the whole model may have.
+        limits: what the score may say.
         training: gradients count too.
 
     Returns:
@@ -70,11 +175,11 @@ def make_offers(looked: Looked, *, margin: float, training: bool) -> Chosen:
     for unit in looked.units:
         unsafe = {}
         for name in unit.linears:
-            if why := _refuse(looked.sites[name], _recipe_of(unit, training), margin, training):
+            if why := _refuse(looked.sites[name], _recipe_at(looked.sites[name], unit, training), limits, training):
                 unsafe[name] = why
         offers += [_offer(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
         for name, why in unsafe.items():
-            offer = _finer(looked.sites[name], margin, total, why, training)
+            offer = _finer(looked.sites[name], limits, total, why, training)
             if offer is None:
                 kept[name] = why
             else:
@@ -83,8 +188,8 @@ def make_offers(looked: Looked, *, margin: float, training: bool) -> Chosen:
 
 
 def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offer:
-    recipe = _recipe_of(unit, training)
-    harms = [looked.sites[name].total_harm(recipe, training=training) for name in unit.linears]
+    sites = [looked.sites[name] for name in unit.linears]
+    harms = [site.total_harm(_recipe_at(site, unit, training), training=training) for site in sites]
     known = [harm for harm in harms if harm is not None]
     harm = add_in_squares(known) if known else None
     flops = sum(looked.sites[name].flops for name in unit.linears) / total
@@ -130,7 +235,12 @@ def _recipe_of(unit: UnitPlan, training: bool) -> str:
     return "tensorwise" if training else "rowwise"
 
 
-def _refuse(site: SiteLook, recipe: str, margin: float, training: bool) -> str | None:
+def _recipe_at(site: SiteLook, unit: UnitPlan, training: bool) -> str:
+    """The same for one of its linears: what was measured in a chain that runs, where one does."""
+    return CHAIN if ("fprop", CHAIN) in site.harm else _recipe_of(unit, training)
+
+
+def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str | None:
     """Why a linear is not tried under a recipe, or None."""
     if site.refusal:
         return site.refusal
@@ -138,12 +248,14 @@ def _refuse(site: SiteLook, recipe: str, margin: float, training: bool) -> str |
     forward = site.harm.get(("fprop", recipe))
     if forward is None:
         return "no gradient reached it, so nothing predicts what its error does"
-    if forward.value > HOPELESS * margin:
-        return f"{recipe}: predicted change of the loss {forward.value:.3%}, more than {HOPELESS:g} times the margin of {margin:.3%}{cause}"
+    if forward.value > limits.forward:
+        return f"{recipe}: predicted change of the loss {forward.value:.3%}, more than {limits.forward_is}{cause}"
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
-        if backward is not None and backward.value > margin:
-            return f"{recipe}: what {gemm} loses is worth {backward.value:.4%} of the loss, more than the margin of {margin:.3%}"
+        if backward is not None and backward.value > limits.backward:
+            return (
+                f"{recipe}: what {gemm} loses is worth {backward.value:.4%} of the loss, more than {limits.backward_is}"
+            )
     return None
 
 
@@ -151,12 +263,12 @@ def _explain(harm: Interval | None) -> str:
     return "not scored; swapping decides" if harm is None else f"predicted change of the loss {harm.value:.4%}"
 
 
-def _finer(site: SiteLook, margin: float, total: float, why: str, training: bool) -> Offer | None:
+def _finer(site: SiteLook, limits: Limits, total: float, why: str, training: bool) -> Offer | None:
     """The same linear alone with finer scales, where these are safe."""
     if site.refusal:
         return None
     for recipe in FINER:
-        if _refuse(site, recipe, margin, training) is None:
+        if _refuse(site, recipe, limits, training) is None:
             harm = site.total_harm(recipe, training=training)
             return Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}")
     return None
@@ -164,8 +276,6 @@ def _finer(site: SiteLook, margin: float, total: float, why: str, training: bool
 
 def single(site: SiteLook) -> UnitPlan:
     """A linear as a unit of its own."""
-    from loka.records import LinkPlan
-
     return UnitPlan(
         name=site.name, links=[LinkPlan(linear=site.name, k=site.k, n=site.n)], scales="dynamic", gradient="tensor"
     )
@@ -192,7 +302,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
         if links:
             if links[-1].norm in ("layer", "rms"):
                 links[-1] = msgspec.structs.replace(
-                    links[-1], norm="none", norm_site=None, activation="none", passed=[], functions=[]
+                    links[-1], norm="none", norm_site=None, activation="none", passed=[]
                 )
             scales = unit.scales if len(links) > 1 else "dynamic"
             names = {part.linear for part in links}

@@ -2,7 +2,10 @@ import numpy as np
 import pytest
 
 from loka.data import load
-from loka.data.baseline import fit_baseline
+
+from .scripts import script
+
+fit_baseline = script("logistic_baseline").fit_baseline
 
 
 def test_matches_a_direct_fit() -> None:

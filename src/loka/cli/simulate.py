@@ -1,0 +1,60 @@
+"""`loka simulate`: how a training step would scale past the GPUs at hand, and whether encoded collectives would pay. A simulation: nothing is run on those machines.
+
+    loka simulate --forward 4 --backward 8 --dense 60e6 --embeddings 13.6e6 --machine h200-ndr --gpus 8,64,512,1024
+
+Times are milliseconds that you measured on one GPU, at its share of the batch. stdout has a line for each number of GPUs and codec, or JSON with `--json`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    forward: Annotated[float, typer.Option(help="Milliseconds of the forward pass on one GPU, lookups included.")],
+    backward: Annotated[float, typer.Option(help="Milliseconds of the backward pass.")],
+    update: Annotated[float, typer.Option(help="Milliseconds of the optimiser.")] = 0.0,
+    dense: Annotated[float, typer.Option(help="Parameters outside tables.")] = 0.0,
+    embeddings: Annotated[
+        float, typer.Option(help="Elements of pooled embeddings of one GPU's examples: batch x features x width.")
+    ] = 0.0,
+    strategy: Annotated[str, typer.Option(help="Of the dense part: ddp or fsdp.")] = "ddp",
+    accumulate: Annotated[int, typer.Option(help="Batches in a step.")] = 1,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Whether dense collectives run beside the passes.")
+    ] = True,
+    machine: Annotated[str, typer.Option(help="Kind of machine; an unknown name lists them.")] = "h200-ndr",
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, comma-separated.")] = "8,64,256,1024",
+    codecs: Annotated[str, typer.Option(help="Codecs to compare, comma-separated.")] = "fp32,bf16,e4m3:1x128:pow2",
+    json_: Annotated[bool, typer.Option("--json", help="Print the simulated steps as JSON.")] = False,
+) -> None:
+    """Simulate a step on many GPUs."""
+    from loka.comms.simulation import MACHINES, Work, compare_codecs
+
+    try:
+        if machine not in MACHINES:
+            raise ValueError(f"there is no machine {machine!r}; the machines are {', '.join(MACHINES)}")
+        work = Work(
+            forward / 1e3, backward / 1e3, update / 1e3, dense=int(dense), embeddings=int(embeddings),
+            accumulate=accumulate, strategy=strategy, overlap=overlap,
+        )  # fmt: skip
+        counts = [int(part) for part in gpus.split(",")]
+        found = compare_codecs(work, MACHINES[machine], gpus=counts, codecs=codecs.split(","))
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"a simulation from data sheets ({MACHINES[machine].source}), not a measurement", err=True)
+    if json_:
+        steps = [{**asdict(step), "step": step.step} for _, by_codec, _ in found for step in by_codec.values()]
+        typer.echo(json.dumps({"simulation": True, "machine": machine, "steps": steps}))
+        return
+    for _, by_codec, best in found:
+        for step in by_codec.values():
+            typer.echo(str(step))
+        typer.echo(f"  pays: {best} (the simplest within 1 % of the shortest step)")

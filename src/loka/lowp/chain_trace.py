@@ -1,0 +1,250 @@
+"""What every link of a chain was given in one call: computed a second time beside the training run, for whoever watches.
+
+A chain is one autograd node, and most of what its GEMMs multiply exists in FP8 only. A trace runs the same kernels again on the same tensors with the same scales, and keeps no magnitude, so
+that the training run does not change by a bit. Of a few rows it then has, link by link,
+
+    x, dy             as they were just before they were rounded: the FP8 operands of the product before, multiplied in float32, and what stands between
+    x_low, dy_low     as the GEMM had them, with the scale that was in force: bounded, delayed, calibrated, or found from the tensor
+    w_low             W as it was multiplied with
+
+so the difference of the two is what this link loses, saturation and the FP8 z that backward reads included. A chain inside a fused interaction layer is entered through the layer; its first x
+exists in FP8 alone and is dequantised.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from loka.formats import QTensor, Spec
+from loka.kernels.quantize import transpose
+from loka.lowp.chain import Chain, follow_linear
+from loka.lowp.chain_function import (
+    STATIC_SPEC,
+    TENSOR_SPEC,
+    ChainTensors,
+    Kept,
+    Layout,
+    input_spec,
+    quantize_input,
+    quantize_input_both,
+    run_backward,
+    run_forward,
+    run_link,
+)
+from loka.lowp.interaction import enter_chain
+
+__all__ = ["LinkRows", "Trace", "operand_specs", "take_quantized"]
+
+_DELAYED = replace(STATIC_SPEC, mode="delayed")
+
+
+@dataclass
+class LinkRows:
+    """Some rows of what one link multiplied.
+
+    Args:
+        x: [R, K] float32, before it was rounded.
+        x_low: the same rows as the GEMM had them.
+        w_low: [N, K], as the forward GEMM had it.
+        w_low_t: [K, N], as dgrad has it.
+        x_largest: largest magnitude of all rows of x.
+        dy, dy_low, dy_largest: the gradient of the link's product, once backward has run.
+    """
+
+    x: Tensor
+    x_low: QTensor
+    w_low: QTensor
+    w_low_t: QTensor
+    x_largest: Tensor
+    dy: Tensor | None = None
+    dy_low: QTensor | None = None
+    dy_largest: Tensor | None = None
+
+
+class Trace:
+    """One call of a chain, traced forward, and backward when its gradient comes.
+
+    Args:
+        chain: placed.
+        x: what its head (or the layer around it) was called with.
+        dtype: that it computes in.
+        index: which rows are looked at; None: all.
+        graded: as training runs it; otherwise as an evaluation does.
+
+    Example:
+        >>> trace = Trace(chain, x, x.dtype, torch.arange(16), graded=True)
+        >>> trace.see_gradient(dy); trace.finish()
+        >>> trace.links[0].dy_low.dequantize()
+    """
+
+    @torch.no_grad()
+    def __init__(self, chain: Chain, x: Tensor, dtype: torch.dtype, index: Tensor | None, *, graded: bool) -> None:
+        x = x.detach()
+        self._pull: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._arrived: Tensor | None = None
+        given: Tensor | QTensor = x.reshape(-1, chain.linears[0].in_features)
+        if chain.around is not None:
+            given, self._pull = enter_chain(chain.around, x)
+        self._index = index if index is None else index.to(given.device)
+        self._layout, tensors = chain.layout(dtype), chain.tensors()
+        nobody = (None,) * len(chain.links)
+        # copies: scales move on when the optimizer has made its step, and whoever shards parameters may take whole ones away before backward
+        norm_weight, norm_bias, scale, g_scale = (
+            tuple(None if t is None else t.detach().clone() for t in part)
+            for part in (tensors.norm_weight, tensors.norm_bias, tensors.scale, tensors.g_scale)
+        )
+        self._tensors = ChainTensors(
+            tensors.weight, tensors.bias, norm_weight, norm_bias, scale, nobody, g_scale, nobody
+        )
+        lows, weights = self._run(chain, given) if graded else self._infer(chain, given)
+        self._bias = [None if b is None else b.detach().to(torch.float32, copy=True) for b in tensors.bias]
+        self.links: list[LinkRows] = []
+        wide = (given.dequantize() if isinstance(given, QTensor) else given)[_all(self._index)].float()
+        for at, ((low, largest), (w, w_t)) in enumerate(zip(lows, weights, strict=True)):
+            seen = torch.linalg.vector_norm(wide, torch.inf) if wide.numel() else torch.zeros_like(largest)
+            self.links.append(LinkRows(wide, low, w, w_t, torch.maximum(largest, seen)))
+            wide = self._hand_on(self._product(at), at)
+        self._tensors = self._tensors._replace(weight=nobody, bias=nobody, scale=nobody)
+
+    def _run(self, chain: Chain, given: Tensor | QTensor) -> tuple[list[tuple[QTensor, Tensor]], list[tuple[QTensor, QTensor]]]:  # fmt: skip
+        """As training does it; what backward needs is kept."""
+        layout, scale = self._layout, chain.input_scale
+        if isinstance(given, QTensor):
+            a, a_t = given, transpose(given, backend=layout.precision.quantize_backend)
+        else:
+            a, a_t = quantize_input_both(given, scale, layout)
+            largest = torch.linalg.vector_norm(given, torch.inf).float()
+        self._y, self._saved = run_forward(a, a_t, layout, self._tensors)
+        lows, weights = [], []
+        width = len(Kept._fields)
+        for at in range(len(layout.links)):
+            kept = Kept(*self._saved[width * at : width * (at + 1)])  # type: ignore[arg-type]
+            spec = a.spec if at == 0 else input_spec(at, layout)
+            rows = take_quantized(QTensor(kept.x_t.T, kept.x_t_scale, spec), self._index)
+            whole = largest if at == 0 and not isinstance(given, QTensor) else _largest(kept.x_t, kept.x_t_scale)
+            lows.append((rows, whole))
+            w_t = QTensor(kept.w_t, kept.w_t_scale, layout.precision.weight_t_spec)
+            plain = layout.precision.weight_t_spec == TENSOR_SPEC
+            w = QTensor(kept.w_t.T, kept.w_t_scale, TENSOR_SPEC) if plain else chain.quantized_weight(at)
+            weights.append((w, w_t))
+        return lows, weights
+
+    def _infer(self, chain: Chain, given: Tensor | QTensor) -> tuple[list[tuple[QTensor, Tensor]], list[tuple[QTensor, QTensor]]]:  # fmt: skip
+        """As an evaluation does it."""
+        layout = self._layout
+        a = given if isinstance(given, QTensor) else quantize_input(given, chain.input_scale, layout, rows=not chain.training)  # fmt: skip
+        lows, weights = [], []
+        for at in range(len(layout.links)):
+            w = chain.quantized_weight(at)
+            weights.append((w, QTensor(w.data.T, w.scale, w.spec)))
+            lows.append((take_quantized(a, self._index), torch.linalg.vector_norm(a.dequantize(), torch.inf).float()))
+            step = run_link(a, w, at, layout, self._tensors, training=False)
+            a = a if step.a is None else step.a
+        self._saved = []
+        return lows, weights
+
+    def _product(self, at: int) -> Tensor:
+        """p of the rows, from what the GEMM multiplied."""
+        link, bias = self.links[at], self._bias[at]
+        p = link.x_low.dequantize() @ link.w_low.dequantize().T
+        return p if bias is None else p + bias
+
+    def _hand_on(self, p: Tensor, at: int) -> Tensor:
+        """What a link hands on, before it is rounded."""
+        return follow_linear(p, self._layout.links[at], self._tensors.norm_weight[at], self._tensors.norm_bias[at])
+
+    @torch.no_grad()
+    def see_gradient(self, dy: Tensor) -> None:
+        """Trace backward, and keep the rows of every link's gradient.
+
+        Args:
+            dy: the gradient of what the chain, or the layer around it, returned.
+        """
+        if not self._saved:
+            return
+        dy, count = dy.detach(), len(self.links)
+        flat = self._pull(self._y, dy) if self._pull is not None else dy.reshape(-1, self._y.shape[-1])
+        run_backward(
+            flat, self._saved, self._layout, self._tensors, needs_input=False, needs_weight=[False] * count, show=self._show
+        )  # fmt: skip
+        self._arrived, self._saved = flat[_all(self._index)].float(), []
+
+    def finish(self) -> bool:
+        """Find the gradients before they were rounded; to be called when backward is over, since it differentiates what stands between the links.
+
+        Returns:
+            Whether there was a gradient.
+        """
+        if self._arrived is None:
+            return False
+        arriving = self._arrived
+        for at, link in reversed(list(enumerate(self.links))):
+            link.dy = self._pull_back(arriving, at)
+            assert link.dy_low is not None
+            assert link.dy_largest is not None
+            if link.dy.numel():
+                link.dy_largest = torch.maximum(link.dy_largest, torch.linalg.vector_norm(link.dy, torch.inf))
+            arriving = link.dy_low.dequantize() @ link.w_low_t.dequantize().T
+        return True
+
+    def _show(self, at: int, g: QTensor) -> None:
+        link = self.links[at]
+        link.dy_low = take_quantized(g, self._index)
+        link.dy_largest = torch.linalg.vector_norm(g.dequantize(), torch.inf).float()
+
+    def _pull_back(self, arriving: Tensor, at: int) -> Tensor:
+        """The gradient of p from that of what the link hands on, in float32."""
+        if self._layout.links[at].plain:
+            return arriving
+        with torch.enable_grad():
+            p = self._product(at).detach().requires_grad_()
+            handed = self._hand_on(p, at)
+        (found,) = torch.autograd.grad(handed, p, arriving)
+        return found.detach()
+
+
+def _all(index: Tensor | None) -> Tensor | slice:
+    return slice(None) if index is None else index
+
+
+def _largest(data: Tensor, scale: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(data.float(), torch.inf) * scale
+
+
+def take_quantized(q: QTensor, index: Tensor | None) -> QTensor:
+    """Some rows of a quantised matrix.
+
+    Args:
+        q: [M, K], with one scale for the tensor or some for every row.
+        index: which rows; None: all.
+
+    Returns:
+        [R, K] under the same spec.
+    """
+    if index is None:
+        return q
+    scale = q.scale if q.scale.dim() == 0 else q.scale[index]
+    return QTensor(q.data.view(torch.uint8)[index].view(q.data.dtype), scale, q.spec)
+
+
+def operand_specs(chain: Chain, at: int) -> dict[str, tuple[Spec, Spec]]:
+    """What the three GEMMs of a link multiply, with where the scales come from.
+
+    Args:
+        chain: placed or not.
+        at: which link.
+
+    Returns:
+        The Specs of both operands by GEMM.
+    """
+    if at == 0:
+        x = STATIC_SPEC if chain.input_scale is not None else TENSOR_SPEC
+    elif chain.links[at - 1].bounded or chain.frozen is not None:
+        x = STATIC_SPEC
+    else:
+        x = _DELAYED if chain.primed else TENSOR_SPEC
+    layout: Layout = chain.layout(torch.float32)
+    g = replace(layout.gradient_spec, mode="delayed") if layout.delays_gradients else layout.gradient_spec
+    return {"fprop": (x, TENSOR_SPEC), "dgrad": (g, chain.precision.weight_t_spec), "wgrad": (g, x)}

@@ -1,0 +1,87 @@
+"""Activations that a forward calls as functions, or that are one module in many places, while a chain runs them.
+
+    h = F.relu(self.a(x))            self.a is the head of a chain: it has run the whole of it, and h is already what self.c would give
+    h = F.relu(self.b(h))
+    return self.c(h)
+
+Nothing stands there whose class could be changed. So the module whose forward makes the call (the caller) runs it under a mode of torch that sees every function: a call of an activation, or of
+a dropout without effect, on the very tensor that a chain is handing on returns that tensor; every other call goes on as it is. Which tensor that is and what may come next is the chain's
+business (`Chain.begin`, `Chain.meet`): another activation than the example showed, or one that is left out, is an error. torch.compile traces the mode and leaves nothing of it in the graph.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from loka.kernels.activation import LEAK
+
+__all__ = ["CALLS", "HandOn", "Handing", "spell_call"]
+
+CALLS = "loka_calls"  # on a caller: the mode its forward runs under
+_RELU = (F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_, F.relu_)
+_SILU = (F.silu,)
+_GELU = (F.gelu,)
+_HARD = (F.hardswish,)
+_TANH = (F.tanh, torch.tanh, Tensor.tanh, torch.tanh_, Tensor.tanh_)
+_SIGMOID = (F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.sigmoid_, Tensor.sigmoid_)
+_LEAKY = (F.leaky_relu, F.leaky_relu_)
+_DROPOUT = (F.dropout, torch.dropout)
+
+
+class Handing(Protocol):
+    """A chain, as the mode knows it."""
+
+    pending: Tensor | None
+
+    def meet_call(self, activation: str, slope: float) -> None:
+        """A function was called on what is handed on; raises where the chain expects something else."""
+
+
+class HandOn(TorchFunctionMode):
+    """What a caller's forward runs under. `chains` are those that pass through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chains: list[Handing] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for chain in self.chains:
+            pending = chain.pending
+            if pending is not None and (args[0] if args else kwargs.get("input")) is pending:
+                called = spell_call(func, args, kwargs)
+                if called is not None:
+                    chain.meet_call(*called)
+                    return pending
+        return func(*args, **kwargs)
+
+
+def spell_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, float] | None:
+    """The kernels' name of an activation and its slope; ("none", ...) for a dropout without effect; None for any other call.
+
+    Args:
+        func: as torch hands it to a mode.
+        args, kwargs: of the call.
+    """
+    if func in _RELU:
+        return "relu", LEAK
+    if func in _SILU:
+        return "silu", LEAK
+    if func in _GELU:
+        return "gelu_tanh" if kwargs.get("approximate", "none") == "tanh" else "gelu", LEAK
+    if func in _HARD:
+        return "hard_swish", LEAK
+    if func in _TANH:
+        return "tanh", LEAK
+    if func in _SIGMOID:
+        return "sigmoid", LEAK
+    if func in _LEAKY:
+        return "leaky_relu", float(args[1] if len(args) > 1 else kwargs.get("negative_slope", LEAK))
+    if func in _DROPOUT:
+        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+        return None if p > 0 and training else ("none", LEAK)
+    return None

@@ -1,0 +1,181 @@
+"""Seeing inside a chain: on sampled steps its calls are traced, and every link is shown to the watch of its linear.
+
+A watched linear carries a tap. A chain that begins there asks it in every call, which is one `if` on other steps. On a sampled one the tap chooses rows, traces the chain on a copy
+(`loka.lowp.chain_trace`), and hands each linear's watch its rows of x, W and later dy, before they were rounded and as the chain multiplied them. Chains that are placed, split or released
+while a probe is attached are seen from the next step on. In a compiled model the tap is the same two ops as any site's (`loka.probe.seeing`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.lowp.chain import Chain, chain_of
+from loka.lowp.chain_trace import Trace
+from loka.probe.hook import Switch, compute_dtype
+from loka.probe.look import Look, Own
+from loka.probe.loss import LossWatch
+from loka.probe.rows import choose_clusters
+from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
+from loka.probe.watch import Watch
+
+__all__ = ["ChainTap"]
+
+
+class ChainTap:
+    """What a chain asks whose head is this linear.
+
+    Args:
+        switch: whether the step has a look.
+        head: the linear.
+        watches: of all watched modules, by their id.
+        loss: counts the calls of the model.
+        rows: how many are looked at.
+        seed: for the choice of rows.
+    """
+
+    def __init__(
+        self, switch: Switch, head: nn.Linear, watches: Mapping[int, Watch], loss: LossWatch, *, rows: int, seed: int
+    ) -> None:
+        self._switch, self.head, self._watches, self._loss = switch, head, watches, loss
+        self._rows, self._seed = rows, seed
+        self._calls = 0
+        self._pending: dict[int, tuple[Trace, list[tuple[Watch | None, int]]]] = {}
+        self._seen: set[int] = set()
+        self.number = enroll(self)
+        first = next(head.parameters(), None)  # not `head.weight`: reading a parametrised one may change it
+        self.token = torch.zeros(1, dtype=torch.int32, device=None if first is None else first.device)
+        self.grad_token = self.token.clone()
+
+    @property
+    def on(self) -> bool:
+        """Whether the step now running has a look."""
+        return self._switch.on and (torch.is_grad_enabled() or self._switch.ungraded)
+
+    def see(self, chain: Chain, x: Tensor, y: Tensor) -> Tensor:
+        """One call of the chain. Never raises, and changes no number."""
+        graded = torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                ticket = probe_see(self.token, x.to(compute_dtype(x)), None, None, self.number, x.requires_grad, graded)
+            tapped = graded and y.requires_grad
+            return Tap.apply(y, ticket, self.grad_token, self.number) if tapped else y  # type: ignore[no-untyped-call,no-any-return]
+        number = self.see_forward(x, None, x.requires_grad, graded=graded, dtype=compute_dtype(x))
+        if number != NO_TICKET and y.requires_grad:
+            y.register_hook(lambda dy: self.see_backward(number, dy))  # type: ignore[no-untyped-call]
+        return y
+
+    def see_forward(
+        self,
+        x: Tensor,
+        right: Tensor | None,
+        needs_dgrad: bool,
+        *,
+        weight: Tensor | None = None,
+        graded: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """What came in; returns the ticket to bring with the gradient of what went out."""
+        chain = chain_of(self.head)
+        if chain is None:
+            return NO_TICKET
+        watches = [self._watches.get(id(linear)) for linear in chain.linears]
+        if not any(watch is not None and watch.on and watch.off is None for watch in watches):
+            return NO_TICKET
+        try:
+            if inside_backward() and self._pending:  # the recomputation of a checkpoint, last call first
+                waiting = [ticket for ticket in self._pending if ticket not in self._seen]
+                return waiting[-1] if waiting else NO_TICKET
+            with torch.autocast(x.device.type, enabled=False):
+                return self._look(
+                    chain, watches, x, needs_dgrad, dtype or x.dtype, graded=graded and chain.frozen is None
+                )
+        except Exception as error:
+            _switch_off(watches, f"looking into the chain {chain.name}", error)
+            return NO_TICKET
+
+    def _look(
+        self,
+        chain: Chain,
+        watches: list[Watch | None],
+        x: Tensor,
+        needs_dgrad: bool,
+        dtype: torch.dtype,
+        *,
+        graded: bool,
+    ) -> int:
+        count = x.shape[0] if chain.around is not None else x.numel() // max(x.shape[-1], 1)
+        examples = x.shape[0] if x.dim() > 2 and x.shape[0] else count
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self._calls) % 2**63)
+        ticket, self._calls = self._calls, self._calls + 1
+        index, together = choose_clusters(examples, count // max(examples, 1), self._rows, generator)
+        trace = Trace(chain, x, dtype, index, graded=graded) if count else None
+        tickets: list[tuple[Watch | None, int]] = []
+        for at, (linear, watch) in enumerate(zip(chain.linears, watches, strict=True)):
+            if watch is None:  # filtered out by the user
+                tickets.append((None, NO_TICKET))
+                continue
+            if trace is None:
+                look = Look(x.new_empty(0, linear.in_features), None, None, 0, 0, 1, self._loss.calls, {})
+            else:
+                link = trace.links[at]
+                own, largest = Own(link.x_low, link.w_low, link.w_low_t), {"x": link.x_largest}
+                look = Look(link.x, index, None, count, examples, together, self._loss.calls, largest, own=own)
+            whole = linear.weight if watch.sharded else None
+            tickets.append((watch, watch.see_look(look, needs_dgrad or at > 0, weight=whole, graded=graded)))
+        if trace is None or not graded or all(number == NO_TICKET for _, number in tickets):
+            return NO_TICKET
+        self._pending[ticket] = (trace, tickets)
+        return ticket
+
+    def see_backward(self, ticket: int, dy: Tensor) -> None:
+        """The gradient of what went out; a second one for the same call is not counted."""
+        if ticket not in self._pending or ticket in self._seen:
+            return
+        self._seen.add(ticket)
+        trace, tickets = self._pending[ticket]
+        try:
+            with torch.autocast(dy.device.type, enabled=False):
+                trace.see_gradient(dy)
+        except Exception as error:
+            _switch_off([watch for watch, _ in tickets], "looking into the backward pass of a chain", error)
+
+    def finish(self) -> None:
+        """The step is over: show the links' gradients to their watches, and forget the step."""
+        pending, self._pending, self._seen = self._pending, {}, set()
+        for trace, tickets in pending.values():
+            try:
+                if trace.finish():
+                    self._show(trace, tickets)
+            except Exception as error:
+                _switch_off([watch for watch, _ in tickets], "learning from the backward pass of a chain", error)
+
+    @staticmethod
+    def _show(trace: Trace, tickets: list[tuple[Watch | None, int]]) -> None:
+        for (watch, number), link in zip(tickets, trace.links, strict=True):
+            if watch is not None:
+                assert link.dy is not None
+                assert link.dy_low is not None
+                assert link.dy_largest is not None
+                watch.see_link_gradient(number, link.dy, link.dy_low, link.dy_largest)
+
+    # A copy of a model, or a saved one, is not watched.
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _switch_off(watches: list[Watch | None], doing: str, error: BaseException) -> None:
+    for watch in watches:
+        if watch is not None:
+            watch.switch_off(doing, error)
+
+
+def follows_head(module: nn.Module) -> nn.Module | None:
+    """The head of the chain a linear runs in, where it is another one: they have their looks together."""
+    chain = chain_of(module)
+    return None if chain is None or chain.linears[0] is module else chain.linears[0]

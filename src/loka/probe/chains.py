@@ -1,0 +1,115 @@
+"""The chains of a probed model: those that are placed in it; else those that could be, found by running it on an input that Probe saw.
+
+Finding them takes an example, because only a forward pass shows what feeds what (`loka.units`). A probe keeps the inputs of one sampled call for it. Where running the model is a collective
+call (sharded parameters, SyncBatchNorm), an evaluation on one rank would wait for the others for ever: there only an example that is given counts, and the call is made on every rank.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from loka.lowp.chain import SEES_CHAINS, chains_of
+from loka.probe.hook import Switch
+from loka.probe.watch import Watch
+from loka.probe.weights import is_sharded
+from loka.records import Magnitude, UnitPlan
+from loka.units import Example, describe_chain, discover
+
+__all__ = ["ExampleKeeper", "FoundChains", "find_chains"]
+
+
+class ExampleKeeper:
+    """Keeps a copy of the inputs of the first sampled call of a model."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+        self.example: Example | None = None
+        self.missing = "no sampled step called the model"
+
+    def make_hook(self) -> Callable[..., None]:
+        """A forward pre-hook of the outermost module. Never raises."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or self.example is not None or not self._switch.on:
+                return
+            try:
+                self.example = Example(*(tree_map(_copy, part) for part in (args, kwargs)))
+            except Exception as error:
+                self.missing = f"the model's input cannot be copied: {type(error).__name__}: {error}"
+
+        setattr(hook, SEES_CHAINS, True)
+        return hook
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+@dataclass(frozen=True)
+class FoundChains:
+    """Chains with the magnitudes that were seen at their linears; linears in none, and why; why none were looked for."""
+
+    units: list[UnitPlan] = field(default_factory=list)
+    alone: dict[str, str] = field(default_factory=dict)
+    reason: str | None = None
+
+
+def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapping[str, Watch]) -> FoundChains:
+    """The chains of a model.
+
+    Args:
+        model: unwrapped; it is left as it was.
+        kept: what was seen.
+        given: an example of the user's; None for what was kept.
+        watches: what is known of the linears, by name.
+
+    Returns:
+        Chains that are placed, or could be. Nothing is raised: what stands in the way is the reason.
+    """
+    placed = [describe_chain(model, chain) for _, chain in chains_of(model)]
+    if placed:
+        return FoundChains(placed)
+    if given is None and (why := _is_collective(model)):
+        return FoundChains(reason=f"{why}, so running the model is a call of all ranks; hint: probe.evaluate(example=batch) on every rank")  # fmt: skip
+    example = kept.example if given is None else given
+    if example is None and not hasattr(model, "example_inputs"):
+        return FoundChains(reason=f"finding chains takes an example, and {kept.missing}; hint: probe.evaluate(example=batch)")  # fmt: skip
+    try:
+        found = discover(model, example)
+    except Exception as error:  # whatever a user's forward raises
+        return FoundChains(reason=f"{type(error).__name__}: {error}")
+    return FoundChains([_with_magnitudes(unit, watches) for unit in found.units], found.alone)
+
+
+def _is_collective(model: nn.Module) -> str | None:
+    """What in a model talks to other ranks when it runs."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    if any(is_sharded(p) for p in model.parameters()):
+        return "its parameters are sharded"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) or type(module).__module__.startswith("torchrec.distributed"):
+            return f"{name} is a {type(module).__name__}"
+    return None
+
+
+def _with_magnitudes(unit: UnitPlan, watches: Mapping[str, Watch]) -> UnitPlan:
+    """First scales from what was seen. What a link hands on is the next one's x; nobody sees it behind the last."""
+    seen = {
+        name: {role: float(value) for role, value in watches[name].tally.largest.items()}
+        for name in unit.linears
+        if name in watches
+    }
+    magnitudes = {}
+    for link, following in zip(unit.links, [*unit.links[1:], None], strict=True):
+        mine = seen.get(link.linear, {})
+        output = 0.0 if following is None else seen.get(following.linear, {}).get("x", 0.0)
+        if mine:
+            magnitudes[link.linear] = Magnitude(output=output, gradient=mine.get("dy", 0.0), input=mine.get("x", 0.0))
+    return replace(unit, magnitudes=magnitudes)

@@ -1,0 +1,406 @@
+"""Quantise a trained model for serving: `loka.convert(..., freeze=True)`, then the 16-bit weights are dropped.
+
+    summary = loka.quantize(model)                                                    rowwise; a OneRec by the mixture `onerec`
+    summary = loka.quantize(model, loka.Plan.load("plan.json"), batches=batches)      what a plan says, chains included
+    summary = loka.quantize(model, "rowwise", score=score, bound=0.002)               under a bound on the end metric
+    print(summary);  loka.ptq.save(model, summary, "model.safetensors")
+
+Recipes are those of the one table (`loka.dispatch.recipe`), of which serving runs the forward product; what a linear cannot run, `convert` says. Layers of experts, which have no backward in
+low precision and so no place in a training plan, are quantised here beside it. Afterwards linears and experts hold FP8 weights alone (`QuantizedLinear`, `QuantizedExperts`); chains keep theirs on
+the host.
+
+With `score` every candidate site is swapped in alone and measured on the end metric, paired on the same examples (`loka.probe.swapping`). Under a `bound` the sites with the most weight to save
+whose effects stay within it are searched for, and measured together (`loka.dispatch.budget`). With `widen` the sites that the mixture keeps out of caution are measured too, and those that are safe
+join, so that heads and context processor stay in 16 bits unless the measurement says they need not.
+
+    score(model) -> losses, groups      per-example losses (lower is better) in a fixed order, and the unit of independence or None
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from loka.dispatch import Mixture, Operands, mixture_named, recipe_named
+from loka.dispatch.budget import Item, search
+from loka.formats import QTensor, relative_l2
+from loka.lowp.auto import ROWS
+from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.linear import linears_of, refuse
+from loka.models.onerec import OneRec
+from loka.nn import GroupedLinear
+from loka.nn.wrapping import unwrap
+from loka.placing import calibrating, convert, freeze_model, revert
+from loka.placing.linears import spoken_for
+from loka.probe.swapping import Switchable, swap
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module, sites
+from loka.records import Choice, Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
+from loka.units.flow import call_model
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+Progress = Callable[[str, int, int], None]
+Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was done; `record` is what is written down."""
+
+    record: Quantized
+
+    @property
+    def quantized(self) -> list[str]:
+        """Names of the sites in low precision."""
+        return [site.name for site in self.record.sites if site.weight is not None]
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Sites in 16 bits, and why."""
+        return {site.name: site.reason for site in self.record.sites if site.weight is None}
+
+    def __str__(self) -> str:
+        r = self.record
+        lines = [
+            f"{len(self.quantized)} of {len(r.sites)} sites quantised by the recipe {r.recipe}; "
+            f"{r.bytes_before / 1e6:,.1f} MB in 16 bits -> {r.bytes_after / 1e6:,.1f} MB ({r.ratio:.2f}x)"
+        ]
+        if r.change is not None:
+            bound = "" if r.bound is None else f", bound {100 * r.bound:+.3g} %"
+            c = r.change
+            lines.append(f"{r.metric}: {100 * c.value:+.3f} % [{100 * c.low:+.3f}, {100 * c.high:+.3f}]{bound}")
+        lines += [f"  kept {name}: {why}" for name, why in self.kept.items()]
+        return "\n".join([*lines, *(f"  note: {note}" for note in r.notes)])
+
+
+@dataclass
+class _Decided:
+    """What runs how, every site's reason, and how those that the mixture keeps out of caution would run."""
+
+    operands: dict[str, Operands]
+    reasons: dict[str, str]
+    cautious: dict[str, Operands]
+
+
+@torch.no_grad()
+def quantize(
+    model: nn.Module,
+    recipe: str | Mixture | Plan = "auto",
+    *,
+    batches: Iterable[Any] = (),
+    score: Score | None = None,
+    bound: float | None = None,
+    widen: bool = False,
+    keep: Sequence[str] = (),
+    module_filter_fn: ModuleFilter | None = None,
+    backend: str | None = None,
+    scales: Literal["dynamic", "static"] = "dynamic",
+    metric: str = "loss",
+    progress: Progress | None = None,
+) -> Summary:
+    """Quantise a trained model in place, for serving, and say what was done.
+
+    Args:
+        model: any nn.Module, wrapped or not; in evaluation mode and without gradients afterwards.
+        recipe: a name of the one table (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your own, or a Plan. `auto` is onerec for a OneRec, else rowwise.
+        batches: inputs of the model that fixed scales are calibrated on: those of chains without evidence, and those of `scales="static"`.
+        score: (model) -> losses per example and their groups, or None; measures every site.
+        bound: largest relative change of the mean loss, with `score`.
+        widen: with `score`, also quantise what the mixture keeps, where that is safe.
+        keep: patterns of names that stay in 16 bits.
+        module_filter_fn: (module, name) -> whether it may be quantised.
+        backend: runs the GEMMs; None is `auto`, or what a plan names.
+        scales: of what enters a linear: from every tensor, or fixed by `batches` (one per tensor: the recipe tensorwise). A plan says it itself.
+        metric: what the score is called in the record.
+        progress: called with (site, done, total).
+
+    Returns:
+        The summary; `print` shows it, `.record` is what is written down.
+
+    Raises:
+        ValueError: what is asked for cannot be done; the model is as it was.
+
+    Example:
+        >>> print(loka.quantize(model, "rowwise", keep=("head.*",)))
+        11 of 12 sites quantised by the recipe rowwise; 8.4 MB in 16 bits -> 4.4 MB (0.52x)
+    """
+    inner = unwrap(model)
+    _check(inner, recipe, score, bound, widen, keep, module_filter_fn)
+    if isinstance(recipe, Plan) and scales != "dynamic":
+        raise ValueError("a plan already says where scales come from: give no scales beside it")
+    found, before = dict(sites(inner)), size_in_bytes(inner, 2)
+    changes: dict[str, Interval] = {}
+    total, notes = None, list[str]()
+    plan: Plan | None
+    if isinstance(recipe, Plan):
+        name, plan, experts, reasons = recipe.recipe, recipe, dict[str, Operands](), dict[str, str]()
+    else:
+        mixture = _find_mixture(inner, recipe)
+        decided = _decide(inner, found, mixture, keep, module_filter_fn)
+        if score is not None:
+            changes, total, notes = _measure(inner, found, decided, score, bound, widen, backend or "auto", progress)
+        name, reasons = mixture.name, decided.reasons
+        plan = _plan_of(inner, found, decided.operands, name, scales)
+        experts = {n: o for n, o in decided.operands.items() if isinstance(found[n], GroupedLinear)}
+    done = _place(inner, plan, batches, backend)
+    if isinstance(recipe, Plan):
+        found = dict(sites(inner))  # its mods may have made others
+    running = {n: gemm.operands for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None}
+    _pack(inner, found, experts, backend or "auto")
+    _explain(reasons, found, done)
+    now = dict(inner.named_modules())
+    record = Quantized(
+        model=type(inner).__name__,
+        recipe=name,
+        sites=[
+            _describe(n, m, now[n], running.get(n), reasons.get(n, "not in the plan"), changes.get(n))
+            for n, m in found.items()
+        ],
+        bytes_before=before,
+        bytes_after=size_in_bytes(inner, 2),
+        environment=capture_environment(),
+        metric=None if score is None else metric,
+        bound=bound,
+        change=total,
+        notes=[*notes, *([] if done is None else done.notes)],
+        plan=done.plan if isinstance(recipe, Plan) and done is not None else None,
+    )
+    return Summary(record)
+
+
+def _check(
+    model: nn.Module,
+    recipe: Any,
+    score: Score | None,
+    bound: float | None,
+    widen: bool,
+    keep: Sequence[str],
+    allowed: ModuleFilter | None,
+) -> None:
+    if isinstance(model, Site):
+        raise ValueError("the model is itself a linear and cannot be swapped in place; wrap it in nn.Sequential")
+    done = [n for n, m in model.named_modules() if isinstance(m, QuantizedLinear | QuantizedExperts)]
+    if done:
+        raise ValueError(f"already quantised: {', '.join(done[:5])}; quantise the original, or load it again")
+    if not any(True for _ in sites(model)):
+        raise ValueError(f"{type(model).__name__} has no nn.Linear and no GroupedLinear: nothing to quantise")
+    if isinstance(recipe, Plan) and (score is not None or widen or keep or allowed is not None):
+        raise ValueError("a plan already says which sites run how: give no score, widen, keep or module_filter_fn")
+    if (bound is not None or widen) and score is None:
+        raise ValueError("a bound, or widening beyond the recipe, needs a score to measure: give score=")
+    if bound is not None and not bound > 0:
+        raise ValueError(f"bound={bound}: expected the largest accepted relative change, above 0, e.g. 0.002")
+
+
+def _find_mixture(model: nn.Module, recipe: str | Mixture | Plan) -> Mixture:
+    if recipe == "auto":
+        recipe = "onerec" if isinstance(model, OneRec) else "rowwise"
+    if not isinstance(recipe, str | Mixture):
+        raise ValueError(f"recipe: expected a name, a Mixture or a Plan, got {type(recipe).__name__}")
+    return mixture_named(recipe) if isinstance(recipe, str) else recipe
+
+
+def _decide(
+    model: nn.Module, found: dict[str, Site], mixture: Mixture, keep: Sequence[str], allowed: ModuleFilter | None
+) -> _Decided:
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ValueError(f"keep={pattern!r} matches no site; sites are {', '.join(list(found)[:8])}, ...")
+    made, taken = _Decided({}, {}, {}), spoken_for(model)
+    for name, module in found.items():
+        experts = isinstance(module, GroupedLinear)
+        rule = mixture.decide(name, experts=experts)
+        asked = next((pattern for pattern in keep if fnmatchcase(name, pattern)), None)
+        if asked is not None:
+            made.reasons[name] = f"asked for by keep={asked!r}"
+        elif allowed is not None and not allowed(module, name):
+            made.reasons[name] = "module_filter_fn"
+        elif why := taken.get(name) or (None if experts else refuse(module)):
+            made.reasons[name] = why
+        elif (operands := None if rule.recipe is None else recipe_named(rule.recipe).fprop) is not None:
+            made.operands[name], made.reasons[name] = operands, rule.reason
+        else:
+            made.reasons[name] = rule.reason
+            cautious = recipe_named("blockwise" if experts else "rowwise").fprop
+            assert cautious is not None
+            made.cautious[name] = cautious
+    return made
+
+
+def _measure(
+    model: nn.Module,
+    found: dict[str, Site],
+    decided: _Decided,
+    score: Score,
+    bound: float | None,
+    widen: bool,
+    backend: str,
+    progress: Progress | None,
+) -> tuple[dict[str, Interval], Interval | None, list[str]]:
+    """Every candidate alone, then what stays within the bound together; `decided` is cut down to that."""
+    tried = decided.operands | (decided.cautious if widen else {})
+    if not tried:
+        return {}, None, []
+    made = {name: quantize_module(found[name], operands, backend=backend) for name, operands in tried.items()}
+    _, groups = score(model)
+
+    def measure(units: Sequence[Switchable]) -> Any:
+        return swap(
+            model, units, [None], lambda m, _: score(m)[0], together=False,
+            groups=None if groups is None else lambda _: groups, progress=progress,
+        )  # fmt: skip
+
+    seen = measure([_switch(model, name, [name], made, found) for name in made])
+    alone: dict[str, Interval] = dict(seen.alone)
+    usable = [n for n in made if n in alone and (n not in decided.cautious or alone[n].high <= (bound or 0.0))]
+
+    def measure_together(names: frozenset[str]) -> Interval:
+        unit = _switch(model, f"{len(names)} sites together", sorted(names), made, found)
+        together = measure([unit])
+        if together.failed:
+            raise ValueError(f"the sites cannot run together: {together.failed[unit.name]}")
+        change: Interval = together.alone[unit.name]
+        return change
+
+    if bound is None:
+        picked, change, notes = frozenset(usable), measure_together(frozenset(usable)) if usable else None, list[str]()
+    else:
+        items = [Item(n, max(0.0, alone[n].high), float(found[n].weight.numel())) for n in usable]
+        spent = search(items, bound, measure_together, suspicion={n: alone[n].high for n in usable})
+        picked, change, notes = spent.chosen, spent.change, spent.notes
+    for name in made:
+        decided.reasons[name] = (
+            _say(alone[name], bound, name in picked) if name in alone else f"kept: it fails: {seen.failed[name]}"
+        )
+    decided.operands = {name: tried[name] for name in tried if name in picked}
+    return alone, change, notes
+
+
+def _switch(
+    model: nn.Module, label: str, names: Sequence[str], made: dict[str, nn.Module], found: Mapping[str, nn.Module]
+) -> Switchable:
+    return Switchable(
+        label, lambda: put(model, {n: made[n] for n in names}), lambda: put(model, {n: found[n] for n in names})
+    )
+
+
+def _say(change: Interval, bound: float | None, picked: bool) -> str:
+    ends = f"{100 * change.value:+.3f} % [{100 * change.low:+.3f}, {100 * change.high:+.3f}] alone"
+    if picked:
+        return f"measured: {ends}"
+    return f"kept: {ends}" + ("" if bound is None else f", and the whole model must stay within {100 * bound:.3g} %")
+
+
+def _plan_of(
+    model: nn.Module, found: dict[str, Site], operands: dict[str, Operands], recipe: str, scales: str
+) -> Plan | None:
+    """The linears among the choices as a plan for `convert`; None where there is none."""
+    linears = {}
+    for name, o in operands.items():
+        gemm = LinearBinding(BoundGemm("auto", o)).with_scales(scales).fprop
+        if gemm is not None and isinstance(found[name], nn.Linear):
+            linears[name] = gemm.operands
+    total = sum(m.weight.numel() for m in found.values())
+    return None if not linears else Plan(
+        model=type(model).__name__,
+        recipe=recipe,
+        target=None,
+        max_error=1.0,
+        max_gradient_error=1.0,
+        min_speedup=None,
+        flops_of="model",
+        sites=[
+            SitePlan(
+                site=name, m=ROWS, k=found[name].weight.shape[1], n=found[name].weight.shape[0],
+                flops_share=found[name].weight.numel() / total,
+                choices=[Choice(gemm="fprop", backend="auto", a=str(o.a), b=str(o.b), fast_accum=o.fast_accum, reason=recipe)],
+            )
+            for name, o in linears.items()
+        ],
+        environment=capture_environment(),
+    )  # fmt: skip
+
+
+def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend: str | None) -> Conversion | None:
+    """`convert` with `freeze`, calibrated in between where there are batches."""
+    held = list(batches)
+    if plan is None:
+        return None
+    done = convert(model, plan, backend=backend)
+    try:
+        if held:
+            with calibrating(model):
+                for batch in held:
+                    call_model(model.eval(), batch)
+        freeze_model(model, offload=True)
+    except BaseException:
+        revert(model)
+        raise
+    return done
+
+
+def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, Operands], backend: str) -> None:
+    """Modules with FP8 weights alone in the place of frozen linears and of experts. A linear with fixed scales stays: they are its own."""
+    new: dict[str, nn.Module] = {}
+    for name, linear in list(linears_of(model)):
+        gemm = linear.binding.fprop
+        if gemm is None or gemm.operands.a.mode == "dynamic":
+            plain = linear.release()
+            if gemm is not None:
+                new[name] = quantize_module(plain, gemm.operands, backend=gemm.backend)
+    new |= {name: quantize_module(found[name], operands, backend=backend) for name, operands in experts.items()}
+    put(model, new)
+
+
+def _explain(reasons: dict[str, str], found: dict[str, Site], done: Conversion | None) -> None:
+    """What `convert` says of sites that no recipe decided about."""
+    if done is None:
+        return
+    for name in found:
+        why = done.kept.get(name) or done.converted.get(name)
+        if why is not None:
+            reasons.setdefault(name, why)
+
+
+def _describe(
+    name: str, old: Site, new: nn.Module, running: Operands | None, reason: str, change: Interval | None
+) -> QuantizedSite:
+    packed = new if isinstance(new, QuantizedLinear | QuantizedExperts) else None
+    operands = running if packed is None else packed.operands
+    if operands is None and reason.startswith("in chain "):
+        operands = Operands.parse("e4m3:tensor", "e4m3:tensor")
+    error = None
+    if packed is not None and old.weight.device.type != "meta":
+        error = _weight_error(old.weight, packed.qweight)
+    return QuantizedSite(
+        name=name,
+        type=type(old).__name__,
+        shape=list(old.weight.shape),
+        activation=None if operands is None else str(operands.a),
+        weight=None if operands is None else str(operands.b),
+        fast_accum=operands is not None and operands.fast_accum,
+        reason=reason,
+        weight_error=error,
+        metric_change=change,
+    )
+
+
+def _weight_error(weight: torch.Tensor, q: QTensor) -> float:
+    """Relative L2 of the rounding; of the first expert where there are many."""
+    one = q if q.data.dim() == 2 else QTensor(q.data[0], q.scale[0], q.spec)
+    return relative_l2(one.dequantize(), weight.detach() if weight.dim() == 2 else weight[0].detach())
+
+
+def size_in_bytes(model: nn.Module, wide: int | None = None) -> int:
+    """Bytes of the checkpoint; with `wide`, every floating tensor above one byte counts that many bytes an element.
+
+    Scales are float32 and stay so.
+    """
+    total = 0
+    for name, tensor in model.state_dict().items():
+        size = tensor.element_size()
+        narrow = tensor.is_floating_point() and size > 1 and not name.endswith("weight_scale")
+        total += tensor.numel() * (wide if wide is not None and narrow else size)
+    return total

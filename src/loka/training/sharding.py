@@ -1,0 +1,407 @@
+"""A model spread over ranks: tables sharded by TorchRec, the dense part by FSDP2 or copied by DistributedDataParallel.
+
+    spread = spread_model(model, Distribution(sharding="row", dense="fsdp"), learning_rate=0.02, device=device)
+    spread.model(batch).sum().backward()        # tables are updated in the backward pass, by FBGEMM's rowwise Adagrad
+
+    sharding    table    a table lives on one rank, the largest first, each on the rank that holds least
+                row      every rank holds an equal stretch of each table's rows
+                column   `columns` stretches of each table's columns, on as many ranks; the number does not follow the number of ranks, so that a checkpoint
+                         fits any of them. Rowwise Adagrad then keeps one number for each stretch of a row, which is not what one process does
+                None     every rank holds all tables, in any format of rows (`loka.nn.tables`)
+
+`EmbeddingTables` (what Ranker has) becomes one EmbeddingBagCollection with the same values; a user's own EmbeddingBagCollections are sharded as they are. Everything else a table can be is
+refused under `sharding`: it would be copied to every rank, or trained by nobody.
+
+Where the codec of embeddings needs whole blocks, a rank's share of a batch is filled up with empty bags and cut again, so any batch can be sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from loka.comms import StepClock, Wire, parse_codec, quantize_ddp, quantize_fsdp
+from loka.comms.torchrec import distribute_rows, make_registry, require
+from loka.nn.embedding import EmbeddingTables
+from loka.nn.tables import Table, quantize_tables
+from loka.nn.wrapping import unwrap
+
+__all__ = ["Distribution", "Spread", "plain_state", "spread_model"]
+
+SHARDINGS = ("table", "row", "column")
+DENSE = ("fsdp", "ddp")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a model lies on its ranks, and what they send each other.
+
+    Args:
+        rows: format of the tables' rows where every rank holds them all.
+        sharding: how TorchRec shards the tables: table, row or column; None: every rank holds them all.
+        columns: stretches of columns, for `column`.
+        dense: what keeps the dense part: `fsdp` shards it, `ddp` copies it to every rank.
+        collectives: codec of dense weights and gradients; None sends them as they are.
+        embeddings: codecs of sharded embeddings and of their gradients; None sends them as they are.
+
+    Example:
+        >>> Distribution(sharding="row", dense="ddp", embeddings=("e4m3:1x32:e8m0", "e5m2:1x32:e8m0"))
+    """
+
+    rows: str = "float32"
+    sharding: str | None = None
+    columns: int = 2
+    dense: str = "fsdp"
+    collectives: str | None = None
+    embeddings: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.sharding is not None and self.sharding not in SHARDINGS:
+            problems.append(f"sharding is one of {', '.join(SHARDINGS)}, got {self.sharding!r}")
+        if self.dense not in DENSE:
+            problems.append(f"dense is one of {', '.join(DENSE)}, got {self.dense!r}")
+        if self.columns < 1:
+            problems.append(f"columns is at least 1, got {self.columns}")
+        if self.sharding is not None and self.rows != "float32":
+            problems.append(f"TorchRec's kernels train float32 rows only, not {self.rows}; hint: sharding=None")
+        if self.sharding is None and self.embeddings is not None:
+            problems.append("embeddings are sent only where tables are sharded; hint: sharding='row'")
+        for text in (self.collectives, *(self.embeddings or ())):
+            try:
+                if text is not None:
+                    parse_codec(text)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError(f"this distribution cannot be honoured: {'; '.join(problems)}")
+
+
+@dataclass
+class Spread:
+    """A model on its ranks.
+
+    Args:
+        model: what to call: DistributedModelParallel, DistributedDataParallel, or the model itself under FSDP2.
+        module: whose state_dict has the plain model's dense keys.
+        fused: optimiser of sharded tables; None where there are none.
+        wire: what the dense part sends, where it is encoded.
+        embedding_wire: what sharded tables send, where it is encoded.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    fused: FusedTables | None = None
+    wire: Wire | None = None
+    embedding_wire: Wire | None = None
+
+
+def spread_model(
+    model: nn.Module, how: Distribution, *, learning_rate: float, device: torch.device, clock: StepClock
+) -> Spread:
+    """Spread a model over the ranks of the default process group, in place.
+
+    Args:
+        model: plain, on `device`, the same weights on every rank.
+        how: the distribution.
+        learning_rate: of sharded tables.
+        device: of the model.
+        clock: the step, for stochastic codecs.
+
+    Returns:
+        What to train.
+
+    Raises:
+        ValueError: the model has tables that cannot be held as asked, with every reason.
+    """
+    if how.sharding is None:
+        quantize_tables(model, rows=how.rows)
+        spread = Spread(model, model)
+    else:
+        spread = _shard_tables(model, how, learning_rate, device)
+    if how.dense == "fsdp":
+        shard_dense(unwrap(model))
+        if how.collectives is not None:
+            spread.wire = quantize_fsdp(
+                unwrap(model), all_gather=how.collectives, reduce_scatter=how.collectives, clock=clock
+            )
+        return spread
+    copies = _copy_dense(spread, device)
+    if how.collectives is not None:
+        spread.wire = quantize_ddp(copies, how.collectives, clock=clock)
+    return spread
+
+
+def shard_dense(model: nn.Module) -> None:
+    """Shard everything but tables, each larger block on its own, then the rest.
+
+    Args:
+        model: changed in place.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    kept = set(_table_parameters(model))
+    for child in model.children():
+        if any(p not in kept for p in child.parameters()) and not isinstance(child, Table):
+            fully_shard(child, ignored_params={p for p in child.parameters() if p in kept})
+    fully_shard(model, ignored_params=kept)
+
+
+def _table_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, Table):
+            yield module.anchor
+        elif _is_sharded_collection(module):
+            yield from module.parameters()
+
+
+def _is_sharded_collection(module: nn.Module) -> bool:
+    return any(kind.__name__ == "ShardedEmbeddingBagCollection" for kind in type(module).__mro__)
+
+
+def _copy_dense(spread: Spread, device: torch.device) -> DistributedDataParallel:
+    """Copies on every rank. Buckets are never rebuilt (`find_unused_parameters`): after a resume the first step must add up in the order of the others."""
+    ids = None if device.type == "cpu" else [device]
+    if spread.fused is None:
+        spread.model = DistributedDataParallel(spread.model, device_ids=ids, find_unused_parameters=True)
+        return spread.model
+    dmp: Any = spread.model
+    dmp.init_data_parallel()
+    copies = dmp._dmp_wrapped_module
+    if not isinstance(copies, DistributedDataParallel):
+        raise ValueError("the model has no dense parameter to copy: every parameter is in a sharded table")
+    return copies
+
+
+class FusedTables:
+    """TorchRec's fused optimiser with the face that `Optimizers` expects. The backward pass updates the tables; `zero_grad`, before it, hands the learning rate over."""
+
+    def __init__(self, fused: Any, learning_rate: float) -> None:
+        self.fused = fused
+        self.param_groups: list[dict[str, Any]] = [{"lr": learning_rate, "params": []}]
+        self.state: dict[Any, Any] = {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the learning rate of the backward pass that follows."""
+        for group in self.fused.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]
+        self.fused.zero_grad()
+
+    def step(self) -> None:
+        """Done in the backward pass."""
+
+    def tensors(self) -> dict[str, Any]:
+        """The memory of the rule, sharded like the tables, by `<table>:<slot>`; live."""
+        state = self.fused.state_dict()["state"]
+        return {f"{name}:{slot}": tensor for name, slots in state.items() for slot, tensor in slots.items()}
+
+
+class CollectionTables(nn.Module):
+    """`EmbeddingTables` on one EmbeddingBagCollection: a table for each field, all features of a batch in one call.
+
+    Args:
+        tables: what to replace.
+        features: (feature, field whose table it reads) of all features, in the order of `embed`.
+        multiple: fill batches up to a multiple of this many examples.
+    """
+
+    def __init__(self, tables: EmbeddingTables, features: list[tuple[str, str]], multiple: int) -> None:
+        super().__init__()
+        configs, modules = require("torchrec.modules.embedding_configs"), require("torchrec.modules.embedding_modules")
+        by_field: dict[str, list[str]] = {name: [] for name in tables.names}
+        for feature, field in features:
+            by_field[field].append(feature)
+        self.names, self.width, self.multiple = tables.names, tables.width, multiple
+        self.keys = [feature for feature, _ in features]
+        self.fields = len(tables.names)
+        self.sizes = dict(zip(tables.names, tables.sizes, strict=True))
+        self.field_of = dict(features)
+        made = [
+            configs.EmbeddingBagConfig(
+                name=name, num_embeddings=rows, embedding_dim=tables.width, feature_names=by_field[name],
+                pooling=configs.PoolingType.MEAN,
+            )
+            for name, rows in self.sizes.items() if by_field[name]
+        ]  # fmt: skip
+        self.collection = modules.EmbeddingBagCollection(tables=made, device=torch.device("meta"))
+
+    def embed(self, ids: Tensor, bags: list[tuple[str, Tensor, Tensor]]) -> list[Tensor]:
+        """As `EmbeddingTables.embed`."""
+        batch, n = ids.shape[0], ids.shape[1]
+        fill = -batch % self.multiple
+        lengths = [torch.ones(batch, dtype=torch.int64, device=ids.device)] * n
+        lengths += [offsets.diff() for _, _, offsets in bags]
+        values = [ids.t().reshape(-1), *(items for _, items, _ in bags)]
+        self._check(values[0].view(n, -1), [items for _, items, _ in bags])
+        padded = [nn.functional.pad(part, (0, fill)) for part in lengths]
+        jagged = require("torchrec.sparse.jagged_tensor").KeyedJaggedTensor(
+            keys=self.keys, values=torch.cat(values), lengths=torch.cat(padded)
+        )
+        found = self.collection(jagged).to_dict()
+        return [found[key][:batch].unsqueeze(1) for key in self.keys]
+
+    def _check(self, ids: Tensor, bags: list[Tensor]) -> None:
+        if ids.is_cuda:
+            return
+        for key, values in zip(self.keys, [*ids, *bags], strict=True):
+            rows = self.sizes[self.field_of[key]]
+            if values.numel() and (int(values.min()) < 0 or int(values.max()) >= rows):
+                raise ValueError(f"feature {key!r} has ids {int(values.min())} to {int(values.max())}, but its table has ids 0 to {rows - 1}")  # fmt: skip
+
+
+def _shard_tables(model: nn.Module, how: Distribution, learning_rate: float, device: torch.device) -> Spread:
+    """DistributedModelParallel around the model, its tables sharded, their values carried over."""
+    assert how.sharding is not None
+    parallel, types = require("torchrec.distributed.model_parallel"), require("torchrec.distributed.types")
+    block = math.lcm(*(parse_codec(text).block for text in how.embeddings or ("fp32",)))
+    values = _collect(model, block, how.columns if how.sharding == "column" else 1)
+    wire = None if how.embeddings is None else Wire()
+    sharder = _make_sharder(how, learning_rate, wire)
+    plan = types.ShardingPlan(plan={path: _plan(model.get_submodule(path), how, sharder, device) for path in values})
+    dmp = parallel.DistributedModelParallel(
+        model, env=types.ShardingEnv.from_process_group(dist.group.WORLD), device=device, sharders=[sharder], plan=plan,
+        init_data_parallel=False, init_parameters=False,
+        data_parallel_wrapper=parallel.DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
+    )  # fmt: skip
+    _fill(dmp, {f"{path}.embedding_bags.{t}.weight": w for path, own in values.items() for t, w in own.items()})
+    if how.embeddings is not None and how.sharding == "row":
+        distribute_rows(dmp, *how.embeddings, wire=wire)
+    return Spread(dmp, dmp, FusedTables(dmp.fused_optimizer, learning_rate), embedding_wire=wire)
+
+
+def _collect(model: nn.Module, block: int, columns: int) -> dict[str, dict[str, Tensor]]:
+    """Swap EmbeddingTables for collections; the values of every collection's tables, by its name. Ranks send whole blocks of the narrowest stretch of a table."""
+    modules = require("torchrec.modules.embedding_modules")
+    own = {name: m for name, m in model.named_modules() if isinstance(m, modules.EmbeddingBagCollection)}
+    stacked = {name: m for name, m in model.named_modules() if isinstance(m, EmbeddingTables)}
+    inside = tuple(f"{name}." for name in (*own, *stacked))
+    other = [
+        f"{name} is an {type(m).__name__}"
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag | Table) and not name.startswith(inside)
+    ]
+    refused = [f"{name}: {reason}" for name, m in stacked.items() for reason in _refuse_tables(model, name, m)]
+    if other or refused or not (own or stacked):
+        seen = "; ".join([*other, *refused]) or "the model has no table"
+        raise ValueError(
+            f"tables cannot be sharded: {seen}; expected the EmbeddingTables of a Ranker, or TorchRec's EmbeddingBagCollection"
+        )
+    values = {
+        name: {t.name: m.embedding_bags[t.name].weight.detach().clone() for t in m.embedding_bag_configs()}
+        for name, m in own.items()
+    }
+    for name, tables in stacked.items():
+        parent, _, child = name.rpartition(".")
+        ranker: Any = model.get_submodule(parent)
+        made = CollectionTables(tables, _features(ranker), block // math.gcd(block, tables.width // columns))
+        parts = torch.split(tables.table.weight.detach(), list(tables.sizes))
+        setattr(ranker, child, made)
+        values[f"{name}.collection"] = {
+            t: part.clone() for t, part in zip(tables.names, parts, strict=True) if t in made.collection.embedding_bags
+        }
+    return values
+
+
+def _refuse_tables(model: nn.Module, name: str, tables: EmbeddingTables) -> Iterator[str]:
+    parent: Any = model.get_submodule(name.rpartition(".")[0])
+    if not hasattr(parent, "schema") or not hasattr(parent, "core"):
+        yield f"it belongs to a {type(parent).__name__}, whose features are unknown"
+    elif parent.core.takes_sequence:
+        yield f"{type(parent.core).__name__} reads single items of a history, and pooled tables have none"
+    if isinstance(tables.table, Table):
+        yield f"its rows are {tables.table.kind}, and TorchRec's kernels train float32 rows only"
+    for field in tables.names:
+        if "." in field:
+            yield f"the name of field {field!r} has a dot, which TorchRec cannot keep"
+
+
+def _features(ranker: Any) -> list[tuple[str, str]]:
+    """What a Ranker looks up, in its order: each categorical field, then each history in its own table or another's."""
+    schema = ranker.schema
+    return [(f.name, f.name) for f in schema.categorical] + [(s.name, s.shares or s.name) for s in schema.sequences]
+
+
+def _make_sharder(how: Distribution, learning_rate: float, wire: Wire | None) -> Any:
+    """A sharder that allows every way on every device; TorchRec's own has row-wise on GPUs only."""
+    optimizer = require("fbgemm_gpu.split_embedding_configs").EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    base = require("torchrec.distributed.embeddingbag").EmbeddingBagCollectionSharder
+    ways = [f"{way}_wise" for way in SHARDINGS]
+    methods: dict[str, Callable[..., list[str]]] = {
+        "sharding_types": lambda self, device: ways,
+        "compute_kernels": lambda self, sharding, device: ["fused"],
+    }
+    registry = None if how.embeddings is None else make_registry(*how.embeddings, wire=wire)
+    fused = {"learning_rate": learning_rate, "optimizer": optimizer, "eps": 1e-8}
+    return type("AnySharder", (base,), methods)(fused_params=fused, qcomm_codecs_registry=registry)
+
+
+def _plan(collection: Any, how: Distribution, sharder: Any, device: torch.device) -> Any:
+    ways, world = require("torchrec.distributed.sharding_plan"), dist.get_world_size()
+    tables = {t.name: (t.num_embeddings, t.embedding_dim) for t in collection.embedding_bag_configs()}
+    narrow = [f"{name} has {width}" for name, (_, width) in tables.items() if width % (4 * how.columns)]
+    if how.sharding == "column" and narrow:
+        raise ValueError(
+            f"{how.columns} stretches of columns, each a multiple of 4 (FBGEMM), do not fit: {', '.join(narrow)} columns"
+        )
+    held, parts = [0] * world, {}
+    for i, name in enumerate(sorted(tables, key=lambda name: -math.prod(tables[name]))):
+        if how.sharding == "row":
+            parts[name] = ways.row_wise(compute_kernel="fused")
+        elif how.sharding == "column":
+            ranks = [(i + j) % world for j in range(how.columns)]
+            parts[name] = ways.column_wise(ranks=ranks, compute_kernel="fused")
+        else:
+            rank = held.index(min(held))
+            held[rank] += math.prod(tables[name])
+            parts[name] = ways.table_wise(rank=rank, compute_kernel="fused")
+    parts = {name: parts[name] for name in tables}  # in the order of the collection
+    return ways.construct_module_sharding_plan(
+        collection, parts, sharder, local_size=world, world_size=world, device_type=device.type
+    )
+
+
+@torch.no_grad()
+def _fill(dmp: nn.Module, values: dict[str, Tensor]) -> None:
+    """DistributedModelParallel does not carry the values of an unsharded collection over."""
+    held = dmp.state_dict()
+    for name, whole in values.items():
+        for shard in held[name].local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            shard.tensor.copy_(whole[row : row + rows, column : column + columns])
+
+
+@torch.no_grad()
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state under the plain model's keys, on every rank: for a model that fits one.
+
+    Args:
+        model: what `Spread.module` is.
+
+    Returns:
+        Plain tensors; the tables of a Ranker stacked again under `table.weight`.
+    """
+    result: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if hasattr(value, "local_shards"):
+            whole = torch.zeros(
+                value.size(), device=value.local_shards()[0].tensor.device if value.local_shards() else "cpu"
+            )
+            for shard in value.local_shards():
+                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                whole[row : row + rows, column : column + columns] = shard.tensor
+            dist.all_reduce(whole)
+            result[name] = whole
+        else:
+            result[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    for path, module in unwrap(model).named_modules():
+        if isinstance(module, CollectionTables):
+            parts = [result.pop(f"{path}.collection.embedding_bags.{name}.weight") for name in module.names]
+            result[f"{path}.table.weight"] = torch.cat(parts)
+    return result

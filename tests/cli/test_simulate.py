@@ -1,0 +1,32 @@
+"""`loka simulate`: says that it is a simulation, compares codecs, refuses what it does not know."""
+
+import json
+
+from typer.testing import CliRunner
+
+from loka.cli import app
+
+ASK = ["simulate", "--forward", "4", "--backward", "8", "--dense", "60e6", "--embeddings", "13.6e6", "--gpus", "8,64"]
+
+
+def test_every_line_says_simulated_and_a_codec_is_named() -> None:
+    done = CliRunner().invoke(app, ASK, obj={})
+    assert done.exit_code == 0
+    assert done.stdout.count("simulated:") == 6
+    assert "pays: bf16" in done.stdout
+    assert "pays: e4m3:1x128:pow2" in done.stdout
+    assert "not a measurement" in done.stderr
+
+
+def test_json_is_labelled_too() -> None:
+    done = CliRunner().invoke(app, [*ASK, "--json"], obj={})
+    record = json.loads(done.stdout)
+    assert record["simulation"] is True
+    assert {step["gpus"] for step in record["steps"]} == {8, 64}
+
+
+def test_unknown_machines_and_broken_nodes_are_refused() -> None:
+    unknown = CliRunner().invoke(app, [*ASK, "--machine", "abacus"], obj={})
+    assert unknown.exit_code == 2
+    assert "h200-ndr" in unknown.stderr
+    assert CliRunner().invoke(app, [*ASK[:-1], "12"], obj={}).exit_code == 2

@@ -1,0 +1,80 @@
+"""The loop bar: Probe -> plan -> convert -> train on -> Guard -> revert, on every kind of model; nothing raises into the training loop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.placing.loop import LINEARS, Net, fused, parametrised, protected, walk
+
+CHILD = Path(__file__).with_name("loop_child.py")
+TOWER = ["tower.0", "tower.2", "tower.4"]
+
+
+def check(found: dict, *, units: list[list[str]], kept: dict[str, str] | None = None) -> None:
+    """What holds everywhere, and which chains the plan places."""
+    assert tuple(found["sites"]) == LINEARS
+    assert not found["off"]
+    assert not found["notes"]
+    assert found["calls"] == [8] * len(LINEARS)  # every step of the eight, converted or not
+    assert found["units"] == found["running"] == units
+    assert sorted({*found["converted"], *(kept or {})}) == sorted(LINEARS)
+    for name, text in (kept or {}).items():
+        assert text in found["kept"][name]
+    assert len(found["opened"]) == len(found["events"]) == 1  # by hand; Guard itself found nothing
+    assert found["reverted"] == len(LINEARS) - len(kept or {}) - ("tower.4" in str(found["opened"]))
+    assert found["plain"]
+    assert found["same"]
+    assert all(0 < loss < 2 for loss in found["losses"])
+
+
+def test_plain() -> None:
+    check(walk(Net, lambda model: model), units=[TOWER])
+
+
+def test_a_fused_tower_is_judged_as_it_runs() -> None:
+    found = walk(fused, lambda model: model)
+    check({**found, "same": True}, units=[TOWER])  # its classes were a chain's
+
+
+def test_a_parametrised_weight_stays() -> None:
+    found = walk(parametrised, lambda model: model)
+    check(found, units=[], kept={"tower.2": "parametrised"})
+    assert "tower.0" in found["converted"]
+
+
+def test_a_protected_site_stays() -> None:
+    check(walk(protected, lambda model: model), units=[], kept={"tower.2": "protected"})
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    found = walk(Net, lambda model: torch.compile(model, backend="aot_eager"))
+    check(found, units=[TOWER])
+    assert "compiles anew" in found["opened"][0]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("loop")
+    children = [
+        subprocess.Popen([sys.executable, str(CHILD), str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [child.communicate(timeout=240)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], errors
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks(kind: str, outcomes: list[dict]) -> None:
+    first, second = (outcome[kind] for outcome in outcomes)
+    for key in ("units", "running", "converted", "events"):
+        assert first[key] == second[key]
+    for found in (first, second):
+        # rank 0 has gathered the other's calls of the first three steps
+        check({**found, "calls": [8] * 5 if found is second else [c - 3 for c in found["calls"]]}, units=[TOWER])
