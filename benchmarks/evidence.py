@@ -98,6 +98,8 @@ JOBS = (
     cpu("demo", "demo", "loka demo --out {folder}/demo --json", 600),
     cpu("defects", "defects", "defects.py --count 1000 --seed 0 --workers 2 --out {out}", 3600),
     cpu("predictor", "predictor", "predictor.py --out {out} --seconds 3600", 3700),
+    cpu("hazard", "hazard", "hazard.py --out {out} --seeds 4", 1800),
+    cpu("guard", "guard", "guard_overhead.py --out {out}", 600),
     cpu("planted", "planted", "planted.py --out {out}", 900),
     cpu("stress", "stress", "stress.py --out {out}", 1800),
     cpu("serving", "serving", "serving.py --out {out} --seconds 10", 600),

@@ -31,7 +31,7 @@ model = build()
 probe = loka.Probe(model, keep_the_head, every=1)
 model(torch.randn(256, 64)).square().mean().backward()
 probe.step()
-plan = probe.evaluate(["tensorwise", "rowwise"], samples=5).plan(min_speedup=None)
+plan = probe.evaluate(["tensorwise", "rowwise"], samples=5).plan(min_speedup=None, chains=False)
 exported = to_torchao(plan)
 print(exported)
 for recipe in exported.recipes:

@@ -6,7 +6,8 @@ import torch
 from tests.probe.test_chain_sites import LINKS, WIDTH, Tower, batches, low, train
 from torch import nn
 
-from loka.dispatch import Policy, make_plan
+from loka.dispatch import Policy, export, make_plan
+from loka.dispatch.export import FORMATS
 from loka.lowp import chains_of
 from loka.placing import convert, revert
 from loka.probe import Probe, Report
@@ -121,6 +122,13 @@ def test_requests_that_cannot_be_honoured_are_refused_and_others_noted(report: R
         dear = harmed(dear, site, 1.0)
     with pytest.raises(ValueError, match=r"every linear of every chain is refused: tower.0: delayed"):
         dear.plan(min_speedup=None, chains=True)
+
+
+@pytest.mark.parametrize("tool", FORMATS)
+def test_other_tools_are_told_of_no_chain(report: Report, tool: str) -> None:
+    with pytest.raises(ValueError, match=r"runs tower.0, tower.3, tower.6 in FP8 chains.*chains=False"):
+        export(cheap(report).plan(min_speedup=None), tool)
+    assert export(cheap(report).plan(min_speedup=None, chains=False), tool)
 
 
 def test_a_report_without_an_example_places_linears_and_says_so() -> None:

@@ -24,6 +24,7 @@ COMPLETE = (
     "prediction layer",
     "nothing to fuse",
     "narrower than",
+    "it is called",  # several times: a chain has one place for what it remembers
     "reads its bias itself",
     "reads its weight without calling it",
     "protected already",

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.lowp.emulated import emulate as emulate_linears
 from torch import Tensor, nn
 
 from loka.formats import Spec, fake_quantize, scale_from_amax
@@ -126,7 +127,7 @@ def test_gradients_are_autograds_up_to_fp8(norm: str, gradient: str, bias: bool,
 
 @pytest.mark.parametrize("activation", [a for a in ACTIVATIONS if a != "none"])
 def test_every_activation_has_its_value_and_its_slope(activation: str) -> None:
-    """Between two linears and behind the last one. Small pre-activations, where a sigmoid is far larger than what it is of."""
+    """Between two linears and behind the last one, beside the same linears emulated. Small pre-activations, where a sigmoid is far larger than what it is of."""
     own = {"hard_swish": nn.Hardswish(), "silu": nn.SiLU(), "relu": nn.ReLU(), "tanh": nn.Tanh(), "sigmoid": nn.Sigmoid(), "leaky_relu": nn.LeakyReLU(),
            "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh")}[activation]  # fmt: skip
     model = nn.Sequential(nn.Linear(64, 96), own, nn.Linear(96, 80), copy.deepcopy(own))
@@ -134,6 +135,7 @@ def test_every_activation_has_its_value_and_its_slope(activation: str) -> None:
         model[0].weight.mul_(0.02)
         model[0].bias.mul_(0.02)
     twin = copy.deepcopy(model)
+    emulate_linears(twin, ["0", "2"])
     parts = [Part(Link("0", activation=activation), model[0], passed=(model[1],)), Part(Link("2", activation=activation), model[2], passed=(model[3],))]  # fmt: skip
     Chain("0", parts, ChainPrecision(gradient="delayed")).place()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -142,11 +144,11 @@ def test_every_activation_has_its_value_and_its_slope(activation: str) -> None:
         optimizer.zero_grad()
         twin.zero_grad()
         got, wanted = model(x), twin(x)
-        assert relative(got, wanted) < 0.08, step
+        assert relative(got, wanted) < 0.01, step
         (got * goal).sum().backward()
         (wanted * goal).sum().backward()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            assert relative(mine.grad, theirs.grad) < 0.2, step
+            assert relative(mine.grad, theirs.grad) < (0.02, 0.08)[step], step  # then z is read in FP8
         optimizer.step()
 
 

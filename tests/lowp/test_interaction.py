@@ -134,3 +134,17 @@ def test_a_guard_sees_into_it() -> None:
     assert all("error" in event.reason for event in events)
     assert not list(interactions_of(layer)), "a node around a chain needs all of it"
     layer(make_input(16, 32)).sum().backward()
+
+
+def test_an_empty_batch_has_a_result_and_gradients_while_somebody_looks() -> None:
+    layer = make_layer()
+    place_interaction(layer)
+    guard = Guard(layer, GuardConfig(every=1))
+    guard.begin_step()
+    x = make_input(0, 32).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 32, 16)
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None for p in layer.parameters())
+    assert guard.check() == []

@@ -224,6 +224,20 @@ class TestPlan:
         quantize(model, plan, batches=[x])
         assert 0 < (model(x) - before).norm() / before.norm() < 0.2
 
+    def test_the_mods_of_a_plan_are_applied_and_undone_when_it_fails(self) -> None:
+        x = torch.randn(64, 64)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2)).eval()  # fmt: skip
+        before, kinds = model(x), [type(m) for m in model]
+        plan = loka.placing.plan_everything(model, x, mods=["no_bias", "block_norm"])
+        with pytest.raises((ValueError, RuntimeError), match="63"):
+            quantize(model, plan, batches=[x, torch.randn(64, 63)])
+        assert [type(m) for m in model] == kinds
+        assert torch.equal(model(x), before)
+        quantize(model, plan, batches=[x])
+        assert loka.mods.applied_to(model) == ("no_bias", "block_norm")
+        assert model(x).isfinite().all()
+
     def test_fixed_scales_are_calibrated(self) -> None:
         x = torch.randn(64, 64)
         model = chain_of().eval()

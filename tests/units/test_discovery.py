@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.lowp.emulated import emulate
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -21,6 +22,12 @@ EXPECTED = {
     "encoder": [[f"encoder.layers.{i}.linear1", f"encoder.layers.{i}.linear2"] for i in range(2)],
     "auxiliary": [["second"]],
 }
+
+
+FIRST, LATER = (
+    0.02,
+    0.3,
+)  # of gradients: values on the edge of two FP8 numbers; scales of their own that round every value apart
 
 
 def names(found) -> list[list[str]]:
@@ -41,23 +48,26 @@ def test_models_that_know_nothing_of_this_package(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_what_is_found_is_the_model_up_to_fp8_forward_and_backward(name: str) -> None:
+def test_what_is_found_is_the_model_in_fp8_forward_and_backward(name: str) -> None:
+    """The first step finds every scale from its tensor, so an emulation gives the same but for values on the edge between two FP8 numbers; later steps scale by what was seen before."""
     make, inputs = ZOO[name]
     model, batch = make(), inputs(32)
     twin = copy.deepcopy(model)
-    for unit in discover(model, batch).units:
+    found = discover(model, batch).units
+    for unit in found:
         place(model, unit)
+    emulate(twin, [linear for unit in found for linear in unit.linears])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for step in range(2):
+    for step, bound in enumerate((FIRST, LATER)):
         for one in (model, twin):
             one.zero_grad()
             one(*batch).square().sum().backward()
         got, wanted = model(*batch), twin(*batch)
-        assert 0 < (got - wanted).norm() < 0.1 * wanted.norm(), step
+        assert (got - wanted).norm() < 0.2 * bound * wanted.norm(), step
         for (key, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert a.grad is not None, key
             if b.grad.norm() > 1e-4:
-                assert (a.grad - b.grad).norm() < 0.6 * b.grad.norm(), (key, step)
+                assert (a.grad - b.grad).norm() < bound * b.grad.norm(), (key, step)
         optimizer.step()
     with torch.no_grad():
         assert (model.eval()(*batch) - twin.eval()(*batch)).norm() < 0.1 * twin(*batch).norm()

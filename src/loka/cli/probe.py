@@ -290,7 +290,7 @@ def make_score(subject: Subject, metric: str, examples: int) -> tuple[Callable[[
         if count >= examples:
             break
     if not held:
-        raise ValueError(f"{subject.data}: no validation batch to measure sensitivity on; --sensitivity 0 skips it")
+        raise ValueError(f"{subject.data}: no validation batch to measure the metric on")
 
     def score(model: nn.Module) -> tuple[Tensor, Tensor | None]:
         values = [subject.values(batch, metric) for batch in held]

@@ -87,40 +87,21 @@ def quantize_bundle(
     from dataclasses import replace
 
     from loka.inference import load_bundle, save_bundle
+    from loka.inference.evaluation import make_likelihood_score
     from loka.ptq import quantize as quantize_model
 
     bundle = load_bundle(folder)
     extra: dict[str, Any] = {}
     if measured:
         split = bundle.open_data(data, root=root, source=source).valid
-        extra = {"score": likelihood_score(bundle, split, users), "metric": "negative log-likelihood", "progress": tell}
+        extra = {
+            "score": make_likelihood_score(bundle, split, users),
+            "metric": "negative log-likelihood",
+            "progress": tell,
+        }
     summary = quantize_model(bundle.model, **options, **extra)
     save_bundle(replace(bundle, summary=summary), out)
     return bundle.model, summary
-
-
-def likelihood_score(bundle: Any, split: Any, users: int) -> Any:
-    """Negative log-likelihood per user of the held-out items, batched once."""
-    import numpy as np
-    import torch
-
-    from loka.inference.evaluation import _likelihood, _rows
-
-    cut = split.cut(np.arange(min(users, len(split))), bundle.model.config.context)
-    known = bundle.index.items
-    goals = [torch.unique(t[torch.isin(t, known)]) for t in _rows(cut.targets)]
-    keep = [i for i, t in enumerate(goals) if len(t)]
-    if len(keep) < 2:
-        raise ValueError(f"{len(keep)} of {users} validation users have a held-out item with an id: too few to measure")
-    histories = _rows(cut.history)
-
-    def score(model: Any) -> Any:
-        from dataclasses import replace
-
-        arm = replace(bundle, model=model)
-        return -_likelihood(arm, [histories[i] for i in keep], [goals[i] for i in keep]), None
-
-    return score
 
 
 def quantize_network(
@@ -162,7 +143,10 @@ def quantize_network(
     extra: dict[str, Any] = {}
     if measured:
         assert subject is not None  # measured loads it
-        extra = {"score": subject_score(subject, examples), "metric": subject.metrics[0], "progress": tell}
+        from loka.cli.probe import make_score
+
+        score, _ = make_score(subject, subject.metrics[0], examples)
+        extra = {"score": score, "metric": subject.metrics[0], "progress": tell}
     summary = quantize_model(network.eval(), **options, **extra)
     save(network, summary, out)
     return network, summary
@@ -177,30 +161,6 @@ def load_weights(network: nn.Module, file: Path) -> None:
         network.load_state_dict(load_file(file))
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"--weights {file}: {error}") from error
-
-
-def subject_score(subject: Any, examples: int) -> Any:
-    """Per-example losses of the first validation batches."""
-    import torch
-
-    batches: list[Any] = []
-    count = 0
-    for batch in subject.batches("valid"):
-        batches.append(batch)
-        count += len(subject.values(batch))
-        if count >= examples:
-            break
-
-    def score(model: Any) -> Any:
-        before, subject.model = subject.model, model
-        try:
-            losses = torch.cat([subject.values(batch) for batch in batches])
-        finally:
-            subject.model = before
-        groups = [subject.group(batch) for batch in batches]
-        return losses, None if any(g is None for g in groups) else torch.cat(groups)
-
-    return score
 
 
 def tell(site: str, number: int, total: int) -> None:

@@ -302,7 +302,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
         if links:
             if links[-1].norm in ("layer", "rms"):
                 links[-1] = msgspec.structs.replace(
-                    links[-1], norm="none", norm_site=None, activation="none", passed=[]
+                    links[-1], norm="none", norm_site=None, activation="none", passed=[], callers=[], called=False
                 )
             scales = unit.scales if len(links) > 1 else "dynamic"
             names = {part.linear for part in links}

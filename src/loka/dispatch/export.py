@@ -7,7 +7,7 @@
 
 Each of these says less than a plan: torchao has one configuration a conversion and no backend, the last two know the forward pass only. What cannot be said
 is not approximated: such a site stays in high precision there, and the export says which and why. TransformerEngine is the exception: it has no place for
-scales at all, they are those of its own recipe, and the text says so. Names are matched as a whole; a name that only contains a site's is another layer.
+scales at all, they are those of its own recipe, and the text says so. A plan with chains is refused. Names are matched as a whole; a name that only contains a site's is another layer.
 """
 
 import re
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from loka.dispatch.export_torchao import TorchaoExport, misaligned, to_torchao
+from loka.dispatch.export_torchao import TorchaoExport, misaligned, refuse_chains, to_torchao
 from loka.records import GEMMS, Choice, Plan, SitePlan
 
 __all__ = [
@@ -49,6 +49,7 @@ QUANTIZERS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
 
 def to_transformer_engine(plan: Plan) -> str:
     """Debug YAML: every GEMM that is not in FP8 in the plan is switched off, and so is every layer the plan does not name."""
+    refuse_chains(plan)
     by_gemms: dict[tuple[str, ...], list[str]] = {}
     left_out: dict[str, str] = {}
     for site in plan.sites:
@@ -103,6 +104,7 @@ def _forward(site: SitePlan) -> Choice | None:
 
 def to_llm_compressor(plan: Plan, model: nn.Module | None = None) -> str:
     """A recipe in YAML: presets by the names they apply to, and what to ignore."""
+    refuse_chains(plan)
     targets: dict[str, list[str]] = {}
     left_out = {}
     for site in plan.sites:
@@ -137,6 +139,7 @@ def _names(names: Iterable[str]) -> str:
 
 def to_modelopt(plan: Plan) -> str:
     """A config as Python text (its keys are numbers too, which JSON has not): every quantizer off, then those of the plan's sites. Later entries win."""
+    refuse_chains(plan)
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     left_out = {}
     for site in plan.sites:

@@ -15,7 +15,7 @@ from torch import nn
 from loka.dispatch.recipe import RECIPES
 from loka.records import Plan, SitePlan
 
-__all__ = ["ALIGNMENT", "ModuleFilter", "TorchaoExport", "misaligned", "to_torchao"]
+__all__ = ["ALIGNMENT", "ModuleFilter", "TorchaoExport", "misaligned", "refuse_chains", "to_torchao"]
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ALIGNMENT = 16
@@ -84,8 +84,17 @@ def misaligned(site: SitePlan) -> str | None:
     return f"{' and '.join(wrong)}: not a multiple of {ALIGNMENT}" if wrong else None
 
 
+def refuse_chains(plan: Plan) -> None:
+    """Raise where a plan runs linears in chains: without them the export would be another plan."""
+    if chained := [name for unit in plan.units for name in unit.linears]:
+        raise ValueError(
+            f"the plan runs {', '.join(chained[:6])} in FP8 chains, which no other tool can; hint: report.plan(chains=False) decides every linear by itself"
+        )
+
+
 def to_torchao(plan: Plan) -> TorchaoExport:
-    """Sites whose every GEMM is what torchao runs under one of the recipes' configurations."""
+    """Sites whose every GEMM is what torchao runs under one of the recipes' configurations; refuses a plan with chains."""
+    refuse_chains(plan)
     recipes: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for site in plan.sites:

@@ -25,12 +25,14 @@ def check(plan: Plan, model: nn.Module) -> list[str]:
         if module is None:
             problems.append(f"{site.site}: the model has no such module")
         elif not isinstance(module, nn.Linear):
-            problems.append(f"{site.site}: is a {type(module).__name__}, expected an nn.Linear")
+            if any(choice.quantized for choice in site.choices):  # what is kept may be anything
+                problems.append(f"{site.site}: is a {type(module).__name__}, expected an nn.Linear")
         elif (module.in_features, module.out_features) != (site.k, site.n):
             seen = f"K {module.in_features}, N {module.out_features}"
             problems.append(f"{site.site}: the model has {seen}, the plan K {site.k}, N {site.n}")
         else:
-            problems += _check_choices(site, module.weight.device)
+            # not `module.weight`: reading a parametrised one may change it
+            problems += _check_choices(site, next(module.parameters()).device)
     return [*_check_target(plan, model), *problems]
 
 

@@ -219,8 +219,8 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
 
 
 def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> SitePlan:
-    if site.kept is not None:
-        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms or GEMMS])
+    if site.kept is not None and not site.gemms:  # nothing was measured that an override could choose
+        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in GEMMS])
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
@@ -231,6 +231,8 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> Si
                 break
             recipe = recipe_named(override)
             return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
+    if site.kept is not None:
+        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms])
     return _site_plan(
         site, [choose(list(speeds.options(site, gemm)), gemm, policy, site, units) for gemm in site.gemms]
     )

@@ -9,13 +9,13 @@ be said about them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from loka.data.batch import Jagged
 from loka.data.sequences import SequenceBatch, SequenceSplit
@@ -23,6 +23,7 @@ from loka.inference.bundle import Bundle
 from loka.inference.config import EngineConfig
 from loka.inference.engine import Engine
 from loka.inference.recommender import Recommender, spell
+from loka.models.onerec import OneRec
 
 Progress = Callable[[int, int], None]
 
@@ -67,6 +68,37 @@ def evaluate_users(
         raise ValueError(f"none of the {total} users has a held-out item with an id")
     values = {name: torch.cat([part[2][name] for part in kept]) for name in kept[0][2]}
     return UserMetrics(torch.cat([p[0] for p in kept]), torch.cat([p[1] for p in kept]), values)
+
+
+def make_likelihood_score(
+    bundle: Bundle, split: SequenceSplit, users: int
+) -> Callable[[nn.Module], tuple[Tensor, Tensor | None]]:
+    """A score for `loka.quantize`: the negative log-likelihood of each user's held-out items, of the same users every time.
+
+    Args:
+        bundle: the recommender.
+        split: validation users.
+        users: how many of them, at most.
+
+    Returns:
+        score(model) -> losses, None.
+
+    Raises:
+        ValueError: fewer than two users have a held-out item with an id.
+    """
+    cut = split.cut(np.arange(min(users, len(split))), bundle.model.config.context)
+    goals = [torch.unique(t[torch.isin(t, bundle.index.items)]) for t in _rows(cut.targets)]
+    keep = [i for i, t in enumerate(goals) if len(t)]
+    if len(keep) < 2:
+        raise ValueError(f"{len(keep)} of {users} validation users have a held-out item with an id: too few to measure")
+    histories = _rows(cut.history)
+
+    def score(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(model, OneRec)
+        arm = replace(bundle, model=model)
+        return -_likelihood(arm, [histories[i] for i in keep], [goals[i] for i in keep]), None
+
+    return score
 
 
 def _score(

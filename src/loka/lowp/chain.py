@@ -331,7 +331,7 @@ class Chain:
                 y = ChainFunction.apply(flat, scale, self.layout(dtype), *self.tensors().flatten())  # type: ignore[no-untyped-call]
             else:
                 y = self.infer(flat.detach(), dtype)
-            if self.watching and self.health is not None:
+            if self.watching and self.health is not None and flat.shape[0]:
                 self.look(flat, y)
         y = y.reshape(*x.shape[:-1], self.linears[-1].out_features)
         tap = self.tap

@@ -201,7 +201,7 @@ class Trace:
         with torch.enable_grad():
             p = self._product(at).detach().requires_grad_()
             handed = self._hand_on(p, at)
-        (found,) = torch.autograd.grad(handed, p, arriving)
+        found: Tensor = torch.autograd.grad(handed, p, arriving)[0]
         return found.detach()
 
 
@@ -210,7 +210,8 @@ def _all(index: Tensor | None) -> Tensor | slice:
 
 
 def _largest(data: Tensor, scale: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(data.float(), torch.inf) * scale
+    found: Tensor = torch.linalg.vector_norm(data.float(), torch.inf) * scale
+    return found
 
 
 def take_quantized(q: QTensor, index: Tensor | None) -> QTensor:

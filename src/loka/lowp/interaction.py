@@ -98,7 +98,10 @@ class _Fused(nn.Module):
     norm: BlockNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, n, d] -> [B, n_f + n_l, d]."""
+        """[B, n, d] -> [B, n_f + n_l, d]; an empty batch takes the layer's own way, since no kernel has a launch of no rows."""
+        if x.shape[0] == 0:
+            empty: Tensor = super().forward(x)
+            return empty
         x = x.to(compute_dtype(x))
         chain = _tower_of(self)
         assert chain is not None

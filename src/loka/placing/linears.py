@@ -78,9 +78,10 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
         elif reason := taken.get(name) or refuse(module):
             problems.append(f"{name}: {reason}")
         else:
-            if backend is None and (slow := _emulated(site, module.weight.device)):
+            device = next(module.parameters()).device
+            if backend is None and (slow := _emulated(site, device)):
                 emulated = True
-                problems.append(f"{site.site} {', '.join(slow)}: the plan names reference, which is emulation on {module.weight.device}")  # fmt: skip
+                problems.append(f"{site.site} {', '.join(slow)}: the plan names reference, which is emulation on {device}")  # fmt: skip
             try:
                 bound.bindings[name] = options.apply(_bind(site, backend))
                 bound.rows[name] = site.m

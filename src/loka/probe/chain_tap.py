@@ -60,7 +60,7 @@ class ChainTap:
             with torch.no_grad():
                 ticket = probe_see(self.token, x.to(compute_dtype(x)), None, None, self.number, x.requires_grad, graded)
             tapped = graded and y.requires_grad
-            return Tap.apply(y, ticket, self.grad_token, self.number) if tapped else y  # type: ignore[no-untyped-call,no-any-return]
+            return Tap.apply(y, ticket, self.grad_token, self.number) if tapped else y  # type: ignore[no-untyped-call]
         number = self.see_forward(x, None, x.requires_grad, graded=graded, dtype=compute_dtype(x))
         if number != NO_TICKET and y.requires_grad:
             y.register_hook(lambda dy: self.see_backward(number, dy))  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class ChainTap:
     ) -> int:
         """What came in; returns the ticket to bring with the gradient of what went out."""
         chain = chain_of(self.head)
-        if chain is None:
+        if chain is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph would replay the look
             return NO_TICKET
         watches = [self._watches.get(id(linear)) for linear in chain.linears]
         if not any(watch is not None and watch.on and watch.off is None for watch in watches):

@@ -105,7 +105,7 @@ def quantize(
     Args:
         model: any nn.Module, wrapped or not; in evaluation mode and without gradients afterwards.
         recipe: a name of the one table (tensorwise, rowwise, blockwise, onerec, onerec_rows, onerec_mixed), a Mixture of your own, or a Plan. `auto` is onerec for a OneRec, else rowwise.
-        batches: inputs of the model that fixed scales are calibrated on: those of chains without evidence, and those of `scales="static"`.
+        batches: inputs of the model that fixed scales are calibrated on: those of chains without evidence, and those of `scales="static"`. A plan's mods see the first of them run.
         score: (model) -> losses per example and their groups, or None; measures every site.
         bound: largest relative change of the mean loss, with `score`.
         widen: with `score`, also quantise what the mixture keeps, where that is safe.
@@ -328,7 +328,7 @@ def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend:
     held = list(batches)
     if plan is None:
         return None
-    done = convert(model, plan, backend=backend)
+    done = convert(model, plan, backend=backend, example=held[0] if held else None)
     try:
         if held:
             with calibrating(model):
@@ -336,7 +336,7 @@ def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend:
                     call_model(model.eval(), batch)
         freeze_model(model, offload=True)
     except BaseException:
-        revert(model)
+        revert(model, discard=[spelled.partition("(")[0] for spelled in plan.mods])
         raise
     return done
 

@@ -1,6 +1,7 @@
 """Sites: the map, the sensitivity of the model to each, drift over training, the plan as a table, memory."""
 
 from loka.records import Choice, DriftReport, Plan, ProbeReport, SitePlan
+from loka.report.findings import write_findings
 from loka.report.headline import count_converted, is_converted
 from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, row, table
 from loka.report.results import Results
@@ -40,6 +41,7 @@ def write_sites(results: Results) -> str:
         + chart("sites", "Error of every linear under every recipe, with the limit; the table below has the same sites")
         + '<p class="facts" id="sites-note" role="status"></p>'
         + _write_sensitivity(results)
+        + write_findings(probe)
         + _GLOSSARY
         + '<div id="site-page" hidden aria-live="polite"></div>'
     )

@@ -96,7 +96,8 @@ class _Eye:
         self._rows: list[tuple[Tensor, Tensor, int]] = []
         self._pending: tuple[Tensor, int] | None = None
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
-        self._largest = {role: torch.zeros((), device=module.weight.device) for role in ("x", "dy")}
+        device = next(module.parameters()).device  # not `module.weight`: reading a parametrised one may change it
+        self._largest = {role: torch.zeros((), device=device) for role in ("x", "dy")}
         self._kept: list[Tensor] = []
 
     def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
