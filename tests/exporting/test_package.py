@@ -56,6 +56,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "_write_aoti", write)
 
 
+@pytest.mark.slow  # a C++ compiler runs
 def test_a_package_runs_where_loka_cannot_be_imported(tmp_path: Path) -> None:
     model, x = frozen("auxiliary")
     made = loka.export(model, x, tmp_path / "ranker.pt2")

@@ -249,7 +249,7 @@ def _shapes(program: Any, inputs: Sequence[str]) -> dict[str, str]:
 
 def _refuse_operators(program: Any) -> None:
     """An operator that only this library knows would be looked for where it runs."""
-    problems = {}
+    problems: dict[str, None] = {}
     graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):
         space = getattr(node.target, "namespace", None) if node.op == "call_function" else None

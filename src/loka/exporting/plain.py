@@ -216,6 +216,9 @@ class PlainLinear(nn.Module):
         dtype: of the weight it stands for.
     """
 
+    scale: Tensor | None
+    bias: Tensor | None
+
     def __init__(self, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
         super().__init__()
         self.like = _stand_in(dtype, weight.device)
@@ -239,7 +242,12 @@ class PlainChain(nn.Module):
     Args:
         chain: frozen.
         ops: how it is written.
+
+    What stood between its linears hands on the result, as it does in the model: `handing` is the copy's chain, which is told of it.
     """
+
+    input_scale: Tensor | None
+    handing: Chain | None = None
 
     def __init__(self, chain: Chain, ops: Ops) -> None:
         super().__init__()
@@ -268,7 +276,10 @@ class PlainChain(nn.Module):
             y = self._run(a, index, dtype)
             if index < last:
                 a = self.ops.quantize(y, STATIC_SPEC, _number(getattr(self, f"scale_{index}")))
-        return y.to(dtype).reshape(*input.shape[:-1], self.out_features)
+        y = y.to(dtype).reshape(*input.shape[:-1], self.out_features)
+        if self.handing is not None:
+            self.handing.begin(y)
+        return y
 
     def _run(self, a: Any, index: int, dtype: torch.dtype) -> Tensor:
         """One layer up to its activation; in float32 unless it is a product and nothing else."""
@@ -291,14 +302,6 @@ def _normed(p: Tensor, norm: str, activation: str, weight: Tensor | None, bias: 
     made = norms.run(p, None, norm=norm, weight=weight, bias=bias, activation=activation, eps=eps, out_dtype=torch.float32)  # fmt: skip
     assert made.y is not None
     return made.y
-
-
-class _HandOn(nn.Module):
-    """Stands where a later module of a chain stood."""
-
-    def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What came in."""
-        return input
 
 
 def write_out(model: nn.Module, ops: Ops, dtype: torch.dtype) -> tuple[nn.Module, dict[str, str]]:
@@ -338,7 +341,7 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
     chain = chain_of(module)
     if chain is not None:
         if module is not chain.linears[0]:
-            return _HandOn()
+            return None
         if chain.frozen is None:
             problems.append(f"{name}: a chain that is not frozen; hint: loka.convert(model, plan, freeze=True), or loka.placing.freeze_model(model)")  # fmt: skip
             return None
@@ -393,6 +396,10 @@ def _exchange(model: nn.Module, twin: nn.Module, plain: dict[int, nn.Module]) ->
     """Put the plain modules where the model has converted ones, under every name they have."""
     copies = dict(twin.named_modules(remove_duplicate=False))
     for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in plain:
+            made = plain[id(module)]
+            if isinstance(made, PlainChain):
+                made.handing = chain_of(copies[name])
         if name and id(module) in plain:
             parent, _, child = name.rpartition(".")
             copies[parent]._modules[child] = plain[id(module)]
