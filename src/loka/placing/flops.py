@@ -56,7 +56,7 @@ def low_precision_share(
             handle.remove()
     if counted.flops == 0:
         raise ValueError("the example made the model multiply nothing: there is no share to tell")
-    return min(low / counted.flops, 1.0)
+    return float(min(low / counted.flops, 1.0))
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
