@@ -54,6 +54,7 @@ RUN: dict[str, int] = {
     "loka convert wukong:tiny --recipe rowwise": 0,
     "loka convert wukong:tiny --plan plan.json --weights runs/x/checkpoints/step-00000020 --out converted": 0,
     "loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'": 0,
+    "loka simulate --forward 4 --backward 8 --dense 60e6 --embeddings 13.6e6 --machine h200-ndr --gpus 8,64,512,1024": 0,
     "loka db show --shipped --json": 0,
     "loka db merge rows.json benchmarks/results/h200/scaled_mm.json": 0,
     "loka db show --op linear --backend triton": 0,

@@ -40,13 +40,15 @@ def test_demo_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(loka.demo, "Demo", Small)
     monkeypatch.setattr(
-        loka.demo.DemoConfig, "for_device", partial(loka.demo.DemoConfig, batch_size=64, rows=64, samples=2)
+        loka.demo.DemoConfig,
+        "for_device",
+        partial(loka.demo.DemoConfig, batch_size=64, tune_batches=4, large="tiny", large_rows=64),
     )
     out = tmp_path / "out"
     words = ["demo", "--out", str(out), "--size", "tiny", "--steps", "3", "--more-steps", "2"]
     result = runner.invoke(app, words, obj={})
     assert result.exit_code == 0, result.output
-    assert len(result.stdout.strip().splitlines()) == 5
+    assert len(result.stdout.strip().splitlines()) == 6
     command = f"loka demo --steps 3 --more-steps 2 --size tiny --out {out}"
     assert command in (out / "report.html").read_text(encoding="utf-8")
 

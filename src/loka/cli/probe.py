@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -119,7 +119,10 @@ def probe(
     watcher = Probe(subject.model, every=every, rows=rows, seed=seed, kinds=kinds, recipes=recipe or ())  # type: ignore[arg-type]
     state = None if out is None else out.with_name(out.name + STATE)
     learn(subject, watcher, job, steps, state, resume=resume)
-    with keeping(state):
+    with (
+        keeping(state),
+        redirect_stdout(sys.stderr),
+    ):  # chains are found by running the model, which may be a user's and print
         report = watcher.evaluate(
             recipe or None,
             samples=samples,
