@@ -77,7 +77,22 @@ def demo_table() -> str | None:
         f"{first['pairs']:,} test examples, {first['clusters']:,} households resampled; {found['converted']} of {found['linears']} linears converted; "
         f"threads: {found['environment']['threads']}, {found['environment']['date'][:10]}, commit {found['environment']['commit']}."
     )
-    return f"{table(head, rows)}\n\n{said}"
+    return f"{table(head, rows)}\n\n{said}\n\n{seeds_table()}"
+
+
+def seeds_table() -> str:
+    """The demo on every seed that has a record: planned, naive and control beside each other, and their means."""
+    names = {0: "cpu/demo.json"} | {seed: f"cpu/demo_seed{seed}.json" for seed in range(1, 8)}
+    found = {seed: record["comparisons"] for seed, name in names.items() if (record := read(name)) is not None}
+    arms = ("planned", "naive", "control")
+
+    def spell(comparison: dict[str, Any]) -> str:
+        return f"{100 * comparison['relative_change']['value']:+.3f} %, {comparison['outcome']}"
+
+    rows = [[str(seed), *(spell(comparisons[arm]) for arm in arms)] for seed, comparisons in found.items()]
+    means = (sum(c[arm]["relative_change"]["value"] for c in found.values()) / len(found) for arm in arms)
+    rows.append(["mean", *(f"{100 * mean:+.3f} %" for mean in means)])
+    return table(["seed", "trained on in planned FP8", "in naive FP8", "control"], rows)
 
 
 def quality_table() -> str | None:
