@@ -66,7 +66,7 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
 
 
 def name_unseen(model: nn.Module) -> list[str]:
-    """What multiplies in a model and is no nn.Linear: it stays in 16 bits, and a share of FLOPs does not count it.
+    """What multiplies in a model and is no nn.Linear: it stays in 16 bits, and the shares of units do not count it.
 
     Args:
         model: any module.
@@ -84,7 +84,7 @@ def name_unseen(model: nn.Module) -> list[str]:
             kind = type(module).__name__
             hint = "; hint: replace it by an nn.Linear with the transposed weight" if kind == "Conv1D" else ""
             reasons.setdefault(f"a {kind} is not converted here{hint}", []).append(name)
-    return [f"not looked at, and in no share of FLOPs: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
+    return [f"not looked at, and not among the FLOPs of these units: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
 
 
 class _Eye:
