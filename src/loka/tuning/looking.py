@@ -77,7 +77,7 @@ def name_unseen(model: nn.Module) -> list[str]:
     linears = {id(module) for _, module in named_sites(model) if isinstance(module, nn.Linear)}
     reasons: dict[str, list[str]] = {}
     for found in find_unseen(model, linears, ()):
-        reasons.setdefault(found.reason, []).append(found.name)
+        reasons.setdefault(found.reason, []).append(found.name or "the model itself")
     for name, module in named_sites(model):
         adapter = None if id(module) in linears else find_adapter(module)
         if adapter is not None and adapter.kind != "lookup":
