@@ -114,7 +114,7 @@ class Codec:
         noise = None
         if draw is not None:
             rows = torch.arange(first_block, first_block + len(blocks), device=x.device)
-            noise = uniform_bits(rows, self.block, draw).to(torch.float32) * 2.0**-24
+            noise = uniform_bits(rows, self.block, draw).to(torch.float32) * 2.0**-23
         quantized = quantize(blocks, self.spec, noise=noise)
         pieces = [self._write_scales(quantized.scale), self._write_codes(quantized.data)]
         return torch.cat(pieces, 1).view(-1)[: self.size(len(flat))]
