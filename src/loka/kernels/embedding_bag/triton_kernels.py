@@ -104,13 +104,13 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr
 
 
 def tile_of(width: int, item_bytes: float) -> tuple[int, int, int, int]:
-    """Items, bags and columns of a tile, and warps: every thread reads 16 bytes of a row, of up to 8 rows at a time."""
+    """Items, bags and columns of a tile, and warps: 16 bytes of a row to a thread, of 8 rows at a time, or of 4 where so many more would not stay in registers."""
     columns = max(16, triton.next_power_of_2(width))
     row_bytes = int(columns * item_bytes)
     warps = min(8, max(1, row_bytes // 512))
     bags = max(1, 512 // max(row_bytes, 16))
-    items = max(1, min(8, 8 * 512 * warps // row_bytes))
-    return items, bags, columns, warps
+    items = 4 if item_bytes < 1 or (item_bytes == 1 and columns > 128) else 8
+    return max(1, min(items, items * 512 * warps // row_bytes)), bags, columns, warps
 
 
 def look_up(

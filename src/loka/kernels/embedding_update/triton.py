@@ -43,11 +43,11 @@ def run(
         )
     from loka.kernels.embedding_update import triton_kernels
 
-    ordered, source, factor = _sort(indices, offsets, weights, mode, rows.count)
+    ordered, source, factor = sort_items(indices, offsets, weights, mode, rows.count)
     triton_kernels.update(rows, ordered, source, factor, grad.contiguous(), rule, state, draw, first_row, first_column)
 
 
-def _sort(
+def sort_items(
     indices: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str, count: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The items by row: their rows, the gradient each takes, and its factor (None: one). No synchronisation; 32-bit keys sort in half the time."""

@@ -82,8 +82,9 @@ def floor_above(x):
     if _INTERPRETED:
         return tl.floor(x) + 8388608.0
     else:
-        asm: tl.constexpr = "add.rz.f32 $0, $1, 0f4B000000;"
-        return tl.inline_asm_elementwise(asm, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
