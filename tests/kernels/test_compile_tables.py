@@ -32,11 +32,13 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
     bytes_ = {"float32": 4, "bfloat16": 2}.get(kind, 1)
     u, g, bd, warps = kernels_of("embedding_bag").tile_of(width, 0.5 if kind == "int4:row" else bytes_)
     constants = {
-        "D": width, "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "U": u, "G": g, "BD": bd,
+        "D": width, "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
     }  # fmt: skip
     types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key != "offset_ptr"}
     if name == "_pool":
-        constants["MEAN"] = False
+        constants |= {"MEAN": False, "U": u, "G": g}
+    else:
+        constants["R"] = u * g
     built = compile_kernel(
         "embedding_bag", name, ({**types, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )
@@ -44,6 +46,7 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
     assert built.asm["ptx"].count("ld.global.v4.b32") >= u, (
         "rows are not read in vectors of 16 bytes, all items at once"
     )
+    assert built.asm["ptx"].count("shfl.sync") < 100, "a bag is added up across threads"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "int4:row"])

@@ -1,7 +1,7 @@
 """Lookups at the speed of memory: a program owns G bags and reads U items of each at a time, whole rows.
 
-    tile     U items x G bags x BD columns, in the type of the table: 16 bytes of a row to a thread, as many bags beside each other as 32 threads (or more) can hold,
-             and the U items of a bag after one another in the same thread, so that their sum needs no other thread
+    tile     U x G rows of BD columns, in the type of the table: 16 bytes of a row to a thread, an item of as many bags beside each other as 32 threads (or more) can hold, then the
+             next item of the same bags in the same threads, so that their sum needs no other thread
     total    float32, G x BD; bags longer than U take several turns, and the items of the next turn are fetched while the rows of this one are on their way
 
 What limits a lookup is how many reads are under way, not arithmetic: a row of 32 bytes takes two threads, so one program of 32 threads has U x 16 rows in flight. The scale, one float32 a
@@ -18,40 +18,40 @@ from loka.kernels.tile import widened
 
 
 @triton.jit
-def load_rows(data_ptr, row, there, D: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):
-    """[U, G, BD] float32, without scales; zero where not `there`."""
+def load_rows(data_ptr, row, scale, there, D: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):
+    """[R, BD] float32, times the scale [R, 1]; zero where not `there`."""
     if INT4:
-        byte_column = tl.arange(0, BD // 2)[None, None, :]
-        inside = there[:, :, None] & (byte_column < D // 2)
-        byte = tl.load(data_ptr + row[:, :, None] * (D // 2) + byte_column, inside, other=0).to(tl.int32)
-        low = ((byte << 28) >> 28).to(tl.float32)  # with its sign
-        high = ((byte << 24) >> 28).to(tl.float32)
-        return tl.reshape(tl.join(low, high), (row.shape[0], row.shape[1], BD))
+        byte_column = tl.arange(0, BD // 2)[None, :]
+        inside = there[:, None] & (byte_column < D // 2)
+        byte = tl.load(data_ptr + row[:, None] * (D // 2) + byte_column, inside, other=0).to(tl.int32)
+        low = ((byte << 28) >> 28).to(tl.float32) * scale  # with its sign
+        high = ((byte << 24) >> 28).to(tl.float32) * scale
+        return tl.reshape(tl.join(low, high), (row.shape[0], BD))
     else:
-        column = tl.arange(0, BD)[None, None, :]
-        inside = there[:, :, None] & (column < D)
-        return widened(tl.load(data_ptr + row[:, :, None] * D + column, inside, other=0.0))
+        column = tl.arange(0, BD)[None, :]
+        inside = there[:, None] & (column < D)
+        values = widened(tl.load(data_ptr + row[:, None] * D + column, inside, other=0.0))
+        return values * scale
 
 
 @triton.jit
 def dequantized_rows(data_ptr, scale_ptr, slot_ptr, hot_ptr, row, there, D: tl.constexpr,
                      SCALED: tl.constexpr, HOT: tl.constexpr, INT4: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """[U, G, BD] float32 rows, scaled, from the table or from where they are kept high."""
+    """[R, BD] float32 rows, scaled, from the table or from where they are kept high."""
     low = there
     if HOT:
         slot = tl.load(slot_ptr + row, there, other=-1)
         low = there & (slot < 0)
+    scale = tl.full((row.shape[0], 1), 1.0, tl.float32)
     if SCALED:
-        scale = tl.load(scale_ptr + row, low, other=1.0, eviction_policy="evict_last")
-    values = load_rows(data_ptr, row, low, D, INT4, BD)
-    if SCALED:
-        values = values * scale[:, :, None]
+        scale = tl.load(scale_ptr + row[:, None], low[:, None], other=1.0, eviction_policy="evict_last")
+    values = load_rows(data_ptr, row, scale, low, D, INT4, BD)
     if HOT:
         kept = there & (slot >= 0)
-        column = tl.arange(0, BD)[None, None, :]
-        inside = kept[:, :, None] & (column < D)
-        high = tl.load(hot_ptr + slot.to(tl.int64)[:, :, None] * D + column, inside, other=0.0)
-        values = tl.where(kept[:, :, None], high, values)
+        column = tl.arange(0, BD)[None, :]
+        inside = kept[:, None] & (column < D)
+        high = tl.load(hot_ptr + slot.to(tl.int64)[:, None] * D + column, inside, other=0.0)
+        values = tl.where(kept[:, None], high, values)
     return values
 
 
@@ -59,57 +59,62 @@ def dequantized_rows(data_ptr, scale_ptr, slot_ptr, hot_ptr, row, there, D: tl.c
 def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_ptr, out_ptr, bags, N,
           D: tl.constexpr, SCALED: tl.constexpr, HOT: tl.constexpr, INT4: tl.constexpr, WEIGHTED: tl.constexpr,
           MEAN: tl.constexpr, U: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    bag = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
+    first_bag = tl.program_id(0).to(tl.int64) * G
+    place = tl.arange(0, U * G)  # of a tile's rows: an item of every bag, then the next item of every bag
+    bag = first_bag + place % G
     start = tl.load(offset_ptr + bag, bag < bags, other=0)
     end = tl.load(offset_ptr + bag + 1, bag < bags, other=0)
     longest = tl.max(end - start, 0)
-    item = start[None, :] + tl.arange(0, U)[:, None]
-    row = tl.load(index_ptr + item, item < end[None, :], other=0).to(tl.int64)
+    item = start + place // G
+    row = tl.load(index_ptr + item, item < end, other=0).to(tl.int64)
     total = tl.zeros((G, BD), tl.float32)
-    missing = tl.zeros((G,), tl.int32)
+    missing = tl.zeros((U * G,), tl.int32)
     for _ in range(0, longest, U):
-        there = item < end[None, :]
+        there = item < end
         known = (row >= 0) & (row < N)
         values = dequantized_rows(data_ptr, scale_ptr, slot_ptr, hot_ptr, row, there & known, D, SCALED, HOT, INT4, BD)
         if WEIGHTED:
             weight = tl.load(weight_ptr + item, there & known, other=0.0).to(tl.float32)
-            values = values * weight[:, :, None]
-        missing += tl.sum((there & (known == 0)).to(tl.int32), 0)
+            values = values * weight[:, None]
+        missing |= (there & (known == 0)).to(tl.int32)
         item += U
-        row = tl.load(index_ptr + item, item < end[None, :], other=0).to(tl.int64)
-        total += tl.sum(values, 0)
+        row = tl.load(index_ptr + item, item < end, other=0).to(tl.int64)
+        total += tl.sum(tl.reshape(values, (U, G, BD)), 0)
+    bag = first_bag + tl.arange(0, G)
     if MEAN:
-        total = total / tl.maximum(end - start, 1).to(tl.float32)[:, None]
-    total = tl.where((missing > 0)[:, None], float("nan"), total)
+        length = tl.load(offset_ptr + bag + 1, bag < bags, other=1) - tl.load(offset_ptr + bag, bag < bags, other=0)
+        total = total / tl.maximum(length, 1).to(tl.float32)[:, None]
+    lost = tl.max(tl.reshape(missing, (U, G)), 0) > 0
     column = tl.arange(0, BD)[None, :]
     inside = (bag < bags)[:, None] & (column < D)
+    total = tl.where(lost[:, None], float("nan"), total)
     tl.store(out_ptr + bag[:, None] * D + column, total.to(out_ptr.dtype.element_ty), inside)
 
 
 @triton.jit
 def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr, L, N,
           D: tl.constexpr, SCALED: tl.constexpr, HOT: tl.constexpr, INT4: tl.constexpr, WEIGHTED: tl.constexpr,
-          U: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    item = tl.program_id(0).to(tl.int64) * (U * G) + tl.arange(0, U)[:, None] * G + tl.arange(0, G)[None, :]
+          R: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    item = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     there = item < L
     row = tl.load(index_ptr + item, there, other=0).to(tl.int64)
     known = (row >= 0) & (row < N)
     values = dequantized_rows(data_ptr, scale_ptr, slot_ptr, hot_ptr, row, there & known, D, SCALED, HOT, INT4, BD)
     if WEIGHTED:
-        values = values * tl.load(weight_ptr + item, there, other=0.0).to(tl.float32)[:, :, None]
-    values = tl.where((there & (known == 0))[:, :, None], float("nan"), values)
-    column = tl.arange(0, BD)[None, None, :]
-    inside = there[:, :, None] & (column < D)
-    tl.store(out_ptr + item[:, :, None] * D + column, values.to(out_ptr.dtype.element_ty), inside)
+        values = values * tl.load(weight_ptr + item, there, other=0.0).to(tl.float32)[:, None]
+    values = tl.where((there & (known == 0))[:, None], float("nan"), values)
+    column = tl.arange(0, BD)[None, :]
+    inside = there[:, None] & (column < D)
+    tl.store(out_ptr + item[:, None] * D + column, values.to(out_ptr.dtype.element_ty), inside)
 
 
 def tile_of(width: int, item_bytes: float) -> tuple[int, int, int, int]:
-    """Items, bags and columns of a tile, and warps: 16 bytes of a row to a thread, of 8 rows at a time, or of 4 where so many more would not stay in registers."""
+    """Items, bags and columns of a tile, and warps: 16 bytes of a row to a thread, of 8 rows at a time, or of 4 where the compiler would take more registers than pay."""
     columns = max(16, triton.next_power_of_2(width))
     row_bytes = int(columns * item_bytes)
     warps = min(8, max(1, row_bytes // 512))
     bags = max(1, 512 // max(row_bytes, 16))
-    items = 4 if item_bytes < 1 or (item_bytes == 1 and columns > 128) else 8
+    items = 4 if (item_bytes == 1 and columns > 128) or (item_bytes < 1 and columns <= 128) else 8
     return max(1, min(items, items * 512 * warps // row_bytes)), bags, columns, warps
 
 
@@ -136,7 +141,7 @@ def look_up(
     flags = (width, scale is not None, hot is not None, int4, weights is not None)
     if offsets is None:
         grid = (triton.cdiv(items, u * g),)
-        _take[grid](data, scale, slot, hot, indices, weights, out, items, data.shape[0], *flags, u, g, bd, num_warps=warps)  # fmt: skip
+        _take[grid](data, scale, slot, hot, indices, weights, out, items, data.shape[0], *flags, u * g, bd, num_warps=warps)  # fmt: skip
     else:
         grid = (triton.cdiv(bags, g),)
         _pool[grid](data, scale, slot, hot, indices, offsets, weights, out, bags, data.shape[0], *flags, mean, u, g, bd, num_warps=warps)  # fmt: skip
