@@ -34,6 +34,7 @@ Site = nn.Linear | GroupedLinear
 class _Quantized(nn.Module):
     """What both have: the weight as two buffers that casts do not touch, and as `ready` for the GEMM."""
 
+    loka_packed = True  # what `loka.revert` refuses: the 16-bit weight is gone
     weight: Tensor
     weight_scale: Tensor
     ready: QTensor
