@@ -66,7 +66,7 @@ class Linear(nn.Linear):
         assert isinstance(module, Linear)
         try:
             module._allocate()
-        except Exception:
+        except BaseException:  # after Ctrl-C too
             module.release()
             raise
         follow(module)

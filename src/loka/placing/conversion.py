@@ -311,16 +311,10 @@ def _refuse_type(module: nn.Module) -> str | None:
 
 def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
-    done: list[Linear] = []
-    try:
-        for name, binding in bindings.items():
-            module = modules[name]
-            assert isinstance(module, nn.Linear)
-            done.append(Linear.adopt(module, binding, name))
-    except Exception:
-        for linear in done:  # all or nothing
-            linear.release()
-        raise
+    for name, binding in bindings.items():
+        module = modules[name]
+        assert isinstance(module, nn.Linear)
+        Linear.adopt(module, binding, name)
 
 
 def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
