@@ -56,7 +56,21 @@ R = TypeVar("R", bound=Record)
 
 
 def to_json(record: Record) -> bytes:
-    """One line of JSON that `from_json` reads back; a field of the wrong type or a number that is not finite is refused."""
+    """One line of JSON that `from_json` reads back.
+
+    Args:
+        record: any.
+
+    Returns:
+        UTF-8.
+
+    Raises:
+        RecordError: a field of the wrong type, or a number that is not finite.
+
+    Example:
+        >>> to_json(plan)[:15]
+        b'{"kind":"plan",'
+    """
     source = type(record).__name__.lower()
     _require_finite(record, source)
     try:
@@ -68,7 +82,23 @@ def to_json(record: Record) -> bytes:
 
 
 def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
-    """Read one record of a known kind; errors name `source` and the field."""
+    """Read one record of a known kind.
+
+    Args:
+        data: JSON.
+        kind: its class.
+        source: what errors call it.
+
+    Returns:
+        The record.
+
+    Raises:
+        RecordError: which source, which field, what was expected.
+
+    Example:
+        >>> from_json(to_json(plan), Plan) == plan
+        True
+    """
     try:
         header = msgspec.json.decode(data)
         _refuse_duplicates(data, source)
@@ -160,12 +190,34 @@ def _require_finite(value: Any, path: str) -> None:
 
 
 def save(record: Record, path: str | Path) -> None:
-    """Write a record as indented JSON, atomically."""
+    """Write a record as indented JSON, atomically.
+
+    Args:
+        record: any.
+        path: of the file; its folder is made where it is missing.
+
+    Example:
+        >>> save(conversion, "conversion.json")
+    """
     write_atomically(path, msgspec.json.format(to_json(record), indent=1) + b"\n")
 
 
 def load(path: str | Path, kind: type[R]) -> R:
-    """Read a record file of a known kind."""
+    """Read a record file of a known kind.
+
+    Args:
+        path: what `save` wrote.
+        kind: its class.
+
+    Returns:
+        The record.
+
+    Raises:
+        RecordError: which file, which field, what was expected.
+
+    Example:
+        >>> load("probe.json", ProbeReport).model
+    """
     return from_json(_read(path), kind, source=str(path))
 
 
