@@ -67,7 +67,7 @@ def run(config: BenchConfig, *, command: str | None = None, ceilings: Peaks | No
     """Measure and record; `ceilings` where the same run has measured them already."""
     end = time.monotonic() + config.seconds
     adapter = adapter_for(config.op)
-    variants = config.variants or adapter.VARIANTS  # type: ignore[attr-defined]
+    variants = config.variants or adapter.VARIANTS
     calls = adapter.calls(config.shapes, variants)
     checked = check_calls(config, adapter, calls, seconds=0.6 * config.seconds)
     by_call = [{name: checked[name][index] for name in config.names} for index in range(len(calls))]

@@ -105,7 +105,8 @@ def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(f"{source}: not valid JSON ({error}); the file is truncated or damaged") from error
     if isinstance(header, dict) and header.get("kind") == kind.__struct_config__.tag:
-        _upgrade(header, {each.__struct_config__.tag: each for each in (*_kinds(), kind)}, source)
+        known: list[type[Record]] = [*_kinds(), kind]
+        _upgrade(header, {each.__struct_config__.tag: each for each in known}, source)
     _check_header(header, kind, source)
     try:
         return msgspec.convert(header, kind)
