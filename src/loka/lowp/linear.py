@@ -66,7 +66,7 @@ class Linear(nn.Linear):
         assert isinstance(module, Linear)
         try:
             module._allocate()
-        except Exception:
+        except BaseException:  # after Ctrl-C too
             module.release()
             raise
         follow(module)
@@ -341,7 +341,18 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def refresh(model: nn.Module) -> int:
-    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too; returns how many linears there are."""
+    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too.
+
+    Args:
+        model: converted.
+
+    Returns:
+        How many linears there are.
+
+    Example:
+        >>> loka.refresh(model)  # after weights were written by hand
+        12
+    """
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
     for linear in linears:
         linear.refresh()
