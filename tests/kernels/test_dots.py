@@ -40,6 +40,21 @@ def gap(found: Tensor, expected: Tensor) -> float:
 
 
 @every_backend
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_vectors_in_front(name: str, heads: int, gradients: bool, device: torch.device) -> None:
+    supported(name, 9, 16, 1, torch.float32, device)
+    i, j = triangle(9, device)
+    head, x = (torch.randn(4, n, 16, device=device).requires_grad_(gradients) for n in (heads, 9 - heads))
+    with torch.set_grad_enabled(gradients):
+        y = dots(x, i, j, head=head, backend=name)
+    assert y.requires_grad == gradients
+    assert gap(y.detach(), exact(torch.cat([head, x], 1).detach(), i, j)) <= TOLERANCE[torch.float32]
+    with pytest.raises(ValueError, match=r"head is \(4, .*expected \[4, m, 16\]"):
+        dots(x, i, j, head=head[..., :8], backend=name)
+
+
+@every_backend
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("b", "n", "d"), [(3, 27, 16), (2, 5, 33), (1, 40, 8)])
 def test_is_the_indexed_product(name: str, dtype: torch.dtype, b: int, n: int, d: int, device: torch.device) -> None:

@@ -179,3 +179,27 @@ def test_is_the_formula() -> None:
     weights = (heads[0] @ heads[1].mT / 2.0).softmax(-1)
     expected = m.out_proj((weights @ heads[2]).transpose(1, 2).flatten(2))
     torch.testing.assert_close(m(x, x, x, need_weights=False)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_projections_are_sites_that_convert_and_revert() -> None:
+    import loka
+
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True)
+    model, x = nn.Sequential(layer, nn.Linear(64, 1)), torch.randn(4, 8, 64)
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    before = model(x).detach()
+    plan = loka.placing.plan_everything(model, x, mods=["attention_layout"], linears=64)
+    assert {"0.self_attn.in_proj", "0.self_attn.out_proj"} <= {name for unit in plan.units for name in unit.linears}
+    loka.convert(model, plan, example=x)
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    found = model(x)
+    assert 0 < float((found.detach() - before).norm() / before.norm()) < 0.2
+    found.square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.load_state_dict({key: torch.zeros_like(value) for key, value in model.state_dict().items()}, assign=True)
+    assert torch.equal(model(x), torch.zeros_like(found)), "assigned parameters are those that are multiplied"
+    loka.revert(model)
+    assert type(model[0].self_attn) is nn.MultiheadAttention
+    assert list(model.state_dict()) == keys

@@ -239,8 +239,7 @@ def quantize_found(x: Tensor, spec: Spec, backend: str) -> tuple[QTensor, QTenso
 
 def run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: Layout) -> Tensor:
     """A linear with nothing behind it: the library's GEMM."""
-    y = scaled_mm(a, w, out_dtype=layout.dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum)  # fmt: skip
-    return y if bias is None else y + bias.to(layout.dtype)
+    return scaled_mm(a, w, out_dtype=layout.dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum, bias=bias)  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -265,10 +264,10 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
         return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
     if link.norm in ("layer", "rms"):
         # the bias inside the GEMM's kernel: what follows is a kernel of ours, which no compiler could join an addition to
-        bare = bias is None
+        library = bias is None or (w.shape[0] % 16 == 0 and layout.precision.gemm_backend in ("auto", "torch"))
         h = (
-            run_plain(a, w, None, layout)
-            if bare
+            run_plain(a, w, bias, layout)
+            if library
             else _as_tensor(_fuse(a, w, bias, Link(link.linear), layout, out=layout.dtype).y)
         )
         return _run_normed(h, at, layout, tensors, training=training)

@@ -26,6 +26,7 @@ from loka.units.flow import Call, Flow
 _TURNS = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
 _AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
 _VIEWS = ("expand", "view", "_unsafe_view", "reshape", "_reshape_alias")
+_JOINS = (torch.cat, torch.concat, torch.concatenate)
 _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
@@ -36,6 +37,7 @@ class _Looking(TorchFunctionMode):
         super().__init__()
         self.turned: list[tuple[Tensor, Tensor]] = []
         self.products: list[tuple[Tensor, Tensor]] = []
+        self.joined: list[tuple[Tensor, Tensor, Tensor]] = []  # a concatenation of two, and both
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,8 +51,12 @@ class _Looking(TorchFunctionMode):
                 self.turned.clear()
             if self.products:
                 self.products.clear()
+            if self.joined:
+                self.joined.clear()
         elif is_transpose(func, args):
             self.turned.append((out, args[0]))
+        elif func in _JOINS and _joins_two(out, args, kwargs):
+            self.joined.append((out, args[0][0], args[0][1]))
         elif func in _PRODUCTS and len(args) == 2:
             for turned, x in self.turned:
                 if args[1] is turned and args[0] is x:
@@ -65,13 +71,26 @@ class _Looking(TorchFunctionMode):
             return None
         for product, x in self.products:
             if value is product:
-                return multiply_pairs(x, first, second) if _are_pairs(x, first, second) else None
+                if not _are_pairs(x, first, second):
+                    return None
+                for made, head, rest in () if torch.is_grad_enabled() else self.joined:
+                    if made is x:  # nobody else may read the concatenation, and then it is never written
+                        return multiply_pairs(rest, first, second, head)
+                return multiply_pairs(x, first, second)
         return None
 
 
 def writes(func: Any, kwargs: Any) -> bool:
     """Whether a function may change a tensor that is there already."""
     return _is_inplace(func) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
+    """Whether it was a concatenation of two batches of vectors of one type, along the vectors."""
+    dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
+    if not isinstance(args[0], (tuple, list)) or len(args[0]) != 2 or out.dim() != 3 or dim not in (1, -2):
+        return False
+    return args[0][0].dtype == args[0][1].dtype
 
 
 def is_transpose(func: Any, args: Any) -> bool:

@@ -9,6 +9,7 @@ where it is used. dW stays a GEMM, of a gradient padded to eight columns.
 Only compiled code takes this way; in eager mode the module is the nn.Linear it was. Sums are in float32: rounding.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,8 +47,7 @@ class _SumProducts(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             pairs = zip(dy.float().unbind(-1), weight.float().unbind(), strict=True)
-            parts = [column[:, None] * row for column, row in pairs]
-            dx = torch.stack(parts).sum(0).to(x.dtype) if len(parts) > 1 else parts[0].to(x.dtype)
+            dx = functools.reduce(torch.add, [column[:, None] * row for column, row in pairs]).to(x.dtype)
         if ctx.needs_input_grad[1]:
             rows = F.pad(dy.to(x.dtype), (0, ALIGNED - dy.shape[1])).T @ x
             dw = rows[: dy.shape[1]].to(weight.dtype)

@@ -25,18 +25,19 @@ class _Dots(torch.autograd.Function):
         return _pick(x, first, ctx.backend).gradient(grads[0].contiguous(), x, first, second), None, None, None
 
 
-def _pick(x: Tensor, first: Tensor, backend: str):  # type: ignore[no-untyped-def]
+def _pick(x: Tensor, first: Tensor, backend: str, heads: int = 0):  # type: ignore[no-untyped-def]
     b, n, d = x.shape
-    return pick("dots", backend, DotsCall(b, n, d, first.shape[0], x.dtype), x.device).backend
+    return pick("dots", backend, DotsCall(b, n + heads, d, first.shape[0], x.dtype), x.device).backend
 
 
-def dots(x: Tensor, first: Tensor, second: Tensor, *, backend: str = "auto") -> Tensor:
+def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None, backend: str = "auto") -> Tensor:
     """sum over d of x[b, first[p]] * x[b, second[p]] for every example b and pair p.
 
     Args:
         x: [B, n, d], 16, 32 or 64 bits.
         first: [P] int64, indices into n, from 0; no pair (first, second) may occur twice. Looked at once for as long as the tensors live: keep them in buffers.
         second: [P] int64.
+        head: [B, m, d], vectors in front of x's, as if torch.cat([head, x], 1) were given; without gradients they are read where they lie.
         backend: a name of the registry, or "auto".
 
     Returns:
@@ -51,9 +52,16 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, backend: str = "auto") -> 
     """
     if x.dim() != 3:
         raise ValueError(f"dots: x is {tuple(x.shape)}, expected [B, n, d]")
+    if head is not None and (head.dim() != 3 or head.dtype != x.dtype or head.shape[::2] != x.shape[::2]):
+        raise ValueError(f"dots: head is {tuple(head.shape)} {head.dtype}, expected [{x.shape[0]}, m, {x.shape[2]}] {x.dtype}")  # fmt: skip
     if not torch.compiler.is_compiling():
-        check_pairs(first, second, x.shape[1])
+        check_pairs(first, second, x.shape[1] + (0 if head is None else head.shape[1]))
     load("dots")
+    if head is not None:
+        chosen = _pick(x, first, backend, head.shape[1])
+        if getattr(chosen, "READS_HEADS", False) and not torch.is_grad_enabled():
+            return chosen.run(x.contiguous(), first, second, head=head.contiguous())  # type: ignore[no-any-return]
+        x = torch.cat([head, x], 1)
     with torch._C.DisableTorchFunction():  # function modes look at what a user's forward calls, not inside of this
         result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
     return result

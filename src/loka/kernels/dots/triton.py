@@ -20,11 +20,14 @@ def supports(call: DotsCall, device: torch.device) -> Verdict:
     return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
 
 
-def run(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+READS_HEADS = True  # vectors in front of x's are read where they lie
+
+
+def run(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) -> Tensor:
     """[B, P]."""
     from loka.kernels.dots import triton_ops
 
-    result: Tensor = triton_ops.dots(x, first, second)
+    result: Tensor = triton_ops.dots(x, head, first, second)
     return result
 
 

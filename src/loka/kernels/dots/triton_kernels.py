@@ -13,11 +13,18 @@ from torch import Tensor
 
 
 @triton.jit
-def _dots(x_ptr, place_ptr, y_ptr, n, d, pairs, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+def _dots(x_ptr, head_ptr, place_ptr, y_ptr, n, heads, d, pairs, N: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     i, k = tl.arange(0, N), tl.arange(0, D)
     inside = (i[:, None] < n) & (k[None, :] < d)
-    x = tl.load(x_ptr + b * n * d + i[:, None] * d + k[None, :], inside, 0.0)
+    if HEAD:  # the first vectors lie elsewhere
+        mine = inside & (i[:, None] >= heads)
+        x = tl.load(x_ptr + b * (n - heads) * d + (i[:, None] - heads) * d + k[None, :], mine, 0.0)
+        theirs = (i[:, None] < heads) & (k[None, :] < d)
+        first = tl.load(head_ptr + b * heads * d + i[:, None] * d + k[None, :], theirs, 0.0)
+        x = tl.where(i[:, None] < heads, first, x)
+    else:
+        x = tl.load(x_ptr + b * n * d + i[:, None] * d + k[None, :], inside, 0.0)
     if WIDE:
         gram = tl.dot(x, tl.trans(x), input_precision="ieee")
     else:
@@ -51,13 +58,16 @@ def _sizes(n: int, d: int) -> tuple[int, int]:
     return max(16, triton.next_power_of_2(n)), max(16, triton.next_power_of_2(d))
 
 
-def dots(x: Tensor, place: Tensor, pairs: int) -> Tensor:
-    """[B, n, d] -> [B, pairs]."""
+def dots(x: Tensor, head: Tensor | None, place: Tensor, pairs: int) -> Tensor:
+    """[B, n, d], behind the [B, m, d] of a head where there is one -> [B, pairs]."""
     b, n, d = x.shape
+    heads = 0 if head is None else head.shape[1]
+    n += heads
     y = torch.empty(b, pairs, dtype=x.dtype, device=x.device)
     if b and pairs:
         size, width = _sizes(n, d)
-        _dots[(b,)](x, place, y, n, d, pairs, size, width, x.dtype == torch.float32, num_warps=2 if size <= 32 else 4)
+        warps = 2 if size <= 32 else 4
+        _dots[(b,)](x, head, place, y, n, heads, d, pairs, size, width, head is not None, x.dtype == torch.float32, num_warps=warps)  # fmt: skip
     return y
 
 

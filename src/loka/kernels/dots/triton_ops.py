@@ -26,13 +26,14 @@ def places(first: Tensor, second: Tensor, n: int) -> Tensor:
 
 
 @torch.library.custom_op("loka::dots", mutates_args=())
-def dots(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def dots(x: Tensor, head: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
     """[B, P]."""
-    return kernels.dots(x, places(first, second, x.shape[1]), first.shape[0])
+    n = x.shape[1] + (0 if head is None else head.shape[1])
+    return kernels.dots(x, head, places(first, second, n), first.shape[0])
 
 
 @dots.register_fake
-def _(x, first, second):  # type: ignore[no-untyped-def]
+def _(x, head, first, second):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], first.shape[0])
 
 

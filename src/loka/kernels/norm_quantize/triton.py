@@ -14,6 +14,7 @@ from loka.kernels.norm_quantize.call import (
     NormGradientCall,
     NormResult,
 )
+from loka.kernels.quantize import quantize_both
 from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
@@ -163,8 +164,13 @@ def gradient(
     if spec is None or scale is None:
         dx, dw, db = triton_ops.norm_gradient(*kept, None if dh is None else unit_rows(dh), amax, *options)
         return NormGradient(dx, None, None if weight is None else dw, None if bias is None else db)
-    dx, dx_t, dw, db = triton_ops.norm_gradient_both(*kept, scale, amax, *options, spec.format.dtype)
     given = scale.float().reshape(())
+    if dy.shape[1] <= WIDEST and h.dtype in (torch.bfloat16, torch.float16):
+        # dx in 16 bits, then both ways: a row fits into registers here, and into none that also hold 16 rows of its transpose. 91 us against 186 for 6144 x 3072 on an H200
+        whole, dw, db = triton_ops.norm_gradient(*kept, None, amax, *options)
+        q, q_t = quantize_both(whole, spec, spec, scale=given, transpose_scale=given, backend="triton")
+        return NormGradient(q, q_t, None if weight is None else dw, None if bias is None else db)
+    dx, dx_t, dw, db = triton_ops.norm_gradient_both(*kept, scale, amax, *options, spec.format.dtype)
     return NormGradient(
         QTensor(dx, given, spec),
         QTensor(dx_t, given, spec),

@@ -270,15 +270,17 @@ def backward(
     """Launch the backward kernel; dx has the type of h, or of dy where h is FP8."""
     m, k = dy.shape
     wide = max(256, triton.next_power_of_2(k))
-    rows = max(1, _rows_per_program(wide) // 2)
-    programs = min(processors(dy.device) * 8, triton.cdiv(m, rows))
+    # one program a multiprocessor with as many warps as hold two wide rows: parameters and their sums are in registers once, and few partial sums are left to add
+    rows = 2 if wide >= 2048 else max(1, _rows_per_program(wide) // 2)
+    many = rows * wide >= 8192
+    programs = min(processors(dy.device) * (1 if many else 2 if wide >= 2048 else 8), triton.cdiv(m, rows))
     dx = torch.empty(m, k, device=dy.device, dtype=h.dtype if h_scale is None else dy.dtype)
     dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
         dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
         rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), INTERPRETED,
-        num_warps=4 if rows * wide <= 2048 else 8,
+        num_warps=16 if many else 4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {
         "dx": dx,

@@ -19,12 +19,18 @@ def scaled_mm(
     backend: str = "auto",
     fast_accum: bool = False,
     prefer: str | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply a [M, K] by b [N, K] transposed, on the named backend; with `auto` on the preferred one, or the first that can. b may be a prepared weight."""
+    """Multiply a [M, K] by b [N, K] transposed, on the named backend; with `auto` on the preferred one, or the first that can. b may be a prepared weight.
+
+    A bias [N] is added where the product is made by a backend that can (`adds_bias`), otherwise behind it, where a compiler joins it to what follows.
+    """
     call = MatmulCall.of(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
     chosen = registry.pick("scaled_mm", backend, call, a.device, prefer=prefer)
-    result: Tensor = chosen.backend.run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
-    return result
+    adds = bias is not None and (can := getattr(chosen.backend, "adds_bias", None)) is not None and can(call)
+    given = {} if bias is None or not adds else {"bias": bias.to(out_dtype)}
+    result: Tensor = chosen.backend.run(a, b, out_dtype=out_dtype, fast_accum=fast_accum, **given)
+    return result if bias is None or adds else result + bias.to(out_dtype)
 
 
 def prepare(weight: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:

@@ -79,8 +79,15 @@ def _lay(b: QTensor, a: Spec) -> Laid:
     return aligned(b.data, columns, up(b.shape[1], GRANULE)), scale
 
 
-def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T."""
+def adds_bias(call: MatmulCall) -> bool:
+    """Whether cuBLASLt adds a bias as it writes: 16 bits under tensor scales, columns that need no padding."""
+    return call.a.block == call.b.block == TENSOR and call.n % GRANULE == 0 and call.out_dtype in (torch.bfloat16, torch.float16) and min(call.m, call.n, call.k) > 0  # fmt: skip
+
+
+def run(
+    a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
+) -> Tensor:
+    """a [M, K] @ b [N, K]^T (+ bias, where `adds_bias`)."""
     (m, k), n = a.shape, b.shape[0]
     if m == 0 or n == 0 or k == 0:
         return a.data.new_zeros(m, n, dtype=out_dtype)
@@ -94,16 +101,16 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
     else:
         kind, scale_a, scale_b = ScalingType.RowWise, row_scales(a, m), scale_b.reshape(1, -1)
     x = aligned(a.data, m, w.shape[1])
-    return cut(_scaled_mm(x, w.t(), scale_a, kind, scale_b, kind, out_dtype, fast_accum), m, n)
+    return cut(_scaled_mm(x, w.t(), scale_a, kind, scale_b, kind, out_dtype, fast_accum, bias), m, n)
 
 
 def _scaled_mm(
     x: Tensor, w: Tensor, scale_a: Tensor, kind_a: ScalingType, scale_b: Tensor, kind_b: ScalingType,
-    out_dtype: torch.dtype, fast_accum: bool,
+    out_dtype: torch.dtype, fast_accum: bool, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The op itself: torch 2.11 cannot trace the Python function around it."""
     out: Tensor = torch.ops.aten._scaled_mm_v2.default(
-        x, w, [scale_a], [kind_a.value], [], [scale_b], [kind_b.value], [], None, out_dtype, [], fast_accum
+        x, w, [scale_a], [kind_a.value], [], [scale_b], [kind_b.value], [], bias, out_dtype, [], fast_accum
     )
     return out
 

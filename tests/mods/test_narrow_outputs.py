@@ -1,0 +1,52 @@
+"""narrow_outputs: the same values and gradients compiled, nn.Linear's own bits in eager mode, wide linears left."""
+
+import pytest
+import torch
+from torch import nn
+
+from loka import mods
+
+from .zoo import assert_same_state, snapshot
+
+
+def make(outputs: int, *, bias: bool = True) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.SiLU(), nn.Linear(24, outputs, bias=bias))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return y.detach(), list(torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()]))
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (3, 2, 8)])
+@pytest.mark.parametrize(("outputs", "bias"), [(1, True), (3, True), (4, False)])
+def test_compiled_as_sums_and_eager_as_it_was(outputs: int, bias: bool, shape: tuple[int, ...]) -> None:
+    model, x = make(outputs, bias=bias), torch.randn(shape)
+    expected, before = step(model, x), snapshot(model)
+    done = mods.apply(model, "narrow_outputs", example=x)
+    assert [change.site for change in done.summary.changed] == ["3"]
+    for found, wanted in zip(step(model, x)[1], expected[1], strict=True):
+        assert torch.equal(found, wanted)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(step(compiled, x), expected, rtol=1e-5, atol=1e-6)
+    mods.revert(model)
+    assert_same_state(model, before)
+
+
+def test_under_autocast_it_computes_in_that_type() -> None:
+    model, x = make(2), torch.randn(6, 8)
+    mods.apply(model, "narrow_outputs", example=x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = model(x), compiled(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_wide_and_parametrised_linears_are_left() -> None:
+    model = nn.Sequential(nn.Linear(8, 5), nn.utils.parametrizations.weight_norm(nn.Linear(5, 1)))
+    done = mods.apply(model, "narrow_outputs", example=torch.randn(2, 8))
+    assert not done.summary.changed
+    assert "parametrised" in done.summary.left[0].why or "more than" in done.summary.left[0].why
