@@ -11,6 +11,7 @@ import argparse
 import http.client
 import json
 import os
+import random
 import signal
 import statistics
 import sys
@@ -52,12 +53,21 @@ def replicas() -> list[int]:
     return found
 
 
+def both_run() -> bool:
+    """Whether the controller says that two replicas take requests."""
+    from ray import serve
+
+    states = serve.status().applications["loka"].deployments["loka"].replica_states
+    return int(states.get("RUNNING", 0)) >= 2
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=12.0)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=100_000, help="stop after so many")
     parser.add_argument("--port", type=int, default=8230)
     a = parser.parse_args()
     from loka.records import capture_environment
@@ -129,20 +139,24 @@ def measure(a: argparse.Namespace) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     kills, end, known = 0, time.monotonic() + a.seconds, set(replicas())
-    while time.monotonic() < end:
+    while time.monotonic() < end and len(times) < a.requests:
         time.sleep(a.every)
+        while not both_run() and time.monotonic() < end:  # a process that still warms up is no replica to fall back on
+            time.sleep(0.5)
+        time.sleep(2.0)  # HAProxy takes a new replica up a moment after the controller
         alive = replicas()
         if len(alive) >= 2 and time.monotonic() < end:
-            os.kill(sorted(alive)[kills % 2], signal.SIGKILL)
+            os.kill(random.choice(alive), signal.SIGKILL)
             kills += 1
             known |= set(alive)
     stop.set()
+    took = time.monotonic() - (end - a.seconds)
     for thread in threads:
         thread.join(35)
     ordered = sorted(times)
     return {
         "requests": len(times), "codes": codes, "kills": kills, "reconnected": again[0], "lost": len(lost), "lost_examples": lost[:5],
-        "replica_processes_seen": len(known | set(replicas())), "requests_per_second": round(len(times) / a.seconds, 1),
+        "replica_processes_seen": len(known | set(replicas())), "requests_per_second": round(len(times) / took, 1),
         "latency_ms": {"p50": round(1e3 * statistics.median(times), 3), "p99": round(1e3 * ordered[int(0.99 * len(ordered))], 3), "max": round(1e3 * ordered[-1], 1)},
     }  # fmt: skip
 
