@@ -4,7 +4,7 @@
 
 Two replicas of a small ranker on this machine. Requests come from --clients connections, one after the other each; every --every seconds one replica gets SIGKILL, if another is ready.
 An answer is a status; lost is a request that got none, or a 5xx. A kept connection that is closed before any byte of an answer is opened again and the request sent once more under the same
-id, as HTTP clients do: HAProxy closes idle ones when it takes up a new replica. These are counted as `reconnected`.
+id, as HTTP clients do: HAProxy closes idle ones when it takes up a new replica. These are counted as `reconnected`. At the end HAProxy itself is killed, and then the process that watches over it.
 """
 
 import argparse
@@ -39,18 +39,49 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def replicas() -> list[int]:
-    """Process ids of this Ray's replicas."""
+def processes(word: bytes) -> list[int]:
+    """Processes that this one started, directly or not, whose command line has the word."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                title = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if title.startswith(b"ray::ServeReplica:loka"):
+        try:
+            if entry.name.isdigit() and word in (entry / "cmdline").read_bytes() and descends(int(entry.name)):
                 found.append(int(entry.name))
+        except OSError:
+            continue
     return found
+
+
+def descends(pid: int) -> bool:
+    while pid > 1 and pid != os.getpid():
+        pid = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+    return pid == os.getpid()
+
+
+def replicas() -> list[int]:
+    """Process ids of this Ray's replicas."""
+    return processes(b"ray::ServeReplica:loka")
+
+
+def kill_ingress(port: int) -> dict[str, Any]:
+    """SIGKILL to HAProxy, and to the process that watches over it: seconds until the next answer."""
+    out: dict[str, Any] = {}
+    body = json.dumps({"features": {"price": 1.0, "user": 7, "item": 1}}).encode()
+    for name, word in (("haproxy", b"bin/haproxy"), ("its manager", b"ray::HAProxyManager")):
+        victims = processes(word)
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        begin = time.monotonic()
+        while time.monotonic() - begin < 120:
+            time.sleep(0.1)
+            try:
+                connection = dial(port)
+                connection.request("POST", "/v1/recommend", body, {"content-type": "application/json"})
+                if connection.getresponse().status == 200:
+                    break
+            except (OSError, http.client.HTTPException):
+                continue
+        out[name] = {"killed": len(victims), "seconds_until_an_answer": round(time.monotonic() - begin, 1)}
+    return out
 
 
 def both_run() -> bool:
@@ -81,6 +112,7 @@ def main() -> None:
         )  # fmt: skip
         started = time.monotonic() - begin
         found = measure(a)
+        found["ingress killed"] = kill_ingress(a.port)
         from ray import serve
 
         serve.shutdown()
