@@ -106,8 +106,10 @@ def main() -> None:
 
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        place = str(make_folder(Path(folder) / "ranker"))
+        direct = time_direct(place)
         run(
-            {"folder": str(make_folder(Path(folder) / "ranker")), "rows": (8, 32)},
+            {"folder": place, "rows": (8, 32)},
             sla=2.0, host="127.0.0.1", port=a.port, token_file=None, replicas=2, wait=False,
         )  # fmt: skip
         started = time.monotonic() - begin
@@ -118,10 +120,27 @@ def main() -> None:
         serve.shutdown()
     report = {
         "environment": msgspec.to_builtins(capture_environment()), "seconds_to_ready": round(started, 1),
-        "load_average": os.getloadavg()[0], **found,
+        "load_average": os.getloadavg()[0], "direct_ms": direct, **found,
     }  # fmt: skip
     a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
+
+
+FEATURES = {"price": [1.0, 2.0, 3.0, 4.0], "user": 7, "item": [1, 2, 3, 4]}
+
+
+def time_direct(folder: str) -> dict[str, float]:
+    """The same request without any server."""
+    from loka.serving import RankRequest, open_model
+
+    model = open_model(folder, rows=(8, 32))
+    model.warm()
+    times = []
+    for _ in range(500):
+        begin = time.perf_counter()
+        model.run((8, 0), [model.read(RankRequest(features=FEATURES))])
+        times.append(1e3 * (time.perf_counter() - begin))
+    return {"p50": round(statistics.median(times), 3), "p99": round(sorted(times)[494], 3)}
 
 
 def dial(port: int) -> http.client.HTTPConnection:
@@ -129,7 +148,7 @@ def dial(port: int) -> http.client.HTTPConnection:
 
 
 def measure(a: argparse.Namespace) -> dict[str, Any]:
-    body = json.dumps({"features": {"price": [1.0, 2.0, 3.0, 4.0], "user": 7, "item": [1, 2, 3, 4]}}).encode()
+    body = json.dumps({"features": FEATURES}).encode()
     stop, codes, times, lost = threading.Event(), {}, [], []
     lock = threading.Lock()
 
