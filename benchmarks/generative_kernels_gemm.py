@@ -29,7 +29,7 @@ def operand_sets(
 ) -> tuple[LoadedCall, list[GroupedOperands]]:
     adapter: Any = ADAPTERS["grouped_mm"]
     fast = "|fast" if variant == ROWS else ""
-    call = adapter._call((rows * plan.experts, k, n), f"{variant}|{plan.experts}{'|even' if even else ''}{fast}")
+    call = adapter.parse((rows * plan.experts, k, n), f"{variant}|{plan.experts}{'|even' if even else ''}{fast}")
     count = min(3, sets_needed(adapter.bytes_moved(call), plan.device))
     return call, [adapter.operands(call, seed=s, distribution="normal", device=plan.device) for s in range(count)]
 

@@ -78,7 +78,7 @@ def check_tile(kind: str, tile: tuple[int, ...]) -> str:
         fused, _, variant = kind.partition(" ")
         adapter: Any = ADAPTERS["grouped_mm"]
         fast = "|fast" if variant == ROWS else ""
-        call = adapter._call((1040, 1408, 2816), f"{variant}|53{fast}")
+        call = adapter.parse((1040, 1408, 2816), f"{variant}|53{fast}")
         operands = adapter.operands(call, seed=1, distribution="normal", device=device)
         if fused == "gemm":
             verdict = adapter.judge(gemm(operands, tile), call, operands)
@@ -108,7 +108,7 @@ def exact_swiglu(o: GroupedOperands) -> torch.Tensor:
 def _check_attention(tile: tuple[int, ...], device: torch.device) -> str:
     adapter: Any = ADAPTERS["beam_attention"]
     for variant in ("11/11x128|shared|ragged", "4/2x128|ragged"):
-        call = adapter._call((2, 200, 333), variant)
+        call = adapter.parse((2, 200, 333), variant)
         operands = adapter.operands(call, seed=1, distribution="normal", device=device)
         verdict = adapter._judge(lambda o=operands: attend(o, tile), call, operands, poison=True)
         if not verdict:

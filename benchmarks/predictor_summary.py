@@ -3,6 +3,10 @@
 A pair is *clear* where its change is beyond two standard errors, and *decided* where the interval of two standard errors around the size of its change does not contain the margin: of the others
 nobody knows whether they cost more. AUC is given over decided pairs and over all, whose size is then taken for what was measured. The standard error is that of the paired difference over examples; of gradients, whose
 change after some steps is one draw, with the rms change of nudged runs added in squares.
+
+*Attainable* is what AUC over all pairs could be at best. A change is a draw: its sign and its size around `harm.value` belong to these weights and these examples, and a score that is exactly right
+about the usual size does not know them. So every pair is given the ratio |change| / harm.value of a pair drawn at random, and the score is held against that: what it reaches there it can reach
+anywhere, and what is missing from 1 is the draw's.
 """
 
 import math
@@ -34,6 +38,10 @@ def describe(pairs: list[Pair]) -> str:
         chosen = [p for p in scored if keep(p)]
         if len(chosen) > 5:
             lines.append(f"{name:15s} {describe_part(chosen)}")
+    mean, spread = attainable(scored)
+    lines.append(
+        f"attainable over all pairs by a score that knows the usual size and not the draw: AUC {mean:.3f} +- {spread:.3f}"
+    )
     return "\n".join([*lines, *[describe_safe(scored, kind) for kind in ("fprop", "gradients")]])
 
 
@@ -71,6 +79,20 @@ def describe_safe(pairs: list[Pair], kind: str) -> str:
         f"{kind}: {len(safe)} of {len(chosen)} called safe; of these beyond their share of the margin at the lower end: {len(wrong)}; "
         f"|change| / harm.value at 50, 90, 95, 99 %: {spread}"
     )
+
+
+def attainable(pairs: list[Pair], draws: int = 50) -> tuple[float, float]:
+    """AUC over all pairs where the score is right about sizes by construction: mean and standard deviation over draws."""
+    generator = torch.Generator().manual_seed(0)
+    known = [p for p in pairs if p["harm"][0] > 0]
+    ratios = [abs(p["change"]) / p["harm"][0] for p in known]
+    found = []
+    for _ in range(draws):
+        picked = torch.randint(len(ratios), (len(known),), generator=generator).tolist()
+        drawn = [{**p, "change": ratios[at] * p["harm"][0]} for p, at in zip(known, picked, strict=True)]
+        found.append(auc(drawn, lambda p: p["harm"][2]))
+    values = torch.tensor(found)
+    return float(values.mean()), float(values.std())
 
 
 def spearman(a: list[float], b: list[float]) -> float:

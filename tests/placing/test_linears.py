@@ -148,3 +148,23 @@ def test_a_plan_made_on_a_cpu_on_a_gpu(plan: Plan) -> None:
         summary = loka.convert(model, plan, backend="auto")
     assert "reference" not in summary.converted["a"]
     model(torch.randn(64, 32, device="cuda")).sum().backward()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no memory")], ids=str)
+def test_a_conversion_that_is_cut_short_leaves_nothing_behind(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
+    allocate, calls = Linear._allocate, []
+
+    def fail_second(self: Linear) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise error
+        allocate(self)
+
+    monkeypatch.setattr(Linear, "_allocate", fail_second)
+    with pytest.raises(type(error)):
+        loka.convert(model, recipe="rowwise")
+    assert len(calls) == 2
+    assert [type(module) for module in model] == [nn.Linear] * 3

@@ -207,6 +207,36 @@ def test_a_probe_stays_while_chains_come_split_and_go() -> None:
     assert not any("loka_tap" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_probes_see_the_same_chain_each_as_if_alone(compiled: bool) -> None:
+    def run(count: int) -> tuple[list[Tensor], list[Probe]]:
+        model = low()
+        probes = [Probe(model, every=1) for _ in range(count)]
+        runner = torch.compile(model, backend="eager") if compiled else model
+        trained = []
+        for batch in batches(4):
+            trained = train(runner, [batch])
+            for probe in probes:
+                probe.step()
+        return trained, probes
+
+    plain, (alone,) = run(1)
+    trained, (first, second) = run(2)
+    assert all(torch.equal(a, b) for a, b in zip(plain, trained, strict=True))
+    expected = alone.evaluate(samples=2, recipes=("tensorwise",))
+    for probe in (first, second):
+        report = probe.evaluate(samples=2, recipes=("tensorwise",))
+        assert {site: own(report, site, "wgrad") for site in LINKS} == {site: own(expected, site, "wgrad") for site in LINKS}  # fmt: skip
+    calls = first.model.tower[0].loka_tap
+    assert len(calls.taps) == 2
+    first.detach()
+    assert len(calls.taps) == 2, "the others are left as they are"
+    assert first.model.tower[0].loka_tap is calls.taps[1]
+    train(first.model, batches(2), second)
+    second.detach()
+    assert "loka_tap" not in vars(first.model.tower[0])
+
+
 def test_what_was_seen_survives_a_restart_and_adds_up_over_ranks() -> None:
     model = low()
     probe = Probe(model, every=1)

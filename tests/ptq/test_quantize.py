@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import loka
@@ -210,8 +211,6 @@ class TestPlan:
         assert set(plan.units[0].linears) <= set(summary.quantized)
         assert summary.record.plan == plan.seal.sha256
         assert all("in chain" in site.reason for site in summary.record.sites if site.name in plan.units[0].linears)
-        with pytest.raises(ValueError, match="keep the plan"):
-            save(model, summary, "never.safetensors")
 
     def test_a_chain_without_scales_needs_batches_and_is_left_alone_without(self) -> None:
         x = torch.randn(64, 64)
@@ -313,6 +312,66 @@ class TestFiles:
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30)))
         with pytest.raises(ValueError, match="weight of"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 4)))
+
+    @pytest.mark.parametrize("serving", [True, False])
+    def test_a_frozen_chain_loads_as_it_ran(self, tmp_path: Path, serving: bool) -> None:
+        x, path = torch.randn(64, 64), tmp_path / "q.safetensors"
+        model = chain_of().eval()
+        plan = loka.placing.plan_everything(model, x, serving=serving)
+        summary = quantize(model, plan, batches=[x])
+        save(model, summary, path, dtype=torch.float32)
+        again, read = load_quantized(path, build=chain_of)
+        assert torch.equal(again(x), model(x))
+        assert torch.equal(again(x[:3] * 2), model(x[:3] * 2))
+        assert read.record == summary.record
+        assert read.record.units[0].linears == plan.units[0].linears
+        with safe_open(str(path), framework="pt") as file:
+            assert file.get_tensor("2.weight").dtype == torch.float8_e4m3fn
+        save(model, summary, path)
+        with safe_open(str(path), framework="pt") as file:
+            stored = sum(file.get_tensor(n).nbytes for n in file.keys())  # noqa: SIM118
+        assert stored == summary.record.bytes_after
+        with pytest.raises(ValueError, match=r"0, 2: .*the original ones are gone"):
+            loka.revert(again)
+        with pytest.raises(ValueError, match=r"q\.safetensors: unit 0 does not fit"):
+            load_quantized(path, build=lambda: nn.Sequential(*[nn.GELU() if isinstance(m, nn.ReLU) else m for m in chain_of()]))  # fmt: skip
+        with pytest.raises(ValueError, match="in a chain or with fixed scales, which this file cannot hold"):
+            export_compressed_tensors(model, summary, tmp_path / "folder")
+        assert not (tmp_path / "folder").exists()
+
+    def test_a_chain_without_its_weights_is_refused(self, tmp_path: Path) -> None:
+        x, path = torch.randn(64, 64), tmp_path / "q.safetensors"
+        model = chain_of().eval()
+        save(model, quantize(model, loka.placing.plan_everything(model, x, serving=True)), path)
+        with safe_open(str(path), framework="pt") as file:
+            tensors, header = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
+        del tensors["2.weight_scale"]
+        save_file(tensors, path, metadata=header)
+        with pytest.raises(ValueError, match=r"q\.safetensors: 2 is in a chain: expected an FP8 weight"):
+            load_quantized(path, build=chain_of)
+
+    def test_mods_must_be_there_again(self, tmp_path: Path) -> None:
+        x, path = torch.randn(64, 64), tmp_path / "q.safetensors"
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2)).eval()
+        plan = loka.placing.plan_everything(model, x, mods=["hard_swish"])
+        save(model, quantize(model, plan, batches=[x]), path)
+        with pytest.raises(ValueError, match="was quantised with the mods hard_swish, the model has none"):
+            load_quantized(path, build=lambda: nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2)))  # fmt: skip
+
+    def test_fixed_scales_are_not_saved(self, tmp_path: Path) -> None:
+        model = chain_of().eval()
+        summary = quantize(model, "tensorwise", scales="static", batches=[torch.randn(64, 64)])
+        with pytest.raises(ValueError, match=r"0, 2, 4: runs with fixed scales.*keep the plan"):
+            save(model, summary, tmp_path / "never.safetensors")
+
+    def test_what_was_packed_is_not_reverted(self) -> None:
+        model = chain_of().eval()
+        quantize(model, "rowwise")
+        before = [type(m) for m in model.modules()]
+        with pytest.raises(ValueError, match=r"0, 2, 4: loka\.quantize kept FP8 weights alone.*load the original"):
+            loka.revert(model)
+        assert [type(m) for m in model.modules()] == before
 
     def test_damage_is_named(self, tmp_path: Path) -> None:
         path = tmp_path / "broken.safetensors"

@@ -57,6 +57,15 @@ def test_a_run_prints_a_record_and_leaves_its_files(invoke, tmp_path):
     assert len((tmp_path / "x" / "log.jsonl").read_text().splitlines()) == 6
 
 
+def test_a_run_in_low_precision_says_how_much_of_it_was(invoke, tmp_path):
+    done = invoke("--steps", 3, "--evaluate-every", 0, "--recipe", "rowwise", "--out", tmp_path / "x", "--json")
+    assert done.exit_code == 0, done.stderr
+    run = records.from_json(done.stdout, records.Run)
+    conversion = records.load(tmp_path / "x" / "conversion.json", records.Conversion)
+    assert 0 < run.low_precision_flops_share == conversion.low_precision_share
+    assert conversion.flops_of == "model"
+
+
 def test_learning_finds_what_the_teacher_hid(invoke):
     done = invoke("--data-option", "rows=20000", "--steps", 120, "--learning-rate", 3e-3, "--evaluate-every", 0)
     assert done.exit_code == 0, done.stderr

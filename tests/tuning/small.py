@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import loka
+from loka.lowp.chain import chains_of
+from loka.lowp.linear import linears_of
+
 WIDTH = 64
 MARGIN = 0.05  # at this size FP8 moves the loss by some per mille, which 512 held-out examples resolve
 
@@ -80,3 +84,16 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b
+
+
+BATCHES = make_batches()
+
+
+def tune(model: nn.Module, batches: Any = BATCHES, given: Any = loss, **options: Any) -> loka.tuning.Tuned:
+    return loka.tune(model, batches, given, **{"margin": MARGIN, "progress": False, **options})
+
+
+def placed(model: nn.Module) -> set[str]:
+    """Linears that run in low precision."""
+    chains = {link.linear for _, chain in chains_of(model) for link in chain.links}
+    return chains | {name for name, _ in linears_of(model)}

@@ -15,7 +15,7 @@ from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
 from loka.tuning.timing import can_time, compare, make_fragment
-from loka.tuning.verifying import Losses, paired_change
+from loka.tuning.verifying import Losses
 from loka.units import discover
 
 from .small import Ranker, loss, make_batches, make_trained, same, state_of
@@ -35,24 +35,24 @@ def test_a_paired_change_is_relative_with_its_interval() -> None:
     torch.manual_seed(0)
     base = 1 + torch.rand(400, dtype=torch.float64)
     noise = 0.01 * torch.randn(400, dtype=torch.float64)
-    change = paired_change(Losses(base, True), Losses(base * 1.02 + noise, True))
+    change = Losses(base * 1.02 + noise, True).change_from(Losses(base, True))
     assert change.low < 0.02 < change.high
-    spread = float((0.02 * base + noise).std()) / math.sqrt(400) / float(base.mean())
+    spread = float(noise.std()) / math.sqrt(400) / float(base.mean())
     assert change.high - change.value == pytest.approx(1.96 * spread, rel=0.05)
 
 
 def test_few_pairs_give_wide_intervals() -> None:
     """Student's t: for two batches 12.7 standard errors, for one nothing below the change itself."""
-    change = paired_change(losses([1.0, 1.0]), losses([1.01, 1.03]))
+    change = losses([1.01, 1.03]).change_from(losses([1.0, 1.0]))
     assert change.value == pytest.approx(0.02)
     assert change.high - change.value == pytest.approx(12.7 * 0.01, rel=0.01)
-    alone = paired_change(losses([1.0]), losses([0.9]))
+    alone = losses([0.9]).change_from(losses([1.0]))
     assert (alone.low, alone.high) == pytest.approx((-0.1, 0.1))
 
 
 @pytest.mark.parametrize(("base", "other"), [([1.0, 1.0], [1.0, math.nan]), ([1.0], [math.inf]), ([math.nan, 1.0], [1.0, 1.0])])  # fmt: skip
 def test_what_is_not_finite_is_never_within(base: list[float], other: list[float]) -> None:
-    assert paired_change(losses(base), losses(other)).low == 1e9
+    assert losses(other).change_from(losses(base)).low == 1e9
 
 
 def test_a_digest_is_of_every_value() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from loka.data import RankingData
     from loka.models import Ranker
-    from loka.records import ModSummary, Run
+    from loka.records import Conversion, ModSummary, Run
     from loka.training import Callback, Curve, TrainConfig, Trainer, TrainResult
     from loka.training.sharding import Distribution
     from loka.training.stream import TrainData
@@ -178,7 +178,7 @@ def train(
                 recipe, settings, threads, data_root, source, from_, out, how, plan, fp8, resume=resume, fallback=fallback, as_json=json_
             )  # fmt: skip
             return
-        changed = None
+        changed = converted = None
         if is_sequence:
             job = train_sequence.prepare_sequence(
                 recipe, settings, threads, data_root, source, from_, out, resume=resume, progress=_tell_stage()
@@ -190,11 +190,12 @@ def train(
             changed = rewrite(network, mods, dataset, from_, settings) if mods else None
             if rows is not None:
                 quantize_tables(network, rows=rows)
-            converted = convert_for_training(network, plan, fp8, out)
-            trainer, curve = make_trainer(network, dataset, settings, out, tensorboard, guard=converted and guard)
+            converted = convert_for_training(network, plan, fp8, dataset, out)
+            guarded = guard and converted is not None and bool(converted.converted)
+            trainer, curve = make_trainer(network, dataset, settings, out, tensorboard, guard=guarded)
             test = partial(Trainer.evaluate, split=dataset.test)
         result = trainer.fit(resume=resume, fallback=fallback)
-        run = finish(trainer, result, recipe, test, curve, out)
+        run = finish(trainer, result, recipe, test, curve, out, converted)
         if is_sequence and out is not None:
             from loka.inference import save_bundle
 
@@ -313,7 +314,8 @@ def run_distributed(
         )  # fmt: skip
         result = trainer.fit(resume=resume, fallback=fallback)
         first = dist.get_rank() == 0
-        run = finish(trainer, result, recipe, partial(Trainer.evaluate, split=dataset.test), curve, out, write=first)
+        test = partial(Trainer.evaluate, split=dataset.test)
+        run = finish(trainer, result, recipe, test, curve, out, trainer.conversion, write=first)
         if first:
             if trainer.conversion is not None:
                 typer.echo(f"{trainer.conversion}; no guard watches it: --guard is for one process", err=True)
@@ -357,19 +359,21 @@ def _tell_stage() -> Any:
     return tell_stage
 
 
-def convert_for_training(network: nn.Module, plan: Path | None, recipe: str | None, out: Path | None) -> bool:
-    """Convert by a plan or a recipe, say what runs, and write the record; whether anything was asked for."""
+def convert_for_training(
+    network: nn.Module, plan: Path | None, recipe: str | None, dataset: RankingData, out: Path | None
+) -> Conversion | None:
+    """Convert by a plan or a recipe, say what runs, and write the record; None where nothing was asked for."""
     if plan is None and recipe is None:
-        return False
+        return None
     from loka import records
     from loka.placing import convert
 
     loaded = None if plan is None else records.Plan.load(plan)
-    done = convert(network, loaded, recipe=recipe)
+    done = convert(network, loaded, recipe=recipe, example=next(dataset.train.batches(8, shuffle=False, seed=0)))
     typer.echo(str(done), err=True)
     if out is not None:
         records.save(done, out / "conversion.json")
-    return bool(done.converted)
+    return done
 
 
 def make_trainer(
@@ -401,6 +405,7 @@ def finish(
     test: Callable[[Trainer], dict[str, float]],
     curve: Curve,
     out: Path | None,
+    converted: Conversion | None,
     *,
     write: bool = True,
 ) -> Run:
@@ -427,7 +432,7 @@ def finish(
             for line in curve.lines
         ],
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-        low_precision_flops_share=0.0,
+        low_precision_flops_share=0.0 if converted is None else converted.low_precision_share,
         environment=records.capture_environment(device=device, threads=torch.get_num_threads()),
     )
     if out is not None and write:

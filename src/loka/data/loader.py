@@ -44,9 +44,25 @@ def load(
 ) -> RankingData:
     """Open a ranking data set, building its cache on first use.
 
-    `source` is a folder (or file) with the raw data. `rebuild` replaces an existing cache. `verify` checks the checksum of every
-    column, about a second per gigabyte. `max_bad` is the largest share of bad raw rows that is accepted. Everything else is an option
-    of the data set, see its module.
+    Args:
+        name: as `loka data` lists it.
+        root: folder of raw data and caches; None is the default one.
+        source: folder or file with the raw data.
+        rebuild: replace an existing cache.
+        verify: check the checksum of every column, about a second per gigabyte.
+        max_bad: largest share of bad raw rows that is accepted.
+        progress: told what is being done.
+        options: of the data set, see its module.
+
+    Returns:
+        A schema and three splits.
+
+    Raises:
+        ValueError: no such data set, or files that are missing or damaged, by name.
+
+    Example:
+        >>> data = load("complete-journey")
+        >>> batch = next(data.train.batches(1024, shuffle=True, seed=0))
     """
     entry = find_entry(name, "ranking")
     module = import_module(entry.module)
@@ -70,7 +86,24 @@ def load_sequences(
     progress: Progress = silent,
     **options: Any,
 ) -> SequenceData:
-    """Open a sequence data set, building its cache on first use; arguments as for `load`."""
+    """Open a sequence data set, building its cache on first use.
+
+    Args:
+        name: as `loka data` lists it.
+        root: as for `load`, like all that follow.
+        source: raw data.
+        rebuild: replace the cache.
+        verify: check checksums.
+        max_bad: accepted share of bad rows.
+        progress: told what is being done.
+        options: of the data set.
+
+    Returns:
+        Users' histories in three splits.
+
+    Example:
+        >>> data = load_sequences("ml-1m")
+    """
     from loka.data.sequences import open_sequences
 
     entry = find_entry(name, "sequences")

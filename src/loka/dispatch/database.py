@@ -97,7 +97,16 @@ def default_path() -> Path:
 
 
 class Database:
-    """Rows on disk, or in memory (`path=":memory:"`)."""
+    """The performance database: rows on disk, or in memory.
+
+    Args:
+        path: of the SQLite file; ":memory:" for none.
+        create: make it where it is missing; otherwise that is an error.
+
+    Example:
+        >>> with Database.open() as database:
+        ...     len(database)
+    """
 
     def __init__(self, path: str | Path, *, create: bool = True) -> None:
         self._store = Store(path, table="rows", columns=_COLUMNS, schema=SCHEMA, create=create)

@@ -187,7 +187,21 @@ FORMATS: dict[str, Callable[[Plan], str]] = {
 
 
 def export(plan: Plan, to: str) -> str:
-    """The plan as text for another tool."""
+    """The plan as text for another tool.
+
+    Args:
+        plan: what to say.
+        to: torchao, transformer-engine, llm-compressor or modelopt.
+
+    Returns:
+        Configuration or code in its words.
+
+    Raises:
+        ValueError: no such tool, or a plan it has no words for.
+
+    Example:
+        >>> print(export(plan, "torchao"))
+    """
     if to not in FORMATS:
         raise ValueError(f"no export {to!r}; there are {', '.join(FORMATS)}")
     return FORMATS[to](plan)

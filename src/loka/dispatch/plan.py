@@ -16,7 +16,19 @@ __all__ = ["check", "diff", "explain", "spell"]
 
 
 def check(plan: Plan, model: nn.Module) -> list[str]:
-    """Every way in which a plan does not fit a model on its device, or the device itself; empty when it fits."""
+    """Every way in which a plan does not fit a model on its device, or the device itself.
+
+    Args:
+        plan: made for this model, or for one like it.
+        model: as it would be converted.
+
+    Returns:
+        One line for each problem; empty where it fits.
+
+    Example:
+        >>> check(plan, model)
+        []
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     counts = Counter(site.site for site in plan.sites)
     problems = [f"{name}: the plan names it {count} times" for name, count in counts.items() if count > 1]

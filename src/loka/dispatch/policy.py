@@ -39,7 +39,24 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Policy:
-    """What is asked of a plan."""
+    """What is asked of a plan.
+
+    Args:
+        max_error: largest MERE of a forward product, where there is no score.
+        max_gradient_error: largest relative L2 of a gradient, likewise.
+        min_speedup: over bf16, quantisation included; None for accuracy only.
+        target: device the speeds are for; None: where Probe ran.
+        overrides: recipe, "high" or "auto" by pattern of site names.
+        recipe: one for all, or "auto".
+        weights: which database rows: weights quantised in every call ("dynamic"), or before ("cached").
+        row_factor: rows of a call on the target over those where Probe ran.
+        max_metric_change: budget of the end metric, relative, e.g. 0.001.
+        margin: relative change of the loss that counts as none.
+        chains: linears in FP8 from one to the next; None: where no speed is asked for, since none of a chain is known here.
+
+    Example:
+        >>> make_plan(report.record, Policy(min_speedup=None))
+    """
 
     max_error: float = 0.2
     max_gradient_error: float = 0.1
@@ -84,8 +101,17 @@ def make_plan(
 ) -> Plan:
     """Choose for every GEMM of every site.
 
-    `database` holds the rows for `policy.target` (without one, those that ship with the package). `verify` measures a budgeted plan as a whole;
-    the budget is tightened until what it measures is within the bound.
+    Args:
+        report: what Probe found.
+        policy: what is asked.
+        database: rows for `policy.target`; None takes those that ship with the package.
+        verify: measures a budgeted plan as a whole; the budget is tightened until what it measures is within the bound.
+
+    Returns:
+        The plan, every choice with its reason.
+
+    Example:
+        >>> make_plan(report.record, Policy(min_speedup=None)).low_precision_share
     """
     if verify is not None and policy.max_metric_change is None:
         raise ValueError("verify measures a budget: set max_metric_change")

@@ -95,7 +95,21 @@ USUAL: tuple[str, ...] = tuple(name for name, recipe in RECIPES.items() if recip
 
 
 def recipe_named(name: str) -> Recipe:
-    """A recipe by name."""
+    """A recipe of the one table.
+
+    Args:
+        name: e.g. rowwise.
+
+    Returns:
+        What each GEMM quantises its operands to.
+
+    Raises:
+        ValueError: no such recipe; the message lists them.
+
+    Example:
+        >>> str(recipe_named("rowwise").fprop.a)
+        'e4m3:row'
+    """
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}; recipes are {', '.join(RECIPES)}")
     return RECIPES[name]

@@ -105,7 +105,24 @@ def tune(
     environment: Environment | None = None,
     timer: Timer = time_jobs,
 ) -> TuneResult:
-    """Measure missing rows within a time box. Collective where torch.distributed is in use: all ranks must call it."""
+    """Measure missing rows within a time box. Collective where torch.distributed is in use: all ranks must call it.
+
+    Args:
+        jobs: GEMMs with their candidates.
+        database: read first, and filled.
+        device: where.
+        seconds: for all of it.
+        repeats: of a timing.
+        distributions: inputs to measure errors on.
+        environment: of the rows; by default this process's.
+        timer: what measures.
+
+    Returns:
+        What was measured, known before, and left out.
+
+    Example:
+        >>> tune(jobs_of_report(report.record), Database.open(), "cuda", seconds=60)
+    """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return TuneResult(skipped="a CUDA graph is being captured")
     here = environment or snapshot()

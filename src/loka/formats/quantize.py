@@ -35,7 +35,18 @@ SMALLEST_SCALE = 2.0**-126  # smallest normal float32: its reciprocal is finite,
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """A quantised tensor: elements, scales and the spec they were made with. Scales never travel alone."""
+    """A quantised tensor: elements, scales and the spec they were made with. Scales never travel alone.
+
+    Args:
+        data: elements, in the format's type.
+        scale: float32, one per block: x ~ data * scale.
+        spec: how it was made.
+        tensor_scale: one number, for two-level scales (NVFP4) alone.
+
+    Example:
+        >>> quantize(torch.randn(4, 128), Spec.parse("e4m3:1x128")).dequantize().shape
+        torch.Size([4, 128])
+    """
 
     data: Tensor
     scale: Tensor
@@ -220,9 +231,21 @@ def quantize(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
 ) -> QTensor:
-    """Quantise any floating tensor. Static and delayed specs take their `scale`, dynamic ones must not be given one.
+    """Quantise any floating tensor by the law.
 
-    Stochastic specs draw from `generator`, or take `noise` of x's shape, uniform in [0, 1).
+    Args:
+        x: the tensor.
+        spec: how.
+        scale: of static and delayed specs; dynamic ones must not be given one.
+        generator: that stochastic specs draw from.
+        noise: instead of it, of x's shape, uniform in [0, 1).
+
+    Returns:
+        Elements and scales.
+
+    Example:
+        >>> quantize(torch.randn(4, 128), Spec.parse("e4m3:row")).scale.shape
+        torch.Size([4, 1])
     """
     if not x.is_floating_point():
         raise ValueError(f"quantize takes a floating tensor, got {x.dtype}")
@@ -255,7 +278,18 @@ def quantize(
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values a QTensor stands for: `data * scale`, computed in float32; a finite product beyond `dtype` saturates."""
+    """The values a QTensor stands for: `data * scale`, computed in float32; a finite product beyond `dtype` saturates.
+
+    Args:
+        q: quantised.
+        dtype: of the result.
+
+    Returns:
+        The tensor.
+
+    Example:
+        >>> dequantize(quantize(x, Spec.parse("e4m3:row")), torch.bfloat16)
+    """
     scale = q.scale if q.tensor_scale is None else q.scale * q.tensor_scale
     elements = decode(q.data, q.spec.format)
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
@@ -268,5 +302,18 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def fake_quantize(
     x: Tensor, spec: Spec, *, scale: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Round trip through the format, in the input's own type: what a tensor looks like after quantisation."""
+    """Round trip through the format, in the input's own type: what a tensor looks like after quantisation.
+
+    Args:
+        x: the tensor.
+        spec: how.
+        scale: as for `quantize`.
+        generator: as for `quantize`.
+
+    Returns:
+        x, rounded.
+
+    Example:
+        >>> (fake_quantize(x, Spec.parse("e4m3:tensor")) - x).abs().max()
+    """
     return dequantize(quantize(x, spec, scale=scale, generator=generator), x.dtype)

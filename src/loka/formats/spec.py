@@ -70,7 +70,18 @@ TENSOR, ROW, COL = _NAMED_BLOCKS.values()
 
 @dataclass(frozen=True)
 class Spec:
-    """How a tensor is quantised. `Spec.parse(str(spec)) == spec`."""
+    """How a tensor is quantised. `Spec.parse(str(spec)) == spec`.
+
+    Args:
+        format: of the elements.
+        block: that shares a scale.
+        scale: type of the scales.
+        mode: scales from the tensor itself (dynamic), from earlier ones (delayed), or fixed (static).
+        rounding: nearest or stochastic.
+
+    Example:
+        >>> Spec.parse("e4m3:1x128")
+    """
 
     format: Format
     block: Block = field(default=TENSOR)

@@ -108,7 +108,25 @@ def prepare_for(chosen: Any, weight: QTensor, a: Spec) -> QTensor:
 
 
 def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | None = None) -> Selection:
-    """A backend by name; with `auto` the preferred one where it can run the call, else the first that can."""
+    """A backend for a call.
+
+    Args:
+        op: of the registry.
+        name: a backend, or `auto`: the preferred one where it can run the call, else the first that can.
+        call: what is to be run.
+        device: where.
+        prefer: what `auto` tries first.
+
+    Returns:
+        The backend, and who refused before it.
+
+    Raises:
+        UnsupportedError: a named backend cannot; the message has its reason.
+
+    Example:
+        >>> pick("scaled_mm", "auto", call, torch.device("cpu")).name
+        'reference'
+    """
     if name != "auto":
         verdict = backend(op, name).supports(call, device)
         if not verdict:

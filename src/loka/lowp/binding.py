@@ -183,7 +183,16 @@ def _changed(gemm: BoundGemm | None, a: Callable[[Spec], Spec], b: Callable[[Spe
 class LinearOptions:
     """How converted linears run, beside what their GEMMs are: see `LinearBinding` and `Scaling`.
 
-    scales: dynamic; delayed (x and dy); static (x, after a calibration). gradients: format of dy, None for the recipe's.
+    Args:
+        scales: dynamic; delayed (x and dy); static (x, after a calibration).
+        gradients: format of dy; None for the recipe's.
+        save: what forward keeps for backward: FP8, high precision, or what is fit.
+        weights: when they are quantised, see `loka.lowp.weight_cache`.
+        scaling: how magnitudes are remembered.
+        quantizer: backend of the quantiser.
+
+    Example:
+        >>> loka.convert(model, recipe="tensorwise", options=LinearOptions(scales="delayed"))
     """
 
     scales: Literal["dynamic", "delayed", "static"] = "dynamic"

@@ -66,7 +66,7 @@ class Linear(nn.Linear):
         assert isinstance(module, Linear)
         try:
             module._allocate()
-        except Exception:
+        except BaseException:  # after Ctrl-C too
             module.release()
             raise
         follow(module)
@@ -183,7 +183,8 @@ class Linear(nn.Linear):
         health = state.health if state.watching else None
         with torch.no_grad():
             given, layouts = self._operands(x, weight, needs, health)
-        y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunction():  # no function mode looks inside an autograd function: a compiler could not take out what it writes down there
+            y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
         if health is not None:
             with torch.no_grad():
                 turn, low = turn_of(health, FORWARD), self.binding.fprop is not None
@@ -328,8 +329,8 @@ def refuse(module: nn.Module) -> str | None:
         return "its weight is not initialised yet (lazy module)"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, expected a floating-point type"
-    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "nn.MultiheadAttention reads its weight without calling it"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear" and not getattr(module, "loka_called", False):
+        return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout"
     return None
 
 
@@ -341,7 +342,18 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def refresh(model: nn.Module) -> int:
-    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too; returns how many linears there are."""
+    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too.
+
+    Args:
+        model: converted.
+
+    Returns:
+        How many linears there are.
+
+    Example:
+        >>> loka.refresh(model)  # after weights were written by hand
+        12
+    """
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
     for linear in linears:
         linear.refresh()

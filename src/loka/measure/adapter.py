@@ -1,12 +1,7 @@
-"""What the benchmark must know about an op, and nothing more. One adapter per op of the registry.
+"""The ops that the benchmark knows. Adding one is one view (`loka.measure.op`) and one row in ADAPTERS; the two that everything rests on are here."""
 
-An adapter says which calls to try, makes their operands, turns a backend into something to call, judges it against the law, and counts the
-bytes and FLOPs nobody can avoid. Adding an op to the benchmark is one adapter and one row in ADAPTERS.
-"""
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,70 +22,18 @@ from loka.measure.inputs import Shape
 from loka.measure.interaction import Interaction
 from loka.measure.layer import FusedLinear
 from loka.measure.norm import NormQuantize
+from loka.measure.op import Op
 from loka.measure.route import Route
 from loka.measure.tables import EmbeddingBag, EmbeddingUpdate
-from loka.measure.timing import Rival, Thunk
+from loka.measure.timing import Thunk
 from loka.measure.topk import Topk
 
 
-class Adapter(Protocol):
-    """One op, seen by the benchmark."""
-
-    op: str
-
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[Any]:
-        """The calls to try: every shape under every variant (a spelling of Specs)."""
-        ...
-
-    def encode(self, call: Any) -> dict[str, Any]:
-        """A call as JSON, for a child process."""
-        ...
-
-    def decode(self, fields: dict[str, Any]) -> Any:
-        """The inverse of `encode`."""
-        ...
-
-    def shape(self, call: Any) -> dict[str, int]:
-        """The call's dimensions, by name."""
-        ...
-
-    def operands(self, call: Any, *, seed: int, distribution: str, device: torch.device) -> Any:
-        """Inputs of the call."""
-        ...
-
-    def thunk(self, backend: Backend, call: Any, operands: Any) -> Thunk:
-        """The backend on these operands, in the layout it prefers, ready to be timed."""
-        ...
-
-    def check(self, backend: Backend, call: Any, operands: Any) -> Conformance:
-        """The backend against the law."""
-        ...
-
-    def baseline(self, call: Any, operands: Any) -> Thunk:
-        """The same job in bf16."""
-        ...
-
-    def check_baseline(self, call: Any, operands: Any) -> Conformance:
-        """The baseline against the law of its own operands: it is timed too."""
-        ...
-
-    def rivals(self, call: Any, sets: Sequence[Any]) -> list[Rival]:
-        """What else is worth a column: timed together with the backends on the same operand sets."""
-        ...
-
-    def bytes_moved(self, call: Any) -> int:
-        """The fewest bytes through memory: each input read once, each output written once."""
-        ...
-
-    def flops(self, call: Any) -> int:
-        """Operations of the matrix units; 0 for ops that only move bytes."""
-        ...
-
-
-class ScaledMm:
+class ScaledMm(Op[MatmulCall]):
     """GEMM of quantised operands. A variant is spelled as `parse_variant` reads it."""
 
     op = "scaled_mm"
+    DIMENSIONS = ("m", "k", "n")
     VARIANTS = (
         "e4m3:tensor@e4m3:tensor|fast",
         "e4m3:row@e4m3:row|fast",
@@ -98,23 +41,13 @@ class ScaledMm:
         "e4m3:1x128@e4m3:1x128",
     )
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[MatmulCall]:
-        """Every shape under every variant."""
-        return [parse_variant(variant, shape) for shape in shapes for variant in variants]
+    def parse(self, shape: Shape, variant: str) -> MatmulCall:
+        """M, K and N under `a@b`."""
+        return parse_variant(variant, shape)
 
-    def encode(self, call: MatmulCall) -> dict[str, Any]:
-        """As JSON."""
-        dtype = str(call.out_dtype).removeprefix("torch.")
-        return {**self.shape(call), "a": str(call.a), "b": str(call.b), "out": dtype, "fast": call.fast_accum}
-
-    def decode(self, fields: dict[str, Any]) -> MatmulCall:
-        """From JSON."""
-        specs = Spec.parse(fields["a"]), Spec.parse(fields["b"])
-        return MatmulCall(fields["m"], fields["k"], fields["n"], *specs, getattr(torch, fields["out"]), fields["fast"])
-
-    def shape(self, call: MatmulCall) -> dict[str, int]:
-        """M, K, N."""
-        return {"m": call.m, "k": call.k, "n": call.n}
+    def spell(self, call: MatmulCall) -> str:
+        """The inverse of `parse`."""
+        return f"{call.a}@{call.b}{'|fast' if call.fast_accum else ''}|{str(call.out_dtype).removeprefix('torch.')}"
 
     def operands(
         self, call: MatmulCall, *, seed: int, distribution: str, device: torch.device
@@ -151,10 +84,6 @@ class ScaledMm:
         allowed = conformance.baseline_tolerance(torch.bfloat16, call.k)
         return conformance.judge_runs(self.baseline(call, operands), expected, allowed, torch.bfloat16)
 
-    def rivals(self, call: MatmulCall, sets: Sequence[tuple[QTensor, QTensor]]) -> list[Rival]:
-        """None: the other backends are."""
-        return []
-
     def bytes_moved(self, call: MatmulCall) -> int:
         """8-bit operands in, output out; scales are left out, which makes the floor a floor."""
         return (call.m + call.n) * call.k + call.m * call.n * call.out_dtype.itemsize
@@ -177,34 +106,22 @@ def parse_variant(text: str, shape: Shape) -> MatmulCall:
     return MatmulCall(*shape, Spec.parse(left), Spec.parse(right), dtype, "fast" in options)
 
 
-class Quantize:
+class Quantize(Op[QuantizeCall]):
     """Quantisation of x [M, K]; N is ignored. A variant is a Spec, `spec+transposed spec` for the pair the backward pass needs, or `+transposed spec` alone."""
 
     op = "quantize"
+    DIMENSIONS = ("m", "k")
     VARIANTS = ("e4m3:tensor:static", "e4m3:row", "e4m3:1x128", "e4m3:128x128", "e4m3:1x128+e4m3:1x128")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[QuantizeCall]:
-        """Every different (M, K) under every variant."""
-        sizes = dict.fromkeys((m, k) for m, k, _ in shapes)
-        return [self._call(m, k, variant) for m, k in sizes for variant in variants]
-
-    def _call(self, m: int, k: int, variant: str) -> QuantizeCall:
+    def parse(self, shape: Shape, variant: str) -> QuantizeCall:
+        """M and K under a Spec."""
         spec, _, transpose = variant.partition("+")
         parsed, parsed_t = (Spec.parse(text) if text else None for text in (spec, transpose))
-        return QuantizeCall(m, k, parsed, transpose=parsed_t)
+        return QuantizeCall(*shape[:2], parsed, transpose=parsed_t)
 
-    def encode(self, call: QuantizeCall) -> dict[str, Any]:
-        """As JSON."""
-        also = f"+{call.transpose}" if call.transpose else ""
-        return {**self.shape(call), "variant": f"{call.spec or ''}{also}"}
-
-    def decode(self, fields: dict[str, Any]) -> QuantizeCall:
-        """From JSON."""
-        return self._call(fields["m"], fields["k"], fields["variant"])
-
-    def shape(self, call: QuantizeCall) -> dict[str, int]:
-        """M, K."""
-        return {"m": call.m, "k": call.k}
+    def spell(self, call: QuantizeCall) -> str:
+        """The inverse of `parse`."""
+        return f"{call.spec or ''}{f'+{call.transpose}' if call.transpose else ''}"
 
     def operands(self, call: QuantizeCall, *, seed: int, distribution: str, device: torch.device) -> Tensor:
         """The tensor."""
@@ -252,20 +169,12 @@ class Quantize:
         equal = bool(self.baseline(call, operands)().equal(operands))
         return Conformance(True, 0.0, 0.0) if equal else Conformance(False, 1.0, 0.0, "the copy differs")
 
-    def rivals(self, call: QuantizeCall, sets: Sequence[Tensor]) -> list[Rival]:
-        """None: the baseline is the copy."""
-        return []
-
     def bytes_moved(self, call: QuantizeCall) -> int:
         """16 bits in, 8 bits out, 8 more for a transpose. A dynamic scale per tensor, or per row of both, needs a second read: not counted."""
         return call.m * call.k * (call.in_dtype.itemsize + (call.spec is not None) + (call.transpose is not None))
 
-    def flops(self, call: QuantizeCall) -> int:
-        """None on the matrix units."""
-        return 0
 
-
-ADAPTERS: dict[str, Adapter] = {
+ADAPTERS: dict[str, Op[Any]] = {
     adapter.op: adapter
     for adapter in (
         ScaledMm(),
@@ -279,14 +188,13 @@ ADAPTERS: dict[str, Adapter] = {
         Interaction(),
         Dots(),
         Route(),
-        Dots(),
         EmbeddingBag(),
         EmbeddingUpdate(),
     )
 }
 
 
-def adapter_for(op: str) -> Adapter:
+def adapter_for(op: str) -> Op[Any]:
     """The adapter of an op."""
     if op not in ADAPTERS:
         raise ValueError(f"no benchmark for op {op!r}; there are {', '.join(ADAPTERS)}")

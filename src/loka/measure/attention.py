@@ -8,8 +8,6 @@ cancels is off by what float32 adds lose. Gradients are judged by relative L2, a
 """
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +19,14 @@ from loka.kernels.attention.call import AttentionCall
 from loka.kernels.attention.reference import locate, time_bucket
 from loka.measure import conformance, inputs
 from loka.measure.conformance import ULP, Conformance, Law
-from loka.measure.fused import DTYPES, compiled, judge_twice
+from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.nearness import as_share, judge_near
+from loka.measure.op import Op, read_variant, spell_variant
 from loka.measure.rounding import worst_of
-from loka.measure.timing import Rival, Thunk
+from loka.measure.timing import Thunk
 
-_VARIANT = re.compile(r"(\d+)x(\d+)")
+FLAGS = ("even", "plain", "gradient")
 _BUCKETS = 64
 GRADIENT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # relative L2
 BASELINE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4}  # scores are rounded too
@@ -43,8 +42,7 @@ class RaggedAttention(AttentionCall):
     gradient: bool = False
 
     def __str__(self) -> str:
-        named = [name for name in ("even", "plain", "gradient") if getattr(self, name)]
-        return ", ".join([super().__str__(), *named])
+        return ", ".join([super().__str__(), *(name for name in FLAGS if getattr(self, name))])
 
 
 @dataclass(frozen=True)
@@ -57,44 +55,25 @@ class AttentionOperands:
     lengths: tuple[int, ...]
 
 
-class Attention:
+class Attention(Op[RaggedAttention]):
     """SiLU attention over ragged rows."""
 
     op = "attention"
+    DIMENSIONS = ("rows", "heads", "length")
     VARIANTS = ("128x128", "128x128|gradient", "64x64")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[RaggedAttention]:
-        """Every shape (rows, heads, length) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> RaggedAttention:
-        widths, *options = variant.split("|")
-        match = _VARIANT.fullmatch(widths)
-        kinds = [option for option in options if option in DTYPES]
-        known = {"even", "plain", "gradient"}
-        if match is None or set(options) - known - set(kinds) or len(kinds) > 1:
-            raise ValueError(
-                f"variant {variant!r} is not QKxV[|even][|plain][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
-            )
+    def parse(self, shape: Shape, variant: str) -> RaggedAttention:
+        """Rows, heads and length under `QKxV`."""
+        spelled = f"QKxV[|even][|plain][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
+        match, options, dtype = read_variant(variant, r"(\d+)x(\d+)", FLAGS, spelled)
         rows, heads, length = shape
-        kind = DTYPES[kinds[0]] if kinds else torch.bfloat16
-        even, plain, gradient = (name in options for name in ("even", "plain", "gradient"))
-        d_qk, d_v = (int(part) for part in match.groups())
-        return RaggedAttention(rows, length, heads, d_qk, d_v, kind, even, plain, gradient)
+        return RaggedAttention(
+            rows, length, heads, int(match[1]), int(match[2]), dtype, *(name in options for name in FLAGS)
+        )
 
-    def encode(self, call: RaggedAttention) -> dict[str, Any]:
-        """As JSON."""
-        options = [name for name in ("even", "plain", "gradient") if getattr(call, name)]
-        options.append(str(call.dtype).removeprefix("torch."))
-        return {**self.shape(call), "variant": "|".join([f"{call.d_qk}x{call.d_v}", *options])}
-
-    def decode(self, fields: dict[str, Any]) -> RaggedAttention:
-        """From JSON."""
-        return self._call((fields["rows"], fields["heads"], fields["length"]), fields["variant"])
-
-    def shape(self, call: RaggedAttention) -> dict[str, int]:
-        """Rows, heads, length."""
-        return {"rows": call.rows, "heads": call.heads, "length": call.length}
+    def spell(self, call: RaggedAttention) -> str:
+        """The inverse of `parse`."""
+        return spell_variant(f"{call.d_qk}x{call.d_v}", call, FLAGS)
 
     def operands(
         self, call: RaggedAttention, *, seed: int, distribution: str, device: torch.device
@@ -170,10 +149,6 @@ class Attention:
         law, _ = _law(call, operands, forward=True)
         out = self.baseline(call, operands)()
         return judge_near(out.reshape(law.y.shape), law.y, BASELINE[call.dtype], what="the baseline", slices=False)
-
-    def rivals(self, call: RaggedAttention, sets: Sequence[AttentionOperands]) -> list[Rival]:
-        """None."""
-        return []
 
     def bytes_moved(self, call: RaggedAttention) -> int:
         """Queries, keys and values in, results out; with the gradient all of them once more, and the gradient of the result."""

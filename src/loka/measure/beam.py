@@ -6,10 +6,7 @@ Judged against softmax attention in float64: the weights are rounded to 16 bits 
 """
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +16,9 @@ from loka.kernels.beam_attention.call import BeamAttentionCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import ULP, Conformance, Law
 from loka.measure.inputs import Shape
-from loka.measure.timing import Rival, Thunk
+from loka.measure.op import Op, read_variant, spell_variant
+from loka.measure.timing import Thunk
 
-_VARIANT = re.compile(r"(\d+)/(\d+)x(\d+)")
 _SLICE = 1 << 27  # elements of float64 scores at a time
 
 
@@ -45,42 +42,25 @@ class BeamOperands:
     lengths: Tensor
 
 
-class BeamAttention:
+class BeamAttention(Op[RaggedCall]):
     """q [R, B, H, D] over k, v [R, S, G, D]."""
 
     op = "beam_attention"
+    DIMENSIONS = ("requests", "beams", "context=length")
     VARIANTS = ("11/11x128|shared", "11/11x128|shared|ragged", "11/11x128")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[RaggedCall]:
-        """Every shape (requests, beams, context) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> RaggedCall:
-        heads, *options = variant.split("|")
-        match = _VARIANT.fullmatch(heads)
-        dtypes = [option for option in options if option in ("float32", "float16", "bfloat16")]
-        if match is None or set(options) - {"shared", "ragged", *dtypes} or len(dtypes) > 1:
-            raise ValueError(
-                f"variant {variant!r} is not HEADS/GROUPSxD[|shared][|ragged][|dtype]; e.g. {self.VARIANTS[0]}"
-            )
+    def parse(self, shape: Shape, variant: str) -> RaggedCall:
+        """Requests, beams and context under `HEADS/GROUPSxD`."""
+        match, options, dtype = read_variant(
+            variant, r"(\d+)/(\d+)x(\d+)", ("shared", "ragged"), f"HEADS/GROUPSxD[|shared][|ragged][|dtype]; e.g. {self.VARIANTS[0]}"
+        )  # fmt: skip
         h, g, d = (int(part) for part in match.groups())
         requests, beams, length = shape
-        dtype = getattr(torch, dtypes[0]) if dtypes else torch.bfloat16
         return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, "ragged" in options)
 
-    def encode(self, call: RaggedCall) -> dict[str, Any]:
-        """As JSON."""
-        options = [*(["shared"] if call.shared else []), *(["ragged"] if call.ragged else [])]
-        options.append(str(call.dtype).removeprefix("torch."))
-        return {**self.shape(call), "variant": "|".join([f"{call.heads}/{call.groups}x{call.d}", *options])}
-
-    def decode(self, fields: dict[str, Any]) -> RaggedCall:
-        """From JSON."""
-        return self._call((fields["requests"], fields["beams"], fields["context"]), fields["variant"])
-
-    def shape(self, call: RaggedCall) -> dict[str, int]:
-        """Requests, beams, context."""
-        return {"requests": call.requests, "beams": call.beams, "context": call.length}
+    def spell(self, call: RaggedCall) -> str:
+        """The inverse of `parse`."""
+        return spell_variant(f"{call.heads}/{call.groups}x{call.d}", call, ("shared", "ragged"))
 
     def operands(self, call: RaggedCall, *, seed: int, distribution: str, device: torch.device) -> BeamOperands:
         """Keys and values of the distribution, normal queries; ragged lengths run from a third to all of the context."""
@@ -143,10 +123,6 @@ class BeamAttention:
         full = torch.full_like(operands.lengths, call.length)
         whole = BeamOperands(operands.q, operands.k, operands.v, full)
         return self._judge(self.baseline(call, whole), call, whole, poison=False)
-
-    def rivals(self, call: RaggedCall, sets: Sequence[BeamOperands]) -> list[Rival]:
-        """None: the torch backend is SDPA with its mask."""
-        return []
 
     def bytes_moved(self, call: RaggedCall) -> int:
         """Queries in, results out, the context once."""

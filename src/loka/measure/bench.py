@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from loka.kernels import registry
-from loka.measure.adapter import Adapter, adapter_for
+from loka.measure.adapter import adapter_for
 from loka.measure.conformance import Conformance
 from loka.measure.device import peaks, snapshot
 from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
+from loka.measure.op import Op
 from loka.measure.timing import BASELINE, DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
 from loka.records import Interval
 from loka.records.bench import KernelBench, KernelRow, Peaks
@@ -66,7 +67,7 @@ def run(config: BenchConfig, *, command: str | None = None, ceilings: Peaks | No
     """Measure and record; `ceilings` where the same run has measured them already."""
     end = time.monotonic() + config.seconds
     adapter = adapter_for(config.op)
-    variants = config.variants or adapter.VARIANTS  # type: ignore[attr-defined]
+    variants = config.variants or adapter.VARIANTS
     calls = adapter.calls(config.shapes, variants)
     checked = check_calls(config, adapter, calls, seconds=0.6 * config.seconds)
     by_call = [{name: checked[name][index] for name in config.names} for index in range(len(calls))]
@@ -97,7 +98,7 @@ def _notes(config: BenchConfig) -> list[str]:
 
 
 def check_calls(
-    config: BenchConfig, adapter: Adapter, calls: Sequence[Any], *, seconds: float
+    config: BenchConfig, adapter: Op[Any], calls: Sequence[Any], *, seconds: float
 ) -> dict[str, list[Outcome]]:
     """Conformance of every backend on every call, per backend in the order of the calls."""
 
@@ -159,7 +160,7 @@ def _finite(value: float) -> float | None:
 
 def time_calls(
     config: BenchConfig,
-    adapter: Adapter,
+    adapter: Op[Any],
     calls: Sequence[Any],
     checked: Sequence[dict[str, Outcome]],
     *,
@@ -181,7 +182,7 @@ def time_calls(
     return [_here(time_case, case) for case in cases]
 
 
-def _rows(adapter: Adapter, call: Any, checked: dict[str, Outcome], timed: Outcome, ceilings: Peaks) -> list[KernelRow]:
+def _rows(adapter: Op[Any], call: Any, checked: dict[str, Outcome], timed: Outcome, ceilings: Peaks) -> list[KernelRow]:
     """The rows of one call: bf16 first, then every backend in the order asked for."""
     floor = roofline_microseconds(adapter, call, ceilings)
     common: dict[str, Any] = {"op": adapter.op, "call": str(call), "shape": adapter.shape(call)}
@@ -264,7 +265,7 @@ def _captured(candidates: list[Candidate], device: torch.device, repeats: int) -
     return [], refused
 
 
-def roofline_microseconds(adapter: Adapter, call: Any, ceilings: Peaks) -> float | None:
+def roofline_microseconds(adapter: Op[Any], call: Any, ceilings: Peaks) -> float | None:
     """The floor: no kernel does this call much faster on this machine. None for a GEMM where there is no FP8 unit to measure."""
     moving = adapter.bytes_moved(call) / ceilings.copy_bytes_per_second
     operations = adapter.flops(call)

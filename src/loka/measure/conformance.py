@@ -119,7 +119,22 @@ def _exact(q: QTensor) -> Tensor:
 
 
 def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:
-    """Run a backend of scaled_mm on its operands and judge the result; then the same with the weight b prepared."""
+    """Run a backend of scaled_mm on its operands and judge the result; then the same with the weight prepared.
+
+    Args:
+        backend: anybody's.
+        call: what the operands are.
+        a: the left operand.
+        b: the weight.
+        poison: also with uninitialised memory filled with NaN.
+
+    Returns:
+        Whether it is right, the error, what was allowed, and the reason.
+
+    Example:
+        >>> bool(check_scaled_mm(registry.backend("scaled_mm", "reference"), call, a, b))
+        True
+    """
     expected = law(a, b)
 
     def run(weight: QTensor = b) -> Tensor:

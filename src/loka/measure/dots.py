@@ -3,7 +3,6 @@
 A variant is `pairs`, those above the diagonal; options: `self` (the diagonal too), `gradient` (dx instead), and a type. Judged against float64, element by element.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor
 from loka.kernels.dots.call import DotsCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance, Law
-from loka.measure.fused import DTYPES, compiled
+from loka.measure.fused import compiled
 from loka.measure.inputs import Shape
-from loka.measure.timing import Rival, Thunk
+from loka.measure.op import Op, read_variant, spell_variant
+from loka.measure.timing import Thunk
 
 
 @dataclass(frozen=True)
@@ -38,38 +38,24 @@ class DotsOperands:
     dy: Tensor
 
 
-class Dots:
+class Dots(Op[PairsCall]):
     """Pairwise products, or their gradient."""
 
     op = "dots"
+    DIMENSIONS = ("b", "n", "d")
     VARIANTS = ("pairs", "pairs|gradient")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[PairsCall]:
-        """Every shape (examples, vectors, width) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> PairsCall:
-        head, *options = variant.split("|")
-        kinds = [option for option in options if option in DTYPES]
-        if head != "pairs" or set(options) - {"self", "gradient", *kinds} or len(kinds) > 1:
-            raise ValueError(f"variant {variant!r} is not pairs[|self][|gradient][|dtype]; e.g. {self.VARIANTS[1]}")
+    def parse(self, shape: Shape, variant: str) -> PairsCall:
+        """Examples, vectors and width under `pairs`."""
+        spelled = f"pairs[|self][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
+        _, options, dtype = read_variant(variant, "pairs", ("self", "gradient"), spelled)
         b, n, d = shape
         count = n * (n + 1) // 2 if "self" in options else n * (n - 1) // 2
-        return PairsCall(b, n, d, count, DTYPES[kinds[0]] if kinds else torch.bfloat16, "gradient" in options)
+        return PairsCall(b, n, d, count, dtype, "gradient" in options)
 
-    def encode(self, call: PairsCall) -> dict[str, Any]:
-        """As JSON."""
-        options = [*(["self"] if _with_itself(call) else []), *(["gradient"] if call.gradient else [])]
-        options.append(str(call.dtype).removeprefix("torch."))
-        return {**self.shape(call), "variant": "|".join(["pairs", *options])}
-
-    def decode(self, fields: dict[str, Any]) -> PairsCall:
-        """From JSON."""
-        return self._call((fields["b"], fields["n"], fields["d"]), fields["variant"])
-
-    def shape(self, call: PairsCall) -> dict[str, int]:
-        """Examples, vectors, width."""
-        return {"b": call.b, "n": call.n, "d": call.d}
+    def spell(self, call: PairsCall) -> str:
+        """The inverse of `parse`."""
+        return spell_variant("pairs|self" if _with_itself(call) else "pairs", call, ("gradient",))
 
     def operands(self, call: PairsCall, *, seed: int, distribution: str, device: torch.device) -> DotsOperands:
         """Vectors of the distribution, normal gradients."""
@@ -106,10 +92,6 @@ class Dots:
         """Against float64."""
         plain = PairsCall(call.b, call.n, call.d, call.pairs, call.dtype)
         return self._judge(self.baseline(plain, operands), plain, operands, poison=False)
-
-    def rivals(self, call: PairsCall, sets: Sequence[DotsOperands]) -> list[Rival]:
-        """None."""
-        return []
 
     def bytes_moved(self, call: PairsCall) -> int:
         """Vectors in, products out; backward vectors and gradients in, dx out."""

@@ -23,7 +23,6 @@ from loka.measure.rounding import worst_of
 FLOAT32 = 1e-5  # what sums in another order and an approximate reciprocal lose, relative to the row
 STEEPEST = 1.5  # no activation here has a larger slope
 ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {name: partial(activate, name=name) for name in ACTIVATIONS}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def split_variant(text: str, known: set[str]) -> tuple[str, str, set[str], str]:

@@ -6,9 +6,7 @@ other; otherwise the load is skewed, with one expert idle), `fast` (sums may sta
 Judged expert by expert against the law of its own GEMM, as `scaled_mm` is.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +20,9 @@ from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.inputs import Shape
+from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import worst_of
-from loka.measure.timing import Rival, Thunk
-
-_PLAIN = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from loka.measure.timing import Thunk
 
 
 @dataclass(frozen=True)
@@ -62,44 +59,34 @@ def group_offsets(rows: int, experts: int, *, even: bool, seed: int, device: tor
     return torch.cat([torch.zeros(1), ends]).to(torch.int32).to(device)
 
 
-class GroupedMm:
+class GroupedMm(Op[LoadedCall]):
     """x [M, K] sorted by expert times w [E, N, K]."""
 
     op = "grouped_mm"
+    DIMENSIONS = ("m", "k", "n", "experts")
     VARIANTS = ("bfloat16|53|even", "e4m3:row@e4m3:row|53|even|fast", "e4m3:1x128@e4m3:128x128|53|even")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[LoadedCall]:
-        """Every shape under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> LoadedCall:
+    def parse(self, shape: Shape, variant: str) -> LoadedCall:
+        """M, K and N under `SPEC@SPEC|experts`."""
         kind, *options = variant.split("|")
         counts = [option for option in options if option.isdigit()]
         left, at, right = kind.partition("@")
-        if len(counts) != 1 or set(options) - {"even", "fast", *counts} or not (at or kind in _PLAIN):
+        if len(counts) != 1 or set(options) - {"even", "fast", *counts} or not (at or kind in DTYPES):
             raise ValueError(
                 f"variant {variant!r} is not SPEC@SPEC|experts[|even][|fast], nor DTYPE|experts; e.g. {self.VARIANTS[2]}"
             )
         m, k, n = shape
         specs = (Spec.parse(left), Spec.parse(right)) if at else (None, None)
-        dtype = specs[0].format.dtype if specs[0] is not None else _PLAIN[kind]
+        dtype = specs[0].format.dtype if specs[0] is not None else DTYPES[kind]
         out = torch.bfloat16 if at else dtype
         fast, even = "fast" in options, "even" in options
         return LoadedCall(m, k, n, int(counts[0]), specs[0], specs[1], dtype, out, fast, even=even)
 
-    def encode(self, call: LoadedCall) -> dict[str, Any]:
-        """As JSON."""
+    def spell(self, call: LoadedCall) -> str:
+        """The inverse of `parse`."""
         kind = str(call.in_dtype).removeprefix("torch.") if call.a is None else f"{call.a}@{call.b}"
         options = [str(call.experts), *(["even"] if call.even else []), *(["fast"] if call.fast_accum else [])]
-        return {**self.shape(call), "variant": "|".join([kind, *options])}
-
-    def decode(self, fields: dict[str, Any]) -> LoadedCall:
-        """From JSON."""
-        return self._call((fields["m"], fields["k"], fields["n"]), fields["variant"])
-
-    def shape(self, call: LoadedCall) -> dict[str, int]:
-        """M, K, N, experts."""
-        return {"m": call.m, "k": call.k, "n": call.n, "experts": call.experts}
+        return "|".join([kind, *options])
 
     def operands(self, call: LoadedCall, *, seed: int, distribution: str, device: torch.device) -> GroupedOperands:
         """Rows of the distribution, normal weights."""
@@ -188,10 +175,6 @@ class GroupedMm:
         plain = LoadedCall(call.m, call.k, call.n, call.experts, in_dtype=torch.bfloat16, even=call.even)
         o = GroupedOperands(operands.x16, operands.w16, operands.offsets, operands.x16, operands.w16)
         return self.judge(self.baseline(call, operands)(), plain, o)
-
-    def rivals(self, call: LoadedCall, sets: Sequence[GroupedOperands]) -> list[Rival]:
-        """None: the other backends are."""
-        return []
 
     def bytes_moved(self, call: LoadedCall) -> int:
         """Rows in, every expert's weights once, results out."""

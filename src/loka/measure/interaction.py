@@ -19,13 +19,14 @@ from loka.kernels.fused_linear.call import NORMALIZED_SCALE
 from loka.kernels.interaction.call import NORM_EPS, InteractionCall
 from loka.measure import inputs
 from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
-from loka.measure.fused import DTYPES, FLOAT32, block_norm, compiled, judge_twice
+from loka.measure.fused import FLOAT32, block_norm, compiled, judge_twice
 from loka.measure.inputs import Shape
 from loka.measure.nearness import as_share, judge_near
+from loka.measure.op import Op, read_variant, spell_variant
 from loka.measure.rounding import judge_rounded, worst_of
-from loka.measure.timing import Rival, Thunk
+from loka.measure.timing import Thunk
 
-_VARIANT = re.compile(r"(\d+)/(\d+)\+(\d+)")
+_COUNTS = r"(\d+)/(\d+)\+(\d+)"
 NEXT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # relative L2: mixtures and result are rounded
 GRADIENT = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # four products, rounded in between
 
@@ -33,7 +34,7 @@ GRADIENT = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # f
 def _fits(shape: Shape, variant: str) -> bool:
     """Whether x can be its own residual; what is no variant is left to be refused with its reason."""
     counts, *options = variant.split("|")
-    match = _VARIANT.fullmatch(counts)
+    match = re.fullmatch(_COUNTS, counts)
     return match is None or "project" in options or shape[1] == int(match[2]) + int(match[3])
 
 
@@ -71,47 +72,33 @@ class Exact:
     rstd: Tensor
 
 
-class Interaction:
+class Interaction(Op[LayerCall]):
     """The layer, or its gradient."""
 
     op = "interaction"
+    DIMENSIONS = ("rows", "n", "d")
     VARIANTS = ("24/32+32", "24/32+32|project", "24/32+32|gradient")
 
     def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[LayerCall]:
         """Every shape (examples, vectors, width) under every variant that it can have."""
         pairs = [(shape, variant) for shape in shapes for variant in variants]
-        made = [self._call(shape, variant) for shape, variant in pairs if _fits(shape, variant)]
+        made = [self.parse(shape, variant) for shape, variant in pairs if _fits(shape, variant)]
         if pairs and not made:
             raise ValueError(
                 f"no shape fits a variant: without `project` the vectors are as many as NL+NF; got {pairs[0]}"
             )
         return made
 
-    def _call(self, shape: Shape, variant: str) -> LayerCall:
-        counts, *options = variant.split("|")
-        match = _VARIANT.fullmatch(counts)
-        kinds = [option for option in options if option in DTYPES]
-        if match is None or set(options) - {"project", "gradient", *kinds} or len(kinds) > 1:
-            raise ValueError(
-                f"variant {variant!r} is not K/NL+NF[|project][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
-            )
-        kind = DTYPES[kinds[0]] if kinds else torch.bfloat16
+    def parse(self, shape: Shape, variant: str) -> LayerCall:
+        """Examples, vectors and width under `K/NL+NF`."""
+        spelled = f"K/NL+NF[|project][|gradient][|dtype]; e.g. {self.VARIANTS[1]}"
+        match, options, dtype = read_variant(variant, _COUNTS, ("project", "gradient"), spelled)
         k, n_l, n_f = (int(part) for part in match.groups())
-        return LayerCall(*shape, k, n_l, n_f, "project" in options, kind, "gradient" in options)
+        return LayerCall(*shape, k, n_l, n_f, "project" in options, dtype, "gradient" in options)
 
-    def encode(self, call: LayerCall) -> dict[str, Any]:
-        """As JSON."""
-        options = [name for name in ("project", "gradient") if getattr(call, name)]
-        options.append(str(call.dtype).removeprefix("torch."))
-        return {**self.shape(call), "variant": "|".join([f"{call.k}/{call.n_l}+{call.n_f}", *options])}
-
-    def decode(self, fields: dict[str, Any]) -> LayerCall:
-        """From JSON."""
-        return self._call((fields["rows"], fields["n"], fields["d"]), fields["variant"])
-
-    def shape(self, call: LayerCall) -> dict[str, int]:
-        """Examples, vectors, width."""
-        return {"rows": call.rows, "n": call.n, "d": call.d}
+    def spell(self, call: LayerCall) -> str:
+        """The inverse of `parse`."""
+        return spell_variant(f"{call.k}/{call.n_l}+{call.n_f}", call, ("project", "gradient"))
 
     def operands(self, call: LayerCall, *, seed: int, distribution: str, device: torch.device) -> LayerOperands:
         """Vectors of the distribution after the norm that made them, mixtures of order one, normal tower output and gradients."""
@@ -175,10 +162,6 @@ class Interaction:
         exact = _exact(call, operands.x, operands.weight, operands.tower)
         found = self.baseline(call, operands)()[1]
         return judge_near(found, exact.next, 2 * NEXT[call.dtype], what="the baseline")
-
-    def rivals(self, call: LayerCall, sets: Sequence[LayerOperands]) -> list[Rival]:
-        """None."""
-        return []
 
     def bytes_moved(self, call: LayerCall) -> int:
         """x and the tower's output in, products and the next x out; backward x, next and both gradients in, dS and dx out."""

@@ -33,7 +33,6 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance, Law
 from loka.measure.fused import (
     ACTIVATE,
-    DTYPES,
     FLOAT32,
     STEEPEST,
     bf16_gradient,
@@ -44,6 +43,7 @@ from loka.measure.fused import (
     split_variant,
 )
 from loka.measure.inputs import Shape
+from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded, worst_of
 from loka.measure.timing import Rival, Thunk
 
@@ -71,7 +71,7 @@ class GradientOperands:
     p: Tensor
 
 
-class FusedLinear:
+class FusedLinear(Op[FusedCall | GradientCall]):
     """The fused layer [M, K] x [N, K], and its gradient [M, N]."""
 
     op = "fused_linear"
@@ -80,13 +80,11 @@ class FusedLinear:
         "e4m3:tensor@e4m3:tensor>e4m3:tensor:static|keep|transpose",
         "gradient>e4m3:tensor:delayed+e4m3:tensor:delayed",
     )
+    DIMENSIONS = ("m", "k", "n")
     OPTIONS = frozenset({"nonorm", "bias", "keep", "transpose"})
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[FusedCall | GradientCall]:
-        """Every shape under every variant; a gradient has no K, so shapes that differ only in it are one."""
-        return list(dict.fromkeys(self._call(shape, variant) for shape in shapes for variant in variants))
-
-    def _call(self, shape: Shape, variant: str) -> FusedCall | GradientCall:
+    def parse(self, shape: Shape, variant: str) -> FusedCall | GradientCall:
+        """M, K and N; a gradient has no K, so shapes that differ only in it are one call."""
         head, output, options, activation = split_variant(variant, set(self.OPTIONS))
         m, k, n = shape
         block, chosen = 0 if "nonorm" in options else NORM_BLOCK, activation or "hard_swish"
@@ -102,8 +100,8 @@ class FusedLinear:
         extras = [name in options for name in ("bias", "keep", "transpose")]
         return FusedCall(m, k, n, Spec.parse(left), Spec.parse(right), out, block, chosen, *extras)
 
-    def encode(self, call: FusedCall | GradientCall) -> dict[str, Any]:
-        """As JSON."""
+    def spell(self, call: FusedCall | GradientCall) -> str:
+        """The inverse of `parse`."""
         options = [call.activation, *(["nonorm"] if not call.norm_block else [])]
         options += [name for name in ("bias", "keep", "transpose") if getattr(call, name, False)]
         if isinstance(call, GradientCall):
@@ -111,11 +109,7 @@ class FusedLinear:
         else:
             out = call.out if isinstance(call.out, Spec) else str(call.out).removeprefix("torch.")
             head = f"{call.a}@{call.b}>{out}"
-        return {**self.shape(call), "variant": "|".join([head, *options])}
-
-    def decode(self, fields: dict[str, Any]) -> FusedCall | GradientCall:
-        """From JSON."""
-        return self._call((fields["m"], fields.get("k", 0), fields["n"]), fields["variant"])
+        return "|".join([head, *options])
 
     def shape(self, call: FusedCall | GradientCall) -> dict[str, int]:
         """M, K, N; a gradient has no K."""

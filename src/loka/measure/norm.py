@@ -21,7 +21,6 @@ from loka.measure import conformance, inputs, norm_gradient
 from loka.measure.conformance import Conformance
 from loka.measure.fused import (
     ACTIVATE,
-    DTYPES,
     FLOAT32,
     STEEPEST,
     bf16_norm,
@@ -31,26 +30,24 @@ from loka.measure.fused import (
     split_variant,
 )
 from loka.measure.inputs import Shape
+from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded, worst_of
 from loka.measure.timing import Rival, Thunk
 
 
-class NormQuantize:
+class NormQuantize(Op[NormCall | NormGradientCall]):
     """Norm + activation + quantise of x [M, K]; N is ignored."""
 
     op = "norm_quantize"
     VARIANTS = tuple(
         f"{norm}>{spec}|hard_swish" for norm in ("rms", "layer", "block") for spec in ("e4m3:row", "e4m3:1x128", "e4m3:tensor:static")
     )  # fmt: skip
+    DIMENSIONS = ("m", "k")
     OPTIONS = frozenset({"affine", "residual", "transpose", *DTYPES})
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[NormCall | NormGradientCall]:
-        """Every different (M, K) under every variant."""
-        return [
-            self._call(m, k, variant) for m, k in dict.fromkeys((m, k) for m, k, _ in shapes) for variant in variants
-        ]
-
-    def _call(self, m: int, k: int, variant: str) -> NormCall | NormGradientCall:
+    def parse(self, shape: Shape, variant: str) -> NormCall | NormGradientCall:
+        """M and K under a variant."""
+        m, k, _ = shape
         norm, spec, options, activation = split_variant(variant, set(self.OPTIONS))
         if norm.startswith(norm_gradient.HEAD):
             return norm_gradient.parse(m, k, norm, spec, options, activation)
@@ -64,21 +61,13 @@ class NormQuantize:
         assert call.spec is not None  # no variant is without
         return call.spec
 
-    def encode(self, call: NormCall | NormGradientCall) -> dict[str, Any]:
-        """As JSON."""
+    def spell(self, call: NormCall | NormGradientCall) -> str:
+        """The inverse of `parse`."""
         if isinstance(call, NormGradientCall):
-            return {**self.shape(call), "variant": norm_gradient.spell(call)}
+            return norm_gradient.spell(call)
         options = [call.activation, *(name for name in ("affine", "residual", "transpose") if getattr(call, name))]
         options += [name for name, dtype in DTYPES.items() if dtype == call.out_dtype]
-        return {**self.shape(call), "variant": "|".join([f"{call.norm}>{call.spec}", *options])}
-
-    def decode(self, fields: dict[str, Any]) -> NormCall | NormGradientCall:
-        """From JSON."""
-        return self._call(fields["m"], fields["k"], fields["variant"])
-
-    def shape(self, call: NormCall | NormGradientCall) -> dict[str, int]:
-        """M, K."""
-        return {"m": call.m, "k": call.k}
+        return "|".join([f"{call.norm}>{call.spec}", *options])
 
     def operands(self, call: NormCall | NormGradientCall, *, seed: int, distribution: str, device: torch.device) -> Any:
         """x, and the residual, parameters and scale where the call has them."""
@@ -181,10 +170,6 @@ class NormQuantize:
         item = call.in_dtype.itemsize
         extra = 2 * item * call.residual + (call.out_dtype.itemsize if call.out_dtype else 0)
         return call.m * call.k * (item + 1 + call.transpose + extra)
-
-    def flops(self, call: NormCall | NormGradientCall) -> int:
-        """None on the matrix units."""
-        return 0
 
 
 def _copy(operands: dict[str, Tensor | None]) -> Thunk:

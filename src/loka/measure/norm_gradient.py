@@ -14,7 +14,8 @@ from loka.kernels.norm_quantize import reference
 from loka.kernels.norm_quantize.call import EPS, NormGradient, NormGradientCall
 from loka.measure import inputs
 from loka.measure.conformance import Conformance
-from loka.measure.fused import ACTIVATE, DTYPES, FLOAT32, bf16_norm, block_norm, compiled
+from loka.measure.fused import ACTIVATE, FLOAT32, bf16_norm, block_norm, compiled
+from loka.measure.op import DTYPES
 from loka.measure.rounding import judge_rounded, worst_of
 from loka.measure.timing import Thunk
 

@@ -21,10 +21,11 @@ from loka.kernels.route import reference
 from loka.kernels.route.call import RouterCall
 from loka.measure import inputs
 from loka.measure.conformance import ULP, Conformance
-from loka.measure.fused import DTYPES, compiled, judge_twice
+from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
+from loka.measure.op import Op, read_variant, spell_variant
 from loka.measure.rounding import worst_of
-from loka.measure.timing import Rival, Thunk
+from loka.measure.timing import Thunk
 
 FLOAT32 = 2.0**-20  # what sums in another order lose of their terms
 FEW = 4096  # tokens of the exact case
@@ -49,38 +50,22 @@ class RouterOperands:
     balance: Tensor
 
 
-class Route:
+class Route(Op[SortedRouterCall]):
     """Routing of tokens to experts."""
 
     op = "route"
+    DIMENSIONS = ("tokens", "k", "experts")
     VARIANTS = ("top=3", "top=3|always|sorted")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[SortedRouterCall]:
-        """Every shape (tokens, width, experts) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
+    def parse(self, shape: Shape, variant: str) -> SortedRouterCall:
+        """Tokens, width and experts under `top=T`."""
+        spelled = f"top=T[|always][|sorted][|dtype]; e.g. {self.VARIANTS[1]}"
+        match, options, dtype = read_variant(variant, r"top=(\d+)", ("always", "sorted"), spelled)
+        return SortedRouterCall(*shape, int(match[1]), dtype, "always" in options, "sorted" in options)
 
-    def _call(self, shape: Shape, variant: str) -> SortedRouterCall:
-        top, *options = variant.split("|")
-        kinds = [option for option in options if option in DTYPES]
-        number = top.removeprefix("top=")
-        if number == top or not number.isdigit() or set(options) - {"always", "sorted", *kinds} or len(kinds) > 1:
-            raise ValueError(f"variant {variant!r} is not top=T[|always][|sorted][|dtype]; e.g. {self.VARIANTS[1]}")
-        kind = DTYPES[kinds[0]] if kinds else torch.bfloat16
-        return SortedRouterCall(*shape, int(number), kind, "always" in options, "sorted" in options)
-
-    def encode(self, call: SortedRouterCall) -> dict[str, Any]:
-        """As JSON."""
-        options = [name for name in ("always", "sorted") if getattr(call, name)]
-        options.append(str(call.dtype).removeprefix("torch."))
-        return {**self.shape(call), "variant": "|".join([f"top={call.top}", *options])}
-
-    def decode(self, fields: dict[str, Any]) -> SortedRouterCall:
-        """From JSON."""
-        return self._call((fields["tokens"], fields["k"], fields["experts"]), fields["variant"])
-
-    def shape(self, call: SortedRouterCall) -> dict[str, int]:
-        """Tokens, width, experts."""
-        return {"tokens": call.tokens, "k": call.k, "experts": call.experts}
+    def spell(self, call: SortedRouterCall) -> str:
+        """The inverse of `parse`."""
+        return spell_variant(f"top={call.top}", call, ("always", "sorted"))
 
     def operands(self, call: SortedRouterCall, *, seed: int, distribution: str, device: torch.device) -> RouterOperands:
         """Tokens of the distribution; a normal router whose logits are of order one, and a balance that decides some choices."""
@@ -123,10 +108,6 @@ class Route:
         """By score; it knows no shared expert."""
         plain = SortedRouterCall(call.tokens, call.k, call.experts, call.top, call.dtype)
         return _judge(self.baseline(call, operands)(), plain, operands)
-
-    def rivals(self, call: SortedRouterCall, sets: Sequence[RouterOperands]) -> list[Rival]:
-        """None."""
-        return []
 
     def bytes_moved(self, call: SortedRouterCall) -> int:
         """Tokens and router in; an index and a weight a visit out, and where sorted the way back."""

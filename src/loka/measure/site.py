@@ -142,7 +142,27 @@ def time_gemms(
     seconds: float = 60.0,
     distributions: Sequence[str] = (),
 ) -> list[SiteTiming]:
-    """Time candidates for one GEMM, in their order. `distributions` also measures errors on named inputs (`inputs`)."""
+    """Time candidates for one GEMM of a linear beside bf16: quantisation included, each judged right before it is timed.
+
+    Args:
+        gemm: fprop, dgrad or wgrad.
+        m: rows of a call.
+        k: inputs of the linear.
+        n: its outputs.
+        candidates: ways to run it.
+        device: where.
+        weights: quantised in every call ("dynamic"), or before ("cached").
+        repeats: of the timing.
+        seconds: for all of them together.
+        distributions: also measure errors on inputs of these names (`loka.measure.inputs`).
+
+    Returns:
+        A timing per candidate, in their order; one that was refused says why.
+
+    Example:
+        >>> rowwise = GemmCandidate(Spec.parse("e4m3:row"), Spec.parse("e4m3:row"), "torch", True)
+        >>> time_gemms("fprop", 4096, 1024, 1024, [rowwise], "cuda")[0].speedup
+    """
     job = SiteJob(gemm, m, k, n, tuple(candidates), weights)
     return time_jobs([job], device, repeats=repeats, seconds=seconds, distributions=distributions)[0]
 
@@ -210,7 +230,26 @@ def time_case(
     distributions: Sequence[str],
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """One job in this process, JSON in and out; on a CPU too, where its times are good for tests only."""
+    """One job in this process, JSON in and out: what a child process runs for `time_jobs`. On a CPU too, where its times are good for tests only.
+
+    Args:
+        gemm: fprop, dgrad or wgrad.
+        m: rows of a call.
+        k: inputs of the linear.
+        n: its outputs.
+        weights: quantised in every call ("dynamic"), or before ("cached").
+        candidates: each with a, b (Specs), backend and fast_accum.
+        device: where.
+        repeats: of the timing.
+        distributions: inputs to measure errors on.
+        seconds: after so many nothing new is begun.
+
+    Returns:
+        An answer per candidate: microseconds and speedup, or a refusal.
+
+    Example:
+        >>> time_case("fprop", 64, 128, 128, "dynamic", [{"a": "e4m3:row", "b": "e4m3:row", "backend": "reference", "fast_accum": False}], "cpu", 3, ["normal"])
+    """
     target, end = torch.device(device), time.monotonic() + seconds
     parsed = [GemmCandidate(Spec.parse(c["a"]), Spec.parse(c["b"]), c["backend"], c["fast_accum"]) for c in candidates]
     job = SiteJob(gemm, m, k, n, tuple(parsed), weights)

@@ -9,7 +9,6 @@ Lookups are judged by their distance from the law, as sums of float32. Updates a
 grid, and only one in 500 may differ at all, since the last bit of a sum may turn a rounding. A kernel that rounds to nearest, or squares before it sums duplicates, fails.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loka.formats import Draw
+from loka.kernels import registry
 from loka.kernels.embedding_bag import BagCall, Rows, reference
 from loka.kernels.embedding_bag.rows import FLOATS, parse_rows
 from loka.kernels.embedding_update import Rule, UpdateCall
@@ -26,7 +26,8 @@ from loka.measure import inputs
 from loka.measure.conformance import Conformance
 from loka.measure.fused import judge_twice
 from loka.measure.inputs import Shape
-from loka.measure.timing import Rival, Thunk
+from loka.measure.op import Op
+from loka.measure.timing import Thunk
 
 _SUM_ERROR = 1e-5  # of a float32 sum in another order, relative to the largest element of the result
 _TURNED = 0.002  # share of elements whose rounding may turn
@@ -80,10 +81,11 @@ def _row_bytes(kind: str, width: int) -> float:
     return width * parsed.format.bits / 8 + 4
 
 
-class EmbeddingBag:
+class EmbeddingBag(Op[BagCall]):
     """Lookups, pooled or single."""
 
     op = "embedding_bag"
+    DIMENSIONS = ("bags", "width", "rows")
     VARIANTS = (
         "float32|sum|items=20",
         "bfloat16|sum|items=20",
@@ -92,11 +94,8 @@ class EmbeddingBag:
         "int4:row|item",
     )
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[BagCall]:
-        """Every shape (bags, width, rows) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> BagCall:
+    def parse(self, shape: Shape, variant: str) -> BagCall:
+        """Bags, width and rows of the table under a format of rows."""
         kind, options, items = _items(variant)
         modes = [option for option in options if option in ("sum", "mean", "item")]
         if len(modes) != 1 or set(options) - {*modes, "weighted"}:
@@ -106,19 +105,11 @@ class EmbeddingBag:
         bags, width, rows = shape
         return BagCall(rows, width, bags, bags * items, kind, modes[0], "weighted" in options)
 
-    def encode(self, call: BagCall) -> dict[str, Any]:
-        """As JSON."""
+    def spell(self, call: BagCall) -> str:
+        """The inverse of `parse`."""
         items = call.items // max(call.bags, 1)
         options = [call.kind, call.mode, f"items={items}", *(["weighted"] if call.weighted else [])]
-        return {**self.shape(call), "variant": "|".join(options)}
-
-    def decode(self, fields: dict[str, Any]) -> BagCall:
-        """From JSON."""
-        return self._call((fields["bags"], fields["width"], fields["rows"]), fields["variant"])
-
-    def shape(self, call: BagCall) -> dict[str, int]:
-        """Bags, width, rows of the table."""
-        return {"bags": call.bags, "width": call.width, "rows": call.rows}
+        return "|".join(options)
 
     def operands(self, call: BagCall, *, seed: int, distribution: str, device: torch.device) -> Items:
         """A table and random items."""
@@ -153,25 +144,18 @@ class EmbeddingBag:
         """Near the law."""
         return _near(self.baseline(call, operands)(), self.thunk(reference, call, operands)())
 
-    def rivals(self, call: BagCall, sets: Sequence[Items]) -> list[Rival]:
-        """None: the baseline is torch's own."""
-        return []
-
     def bytes_moved(self, call: BagCall) -> int:
         """Every looked-up row and its scale, indices, and the result."""
         return int(
             call.items * (_row_bytes(call.kind, call.width) + 8) + call.bags * call.width * call.out_dtype.itemsize
         )
 
-    def flops(self, call: BagCall) -> int:
-        """None on the matrix units."""
-        return 0
 
-
-class EmbeddingUpdate:
+class EmbeddingUpdate(Op[UpdateCall]):
     """One step of an optimiser on the rows that occurred."""
 
     op = "embedding_update"
+    DIMENSIONS = EmbeddingBag.DIMENSIONS
     VARIANTS = (
         "float32|rowwise_adagrad|items=20",
         "bfloat16|sgd|items=20",
@@ -179,11 +163,8 @@ class EmbeddingUpdate:
         "e4m3:row:pow2|adam|items=4",
     )
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[UpdateCall]:
-        """Every shape (bags, width, rows) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> UpdateCall:
+    def parse(self, shape: Shape, variant: str) -> UpdateCall:
+        """Bags, width and rows of the table under a format of rows and a rule."""
         kind, options, items = _items(variant)
         if len(options) != 1:
             raise ValueError(f"variant {variant!r} is not ROWS|RULE[|items=N]; e.g. {self.VARIANTS[2]}")
@@ -191,17 +172,9 @@ class EmbeddingUpdate:
         bags, width, rows = shape
         return UpdateCall(rows, width, bags, bags * items, kind, rule.kind)
 
-    def encode(self, call: UpdateCall) -> dict[str, Any]:
-        """As JSON."""
-        return {**self.shape(call), "variant": f"{call.kind}|{call.rule}|items={call.items // max(call.bags, 1)}"}
-
-    def decode(self, fields: dict[str, Any]) -> UpdateCall:
-        """From JSON."""
-        return self._call((fields["bags"], fields["width"], fields["rows"]), fields["variant"])
-
-    def shape(self, call: UpdateCall) -> dict[str, int]:
-        """Bags, width, rows of the table."""
-        return {"bags": call.bags, "width": call.width, "rows": call.rows}
+    def spell(self, call: UpdateCall) -> str:
+        """The inverse of `parse`."""
+        return f"{call.kind}|{call.rule}|items={call.items // max(call.bags, 1)}"
 
     def operands(self, call: UpdateCall, *, seed: int, distribution: str, device: torch.device) -> Items:
         """A table, random items and a gradient."""
@@ -230,25 +203,11 @@ class EmbeddingUpdate:
 
     def baseline(self, call: UpdateCall, operands: Items) -> Thunk:
         """The same update of float32 rows, by the same means."""
-        from loka.kernels import registry
-
-        plain = UpdateCall(call.rows, call.width, call.bags, call.items, "float32", call.rule, call.hot)
-        chosen = registry.first("embedding_update", plain, operands.indices.device)
-        rows = Rows(operands.rows.dequantize())
-        return self.thunk(chosen.backend, plain, Items(rows, operands.indices, operands.offsets, None, operands.grad))
+        return self.thunk(*_in_float32(call, operands))
 
     def check_baseline(self, call: UpdateCall, operands: Items) -> Conformance:
         """float32 against its own law."""
-        from loka.kernels import registry
-
-        plain = UpdateCall(call.rows, call.width, call.bags, call.items, "float32", call.rule, call.hot)
-        chosen = registry.first("embedding_update", plain, operands.indices.device)
-        rows = Rows(operands.rows.dequantize())
-        return self.check(chosen.backend, plain, Items(rows, operands.indices, operands.offsets, None, operands.grad))
-
-    def rivals(self, call: UpdateCall, sets: Sequence[Items]) -> list[Rival]:
-        """None."""
-        return []
+        return self.check(*_in_float32(call, operands))
 
     def bytes_moved(self, call: UpdateCall) -> int:
         """The different rows, as if all were, read and written with scale and state; indices and gradients once."""
@@ -256,9 +215,12 @@ class EmbeddingUpdate:
         rows = min(call.items, call.rows)
         return int(rows * (2 * _row_bytes(call.kind, call.width) + state) + call.items * 8 + call.bags * call.width * 4)
 
-    def flops(self, call: UpdateCall) -> int:
-        """None on the matrix units."""
-        return 0
+
+def _in_float32(call: UpdateCall, o: Items) -> tuple[Any, UpdateCall, Items]:
+    """The backend, call and operands of the same update of float32 rows."""
+    plain = UpdateCall(call.rows, call.width, call.bags, call.items, "float32", call.rule, call.hot)
+    chosen = registry.first("embedding_update", plain, o.indices.device)
+    return chosen.backend, plain, Items(Rows(o.rows.dequantize()), o.indices, o.offsets, None, o.grad)
 
 
 def _copy(rows: Rows) -> Rows:

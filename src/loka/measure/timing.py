@@ -105,7 +105,20 @@ def sets_needed(bytes_per_set: int, device: torch.device) -> int:
 def time_together(
     candidates: Sequence[Candidate], device: torch.device | str, *, repeats: int = DEFAULT_REPEATS, seed: int = 0
 ) -> list[Timing]:
-    """Time candidates on the same operands in interleaved repeats."""
+    """Time candidates on the same operands in interleaved repeats.
+
+    Args:
+        candidates: green ones; each has something to call per set of operands.
+        device: where.
+        repeats: of each.
+        seed: of the order.
+
+    Returns:
+        A timing per candidate, in their order.
+
+    Example:
+        >>> fp8, bf16 = time_together([candidate, baseline], "cuda")
+    """
     device = torch.device(device)
     names = [candidate.name for candidate in candidates]
     if len(set(names)) != len(names):

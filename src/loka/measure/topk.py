@@ -19,9 +19,9 @@ from loka.measure import inputs
 from loka.measure.conformance import Conformance
 from loka.measure.fused import judge_twice
 from loka.measure.inputs import Shape
-from loka.measure.timing import Rival, Thunk
+from loka.measure.op import DTYPES, Op
+from loka.measure.timing import Thunk
 
-_DTYPES = ("float32", "bfloat16", "float16")
 ALLOWED_SHARE = 0.02  # of the mask
 
 
@@ -35,43 +35,40 @@ class BeamScores:
     lse: Tensor
 
 
-class Topk:
+class Topk(Op[TopkCall | BeamTopkCall]):
     """Selection of rows of scores, or of beams x codes."""
 
     op = "topk"
     VARIANTS = ("float32", "bfloat16", "float32|beams=4", "bfloat16|beams=4|masked")
 
-    def calls(self, shapes: Sequence[Shape], variants: Sequence[str]) -> list[TopkCall | BeamTopkCall]:
-        """Every shape (rows, scores, k) under every variant."""
-        return [self._call(shape, variant) for shape in shapes for variant in variants]
-
-    def _call(self, shape: Shape, variant: str) -> TopkCall | BeamTopkCall:
+    def parse(self, shape: Shape, variant: str) -> TopkCall | BeamTopkCall:
+        """Rows, scores and k under a type."""
         kind, *options = variant.split("|")
         beams = [int(o.removeprefix("beams=")) for o in options if o.startswith("beams=")]
         unknown = [o for o in options if o not in ("masked", "unsorted") and not o.startswith("beams=")]
-        if kind not in _DTYPES or unknown or ("masked" in options and not beams):
+        if kind not in DTYPES or unknown or ("masked" in options and not beams):
             raise ValueError(
                 f"variant {variant!r} is not DTYPE[|unsorted] or DTYPE|beams=B[|masked]; e.g. {self.VARIANTS[3]}"
             )
         rows, n, k = shape
-        dtype = getattr(torch, kind)
+        dtype = DTYPES[kind]
         if not beams:
             return TopkCall(rows, n, k, dtype, "unsorted" not in options)
         return BeamTopkCall(rows, beams[0], n, k, dtype, "masked" in options)
 
-    def encode(self, call: TopkCall | BeamTopkCall) -> dict[str, Any]:
-        """As JSON."""
+    def spell(self, call: TopkCall | BeamTopkCall) -> str:
+        """The inverse of `parse`."""
         options = [str(call.dtype).removeprefix("torch.")]
         if isinstance(call, BeamTopkCall):
             options += [f"beams={call.beams}", *(["masked"] if call.masked else [])]
         elif not call.sorted:
             options.append("unsorted")
-        return {**self.shape(call), "variant": "|".join(options)}
+        return "|".join(options)
 
     def decode(self, fields: dict[str, Any]) -> TopkCall | BeamTopkCall:
         """From JSON."""
         width = fields["codes"] if "codes" in fields else fields["n"]
-        return self._call((fields["rows"], width, fields["k"]), fields["variant"])
+        return self.parse((fields["rows"], width, fields["k"]), fields["variant"])
 
     def shape(self, call: TopkCall | BeamTopkCall) -> dict[str, int]:
         """Rows, scores of a row (or beams and codes), k."""
@@ -144,19 +141,11 @@ class Topk:
         o = operands
         return _near(values, reference.beams(o.logits, o.scores, call.k, mask=o.mask, lse=o.lse)[0])
 
-    def rivals(self, call: TopkCall | BeamTopkCall, sets: Sequence[Tensor | BeamScores]) -> list[Rival]:
-        """None: the baseline is torch.topk."""
-        return []
-
     def bytes_moved(self, call: TopkCall | BeamTopkCall) -> int:
         """Every score once, and the mask."""
         if isinstance(call, BeamTopkCall):
             return call.requests * call.beams * call.codes * (call.dtype.itemsize + call.masked)
         return call.rows * call.n * call.dtype.itemsize
-
-    def flops(self, call: TopkCall | BeamTopkCall) -> int:
-        """None on the matrix units."""
-        return 0
 
 
 def _equal(found: Sequence[Tensor], law: Sequence[Tensor]) -> Conformance:

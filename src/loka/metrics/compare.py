@@ -91,8 +91,28 @@ def compare_paired(
 ) -> Comparison:
     """Compare two runs measured on the same units: per-example losses, per-user metrics, or one number per seed.
 
-    `groups` (integer ids, one per entry) makes clusters the unit of resampling. With `relative` the difference and the margin are
-    percent of the baseline's sum. `auto` takes `student` below 30 units and `bca` from there on; the result says which.
+    Args:
+        candidate: one number per entry.
+        baseline: of the same entries, in the same order.
+        margin: the largest difference that does not matter, in the metric's unit, or in percent with `relative`.
+        metric: what it is called.
+        lower_is_better: as for a loss.
+        groups: integer ids, one per entry, that make clusters (users) the unit of resampling.
+        relative: the difference as percent of the baseline's sum.
+        method: of the interval; `auto` is `student` below 30 units and `bca` from there on. The result says which.
+        confidence: of the interval.
+        power: for the minimum detectable effect.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Returns:
+        The estimate with its interval, the minimum detectable effect and the verdict.
+
+    Raises:
+        ValueError: other shapes, fewer than two units, NaN or infinity, or a relative change of nothing.
+
+    Example:
+        >>> print(compare_paired(losses_fp8, losses_bf16, margin=0.02, metric="log loss", lower_is_better=True, relative=True))
     """
     _check_options(margin, confidence, power, resamples, method)
     first, second = _check_pairs(candidate, baseline)
@@ -130,7 +150,21 @@ def compare_paired(
 
 
 def decide(low: float, high: float, *, margin: float, lower_is_better: bool) -> Verdict:
-    """The verdict for an interval of candidate - baseline; an interval that is not finite is inconclusive."""
+    """The verdict for an interval of candidate - baseline.
+
+    Args:
+        low: its lower end.
+        high: its upper end.
+        margin: the largest difference that does not matter.
+        lower_is_better: as for a loss.
+
+    Returns:
+        equivalent, better, worse or inconclusive; the latter for an interval that is not finite.
+
+    Example:
+        >>> decide(-0.01, 0.01, margin=0.02, lower_is_better=True)
+        'equivalent'
+    """
     if not (math.isfinite(low) and math.isfinite(high)):
         return "inconclusive"
     if -margin < low and high < margin:
@@ -145,10 +179,21 @@ def decide(low: float, high: float, *, margin: float, lower_is_better: bool) -> 
 def minimum_detectable_effect(
     error: float, *, confidence: float = 0.95, power: float = 0.8, units: int | None = None
 ) -> float:
-    """The true difference found with probability `power` by a two-sided test, given the standard error.
+    """The true difference found with probability `power` by a two-sided test.
 
-    `units` switches to Student's t with units - 1 degrees of freedom. That approximates the noncentral t: the power
-    reached at 0.8 asked was 0.765 with 3 units, 0.791 with 5, 0.798 with 8 (200,000 simulations each).
+    Args:
+        error: the standard error of the difference.
+        confidence: of the test.
+        power: wanted.
+        units: switches to Student's t with units - 1 degrees of freedom. That approximates the noncentral t: the power reached at 0.8 asked was 0.765 with 3 units, 0.791 with 5,
+            0.798 with 8 (200,000 simulations each).
+
+    Returns:
+        The difference, in the error's unit.
+
+    Example:
+        >>> round(minimum_detectable_effect(1.0), 2)
+        2.8
     """
     level = 1 - (1 - confidence) / 2
     if units is None:

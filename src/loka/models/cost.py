@@ -27,7 +27,17 @@ class Cost:
 
 
 def count(model: Any) -> Cost:
-    """The cost of a model, or of the model a config describes."""
+    """The cost of a model, or of the model a config describes, computed without allocating it.
+
+    Args:
+        model: either.
+
+    Returns:
+        Parameters, active parameters and forward FLOPs per example.
+
+    Example:
+        >>> count(configure("wukong", "tiny")).parameters
+    """
     if isinstance(model, Ranker):
         return _count_ranker(model)
     config = getattr(model, "config", model)

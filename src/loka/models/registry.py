@@ -43,17 +43,48 @@ FAMILIES = {
 
 
 def names() -> tuple[str, ...]:
-    """The names of all families."""
+    """The names of all families.
+
+    Returns:
+        In the table's order.
+
+    Example:
+        >>> "wukong" in names()
+        True
+    """
     return tuple(FAMILIES)
 
 
 def sizes(family: str) -> tuple[str, ...]:
-    """The names of a family's sizes."""
+    """The names of a family's sizes.
+
+    Args:
+        family: a name.
+
+    Returns:
+        Smallest first.
+
+    Example:
+        >>> sizes("wukong")[0]
+        'tiny'
+    """
     return tuple(_family(family).sizes)
 
 
 def configure(family: str, size: str = "tiny", **overrides: Any) -> Any:
-    """The config of a named size, with fields replaced; `norm`, `activation`, `bias`, ... replace fields of its style."""
+    """The config of a named size, with fields replaced.
+
+    Args:
+        family: a name.
+        size: of the family.
+        overrides: fields; `norm`, `activation`, `bias`, ... replace those of its style.
+
+    Returns:
+        A frozen config.
+
+    Example:
+        >>> configure("wukong", "tiny", n=26)
+    """
     known = _family(family)
     if size not in known.sizes:
         raise ValueError(f"{family} has no size {size!r}; its sizes are {', '.join(known.sizes)}")
@@ -71,7 +102,19 @@ def configure(family: str, size: str = "tiny", **overrides: Any) -> Any:
 
 
 def build(family: Any, size: str = "tiny", **overrides: Any) -> nn.Module:
-    """A model by family and size, or from a config."""
+    """A model by family and size, or from a config.
+
+    Args:
+        family: a name, or a config.
+        size: of the family.
+        overrides: fields of the config, or of its style.
+
+    Returns:
+        The model, in float32 on the CPU.
+
+    Example:
+        >>> build("wukong", "tiny", norm="block")
+    """
     config = configure(family, size, **overrides) if isinstance(family, str) else family
     for known in FAMILIES.values():
         if type(config) is known.config:
@@ -90,7 +133,24 @@ def build_ranker(
     check_on_gpu: bool = False,
     **overrides: Any,
 ) -> Ranker:
-    """A Ranker for a schema: the core's n and labels follow from the data."""
+    """A Ranker for a schema: the core's n and labels follow from the data.
+
+    Args:
+        schema: of a data set.
+        family: of the core.
+        size: of the family.
+        dense_vectors: how many vectors the dense features become.
+        dense_hidden: widths of the layers that make them.
+        sparse: gradients of tables as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
+        overrides: fields of the core's config.
+
+    Returns:
+        Tables, dense part and core.
+
+    Example:
+        >>> build_ranker(data.schema, "dlrm", "small")
+    """
     model = _family(family).model
     if not issubclass(model, Core):
         rankers = ", ".join(name for name, f in FAMILIES.items() if issubclass(f.model, Core))

@@ -43,7 +43,18 @@ def adapt_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dic
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Load a state_dict of the original or of the modified model; returns what was lost or moved."""
+    """Load a state_dict of the original or of the modified model.
+
+    Args:
+        model: modified.
+        state: either's.
+
+    Returns:
+        What was lost or moved.
+
+    Example:
+        >>> print(*loka.mods.load_state_dict(model, torch.load("weights.pt")))
+    """
     adapted, notes = adapt_state_dict(model, state)
     try:
         unwrap(model).load_state_dict(adapted)
@@ -53,7 +64,18 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def load_checkpoint(model: nn.Module, path: str | Path) -> list[str]:
-    """Load a .safetensors file, or the folder of a checkpoint that holds model.safetensors; no pickle is read."""
+    """Load the weights of the original or of the modified model from a file; no pickle is read.
+
+    Args:
+        model: modified.
+        path: a .safetensors file, or the folder of a checkpoint that holds model.safetensors.
+
+    Returns:
+        What was lost or moved.
+
+    Example:
+        >>> loka.mods.load_checkpoint(model, "runs/x/checkpoints/step-00000020")
+    """
     from safetensors.torch import load_file
 
     path = Path(path)

@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
+PACKED = "loka_packed"  # on a module: FP8 weights alone, nothing to revert to
 _THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
 _MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
 
@@ -105,7 +106,7 @@ def convert(
         applied = [] if plan is None or not plan.mods else _apply_mods(inner, plan.mods, example, undo)
         if plan is not None:
             bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
-            units = _fit_units(plan.units, backend)
+            units = fit_units(plan.units, backend)
             bound.notes += _compare_places(plan, inner)
         else:
             assert recipe is not None
@@ -158,8 +159,16 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
     return [(text, "architecture" if "architecture" in found else "rounding") for text, found in effects.items()]
 
 
-def _fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
-    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
+def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
+    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's.
+
+    Args:
+        units: of a plan.
+        backend: for all of their kernels; None is what each names.
+
+    Returns:
+        The units with their kernels.
+    """
     if backend is None:
         return list(units)
     ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
@@ -194,7 +203,7 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
     undo.callback(_release, model)
     for unit in units:
         chain = place(model, unit)
-        if not (chain.primed and chain.gradients_primed):
+        if not (chain.primed and (chain.gradients_primed or unit.scales == "calibrated")):
             bound.notes.append(f"{unit.name}: no magnitudes in the plan: its first step finds scales from the tensors, then it runs as planned")  # fmt: skip
         for name in unit.linears:
             bound.kept.pop(name, None)
@@ -302,16 +311,10 @@ def _refuse_type(module: nn.Module) -> str | None:
 
 def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
-    done: list[Linear] = []
-    try:
-        for name, binding in bindings.items():
-            module = modules[name]
-            assert isinstance(module, nn.Linear)
-            done.append(Linear.adopt(module, binding, name))
-    except Exception:
-        for linear in done:  # all or nothing
-            linear.release()
-        raise
+    for name, binding in bindings.items():
+        module = modules[name]
+        assert isinstance(module, nn.Linear)
+        Linear.adopt(module, binding, name)
 
 
 def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
@@ -325,13 +328,16 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
         How many linears were converted.
 
     Raises:
-        ValueError: the plan applied mods that change the architecture, and `discard` does not name them; nothing was changed.
+        ValueError: the plan applied mods that change the architecture, and `discard` does not name them; or modules hold FP8 weights alone, from which no original can be made.
+            Nothing was changed.
 
     Example:
         >>> loka.revert(model)
         12
     """
     inner = unwrap(model)
+    if packed := [name for name, module in inner.named_modules() if getattr(module, PACKED, False)]:
+        raise ValueError(f"{', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''}: loka.quantize kept FP8 weights alone, the original ones are gone; hint: load the original again; loka.convert(..., freeze=True) serves and can be reverted")  # fmt: skip
     applied: list[tuple[str, str]] = inner.__dict__.get(_MODS, [])
     lost = [name for name, effect in applied if effect == "architecture" and name.partition("(")[0] not in discard]
     if lost:

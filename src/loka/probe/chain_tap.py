@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.lowp.chain import Chain, chain_of
+from loka.lowp.chain import TAP, Chain, chain_of
 from loka.lowp.chain_trace import Trace
 from loka.probe.hook import Switch, compute_dtype
 from loka.probe.look import Look, Own
@@ -20,10 +20,57 @@ from loka.probe.rows import choose_clusters
 from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
 from loka.probe.watch import Watch
 
-__all__ = ["ChainTap"]
+__all__ = ["ChainTap", "attach", "detach"]
 
 
-class ChainTap:
+class _Unsaved:
+    """A copy of a model, or a saved one, is not watched."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class _Taps(_Unsaved):
+    """Several probes at one head: each sees the chain as if it were alone."""
+
+    def __init__(self, taps: tuple["ChainTap", ...]) -> None:
+        self.taps = taps
+
+    @property
+    def on(self) -> bool:
+        return any(tap.on for tap in self.taps)
+
+    def see(self, chain: Chain, x: Tensor, y: Tensor) -> Tensor:
+        for tap in self.taps:
+            if tap.on:
+                y = tap.see(chain, x, y)
+        return y
+
+
+def _attached(head: nn.Module) -> tuple["ChainTap", ...]:
+    found = head.__dict__.get(TAP)
+    return () if found is None else found.taps if isinstance(found, _Taps) else (found,)
+
+
+def attach(tap: "ChainTap") -> None:
+    """Show the chain that begins at its head to a tap, beside those that are there."""
+    taps = (*_attached(tap.head), tap)
+    tap.head.__dict__[TAP] = tap if len(taps) == 1 else _Taps(taps)
+
+
+def detach(tap: "ChainTap") -> None:
+    """Take a tap away; the others stay."""
+    taps = tuple(other for other in _attached(tap.head) if other is not tap)
+    if taps:
+        tap.head.__dict__[TAP] = taps[0] if len(taps) == 1 else _Taps(taps)
+    else:
+        tap.head.__dict__.pop(TAP, None)
+
+
+class ChainTap(_Unsaved):
     """What a chain asks whose head is this linear.
 
     Args:
@@ -159,14 +206,6 @@ class ChainTap:
                 assert link.dy_low is not None
                 assert link.dy_largest is not None
                 watch.see_link_gradient(number, link.dy, link.dy_low, link.dy_largest)
-
-    # A copy of a model, or a saved one, is not watched.
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 def _switch_off(watches: list[Watch | None], doing: str, error: BaseException) -> None:

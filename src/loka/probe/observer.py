@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from loka.dispatch import recipe_named
-from loka.lowp.chain import TAP
 from loka.nn.wrapping import named_sites, unwrap
+from loka.probe import chain_tap
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
 from loka.probe.chain_tap import ChainTap, follows_head
 from loka.probe.chains import ExampleKeeper
@@ -102,7 +102,7 @@ class Observer:
             for number, linear in enumerate(linears.values())
         ]
         for tap in self._taps:
-            tap.head.__dict__[TAP] = tap
+            chain_tap.attach(tap)
         self._example = ExampleKeeper(self._switch)
         self._handles.append(model.register_forward_pre_hook(self._example.make_hook(), with_kwargs=True))
         output = make_output_hook(self._switch, self._loss)
@@ -241,8 +241,7 @@ class Observer:
             handle.remove()
         self._handles = []
         for tap in self._taps:
-            if tap.head.__dict__.get(TAP) is tap:
-                del tap.head.__dict__[TAP]
+            chain_tap.detach(tap)
         self._turn()
 
     # What was seen, as files and across ranks

@@ -31,9 +31,28 @@ from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site, c
 
 
 class Probe(Observer):
-    """Watches the sites of a model, and judges them. `module_filter_fn(module, name)` chooses which; see `loka.probe.observer`.
+    """Watches the sites of a model while it trains, and judges them. It changes no bit and never raises into the training loop.
 
-    `recipes` are to be scored besides FP8's own: `Probe(model, recipes=("mxfp8", "nvfp4", "int8"))` shows what would be safe on another card.
+    Args:
+        model: any nn.Module, wrapped or not.
+        every: steps between looks.
+        rows: kept and looked at, of each site.
+        seed: of what is sampled.
+        module_filter_fn: (module, name) -> whether it is a site.
+        kinds: of sites.
+        memory_budget: bytes for learned distributions.
+        window: steps of a window, for drift.
+        stagger: groups of sites that are looked at in turn.
+        snapshot_every: steps between snapshots of the weights, and between saves.
+        recipes: to be scored besides FP8's own: ("mxfp8", "nvfp4", "int8") shows what would be safe on another card.
+        save_to: a file that what was seen is saved to, in the background.
+
+    Example:
+        >>> probe = Probe(model)
+        >>> for batch in loader:
+        ...     train_step(model, batch)
+        ...     probe.step()
+        >>> report = probe.evaluate()
     """
 
     _flops: int | None = None

@@ -33,7 +33,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Report:
-    """A ProbeReport record with verbs."""
+    """What Probe found: a ProbeReport record with verbs.
+
+    Args:
+        record: what is saved.
+
+    Example:
+        >>> plan = Report.load("probe.json").plan(min_speedup=None)
+    """
 
     record: ProbeReport
 

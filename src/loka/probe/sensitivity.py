@@ -123,7 +123,23 @@ def measure_sensitivity(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Interval]:
-    """Relative change of the mean metric for each site alone; the model is left as it was. A mapping gives each site its own recipe."""
+    """Relative change of the mean metric for each site alone; the model is left as it was.
+
+    Args:
+        model: any.
+        sites: names of linears; a mapping gives each its own recipe.
+        score: (model) -> one number per example in a fixed order, and their groups or None.
+        recipe: where `sites` names none.
+        backend: of scaled_mm.
+        seed: of the bootstrap.
+        progress: called with (site, done, total).
+
+    Returns:
+        Interval by site: (low precision - high) / high.
+
+    Example:
+        >>> measure_sensitivity(model, probe.sites, score, recipe="rowwise")["head.last"].high
+    """
     recipes = _spread(sites, recipe)
     baseline, groups = _score(model, score)
     found = {}
@@ -178,9 +194,21 @@ def add_sensitivity(
     together: Interval | None = None,
     together_sites: Sequence[str] = (),
 ) -> Report:
-    """The report with what each site does to the end metric, and all safe ones together; `described` says what was measured, on what.
+    """The report with what each site does to the end metric. A change that may be more than a site's share of the margin makes its forward GEMM unsafe, and the reason says so.
 
-    A change that may be more than a site's share of the margin makes its forward GEMM unsafe, and the reason says so.
+    Args:
+        report: what Probe found.
+        found: what `measure_sensitivity` returned.
+        described: what was measured, on what.
+        recipes: that the sites ran.
+        together: the change with all safe ones at once.
+        together_sites: which those were.
+
+    Returns:
+        Another report.
+
+    Example:
+        >>> add_sensitivity(report, measure_sensitivity(model, probe.sites, score), described="log loss of 8,192 examples")
     """
     recipes = recipes or {}
     sites = [

@@ -14,15 +14,15 @@ cannot resolve that (half the interval is wider), 0.1 % counts instead, and the 
 Nothing stays switched on: the model, its mode and the random state are as they were, whatever happens.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from loka.metrics import compare_paired
+from loka.metrics.bootstrap import Method
 from loka.probe.progress import Progress, telling
 from loka.probe.score import MARGIN, share_of_margin
 from loka.records import Interval
@@ -30,6 +30,7 @@ from loka.records import Interval
 __all__ = ["COARSE_MARGIN", "Allowance", "Swapped", "Switchable", "allow", "compare_losses", "furthest", "swap"]
 
 COARSE_MARGIN = 0.001
+NEVER = 1e9  # a change that is within no margin; records hold no infinity
 Metric = Callable[[nn.Module, Any], Tensor]
 
 
@@ -226,22 +227,35 @@ def _values(model: nn.Module, held: Sequence[Any], metric: Metric) -> Tensor:
     return values
 
 
-def compare_losses(candidate: Tensor, baseline: Tensor, groups: Tensor | None, *, seed: int = 0) -> Interval:
-    """Relative change of the mean with its 95 % interval.
+def compare_losses(
+    candidate: Tensor, baseline: Tensor, groups: Tensor | None = None, *, seed: int = 0, method: Method | Literal["auto"] = "auto"
+) -> Interval:  # fmt: skip
+    """Relative change of the mean with its 95 % interval, paired.
 
     Args:
-        candidate: one number per example.
-        baseline: of the same examples.
-        groups: ids of what is independent; None for the examples themselves.
+        candidate: one number per example, or per batch; lower is better.
+        baseline: of the same ones.
+        groups: ids of what is independent; None for the numbers themselves.
         seed: of the bootstrap.
+        method: of the interval; `student` needs no resampling.
 
     Returns:
-        (candidate - baseline) / baseline, as a share. Infinite where the candidate is not finite.
+        (candidate - baseline) / |baseline|, as a share. A number that is not finite, in either, is a change of `NEVER`; a single pair is known up to its sign.
+
+    Example:
+        >>> compare_losses(torch.tensor([1.01, 1.03]), torch.ones(2)).value
+        0.02
     """
-    if not bool(candidate.isfinite().all()):
-        return Interval(value=math.inf, low=math.inf, high=math.inf)
+    difference = candidate.double() - baseline.double()
+    if not bool(difference.isfinite().all()):
+        return Interval(value=NEVER, low=NEVER, high=NEVER)
+    size = float(baseline.double().mean().abs().clamp(min=1e-30))
+    if difference.numel() < 2:
+        alone = float(difference.mean()) / size
+        return Interval(value=alone, low=-abs(alone), high=abs(alone))
+    relative = float(baseline.double().sum()) > 0
     result = compare_paired(
-        candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=True, seed=seed
-    )
-    value, low, high = (x / 100 for x in (result.estimate, result.low, result.high))
+        candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=relative, method=method, seed=seed
+    )  # fmt: skip
+    value, low, high = (x / (100 if relative else size) for x in (result.estimate, result.low, result.high))
     return Interval(value=value, low=min(low, value), high=max(high, value))

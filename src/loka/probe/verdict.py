@@ -61,7 +61,7 @@ def judge(
     explain: Explain | None = None,
     explain_slow: ExplainSlow | None = None,
 ) -> GemmVerdict:
-    """The verdict for one GEMM of a site with `outputs` output features. `explain` is asked about the best of unsafe candidates only.
+    """The verdict for one GEMM of a site.
 
     Args:
         gemm: which one.
@@ -72,11 +72,15 @@ def judge(
         outputs: columns of the site.
         unscored: why there is no harm, where there is none.
         alarms: hazards at the input, which are named whatever the verdict.
-        explain: finds causes of an error.
+        explain: finds causes of an error; asked about the best of unsafe candidates only.
         explain_slow: says where the time goes.
 
     Returns:
         Safety, speed and the reason.
+
+    Example:
+        >>> judge("fprop", site.candidates, site.tensors, allowed, min_speedup=1.05, outputs=site.n).safety
+        'safe'
     """
     found = _judge(gemm, candidates, stats, allowed, min_speedup, outputs, unscored, explain, explain_slow)
     if not alarms:

@@ -5,7 +5,7 @@
     load_quantized(path, build=factory)     fills a model of yours, from a factory that takes no arguments
 
 The header (key "loka") holds one JSON object: schema, kind, the family and configuration where the model is one of this library's, and the record of
-what was quantised how. The record says which modules to put in place before the tensors are read; names, shapes and dtypes must then agree exactly.
+what was quantised how. The record says which modules to put in place before the tensors are read, and which chains after; names, shapes and dtypes must then agree exactly.
 """
 
 import dataclasses
@@ -20,8 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from loka import mods
 from loka.dispatch import Operands
+from loka.lowp.chain import chains_of
 from loka.models.registry import FAMILIES
+from loka.ptq.chains import restore_chains, take_weights, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
 from loka.ptq.quantizing import Summary
 from loka.records import Quantized, from_json, to_json
@@ -42,15 +45,12 @@ def save(
         dtype: of what is not quantised.
 
     Raises:
-        ValueError: a part of the model runs in FP8 and has no FP8 weights to write: a chain, or a linear with fixed scales.
+        ValueError: a part of the model runs in FP8 and cannot be written: a linear with fixed scales, or a chain that is not frozen.
+
+    Example:
+        >>> loka.ptq.save(model, loka.quantize(model, "rowwise"), "model.safetensors")
     """
-    if unpacked := sorted(
-        site.name
-        for site in summary.record.sites
-        if site.weight is not None
-        and not isinstance(dict(model.named_modules()).get(site.name), QuantizedLinear | QuantizedExperts)
-    ):
-        raise ValueError(f"{', '.join(unpacked[:5])}: runs in a chain or with fixed scales, which this file cannot hold; hint: keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded")  # fmt: skip
+    refuse_unpacked(model, summary)
     header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
               "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
     target = Path(path)
@@ -62,10 +62,34 @@ def save(
         partial.unlink(missing_ok=True)
 
 
+def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:
+    """Refuse what runs in FP8 and has no FP8 weights that a file can hold.
+
+    Args:
+        model: what `quantize` returned the summary of.
+        summary: what was done to it.
+        chains: whether the file can hold chains.
+    """
+    modules = dict(model.named_modules())
+    frozen = {link.linear for _, chain in chains_of(model) if chain.frozen is not None for link in chain.links}
+    recorded = {name for unit in summary.record.units for name in unit.linears}
+    held = frozen & recorded if chains else set[str]()
+    unpacked = [
+        site.name
+        for site in summary.record.sites
+        if site.weight is not None
+        and site.name not in held
+        and not isinstance(modules.get(site.name), QuantizedLinear | QuantizedExperts)
+    ]
+    if unpacked:
+        what = "with fixed scales" if chains else "in a chain or with fixed scales"
+        raise ValueError(f"{', '.join(sorted(unpacked)[:5])}: runs {what}, which this file cannot hold; hint: keep the plan (plan.save) and the 16-bit weights, and convert where they are loaded")  # fmt: skip
+
+
 def _narrow(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The state_dict with floating tensors above one byte in `dtype`; scales stay float32."""
     out = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors_of(model).items():
         wide = tensor.is_floating_point() and tensor.element_size() > 1 and not name.endswith("weight_scale")
         out[name] = (tensor.to(dtype) if wide else tensor).detach().cpu().contiguous().clone()
     return out
@@ -78,7 +102,23 @@ def load_quantized(
     device: torch.device | str = "cpu",
     backend: str = "auto",
 ) -> tuple[nn.Module, Summary]:
-    """The model, in evaluation mode, and what was done to it."""
+    """Read a quantised model.
+
+    Args:
+        path: what `save` wrote.
+        build: makes the model, for one that is not of this library; with the mods it had when it was quantised.
+        device: where it will run.
+        backend: runs its GEMMs.
+
+    Returns:
+        The model, in evaluation mode, and what was done to it.
+
+    Raises:
+        ValueError: the file is damaged, or is of another model; the message says what differs.
+
+    Example:
+        >>> model, summary = loka.ptq.load_quantized("model.safetensors", build=MyModel)
+    """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             header = _read_header(path, file.metadata())
@@ -88,9 +128,16 @@ def load_quantized(
     record = from_json(header["record"], Quantized, source=str(path))
     with torch.device("meta"):
         model = _build(path, header) if build is None else build()
+    if list(applied := mods.applied_to(model)) != record.mods:
+        raise ValueError(f"{path}: was quantised with the mods {', '.join(record.mods) or 'none'}, the model has {', '.join(applied) or 'none'}; hint: a build= that applies them, as loka.mods.apply does")  # fmt: skip
     _place(path, model, record, backend)
-    _fill(path, model, tensors, device)
-    return model.eval(), Summary(record)
+    try:
+        weights = take_weights(tensors, record.units, getattr(torch, header["dtype"]))
+        _fill(model, tensors, device)
+        restore_chains(model, record.units, weights, backend)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return model.eval().requires_grad_(False), Summary(record)
 
 
 def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, backend: str) -> None:
@@ -99,34 +146,32 @@ def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, ba
     if set(found) != set(recorded):
         odd = sorted(set(found) ^ set(recorded))[:5]
         raise ValueError(f"{path}: was made from a model with other sites, e.g. {', '.join(odd)}")
-    new = {}
+    new, chained = {}, {name for unit in record.units for name in unit.linears}
     for name, site in recorded.items():
         if list(found[name].weight.shape) != site.shape:
             seen = tuple(found[name].weight.shape)
             raise ValueError(f"{path}: {name} has a weight of {tuple(site.shape)}, the model's is {seen}")
-        if site.activation is not None and site.weight is not None:
+        if site.activation is not None and site.weight is not None and name not in chained:
             operands = Operands.parse(site.activation, site.weight, fast_accum=site.fast_accum)
             new[name] = quantize_module(found[name], operands, backend=backend)
     put(model, new)
 
 
-def _fill(
-    path: str | os.PathLike[str], model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str
-) -> None:
+def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str) -> None:
     expected = model.state_dict()
     if set(expected) != set(tensors):
         odd = sorted(set(expected) ^ set(tensors))[:5]
-        raise ValueError(f"{path}: holds other tensors than the model, e.g. {', '.join(odd)}")
+        raise ValueError(f"holds other tensors than the model, e.g. {', '.join(odd)}")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
-            raise ValueError(f"{path}: {name} is {tuple(tensor.shape)}, the model's is {tuple(expected[name].shape)}")
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, the model's is {tuple(expected[name].shape)}")
     model.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
     for module in model.modules():  # buffers that no file holds, e.g. first rows of stacked tables
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
-            _make_buffers(path, module, device)
+            _make_buffers(module, device)
 
 
-def _make_buffers(path: str | os.PathLike[str], module: nn.Module, device: torch.device | str) -> None:
+def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
     from loka.nn import EmbeddingTables, MixtureOfExperts
 
     if isinstance(module, EmbeddingTables):
@@ -137,7 +182,7 @@ def _make_buffers(path: str | os.PathLike[str], module: nn.Module, device: torch
     else:
         names = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
         raise ValueError(
-            f"{path}: {type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent"
+            f"{type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent"
         )
 
 

@@ -93,7 +93,22 @@ def analyze_model(
     activations_of: str | None = None,
     trained: bool = True,
 ) -> ModelStats:
-    """All matrices of a model; with `run`, a function that runs it on data, also what enters its linears. Without `trained` there is no verdict."""
+    """What the matrices of a model look like.
+
+    Args:
+        model: any.
+        name: in the record.
+        source: where it comes from, for the record.
+        run: runs it on data, to see what enters its linears too.
+        activations_of: what that data is.
+        trained: without, there is no verdict.
+
+    Returns:
+        Sizes and shapes of distributions, layer by layer.
+
+    Example:
+        >>> analyze_model(model, name="mine", source="runs/x", run=lambda m: m(batch))
+    """
     weights = ((n, p) for n, p in model.named_parameters() if p.dim() >= 2)
     layers = [analyze_tensor(n.removesuffix(".weight"), "weight", p) for n, p in weights]
     if run is not None:
@@ -130,7 +145,17 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> list[LayerStats
 
 
 def analyze_checkpoint(path: str | os.PathLike[str]) -> ModelStats:
-    """The matrices of any safetensors file, one at a time; FP8 weights are read with their scales."""
+    """The matrices of any safetensors file, one at a time; FP8 weights are read with their scales.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        As `analyze_model`, without activations.
+
+    Example:
+        >>> analyze_checkpoint("model.safetensors").layers[0]
+    """
     layers = [analyze_tensor(name, "weight", tensor) for name, tensor in _read(path)]
     if not layers:
         raise ValueError(f"{path}: holds no floating matrix")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from loka.dispatch import Operands
 from loka.formats import E4M3, ROW, Block
+from loka.ptq.checkpoint import refuse_unpacked
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear
 from loka.ptq.quantizing import Summary
 
@@ -36,7 +37,22 @@ _SCHEMES: dict[tuple[Block, Block], tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def quantization_config(model: nn.Module, summary: Summary) -> dict[str, Any]:
-    """The `quantization_config` object: one group per pair of Specs, and what is ignored."""
+    """The `quantization_config` object: one group per pair of Specs, and what is ignored.
+
+    Args:
+        model: what `quantize` returned the summary of.
+        summary: what was done to it.
+
+    Returns:
+        What stands under that name in the folder's config.json.
+
+    Raises:
+        ValueError: a pair of Specs has no spelling there.
+
+    Example:
+        >>> quantization_config(model, summary)["format"]
+        'float-quantized'
+    """
     groups: dict[tuple[Block, Block], list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear | QuantizedExperts):
@@ -69,8 +85,22 @@ def _scheme(name: str, operands: Operands) -> tuple[Block, Block]:
 def export_compressed_tensors(
     model: nn.Module, summary: Summary, folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write config.json and model.safetensors into the folder."""
+    """Write config.json and model.safetensors into a folder, in the layout of compressed-tensors.
+
+    Args:
+        model: what `quantize` returned the summary of.
+        summary: what was done to it.
+        folder: made where it is missing.
+        dtype: of what is not quantised.
+
+    Raises:
+        ValueError: a site runs in a way that the layout cannot say; nothing was written.
+
+    Example:
+        >>> loka.ptq.export_compressed_tensors(model, summary, "for_the_engine")
+    """
     target = Path(folder)
+    refuse_unpacked(model, summary, chains=False)
     config = quantization_config(model, summary)  # refuses before anything is written
     target.mkdir(parents=True, exist_ok=True)
     experts = {name for name, m in model.named_modules() if isinstance(m, QuantizedExperts)}

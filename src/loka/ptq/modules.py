@@ -34,6 +34,7 @@ Site = nn.Linear | GroupedLinear
 class _Quantized(nn.Module):
     """What both have: the weight as two buffers that casts do not touch, and as `ready` for the GEMM."""
 
+    loka_packed = True  # what `loka.revert` refuses: the 16-bit weight is gone
     weight: Tensor
     weight_scale: Tensor
     ready: QTensor
@@ -198,7 +199,19 @@ def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
 
 
 def quantize_module(module: Site, operands: Operands, *, backend: str = "auto") -> nn.Module:
-    """The quantised stand-in of a linear or of a layer of experts; of a module without storage, one to be filled from a file."""
+    """The quantised stand-in of a linear or of a layer of experts; of a module without storage, one to be filled from a file.
+
+    Args:
+        module: the original, which stays as it is.
+        operands: Specs of activation and weight.
+        backend: runs the product.
+
+    Returns:
+        A QuantizedLinear or QuantizedExperts.
+
+    Example:
+        >>> quantize_module(nn.Linear(64, 32), recipe_named("rowwise").fprop)
+    """
     weight = quantize_weight(module.weight.detach(), operands.b)
     how: dict[str, Any] = {"backend": backend, "fast_accum": operands.fast_accum}
     if isinstance(module, GroupedLinear):

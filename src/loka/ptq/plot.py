@@ -8,7 +8,17 @@ STATISTICS = (("variance", "variance"), ("absmax", "largest magnitude"), ("abs_p
 
 
 def draw_analysis(analysis: Analysis) -> dict[str, Any]:
-    """One row of charts per kind (weights, activations), data inline."""
+    """One row of charts per kind (weights, activations), data inline.
+
+    Args:
+        analysis: models side by side.
+
+    Returns:
+        A Vega-Lite specification.
+
+    Example:
+        >>> json.dumps(draw_analysis(analysis))
+    """
     rows: list[dict[str, Any]] = []
     for model in analysis.models:
         counts = {"weight": 0, "activation": 0}

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from loka import mods
 from loka.dispatch import Mixture, Operands, mixture_named, recipe_named
 from loka.dispatch.budget import Item, search
 from loka.formats import QTensor, relative_l2
@@ -36,6 +37,7 @@ from loka.nn.wrapping import unwrap
 from loka.placing import calibrating, convert, freeze_model, revert
 from loka.placing.linears import spoken_for
 from loka.probe.swapping import Switchable, swap
+from loka.ptq.chains import describe_chains, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module, sites
 from loka.records import Choice, Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
 from loka.units.flow import call_model
@@ -166,6 +168,8 @@ def quantize(
         change=total,
         notes=[*notes, *([] if done is None else done.notes)],
         plan=done.plan if isinstance(recipe, Plan) and done is not None else None,
+        mods=list(mods.applied_to(inner)),
+        units=describe_chains(inner),
     )
     return Summary(record)
 
@@ -394,12 +398,21 @@ def _weight_error(weight: torch.Tensor, q: QTensor) -> float:
 
 
 def size_in_bytes(model: nn.Module, wide: int | None = None) -> int:
-    """Bytes of the checkpoint; with `wide`, every floating tensor above one byte counts that many bytes an element.
+    """Bytes of the checkpoint that `save` would write. Scales are float32 and stay so.
 
-    Scales are float32 and stay so.
+    Args:
+        model: quantised or not.
+        wide: bytes that an element of every other floating tensor above one byte counts; None as it is.
+
+    Returns:
+        The sum over all tensors.
+
+    Example:
+        >>> size_in_bytes(model, wide=2)  # as a checkpoint in 16 bits
+        8388608
     """
     total = 0
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors_of(model).items():
         size = tensor.element_size()
         narrow = tensor.is_floating_point() and size > 1 and not name.endswith("weight_scale")
         total += tensor.numel() * (wide if wide is not None and narrow else size)

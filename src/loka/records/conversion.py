@@ -1,14 +1,16 @@
 """What a conversion did: which linear runs what, in which unit, what was kept and why. A record of its own beside the plan, since a plan may meet another machine."""
 
+from typing import Any, ClassVar
+
 import msgspec
 
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf
 from loka.records.record import Record
-from loka.records.unit import UnitPlan
+from loka.records.unit import UnitPlan, upgrade_units
 
 
-class Conversion(Record, frozen=True, tag="conversion"):
+class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
     """What runs where. Prints as a summary.
 
     Args:
@@ -25,6 +27,8 @@ class Conversion(Record, frozen=True, tag="conversion"):
         environment: where it was done.
     """
 
+    SCHEMA: ClassVar[int] = 2
+    schema: int = 2
     model: str
     converted: dict[str, str]
     kept: dict[str, str]
@@ -36,6 +40,11 @@ class Conversion(Record, frozen=True, tag="conversion"):
     flops_of: FlopsOf | None = None
     notes: list[str] = msgspec.field(default_factory=list)
     plan: str | None = None
+
+    @classmethod
+    def upgrade(cls, document: dict[str, Any]) -> None:
+        """As `Record.upgrade`."""
+        upgrade_units(document.get("units"))
 
     def __str__(self) -> str:
         total = len(self.converted) + len(self.kept)

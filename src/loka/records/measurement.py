@@ -44,7 +44,20 @@ class Environment(Part, frozen=True):
 def capture_environment(
     *, command: str | None = None, device: str = "cpu", driver: str | None = None, threads: int | None = None
 ) -> Environment:
-    """Describe this process. Imports no torch: versions come from the installed packages, the device from the caller."""
+    """Describe this process. Imports no torch: versions come from the installed packages, the device from the caller.
+
+    Args:
+        command: that was run; None takes this process's own.
+        device: its name.
+        driver: its version.
+        threads: of the CPU.
+
+    Returns:
+        What belongs beside every number.
+
+    Example:
+        >>> capture_environment(device="cpu").torch
+    """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -7,7 +7,7 @@ the `seal` accepts the file as it stands. In memory the seal follows the content
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,7 +15,7 @@ from loka.records import prose
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf, Gemm
 from loka.records.record import Part, Record, load, save
-from loka.records.unit import UnitPlan
+from loka.records.unit import UnitPlan, upgrade_units
 
 
 class Choice(Part, frozen=True):
@@ -73,9 +73,11 @@ class _Computed(Seal, frozen=True):
     """A seal made from the content in memory: it needs no check, and is made again when the content changes."""
 
 
-class Plan(Record, frozen=True, tag="plan"):
+class Plan(Record, frozen=True, kw_only=True, tag="plan"):
     """A plan a person can read, diff and trust."""
 
+    SCHEMA: ClassVar[int] = 2
+    schema: int = 2
     model: str
     recipe: str
     target: str | None  # device the speed-ups are for; None: made for accuracy only
@@ -105,6 +107,11 @@ class Plan(Record, frozen=True, tag="plan"):
         msgspec.structs.force_setattr(self, "seal", _Computed(sha256=digest))
 
         self._check_units()
+
+    @classmethod
+    def upgrade(cls, document: dict[str, Any]) -> None:
+        """As `Record.upgrade`; the seal stays, and is checked."""
+        upgrade_units(document.get("units"))
 
     def _check_units(self) -> None:
         """Every linear is in at most one unit, and a linear of a chain is not also told to run alone."""
@@ -174,6 +181,7 @@ class Plan(Record, frozen=True, tag="plan"):
 def digest_of(plan: Plan) -> str:
     """sha256 of everything but the seal. Absent, None, False and empty are one, so that a field added later changes no digest."""
     content = {name: getattr(plan, name) for name in plan.__struct_fields__ if name != "seal"}
+    content["schema"] = 1  # how a file spells a plan is not what it means: seals of older files hold
     text = json.dumps(_prune(msgspec.to_builtins(content)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 

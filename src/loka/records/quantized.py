@@ -4,6 +4,7 @@ import msgspec
 
 from loka.records.measurement import Environment, Interval
 from loka.records.record import Part, Record
+from loka.records.unit import UnitPlan
 
 
 class QuantizedSite(Part, frozen=True):
@@ -34,6 +35,8 @@ class Quantized(Record, frozen=True, tag="quantized"):
     change: Interval | None = None  # of the whole quantised model
     notes: list[str] = msgspec.field(default_factory=list)  # what `auto` came to; sets of sites that were given up
     plan: str | None = None  # the seal of the plan it came from; None for a recipe
+    mods: list[str] = msgspec.field(default_factory=list)  # rewrites the model had, as spelled
+    units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains, with the magnitudes their scales come from
 
     @property
     def ratio(self) -> float:

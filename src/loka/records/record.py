@@ -2,9 +2,9 @@
 
 Every record kind is a frozen struct with a `kind` tag and a schema version, so that a file says what it is before it is believed:
 
-    {"kind": "plan", "schema": 1, ...}
+    {"kind": "plan", "schema": 2, ...}
 
-Reading is strict. A wrong type, an unknown field, a missing field, a field given twice, another kind, a newer schema, a truncated or
+A file of an older schema is read where its kind knows how (`upgrade`), and otherwise refused with what to do. Reading is strict. A wrong type, an unknown field, a missing field, a field given twice, another kind, a newer schema, a truncated or
 damaged file: each raises RecordError naming the file and the field. Writing is atomic (temporary file, fsync, rename): a crash leaves the
 old file; and what could not be read back is refused before anything is written. JSON has no NaN or infinity, so numbers must be finite;
 what was not measured is None.
@@ -42,12 +42,35 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.schema != self.SCHEMA:
             raise ValueError(f"schema {self.schema} of {type(self).__name__} is not {self.SCHEMA}")
 
+    @classmethod
+    def upgrade(cls, document: dict[str, Any]) -> None:
+        """Rewrite a document of an older schema in place; a kind that cannot raises ValueError with what to do instead.
+
+        Args:
+            document: as decoded from JSON, this record alone.
+        """
+        raise ValueError("make it again")
+
 
 R = TypeVar("R", bound=Record)
 
 
 def to_json(record: Record) -> bytes:
-    """One line of JSON that `from_json` reads back; a field of the wrong type or a number that is not finite is refused."""
+    """One line of JSON that `from_json` reads back.
+
+    Args:
+        record: any.
+
+    Returns:
+        UTF-8.
+
+    Raises:
+        RecordError: a field of the wrong type, or a number that is not finite.
+
+    Example:
+        >>> to_json(plan)[:15]
+        b'{"kind":"plan",'
+    """
     source = type(record).__name__.lower()
     _require_finite(record, source)
     try:
@@ -59,12 +82,31 @@ def to_json(record: Record) -> bytes:
 
 
 def from_json(data: bytes | str, kind: type[R], *, source: str = "record") -> R:
-    """Read one record of a known kind; errors name `source` and the field."""
+    """Read one record of a known kind.
+
+    Args:
+        data: JSON.
+        kind: its class.
+        source: what errors call it.
+
+    Returns:
+        The record.
+
+    Raises:
+        RecordError: which source, which field, what was expected.
+
+    Example:
+        >>> from_json(to_json(plan), Plan) == plan
+        True
+    """
     try:
         header = msgspec.json.decode(data)
         _refuse_duplicates(data, source)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(f"{source}: not valid JSON ({error}); the file is truncated or damaged") from error
+    if isinstance(header, dict) and header.get("kind") == kind.__struct_config__.tag:
+        known: list[type[Record]] = [*_kinds(), kind]
+        _upgrade(header, {each.__struct_config__.tag: each for each in known}, source)
     _check_header(header, kind, source)
     try:
         return msgspec.convert(header, kind)
@@ -92,10 +134,38 @@ def _check_header(header: Any, kind: type[Record], source: str) -> None:
         raise RecordError(f"{source}: field `kind` is {header.get('kind')!r}, expected {expected!r}")
     schema = header.get("schema")
     if schema != kind.SCHEMA or isinstance(schema, bool):
-        hint = (
-            "written by a newer loka; upgrade" if isinstance(schema, int) and schema > kind.SCHEMA else "make it again"
-        )
-        raise RecordError(f"{source}: field `schema` is {schema!r}, this loka reads {kind.SCHEMA}; {hint}")
+        raise RecordError(f"{_unread(kind, schema, source)}; make it again")
+
+
+def _kinds(kind: type[Record] = Record) -> Iterator[type[Record]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _kinds(each)
+
+
+def _unread(kind: type[Record], schema: Any, where: str) -> str:
+    return f"{where}: field `schema` is {schema!r}, this loka reads {kind.SCHEMA}"
+
+
+def _upgrade(value: Any, kinds: dict[Any, type[Record]], where: str) -> None:
+    """Bring a document, and the records inside it, to the schema of this version."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            _upgrade(item, kinds, f"{where}[{index}]")
+    if not isinstance(value, dict):
+        return
+    name, schema = value.get("kind"), value.get("schema")
+    kind = kinds.get(name) if isinstance(name, str) else None
+    if kind is not None and type(schema) is int and schema != kind.SCHEMA:
+        if schema > kind.SCHEMA:
+            raise RecordError(f"{_unread(kind, schema, where)}; written by a newer loka; upgrade")
+        try:
+            kind.upgrade(value)
+        except ValueError as error:
+            raise RecordError(f"{_unread(kind, schema, where)}; {error}") from error
+        value["schema"] = kind.SCHEMA
+    for key, item in value.items():
+        _upgrade(item, kinds, f"{where}.{key}")
 
 
 def _describe(error: msgspec.ValidationError) -> str:
@@ -121,12 +191,34 @@ def _require_finite(value: Any, path: str) -> None:
 
 
 def save(record: Record, path: str | Path) -> None:
-    """Write a record as indented JSON, atomically."""
+    """Write a record as indented JSON, atomically.
+
+    Args:
+        record: any.
+        path: of the file; its folder is made where it is missing.
+
+    Example:
+        >>> save(conversion, "conversion.json")
+    """
     write_atomically(path, msgspec.json.format(to_json(record), indent=1) + b"\n")
 
 
 def load(path: str | Path, kind: type[R]) -> R:
-    """Read a record file of a known kind."""
+    """Read a record file of a known kind.
+
+    Args:
+        path: what `save` wrote.
+        kind: its class.
+
+    Returns:
+        The record.
+
+    Raises:
+        RecordError: which file, which field, what was expected.
+
+    Example:
+        >>> load("probe.json", ProbeReport).model
+    """
     return from_json(_read(path), kind, source=str(path))
 
 

@@ -29,7 +29,7 @@ class Run(Record, frozen=True, tag="run"):
     seconds: float
     curve: list[Point]
     metrics: dict[str, float]  # on the test split
-    low_precision_flops_share: float  # of all GEMM FLOPs of the model
+    low_precision_flops_share: float | None  # of all GEMM FLOPs of the model; None: not counted
     environment: Environment
 
 

@@ -1,6 +1,6 @@
 """A unit of a plan: what one decision is about, by names alone. Linears that stand alone are `SitePlan`s; what spans several modules is a `UnitPlan`."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -113,3 +113,24 @@ class UnitPlan(Part, frozen=True):
     def linears(self) -> list[str]:
         """Names of its linears, first to last."""
         return [link.linear for link in self.links]
+
+
+def upgrade_units(units: Any) -> None:
+    """Units of schema 1 as those of schema 2, in place: a link had `functions`, activations that were plain functions, where it now has `callers`.
+
+    Args:
+        units: as decoded from JSON.
+
+    Raises:
+        ValueError: a link has such functions; which forward calls them was not written down.
+    """
+    listed = [unit.get("links") for unit in (units if isinstance(units, list) else []) if isinstance(unit, dict)]
+    links = [link for part in listed if isinstance(part, list) for link in part if isinstance(link, dict)]
+    lost = [f"{link.get('linear')} ({link['functions']})" for link in links if link.get("functions")]
+    if lost:
+        raise ValueError(
+            f"it does not say which modules call the activations of {'; '.join(lost)}; hint: make it again, with loka.tune(...) or "
+            "Probe(model)...evaluate().plan(); a saved probe report is still read: `loka plan REPORT --out PLAN`"
+        )
+    for link in links:
+        link.pop("functions", None)

@@ -33,7 +33,18 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def render(results: Results) -> str:
-    """The page."""
+    """The page: text, tables, and charts that the reader's browser draws.
+
+    Args:
+        results: records of one job.
+
+    Returns:
+        One self-contained HTML document.
+
+    Example:
+        >>> render(Results(probe=report.record))[:15]
+        '<!doctype html>'
+    """
     written = [(anchor, name, text) for anchor, name, write in SECTIONS if (text := write(results))]
     body = headline.write_headline(results)
     return fill_page(headline.name_report(results), body, written, collect(results), write_chunks(results))
@@ -62,7 +73,15 @@ def fill_page(
 
 
 def write_html(results: Results, path: str | Path) -> None:
-    """Write the page, atomically."""
+    """Write the page, atomically.
+
+    Args:
+        results: records of one job.
+        path: of the file.
+
+    Example:
+        >>> write_html(Results(probe=report.record, plan=plan), "report.html")
+    """
     write_atomically(path, render(results).encode())
 
 

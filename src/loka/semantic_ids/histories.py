@@ -20,7 +20,22 @@ __all__ = ["embed_histories"]
 def embed_histories(
     items: Tensor, offsets: Tensor, n_items: int, *, dimensions: int = 64, window: int = 3, seed: int = 0
 ) -> Tensor:
-    """Unit vectors [n_items, dimensions], float32, row i being item i + 1 (0 is padding); items int64 [total] of ragged histories."""
+    """Vectors of items from who comes near whom in histories.
+
+    Args:
+        items: int64 [total], the histories one after another; 0 is padding.
+        offsets: where each begins, and the end.
+        n_items: largest id.
+        dimensions: of the vectors.
+        window: how near.
+        seed: of the SVD.
+
+    Returns:
+        Unit vectors [n_items, dimensions], float32, row i being item i + 1.
+
+    Example:
+        >>> embed_histories(data.train.items, data.train.offsets, data.n_items)
+    """
     if window < 1 or not 1 <= dimensions < n_items:
         raise ValueError(
             f"window={window} and dimensions={dimensions} for {n_items} items: expected at least 1, and below the items"

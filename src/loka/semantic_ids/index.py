@@ -124,7 +124,20 @@ class SemanticIndex:
 
 
 def load_index(path: str | os.PathLike[str]) -> SemanticIndex:
-    """Read what `SemanticIndex.save` wrote; a damaged or foreign file raises ValueError naming the file and what is wrong."""
+    """Read what `SemanticIndex.save` wrote.
+
+    Args:
+        path: a safetensors file.
+
+    Returns:
+        The index.
+
+    Raises:
+        ValueError: a damaged or foreign file, by name, and what is wrong.
+
+    Example:
+        >>> load_index("index.safetensors").codes.shape
+    """
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             header = _read_header(path, file.metadata())

@@ -58,9 +58,19 @@ def fit_semantic_ids(
     collisions: Literal["level", "nearest", "keep"],
     items: Tensor | None = None,
 ) -> SemanticIndex:
-    """Codes for the rows of `embeddings` [n, d] (float32 or float64, any device), row r being item `items[r]` (default r).
+    """Codes for items from their vectors.
 
-    `collisions`: "level" adds a level, "nearest" moves to a free code, "keep" leaves them (a study of quality; no trie).
+    Args:
+        embeddings: [n, d], float32 or float64, on any device.
+        config: sizes of the codebooks and how they are fitted.
+        collisions: "level" adds a level, "nearest" moves to a free code, "keep" leaves them (a study of quality; no trie).
+        items: row r is item `items[r]`; by default r.
+
+    Returns:
+        The index of items and codes.
+
+    Example:
+        >>> index = fit_semantic_ids(embed_text(titles), collisions="level")
     """
     config = config or ResidualKMeans()
     if collisions not in ("level", "nearest", "keep"):

@@ -26,9 +26,22 @@ def embed_text(
     blank: Literal["raise", "zero"] = "raise",
     seed: int = 0,
 ) -> Tensor:
-    """Unit vectors [n, dimensions], float32, one per text; words (and pairs of words) in fewer than `min_items` texts are ignored.
+    """Vectors of items from their texts, by TF-IDF and a truncated SVD.
 
-    A text without any known word has no vector: `blank="raise"` says which, `blank="zero"` gives it zeros (all such items then collide).
+    Args:
+        texts: one per item.
+        dimensions: of the vectors.
+        max_words: the most frequent words that count.
+        min_items: words, and pairs of words, in fewer texts are ignored.
+        blank: a text without any known word has no vector: "raise" says which, "zero" gives it zeros (all such items then collide).
+        seed: of the SVD.
+
+    Returns:
+        Unit vectors [n, dimensions], float32.
+
+    Example:
+        >>> embed_text(["red wine", "white wine", "red apple"], dimensions=2, min_items=1).shape
+        torch.Size([3, 2])
     """
     if blank not in ("raise", "zero"):
         raise ValueError(f"blank={blank!r}, expected 'raise' or 'zero'")

@@ -47,7 +47,24 @@ def evaluate(
     rank: int = 0,
     world: int = 1,
 ) -> dict[str, float]:
-    """Metrics over a whole split; with a compiled model, batches of another size than `compiled_size` run eagerly."""
+    """Metrics over a whole split; the model is in its own mode again afterwards.
+
+    Args:
+        model: a ranker.
+        split: what to read, in order.
+        batch_size: examples at a time.
+        device: where the model is.
+        loss_fn: (model, batch) -> loss and logits.
+        compiled_size: of a compiled model the one batch size that was compiled; others run eagerly.
+        rank: of this process; each reads its part, and the sums are added up.
+        world: number of processes.
+
+    Returns:
+        Metric by name: the loss, and log_loss, ne and auc where there are labels.
+
+    Example:
+        >>> evaluate(model, data.test, batch_size=4096, device=torch.device("cpu"))["auc"]
+    """
     batches = iter(split.batches(batch_size, shuffle=False, seed=0, drop_last=False, rank=rank, world=world, epoch=0))
     metrics: list[dict[str, Metric[float]]] = []
     total = torch.zeros(2, dtype=torch.float64, device=device)

@@ -45,7 +45,7 @@ from loka.tuning.looking import Looked, look, name_unseen
 from loka.tuning.progress import Progress, Told
 from loka.tuning.task import MakeOptimizer, Step, Task
 from loka.tuning.tuned import Tuned
-from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, paired_change, train_paired
+from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, train_paired
 
 __all__ = ["tune"]
 
@@ -467,7 +467,7 @@ class _Session:
     def swap(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses) -> Interval:
         plan = self.make_plan(offers, chosen, looked, [], {}, {})
         with converted(self.task.model, plan):
-            return paired_change(base, evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training))
+            return evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training).change_from(base)
 
     def verify_speed(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval]) -> tuple[list[Offer], dict[str, float], Interval | None, str | None]:  # fmt: skip
         """The whole step, compiled, beside compiled 16 bits; units are dropped until it is not slower."""

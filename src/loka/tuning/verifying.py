@@ -8,7 +8,6 @@ The upper end decides: a plan whose change may exceed the margin is not within i
 
 import copy
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,28 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from loka.placing import convert, revert
+from loka.probe.swapping import compare_losses
 from loka.records import Interval, Plan
 from loka.tuning.task import MakeOptimizer, Task
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["Losses", "converted", "evaluate", "evaluate_averaged", "paired_change", "train_paired"]
-
-# Two-sided 95 % quantiles of Student's t for few samples; 1.96 beyond.
-_T = {
-    1: 12.7,
-    2: 4.30,
-    3: 3.18,
-    4: 2.78,
-    5: 2.57,
-    6: 2.45,
-    7: 2.36,
-    8: 2.31,
-    9: 2.26,
-    10: 2.23,
-    15: 2.13,
-    20: 2.09,
-    30: 2.04,
-}
+__all__ = ["Losses", "converted", "evaluate", "evaluate_averaged", "train_paired"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +36,14 @@ class Losses:
     def mean(self) -> float:
         """Over all of them."""
         return float(self.values.mean())
+
+    def change_from(self, base: "Losses") -> Interval:
+        """Relative change of the mean, with a 95 % interval over what was paired (`loka.probe.swapping.compare_losses`).
+
+        Args:
+            base: the same examples in high precision.
+        """
+        return compare_losses(self.values, base.values, method="student")
 
     @property
     def digest(self) -> str:
@@ -151,7 +142,7 @@ def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | 
         if all(torch.equal(a, b) for a, b in zip(before, twin.model.parameters(), strict=True)):
             raise ValueError("train: the step does not train the model it is given; expected step(model, batch) that runs `model`")  # fmt: skip
         found.append(evaluate(twin, twin.held_out, metric, as_trained=True))
-    return paired_change(*found)
+    return found[1].change_from(found[0])
 
 
 def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Callable[[int], None]) -> None:
@@ -168,28 +159,6 @@ def _values(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise ValueError(f"the metric returned {type(value).__name__}, expected a floating tensor, lower is better")
     return value
-
-
-def paired_change(base: Losses, other: Losses) -> Interval:
-    """Relative change of the mean, with a 95 % interval over what was paired.
-
-    Args:
-        base: in high precision.
-        other: the same examples in low precision.
-
-    Returns:
-        The change; a loss that is not finite, in either, is a change of infinity, written as 1e9.
-    """
-    difference = other.values - base.values
-    if not bool(difference.isfinite().all()):
-        return Interval(value=1e9, low=1e9, high=1e9)
-    count, mean = difference.numel(), float(base.values.mean().abs().clamp(min=1e-30))
-    value = float(difference.mean()) / mean
-    if count < 2:
-        return Interval(value=value, low=min(value, -abs(value)), high=max(value, abs(value)))
-    quantile = next((_T[n] for n in sorted(_T) if n >= count - 1), 1.96)
-    spread = quantile * float(difference.std()) / math.sqrt(count) / mean
-    return Interval(value=value, low=value - spread, high=value + spread)
 
 
 @contextmanager

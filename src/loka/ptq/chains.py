@@ -1,0 +1,88 @@
+"""Frozen chains as tensors and names: what a file holds of them, and how they come back.
+
+A chain's weights are written as they multiply, FP8 with one scale; its scales between layers follow from the magnitudes in its unit. The 16-bit weights are not written: a chain that was loaded
+has FP8 values in their place, and cannot be reverted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from loka.formats import QTensor
+from loka.lowp.chain import Chain, chains_of
+from loka.lowp.chain_function import TENSOR_SPEC
+from loka.placing.conversion import PACKED, fit_units
+from loka.records import UnitPlan
+from loka.units import place
+from loka.units.placement import describe_chain
+
+__all__ = ["describe_chains", "restore_chains", "take_weights", "tensors_of"]
+
+
+def describe_chains(model: nn.Module) -> list[UnitPlan]:
+    """The chains of a model as units that can be placed again, scales included."""
+    return [_describe(model, chain) for _, chain in chains_of(model)]
+
+
+def _describe(model: nn.Module, chain: Chain) -> UnitPlan:
+    unit = describe_chain(model, chain)
+    if chain.input is None:
+        return unit
+    first = unit.links[0].linear
+    known = msgspec.structs.replace(unit.magnitudes[first], input=float(chain.input.largest))
+    return msgspec.structs.replace(unit, scales="calibrated", magnitudes=unit.magnitudes | {first: known})
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors as a file holds them: its state_dict, the weights of frozen chains in FP8 with a `weight_scale` each."""
+    tensors: dict[str, Tensor] = model.state_dict()
+    for _, chain in chains_of(model):
+        if chain.frozen is not None:
+            for at, link in enumerate(chain.links):
+                q = chain.quantized_weight(at)
+                tensors[f"{link.linear}.weight"], tensors[f"{link.linear}.weight_scale"] = q.data, q.scale
+    return tensors
+
+
+def take_weights(tensors: dict[str, Tensor], units: Sequence[UnitPlan], dtype: torch.dtype) -> dict[str, QTensor]:
+    """The FP8 weights of chains out of a file's tensors, which hold them in `dtype` afterwards, as the model's own modules do.
+
+    Args:
+        tensors: changed in place.
+        units: whose weights.
+        dtype: of the model.
+
+    Returns:
+        The weights by the linear's name.
+    """
+    taken = {}
+    for name in (name for unit in units for name in unit.linears):
+        data, scale = tensors.get(f"{name}.weight"), tensors.pop(f"{name}.weight_scale", None)
+        if data is None or scale is None or data.dtype != TENSOR_SPEC.format.dtype or scale.dtype != torch.float32:
+            raise ValueError(f"{name} is in a chain: expected an FP8 weight and a float32 weight_scale")
+        taken[name] = QTensor(data, scale, TENSOR_SPEC)
+        tensors[f"{name}.weight"] = taken[name].dequantize(dtype)
+    return taken
+
+
+def restore_chains(model: nn.Module, units: Sequence[UnitPlan], weights: dict[str, QTensor], backend: str) -> None:
+    """Place frozen chains on the weights they were saved with.
+
+    Args:
+        model: its tensors are loaded already.
+        units: what `describe_chains` returned.
+        weights: what `take_weights` returned.
+        backend: runs their kernels.
+    """
+    for unit in fit_units(units, backend):
+        chain = place(model, unit)
+        device = chain.device
+        chain.freeze(offload=True)
+        chain.frozen = [
+            replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in (weights[n] for n in unit.linears)
+        ]
+        for linear in chain.linears:
+            linear.__dict__[PACKED] = True

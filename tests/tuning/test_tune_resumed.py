@@ -1,0 +1,88 @@
+"""tune with out=, cut short and called again: it goes on from its own evidence and from nobody else's; a stop leaves the model as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import loka
+from loka.records import load
+from loka.records.tuning import Tuning
+
+from .small import WIDTH, loss, make_trained, placed, same, state_of, tune
+
+
+class Counted:
+    """The loss, counting its calls, that stops at one of them."""
+
+    def __init__(self, stop: int = -1, error: BaseException | None = None) -> None:
+        self.count, self.stop, self.error = 0, stop, error
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == self.stop and self.error is not None:
+            raise self.error
+        return loss(output, target)
+
+
+@pytest.mark.parametrize("options", [{}, {"architecture": True}, {"target": "serve"}], ids=str)
+def test_a_stop_anywhere_leaves_the_model_as_it_was(options: dict[str, Any]) -> None:
+    whole = Counted()
+    tune(make_trained()[0], given=whole, **options)
+    model, optimizer = make_trained()
+    before = state_of(model, optimizer)
+    for share, error in [(0.0, KeyboardInterrupt()), (0.3, RuntimeError("no memory")), (0.6, KeyboardInterrupt()), (1.0, OSError("gone"))]:  # fmt: skip
+        stop = max(1, round(share * whole.count))
+        with pytest.raises(type(error)):
+            tune(model, given=Counted(stop, error), **options)
+        assert same(state_of(model, optimizer), before), f"stopped at call {stop} of {whole.count}"
+        assert not placed(model)
+        assert not loka.mods.applied_to(model)
+
+
+def test_goes_on_where_it_was_cut_short(tmp_path: Path) -> None:
+    whole = Counted()
+    expected = tune(make_trained()[0], given=whole)
+    model, _ = make_trained()
+    cut = Counted(whole.count - 4, KeyboardInterrupt())  # in the last batches: what was measured before is known
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, given=cut, out=tmp_path)
+    assert (tmp_path / "evidence.json").exists()
+    again = Counted()
+    tuned = tune(model, given=again, out=tmp_path)
+    assert again.count < whole.count
+    assert "went on from evidence of an earlier call" in tuned.record.notes
+    assert tuned.record.units == expected.record.units
+    assert tuned.record.metric_change == expected.record.metric_change
+    assert load(tmp_path / "tuning.json", Tuning) == tuned.record
+    assert loka.Plan.load(tmp_path / "plan.json").units == tuned.plan.units
+    assert (tmp_path / "conversion.json").exists()
+
+
+def test_evidence_of_other_weights_is_not_used(tmp_path: Path) -> None:
+    """The same architecture, trained further: speeds would hold, losses do not."""
+    tune(make_trained()[0], out=tmp_path)
+    expected = tune(make_trained(60)[0])
+    tuned = tune(make_trained(60)[0], out=tmp_path)
+    assert tuned.record.units == expected.record.units
+
+
+def test_evidence_of_another_model_is_set_aside(tmp_path: Path) -> None:
+    tune(make_trained()[0], out=tmp_path)
+    old = (tmp_path / "evidence.json").read_text()
+    model = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 1), nn.Flatten(0))
+    tuned = tune(model, out=tmp_path)
+    assert (tmp_path / "evidence-of-another-model.json").read_text() == old
+    assert not any("earlier call" in note for note in tuned.record.notes)
+
+
+@pytest.mark.parametrize("text", ['{"fingerprint": "', "[]", "{}", '{"fingerprint": "x", "known": 3}', ""])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "evidence.json").write_text(text)
+    model, optimizer = make_trained(2)
+    before = state_of(model, optimizer)
+    with pytest.raises(ValueError, match=r"evidence.json is damaged: .*hint: another out="):
+        tune(model, out=tmp_path)
+    assert (tmp_path / "evidence.json").read_text() == text
+    assert same(state_of(model, optimizer), before)

@@ -1,0 +1,109 @@
+"""tune with train=: two copies are trained a little, and what ends apart is not converted."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import loka
+from loka.records import Interval
+
+from .small import BATCHES, MARGIN, Ranker, loss, make_trained, placed, same, state_of, train, tune
+
+
+def test_a_paired_run_of_training_where_it_is_allowed() -> None:
+    model, optimizer = make_trained()
+    before = state_of(model, optimizer)
+    tuned = tune(model, train=6)
+    record = tuned.record
+    assert record.training_change is not None
+    assert record.training_change.high <= record.used_margin
+    assert "a paired run of 6 steps" in record.gradients
+    tuned.revert()
+    assert same(before[0], state_of(model)[0]), "copies are trained, not the model"
+
+
+APART = Interval(value=0.2, low=0.1, high=0.3)
+ALIKE = Interval(value=0.0, low=-0.001, high=0.001)
+
+
+def end_runs(monkeypatch: pytest.MonkeyPatch, *changes: Interval) -> list[set[str]]:
+    """Paired runs that end as given, the last one again and again; returns the linears that each was to run low."""
+    seen: list[set[str]] = []
+
+    def train_paired(task: Any, plan: loka.Plan, *rest: Any) -> Interval:
+        seen.append({link.linear for unit in plan.units for link in unit.links})
+        return changes[min(len(seen), len(changes)) - 1]
+
+    monkeypatch.setattr("loka.tuning.loop.train_paired", train_paired)
+    return seen
+
+
+class Parted(Ranker):
+    """Two units: no chain reaches over a sine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(F.silu(self.norm(self.first(x))))
+        x = F.relu(self.third(F.relu(self.second(x))))
+        return self.last(self.drop(self.batch(x))).squeeze(-1)
+
+
+def make_parted() -> tuple[Parted, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Parted()
+    return model, train(model)
+
+
+def test_a_run_that_ends_apart_drops_the_unit_of_the_largest_predicted_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = end_runs(monkeypatch, APART, ALIKE)
+    model, _ = make_parted()
+    units = tune(copy.deepcopy(model)).record.units
+    low = [unit for unit in units if unit.way != "high"]
+    assert len(low) > 1, "with a single unit nothing shows which one leaves"
+    worst = max(low, key=lambda unit: unit.harm.value)
+    tuned = tune(model, train=6)
+    assert len(seen) == 2
+    assert seen[0] == {name for unit in low for name in unit.linears}
+    assert seen[0] - seen[1] == set(worst.linears)
+    assert placed(model) == seen[1]
+    (left,) = [unit for unit in tuned.record.units if unit.linears == worst.linears]
+    assert left.way == "high"
+    assert left.reason.startswith("trained 6 steps with it, the metric moved by +20.0000% [+10.0000%, +30.0000%]")
+    assert tuned.record.training_change == ALIKE
+
+
+def test_runs_that_always_end_apart_convert_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = end_runs(monkeypatch, APART)
+    model, optimizer = make_parted()
+    before = state_of(model, optimizer)
+    tuned = tune(model, train=6)
+    assert [len(linears) > 0 for linears in seen] == [True, True]
+    assert not placed(model)
+    assert tuned.conversion is None
+    assert tuned.record.training_change is None
+    assert tuned.record.gradients == "by the score, and by paired runs of 6 steps, which no unit passed"
+    assert {unit.way for unit in tuned.record.units} == {"high"}
+    assert all("trained 6 steps with it" in unit.reason for unit in tuned.record.units if unit.harm is not None)
+    assert same(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train": 5, "target": "serve"}, "with target='train'"),
+        ({"optimizer": torch.optim.SGD}, "optimizer= belongs to it"),
+        ({"train": -1}, "number of steps"),
+    ],
+)
+def test_paired_runs_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tune(make_trained()[0], **options)
+
+
+def test_a_step_that_trains_another_model_is_named() -> None:
+    model, _ = make_trained()
+    with pytest.raises(ValueError, match="does not train the model it is given"):
+        loka.tune(model, BATCHES, step=lambda _, batch: loss(model(batch[0]), batch[1]), margin=MARGIN, progress=False, train=2)  # fmt: skip
