@@ -333,6 +333,15 @@ def test_on_triton_compiles_to_one_graph(triton_device) -> None:
     assert torch.equal(first[3].nan_to_num(), second[3].nan_to_num())
 
 
+@pytest.mark.parametrize("variant", ["11/11x128|shared", "11/11x128|shared|ragged", "8/2x128|ragged", "4/4x64"])
+def test_a_variant_that_is_measured_is_the_one_that_was_named(variant: str) -> None:
+    adapter = adapter_for("beam_attention")
+    (call,) = adapter.calls([(2, 3, 8)], [variant])
+    assert call.ragged == ("ragged" in variant)
+    assert call.cache is None
+    assert adapter.spell(call) == f"{variant}|bfloat16"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 512, 512), (2, 512, 3000), (3, 1, 3000), (1, 100, 77)])
 @pytest.mark.parametrize("variant", ["11/11x128|shared|ragged", "8/2x128|ragged", "4/4x64|shared", "4/1x80|float16"])
