@@ -103,6 +103,7 @@ JOBS = (
     cpu("planted", "planted", "planted.py --out {out}", 900),
     cpu("stress", "stress", "stress.py --out {out}", 1800),
     cpu("serving", "serving", "serving.py --out {out} --seconds 10", 600),
+    cpu("serving-joining", "serving_joining", "serving_joining.py --out {out}", 300),
     cpu("serving-ray", "serving_ray", "serving_ray.py --out {out} --seconds 100 --every 20", 300),
     *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
     *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all,e4m3-nearest --embedding-learning-rate 0.002 --steps 500 --out {{out}}", 7200)

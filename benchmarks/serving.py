@@ -13,6 +13,7 @@ free and this machine has none. That measures batching, admission and HTTP, and 
     reload      a new model put in place under load: who was lost, p99 during and without
     virtual     the scheduler alone on a virtual clock, same times with jitter: late, goodput; says nothing of HTTP, and does not depend on how busy the machine is
     peeking     A/A experiments looked at 60 times: share of false alarms
+    memory      the server's memory while requests of ever new users and histories come; at its middle and at its end it must be the same
 """
 
 import argparse
@@ -418,6 +419,28 @@ def case_reload(seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def case_memory(seconds: float) -> dict[str, Any]:
+    """Requests of ever new users, ids and histories, as fast as four connections carry them, for twice the seconds."""
+    with server("none") as (url, _, process):
+        end, counts = time.monotonic() + 2 * seconds, [0] * 4
+
+        def work(number: int) -> None:
+            line, source = Line(url), random.Random(number)
+            while time.monotonic() < end:
+                history = [source.randrange(2**40) for _ in range(source.randrange(1, 200))]
+                line.ask(msgspec.json.encode({"history": history, "user": f"{number}-{counts[number]}"}))
+                counts[number] += 1
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        seen = []
+        while any(thread.is_alive() for thread in threads):
+            time.sleep(seconds / 5)
+            seen.append(memory(process))
+        return {"requests": sum(counts), "memory_mb": seen}
+
+
 def case_peeking(seconds: float) -> dict[str, Any]:
     sys.path.insert(0, str(HERE.parent / "tests"))
     from metrics.test_sequential import PEEKS, TESTS, alarms
@@ -433,7 +456,7 @@ def case_peeking(seconds: float) -> dict[str, Any]:
 
 CASES = {
     "front": case_front, "capacity": case_capacity, "formats": case_formats, "attacks": case_attacks, "reload": case_reload,
-    "virtual": case_virtual, "peeking": case_peeking,
+    "virtual": case_virtual, "peeking": case_peeking, "memory": case_memory,
 }  # fmt: skip
 
 
@@ -476,6 +499,9 @@ def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
     if "reload" in found:
         bar("lost in three reloads", found["reload"]["lost"], 0)
         bar("p99 under reloads over without", found["reload"]["p99_ratio"], 2.0)
+    if "memory" in found:
+        seen = found["memory"]["memory_mb"]
+        bar("memory at the end over that at half, MB", seen[-1] - seen[len(seen) // 2], 2.0)
     if "peeking" in found:
         bar("false alarms over 60 looks", found["peeking"]["false_alarms"], 0.05)
     return bars

@@ -38,7 +38,7 @@ from typing import Any
 STARTED = time.monotonic()  # importing torch counts
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-RECIPES = {"fp8": "onerec_mixed", "fp8 published": "onerec"}
+RECIPES = {"fp8": "onerec_mixed", "fp8 published": "onerec", "fp8 context": "onerec_mixed"}
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--part", choices=("generative", "ranker"), default="generative")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", default=None, help="default: 4b-a0.5b, or plain for the ranker")
-    parser.add_argument("--variants", help="fp8, bf16, 'fp8 published', compiled; fp8, bf16 and compiled by default, the ranker without the last")  # fmt: skip
+    parser.add_argument("--variants", help="fp8, bf16, 'fp8 published', 'fp8 context' (fp8 with the context in E4M3), compiled; fp8, bf16 and compiled by default, the ranker without the last")  # fmt: skip
     parser.add_argument("--tune", default="", help="variants whose engine measures its backends, a minute or more each")
     parser.add_argument("--after", type=Path, action="append", default=[], help="files of earlier runs, for the ratios")
     parser.add_argument("--contexts", default="512,3000")
@@ -162,11 +162,10 @@ class Bench:
 
     def drive(self, model: Any, variant: str, sla: float, settings: dict[str, Any], limits: Any = None, units: int = 1) -> dict[str, Any]:  # fmt: skip
         """One row: a server over the warm model, traffic from another process."""
-        from loka.serving import Policy, Server
+        from loka.serving import Server
 
         row = {"variant": variant, "sla_ms": 1e3 * sla, **{k: v for k, v in settings.items() if k in ("context", "rows_a_request")}}  # fmt: skip
-        policy = Policy(sla=sla, reserve=min(0.002, sla / 10))
-        server = Server(model, policy=policy, port=0, limits=limits)
+        server = Server(model, sla=sla, port=0, limits=limits)
         try:
             with server.background(wait=60):
                 row |= self.measure(server, variant, sla, settings, units)
@@ -298,7 +297,8 @@ class Generative(Bench):
         info = BundleInfo(data="random", settings={}, steps=0, seed=0, loss=None, normalize="codebook", environment=capture_environment())  # fmt: skip
         dtype = "bf16" if self.device.type == "cuda" else "fp32"
         tune = variant in self.a.tune.split(",")
-        config = EngineConfig(beams=self.a.beams, requests=self.batches, contexts=tuple(sorted(self.contexts)), dtype=dtype, tune=tune)  # fmt: skip
+        config = EngineConfig(beams=self.a.beams, requests=self.batches, contexts=tuple(sorted(self.contexts)), dtype=dtype, tune=tune,
+                              context_cache="e4m3" if variant == "fp8 context" else "plain")  # fmt: skip
         made = GenerativeModel(Bundle(model, summary, self.index, info), config, device=self.device, name="onerec", version=variant)  # fmt: skip
         made.warm()
         self.report["models"][variant] |= {"tuned": tune, "needs": str(made.engine.needed), "captures": made.captures}
@@ -327,9 +327,10 @@ class Generative(Bench):
             lists.append(set(direct.items))
         self.lists[f"{model.version} {context}"] = lists
         facts: dict[str, Any] = {"bit for bit over HTTP": all(same), "overlap@50 with the engine's own": statistics.mean(shared), "finite": finite}  # fmt: skip
-        other = self.lists.get(f"{'fp8' if model.version == 'bf16' else 'bf16'} {context}")
-        if other is not None:
-            facts["overlap@50 of fp8 and bf16"] = statistics.mean(len(a & b) / max(1, len(a)) for a, b in zip(other, lists, strict=True))  # fmt: skip
+        for name, other in self.lists.items():
+            if name != f"{model.version} {context}" and name.endswith(f" {context}"):
+                shares = [len(a & b) / max(1, len(a)) for a, b in zip(other, lists, strict=True)]
+                facts[f"overlap@50 with {name.removesuffix(f' {context}')}"] = statistics.mean(shares)
         self.report["models"][model.version][f"context {context}"] = facts
         if not (finite and min(shared) >= 0.9):
             raise RuntimeError(f"{model.version} at {context}: {facts}: not measured")

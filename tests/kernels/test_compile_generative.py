@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", exc_type=ImportError)
 
 import triton.language as tl  # noqa: E402
 
-from kernels.hopper import SHARED_MEMORY, compile_kernel, kernels_of, needs_ptxas  # noqa: E402
+from kernels.hopper import SHARED_MEMORY, compile_kernel, files_of, kernels_of, needs_ptxas  # noqa: E402
 
 REGISTERS = 65536  # of a multiprocessor
 
@@ -59,6 +59,11 @@ CONFIGURATIONS = {
     ("beam_attention", "_attend", "context in FP8"): (
         {**ATTEND, "k_ptr": Q, "v_ptr": Q, "k_desc": desc("fp8e4nv", 64, 128)},
         {**HEADS, "BM": 64, "BN": 64, "SHARED": True},
+        {"num_warps": 4, "num_stages": 3},
+    ),
+    ("beam_attention", "_attend_low", "quantised"): (
+        {**ATTEND, "k_ptr": Q, "v_ptr": Q, "k_desc": desc("fp8e4nv", 128, 128), "v_desc": desc("fp8e4nv", 128, 128)},
+        {"HG": 1, "D": 128, "BM": 64, "BN": 128, "TMA": True, "PREROUND": False},
         {"num_warps": 4, "num_stages": 3},
     ),
     ("beam_attention", "_attend", "two tensors"): (
@@ -175,7 +180,7 @@ CONFIGURATIONS = {
         {"num_warps": 4},
     ),
 }
-MULTIPLIES = {"_attend", "_grouped", "_grouped_swiglu"}
+MULTIPLIES = {"_attend", "_attend_low", "_grouped", "_grouped_swiglu"}
 WRITES_FP8 = {"_grouped_swiglu", "_swiglu"}  # always; others where they are told to
 DIVISIBLE = {
     "M",
@@ -222,6 +227,10 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert len(compiled.asm["cubin"]) > 0
     assert ("wgmma.mma_async" in ptx) == (name in MULTIPLIES)
+    if name == "_attend_low":
+        products = set(re.findall(r"wgmma\.mma_async\S+", ptx))
+        assert products
+        assert all(".e4m3.e4m3" in product for product in products)
     assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2", ptx)) == (
         name in WRITES_FP8 or configuration[2] == "quantised"
     )
@@ -229,7 +238,7 @@ def test_compiles(configuration: tuple[str, str, str], own_cache: None) -> None:
 
 @pytest.mark.parametrize("op", sorted({op for op, _, _ in CONFIGURATIONS}))
 def test_every_kernel_that_is_launched_is_compiled_here(op: str) -> None:
-    source = Path(kernels_of(op).__file__).read_text()
+    source = "".join(file.read_text() for file in files_of(op))
     launched = set(re.findall(r"^\s+(_\w+)\[\(", source, re.MULTILINE))
     assert launched
     assert launched == {name for room, name, _ in CONFIGURATIONS if room == op}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from loka.inference.glue import normalize
 from loka.inference.weights import PackedLinear, PackedNorm, Placement
+from loka.kernels.strides import token_columns
 from loka.models.onerec import ContextProcessor, OneRec
 
 Pair = tuple[Tensor, Tensor]
@@ -95,6 +96,8 @@ class PackedContext:
             made = [c.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn) for c in made]
         heads = [c.view(requests, length + 1, self.groups, -1) for c in made]
         step = len(self.chunk_norms) // self.pairs
+        if self.low:  # values by columns, as FP8 products take them
+            return [(heads[i * step], token_columns(heads[i * step + step - 1])) for i in range(self.pairs)]
         return [(heads[i * step], heads[i * step + step - 1]) for i in range(self.pairs)]
 
     def _static(self, requests: int, static: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ def open_model(
     beams: int | None = None,
     batches: Sequence[int] | None = None,
     contexts: Sequence[int] | None = None,
+    context_cache: str | None = None,
     rows: Sequence[int] | None = None,
     factory: str | None = None,
     batch_invariant: bool = False,
@@ -24,7 +25,7 @@ def open_model(
     Args:
         folder: of `loka generate --train` or `save_ranker`.
         name: as clients know it; default: the folder's.
-        precision, beams, batches, contexts: of a recommender's engine; fp32, 50, (1, 2, 4, 8, 16), the model's longest. Refused for a ranker.
+        precision, beams, batches, contexts, context_cache: of a recommender's engine; fp32, 50, (1, 2, 4, 8, 16), the model's longest, "plain". Refused for a ranker.
         rows, factory: of a ranker; (64, 256, 1024, 4096), none. Refused for a recommender.
         batch_invariant: one bucket, so that answers do not depend on who else is in the batch.
 
@@ -49,10 +50,11 @@ def open_model(
             dtype=precision or "fp32",
             normalize=bundle.info.normalize,
             batch_invariant=batch_invariant,
+            context_cache=context_cache or "plain",
         )
         return GenerativeModel(bundle, config, device=device, name=called, version=digest(place / MODEL))
     if is_ranker_bundle(place):
-        _refuse(place, "a ranker", precision=precision, beams=beams, batches=batches, contexts=contexts)
+        _refuse(place, "a ranker", precision=precision, beams=beams, batches=batches, contexts=contexts, context_cache=context_cache)  # fmt: skip
         sizes = ROWS if rows is None else tuple(rows)
         return open_ranker(
             place, factory=factory, name=called, rows=sizes, device=device, batch_invariant=batch_invariant

@@ -84,7 +84,9 @@ class Server:
                 )
         if policy is None:
             assert sla is not None  # one of them
-            policy = Policy(sla=sla, reserve=min(0.002, sla / 10))
+            policy = Policy(
+                sla=sla, reserve=min(0.003, sla / 10)
+            )  # 2 ms left 0.9 % of the answers late at twice the capacity
         names = tuple(models) if isinstance(models, dict) else (models.name,)
         if (split is not None or shadow) and events is None:
             raise ValueError("an experiment needs a folder for its events; hint: --events DIR")

@@ -17,7 +17,8 @@ def beam_attention(
     """softmax(scale q k^T) v: q [R, B, H, D] over the first lengths[r] of k, v [R, S, G, D] -> [R, B, H, D].
 
     Query head h reads key-value head h // (H / G). scale: 1 / sqrt(D) unless given. A request of length 0 gets zeros. Pass the same tensor as k and v where
-    they are one: it is then read once. k and v may be float8_e4m3fn, where q is not: they count as they are, without scales.
+    they are one: it is then read once. k and v may be float8_e4m3fn, where q is not: they count as they are, without scales; a backend that then
+    multiplies in FP8 rounds queries and weights as well.
     """
     _check(q, k, v, lengths)
     requests, beams, heads, d = q.shape

@@ -9,7 +9,7 @@ from loka.formats import E4M3, ROW, QTensor, Spec
 from loka.kernels.backend import Verdict, no
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
 from loka.kernels.quantize import quantize
-from loka.kernels.strides import unit_rows
+from loka.kernels.strides import token_columns, unit_rows
 from loka.kernels.triton_device import triton_multiplies_on, triton_runs_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,6 +40,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
     from loka.kernels.beam_attention import triton_ops
 
+    if k.dtype == torch.float8_e4m3fn and triton_ops.fits(q.shape[3]):
+        low: Tensor = triton_ops.beam_attention_low(unit_rows(q), unit_rows(k), token_columns(v), lengths.contiguous(), scale)  # fmt: skip
+        return low
     values = None if v is k else unit_rows(v)
     out: Tensor = triton_ops.beam_attention(unit_rows(q), unit_rows(k), values, lengths.contiguous(), scale)
     return out

@@ -7,7 +7,7 @@ context crosses memory once per request and layer, whatever the number of beams,
     first key      starts the sums without a product of tiles: a context is a token of the user and, mostly, a power of two of items
     full blocks    loaded by TMA, no comparison with the length; the last, partial one by pointers that never touch what lies beyond
     v is k         one load feeds both products
-    FP8 context    half the memory; a block is widened to the queries' dtype before it is multiplied
+    FP8 context    where heads are too narrow or no power of two for `triton_low_kernels`: a block is widened to the queries' dtype
 
 Ancestors: the few keys and values of a beam's own past lie where they were made; a table says which beam of each step it descends from. One pass, no reordering
 of caches, no tensor cores: the past is too short for them. What is made in this step comes straight from the projection, and the same pass files it and quantises the

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from loka.kernels.beam_attention import triton_kernels as kernels
+from loka.kernels.beam_attention.triton_low_kernels import attend_low
+from loka.kernels.beam_attention.triton_low_kernels import fits as fits
 from loka.kernels.quantize.triton_kernels import aligned
 
 
@@ -14,6 +16,17 @@ def beam_attention(q: Tensor, k: Tensor, v: Tensor | None, lengths: Tensor, scal
 
 
 @beam_attention.register_fake
+def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("loka::beam_attention_low", mutates_args=())
+def beam_attention_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Keys and values in E4M3, the latter by columns."""
+    return attend_low(q, k, v, lengths, scale)
+
+
+@beam_attention_low.register_fake
 def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 

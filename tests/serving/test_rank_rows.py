@@ -1,0 +1,73 @@
+"""Rows of a ranker: what is the same in all of them is kept once, and spread where the model runs."""
+
+import numpy as np
+import pytest
+import torch
+
+from loka.data.schema import Field, Schema
+from loka.models import build_ranker
+from loka.records import RankerInfo, capture_environment
+from loka.serving import FieldError, RankerBundle, RankingModel, RankRequest
+from loka.serving.rank_rows import Columns, RowReader, join
+
+SCHEMA = Schema(("price", "age"), (Field("user", 10), Field("item", 100)), (), ("click",))
+
+
+def spread(columns: Columns, rows: int) -> np.ndarray:
+    table = np.repeat(columns.same[None], rows, 0)
+    table[:, columns.places] = columns.varying
+    return table
+
+
+def test_columns_are_read_as_they_were_meant() -> None:
+    price = np.array([1, 2, 3], np.float32)
+    request = RankRequest(features={"price": price.tobytes(), "age": 30, "user": 12, "item": [5, 100, 7]})
+    job = RowReader(SCHEMA, 8).read(request)
+    assert (job.units, job.data.count, job.data.unknown) == (3, 3, 4)  # user 12 in every row, and one item
+    assert spread(job.data.dense, 3).tolist() == [[1, 30], [2, 30], [3, 30]]
+    assert spread(job.data.categorical, 3).tolist() == [[0, 5], [0, 0], [0, 7]]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"user": -1}, "$.features.user[0]"),
+        ({"item": [1, -2, 3]}, "$.features.item[1]"),
+        ({"user": 1.5}, "$.features.user[0]"),
+        ({"item": 2**63}, "$.features.item"),
+        ({"age": float("inf")}, "$.features.age"),
+        ({"item": [1, 2]}, "$.features.item"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict, path: str) -> None:
+    features = {"price": [1.0, 2.0, 3.0], "age": 30, "user": 1, "item": [5, 6, 7]} | change
+    with pytest.raises(FieldError) as found:
+        RowReader(SCHEMA, 8).read(RankRequest(features=features))
+    assert found.value.path.startswith(path)
+
+
+def test_requests_that_differ_in_other_columns_join() -> None:
+    first = Columns(np.array([1, 0]), np.array([1]), np.array([[10], [11]]))
+    second = Columns(np.array([0, 2]), np.array([0]), np.array([[20], [21], [22]]))
+    third = Columns(np.array([3, 4]), np.array([], np.int64), np.empty((1, 0), np.int64))
+    joined = join([first, second, third])
+    assert joined.places.tolist() == [0, 1]
+    assert joined.varying.tolist() == [[1, 10], [1, 11], [20, 2], [21, 2], [22, 2], [3, 4]]
+    assert joined.same.tolist() == [[1, 0], [0, 2], [3, 4]]
+
+
+def test_a_batch_scores_as_its_requests_do_alone() -> None:
+    torch.manual_seed(0)
+    model = build_ranker(SCHEMA, "wukong", "tiny")
+    info = RankerInfo(name="w", family="wukong", size="tiny", options={}, factory=None, dense=[], columns=[], labels=["click"], link="sigmoid", environment=capture_environment())  # fmt: skip
+    served = RankingModel(RankerBundle(model, SCHEMA, info), rows=(8,), batch_invariant=True)
+    bodies = [
+        {"price": 1.0, "age": 2.0, "user": 3, "item": 4},
+        {"price": [0.5, 0.1], "age": 2.0, "user": 3, "item": [4, 9]},
+        {"price": 1.0, "age": [3.0, 4.0], "user": [1, 2], "item": 8},
+    ]
+    jobs = [served.read(RankRequest(features=body)) for body in bodies]
+    together = served.score(8, [job.data for job in jobs])
+    alone = np.concatenate([served.score(8, [job.data]) for job in jobs])
+    np.testing.assert_array_equal(together, alone)
+    assert len(np.unique(together)) == 5
