@@ -105,7 +105,10 @@ def train(
         ),
     ] = False,
     collectives: Annotated[
-        str | None, typer.Option(help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2.")
+        str | None,
+        typer.Option(
+            help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2, or WEIGHTS,GRADIENTS under FSDP2."
+        ),
     ] = None,
     sharding: Annotated[
         str | None,

@@ -48,7 +48,8 @@ class Distribution:
         sharding: how TorchRec shards the tables: table, row or column; None: every rank holds them all.
         columns: stretches of columns, for `column`.
         dense: what keeps the dense part: `fsdp` shards it, `ddp` copies it to every rank.
-        collectives: codec of dense weights and gradients; None sends them as they are.
+        collectives: codec of dense weights and gradients, or two of them with a comma between, weights first (FSDP2): what a weight loses counts in every prediction, what a gradient
+            loses in one step. None sends them as they are.
         embeddings: codecs of sharded embeddings and of their gradients; None sends them as they are.
 
     Example:
@@ -74,10 +75,12 @@ class Distribution:
             problems.append(f"TorchRec's kernels train float32 rows only, not {self.rows}; hint: sharding=None")
         if self.sharding is None and self.embeddings is not None:
             problems.append("embeddings are sent only where tables are sharded; hint: sharding='row'")
-        for text in (self.collectives, *(self.embeddings or ())):
+        dense = [] if self.collectives is None else self.collectives.split(",")
+        if len(dense) > (2 if self.dense == "fsdp" else 1):
+            problems.append(f"collectives are one codec, or two under FSDP2 (weights, gradients), got {self.collectives!r} with dense={self.dense!r}")  # fmt: skip
+        for text in (*dense, *(self.embeddings or ())):
             try:
-                if text is not None:
-                    parse_codec(text)
+                parse_codec(text)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -129,8 +132,9 @@ def spread_model(
     if how.dense == "fsdp":
         shard_dense(unwrap(model))
         if how.collectives is not None:
+            weights, _, gradients = how.collectives.partition(",")
             spread.wire = quantize_fsdp(
-                unwrap(model), all_gather=how.collectives, reduce_scatter=how.collectives, clock=clock
+                unwrap(model), all_gather=weights, reduce_scatter=gradients or weights, clock=clock
             )
         return spread
     copies = _copy_dense(spread, device)
