@@ -15,7 +15,7 @@ from loka.records import prose
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf, Gemm
 from loka.records.record import Part, Record, load, save
-from loka.records.unit import UnitPlan
+from loka.records.unit import CollectivePlan, TablePlan, UnitPlan
 
 
 class Choice(Part, frozen=True):
@@ -91,6 +91,8 @@ class Plan(Record, frozen=True, tag="plan"):
     expected_metric_change: float | None = None  # sum of the upper ends measured one site at a time
     mods: list[str] = msgspec.field(default_factory=list)  # applied before anything is placed, as spelled
     units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains; a linear in none of them is a unit of its own
+    tables: list[TablePlan] = msgspec.field(default_factory=list)  # one not named stays as it is
+    collectives: list[CollectivePlan] = msgspec.field(default_factory=list)
     margin: float | None = None  # relative change of the metric that counts as none
     seal: Seal | None = None
 
@@ -107,7 +109,11 @@ class Plan(Record, frozen=True, tag="plan"):
         self._check_units()
 
     def _check_units(self) -> None:
-        """Every linear is in at most one unit, and a linear of a chain is not also told to run alone."""
+        """Every linear is in at most one unit, and a linear of a chain is not also told to run alone; a table or a collective is decided once."""
+        for kind in ("tables", "collectives"):
+            names = [part.name for part in getattr(self, kind)]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{', '.join(twice)}: decided twice among the plan's {kind}")
         owner: dict[str, str] = {}
         for unit in self.units:
             for name in unit.linears:

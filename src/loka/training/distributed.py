@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loka.comms import Agreement, RankError, StepClock
+from loka.comms.placement import wire_of
 from loka.data.batch import Jagged
 from loka.nn.tables import Table
 from loka.records import Conversion, Plan, to_json
@@ -155,18 +156,19 @@ class DistributedTrainer(Trainer):
     ) -> None:
         config, self.how = config or TrainConfig(), how or Distribution()
         world = dist.get_world_size()
-        _check(config, self.how, world)
+        _check(config, self.how, world, plan)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         )
         if config.device not in ("auto", device.type, str(device)):
             raise ValueError(f"this process group runs on {device}, the request is for {config.device}")
         self.clock, self.roll_call = StepClock(seed=config.seed), roll_call
+        tables = {} if plan is None else {table.name: table.rows for table in plan.tables}
         spread = spread_model(
-            model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock
-        )
-        self.wire, self.embedding_wire, self.fused = spread.wire, spread.embedding_wire, spread.fused
-        self.conversion = _convert(spread.module, plan, recipe, device)
+            model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock, tables=tables
+        )  # fmt: skip
+        self.conversion = _convert(spread.model, plan, recipe, device)
+        self.wire, self.embedding_wire, self.fused = spread.wire or wire_of(spread.model), spread.embedding_wire, spread.fused  # fmt: skip
         super().__init__(spread.model, data, replace(config, device=str(device)), out=out, **options)
         if self.fused is not None:
             self.optimizers.add(self.fused, config.embedding_learning_rate)
@@ -369,8 +371,12 @@ def _call_roll(timeout: float, saved: int | None, error: RuntimeError) -> None:
         raise RankError(f"training stopped: {missing}; {kept}", missing.ranks) from error
 
 
-def _check(config: TrainConfig, how: Distribution, world: int) -> None:
+def _check(config: TrainConfig, how: Distribution, world: int, plan: Plan | None) -> None:
     problems = []
+    if plan is not None and plan.collectives and how.collectives is not None:
+        problems.append(f"the plan says what is sent in which codec, and so does collectives={how.collectives!r}; give one of them")  # fmt: skip
+    if plan is not None and plan.tables and how.sharding is not None:
+        problems.append("the plan gives tables formats of rows, and TorchRec's kernels train float32 rows only; hint: sharding=None")  # fmt: skip
     if config.batch_size % world:
         problems.append(
             f"batch_size {config.batch_size} is of all {world} ranks together and must be a multiple of {world}"

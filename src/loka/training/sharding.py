@@ -18,7 +18,7 @@ Where the codec of embeddings needs whole blocks, a rank's share of a batch is f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,13 @@ class Spread:
 
 
 def spread_model(
-    model: nn.Module, how: Distribution, *, learning_rate: float, device: torch.device, clock: StepClock
+    model: nn.Module,
+    how: Distribution,
+    *,
+    learning_rate: float,
+    device: torch.device,
+    clock: StepClock,
+    tables: Mapping[str, str] | None = None,
 ) -> Spread:
     """Spread a model over the ranks of the default process group, in place.
 
@@ -117,6 +123,7 @@ def spread_model(
         learning_rate: of sharded tables.
         device: of the model.
         clock: the step, for stochastic codecs.
+        tables: formats of rows that a plan gives to tables, by name; the others have the distribution's.
 
     Returns:
         What to train.
@@ -125,7 +132,9 @@ def spread_model(
         ValueError: the model has tables that cannot be held as asked, with every reason.
     """
     if how.sharding is None:
-        quantize_tables(model, rows=how.rows)
+        planned = tables or {}
+        for rows in dict.fromkeys([*planned.values(), how.rows]):
+            quantize_tables(model, rows=rows, filter_fn=lambda _, name, rows=rows: planned.get(name, how.rows) == rows)  # type: ignore[misc]
         spread = Spread(model, model)
     else:
         spread = _shard_tables(model, how, learning_rate, device)
