@@ -3,7 +3,7 @@
     tables        nn.Embedding and nn.EmbeddingBag, swapped for low-precision rows (`loka.nn.tables`) and back, with what was trained; a table that has such rows already is left as it is
     collectives   the dense matrices, whose weights and gradients ranks send each other; `loka.comms.placement` places them, since that room is above this one
 
-A table with low-precision rows is trained by `loka.nn.table_optimizer.TableOptimizer`, so an optimiser is made after a plan with tables was placed.
+While a table is swapped its float values are gone, that is what is saved; taking it back writes what the rows hold into the original parameter. A table with low-precision rows is trained by `loka.nn.table_optimizer.TableOptimizer`, so an optimiser is made after a plan with tables was placed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,8 +128,10 @@ def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
     originals: dict[str, nn.Module] = model.__dict__.setdefault(_ORIGINALS, {})
     for table in tables:
         if not isinstance(modules[table.name], Table):
-            originals[table.name] = modules[table.name]
+            original: Any = modules[table.name]
             quantize_tables(model, rows=table.rows, filter_fn=lambda _, name, wanted=table.name: name == wanted)
+            original.weight.data = original.weight.data.new_empty(0)
+            originals[table.name] = original
     return placed_tables(model)
 
 
@@ -154,14 +156,11 @@ def release_tables(model: nn.Module) -> int:
     Returns:
         How many were swapped back.
     """
-    import torch
-
     originals: dict[str, nn.Module] = model.__dict__.pop(_ORIGINALS, {})
     for name, original in originals.items():
         parent, _, child = name.rpartition(".")
         table: Any = model.get_submodule(name)
-        with torch.no_grad():
-            weight: Any = original.weight
-            weight.copy_(table.weight)
+        weight: Any = original.weight
+        weight.data = table.weight.to(weight.dtype)
         setattr(model.get_submodule(parent), child, original.train(table.training))
     return len(originals)
