@@ -86,6 +86,11 @@ class Distribution:
         if problems:
             raise ValueError(f"this distribution cannot be honoured: {'; '.join(problems)}")
 
+    @property
+    def needs_tables(self) -> bool:
+        """Whether tables are swapped or sharded."""
+        return self.rows != "float32" or self.sharding is not None
+
 
 @dataclass
 class Spread:
@@ -114,6 +119,7 @@ def spread_model(
     device: torch.device,
     clock: StepClock,
     tables: Mapping[str, str] | None = None,
+    whole: bool = False,
 ) -> Spread:
     """Spread a model over the ranks of the default process group, in place.
 
@@ -124,6 +130,7 @@ def spread_model(
         device: of the model.
         clock: the step, for stochastic codecs.
         tables: formats of rows that a plan gives to tables, by name; the others have the distribution's.
+        whole: swap no table, and shard the dense part as one unit.
 
     Returns:
         What to train.
@@ -131,7 +138,9 @@ def spread_model(
     Raises:
         ValueError: the model has tables that cannot be held as asked, with every reason.
     """
-    if how.sharding is None:
+    if whole:
+        spread = Spread(model, model)
+    elif how.sharding is None:
         planned = tables or {}
         for rows in dict.fromkeys([*planned.values(), how.rows]):
             quantize_tables(model, rows=rows, filter_fn=lambda _, name, rows=rows: planned.get(name, how.rows) == rows)  # type: ignore[misc]
@@ -139,7 +148,7 @@ def spread_model(
     else:
         spread = _shard_tables(model, how, learning_rate, device)
     if how.dense == "fsdp":
-        shard_dense(unwrap(model))
+        shard_dense(unwrap(model), whole=whole)
         if how.collectives is not None:
             weights, _, gradients = how.collectives.partition(",")
             spread.wire = quantize_fsdp(
@@ -152,16 +161,17 @@ def spread_model(
     return spread
 
 
-def shard_dense(model: nn.Module) -> None:
+def shard_dense(model: nn.Module, *, whole: bool = False) -> None:
     """Shard everything but tables, each larger block on its own, then the rest.
 
     Args:
         model: changed in place.
+        whole: everything as one unit, for a model that reads a block's parameters outside of its forward.
     """
     from torch.distributed.fsdp import fully_shard
 
     kept = set(_table_parameters(model))
-    for child in model.children():
+    for child in () if whole else model.children():
         if any(p not in kept for p in child.parameters()) and not isinstance(child, Table):
             fully_shard(child, ignored_params={p for p in child.parameters() if p in kept})
     fully_shard(model, ignored_params=kept)
