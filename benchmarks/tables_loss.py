@@ -4,14 +4,16 @@
 
 All of it together, on two gloo ranks that share each batch:
 
-    all                int8 rows; 8-bit collectives (FSDP2): weights gathered in int8, gradients scattered in E4M3; linears in FP8 as Probe's plan says, test included
+    all                int8 rows; 8-bit collectives (FSDP2): weights gathered in int8, gradients scattered in E4M3, stochastically; linears in FP8 as the plan says, test included
     sent               the same with the linears in float32
     wire               the collectives alone
     planned            the linears alone
     ranks              two ranks, everything in float32: what another order of sums does
     forced             int8 rows, E4M3 both ways, FP8 at every linear whatever Probe says: what the plan is for
 
-The plan is made once, by Probe, from a float32 run with a seed that is not compared; no linear may change the loss by more than its share of 0.02 %. It is kept in the record.
+The plan is made once, by Probe, from a float32 run with a seed that is not compared; no linear may change the loss by more than its share of 0.02 %, linears
+with fewer than 64 inputs or outputs stay high (there is no FP8 tile for them), and gradient products are rounded stochastically: to nearest they are biased, which a score of one step
+does not see (FP8 input gradients, rounded to nearest at every linear of a tiny DLRM: +0.14 % on Census-Income; noise of the same size: 0.00 %). It is kept in the record.
 
 Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, everything else in float32), in one process:
 
@@ -47,9 +49,11 @@ from loka.nn.tables import quantize_tables
 from loka.probe import Probe
 from loka.records import Plan, capture_environment, from_json, to_json
 from loka.training import Callback, TrainConfig, Trainer, seed_everything
+from loka.units.discovery import NARROW
 
 BASELINE = "float32"
 MARGIN = 0.1  # percent of the log loss
+WIRE = "int8:1x128,e4m3:1x128:pow2:stochastic"
 WAYS: dict[str, dict[str, Any]] = {
     BASELINE: {"rows": "float32"},
     "int8": {"rows": "int8:row"},
@@ -57,9 +61,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "e4m3": {"rows": "e4m3:row:pow2"},
     "e4m3-hot": {"rows": "e4m3:row:pow2", "hot": 0.2},
     "e4m3-nearest": {"rows": "e4m3:row:pow2"},
-    "all": {"rows": "int8:row", "collectives": "int8:1x128,e4m3:1x128:pow2", "planned": True},
-    "sent": {"rows": "int8:row", "collectives": "int8:1x128,e4m3:1x128:pow2"},
-    "wire": {"rows": "float32", "collectives": "int8:1x128,e4m3:1x128:pow2"},
+    "all": {"rows": "int8:row", "collectives": WIRE, "planned": True},
+    "sent": {"rows": "int8:row", "collectives": WIRE},
+    "wire": {"rows": "float32", "collectives": WIRE},
     "planned": {"rows": "float32", "collectives": None, "planned": True},
     "ranks": {"rows": "float32", "collectives": None},
     "forced": {"rows": "int8:row", "collectives": "e4m3:1x128:pow2", "recipe": "rowwise"},
@@ -108,7 +112,9 @@ def make_plan(data: Any, options: argparse.Namespace) -> Plan:
     Trainer(model, data, config, callbacks=[Watching(probe)]).fit()
     probe.detach()
     report = probe.evaluate(samples=10, backends=("reference",), sources=("rows",), judged_on=("rows",))
-    return report.plan(min_speedup=None, margin=PLAN_MARGIN, chains=False)
+    narrow = {site.name: "high" for site in report.record.sites if min(site.k, site.n) < NARROW}
+    plan = report.plan(min_speedup=None, margin=PLAN_MARGIN, chains=False, overrides=narrow)
+    return plan.round_gradients_stochastically()
 
 
 def run_on_ranks(way: str, seed: int, options: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
