@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.comms.codec import parse_codec
+from loka.kernels.wire.codec import parse_codec
 from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, reference, triton
 from loka.kernels.embedding_update import Rule

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.interpreter import NOT_RUN, run_interpreted
-from loka.comms.codec import parse_codec
+from loka.kernels.wire.codec import parse_codec
 from loka.formats import Draw, Spec
 from loka.kernels import wire
 

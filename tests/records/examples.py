@@ -35,6 +35,8 @@ def strategy_for(type_: inspect.Type) -> st.SearchStrategy[Any]:
                 free["links"] = st.lists(strategy_for(links.item_type), min_size=1, max_size=2).map(_joined)
             if cls is Plan:
                 free["units"] = free["units"].map(_apart)
+                for kind in ("tables", "collectives"):
+                    free[kind] = free[kind].map(lambda parts: list({part.name: part for part in parts}.values()))
             return st.builds(cls, **free)
         case inspect.IntType():
             return st.integers()

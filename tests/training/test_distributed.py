@@ -12,7 +12,7 @@ from loka.nn.tables import quantize_tables
 from loka.training import TrainConfig, Trainer
 from loka.training.distributed import joined, share_of
 
-from .jobs_distributed import uneven
+from .jobs_distributed import hstu_config, make_hstu, make_table_plan, ragged_task, uneven
 from .toy import assert_same_bits, make_data, make_model
 
 JOB = ("training.jobs_distributed", "train")
@@ -102,3 +102,28 @@ def test_the_command_trains_and_resumes_with_another_number_of_ranks(tmp_path: P
     second = launch(1, 5, "--resume")
     assert second.returncode == 0, second.stderr[-3000:]
     assert '"resumed_from": 3' in (tmp_path / "run" / "result.json").read_text()
+
+
+def test_two_ranks_train_the_hstu_of_one_process(tmp_path: Path) -> None:
+    """Ragged shares: a rank counts by its predictions. Two ranks write a checkpoint, and go on from it with the same bits."""
+    task, model = ragged_task(), make_hstu()
+    Trainer(model, task, hstu_config(6), loss_fn=task.loss).fit()
+    job = ("training.jobs_distributed", "train_hstu")
+    first = on_ranks(2, *job, str(tmp_path / "run"), 6, "fsdp", False)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(first[0]["weights"][name], weight, rtol=1e-3, atol=1e-4)
+    (last,) = (tmp_path / "run").rglob("step-00000006")
+    last.rename(tmp_path / "gone")
+    again = on_ranks(2, *job, str(tmp_path / "run"), 6, "fsdp", True)
+    assert again[0]["resumed"] == 3
+    assert_same_bits(again[0]["weights"], first[0]["weights"])
+
+
+@pytest.mark.parametrize("dense", ["fsdp", "ddp"])
+def test_a_plan_with_tables_and_collectives_is_placed_and_taken_back(dense: str) -> None:
+    found = on_ranks(2, "training.jobs_distributed", "train_planned", dense, make_table_plan())[0]
+    assert set(found["kinds"]) == {"int8:row"}
+    assert any(("FSDP2 sends" if dense == "fsdp" else "sends no weights") in note for note in found["notes"])
+    elements, sent = found["wire"]["reduce_scatter"]
+    assert sent < 0.5 * 4 * elements
+    assert not found["encoding"]

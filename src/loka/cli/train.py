@@ -105,7 +105,10 @@ def train(
         ),
     ] = False,
     collectives: Annotated[
-        str | None, typer.Option(help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2.")
+        str | None,
+        typer.Option(
+            help="With --distributed: codec of weights and gradients, e.g. e4m3:1x128:pow2, or WEIGHTS,GRADIENTS under FSDP2."
+        ),
     ] = None,
     sharding: Annotated[
         str | None,
@@ -168,7 +171,7 @@ def train(
             distributed, rows=rows, collectives=collectives, sharding=sharding, dense=dense, embeddings=embeddings
         )
         if distributed or rows is not None:
-            check_tables(is_sequence=is_sequence, mods=mods, distributed=distributed)
+            check_tables(model, how, is_sequence=is_sequence, mods=mods, distributed=distributed)
         if (plan or fp8) and is_sequence:
             raise ValueError(
                 "--plan and --recipe convert ranking models; sequence models take loka.convert in a script"
@@ -253,11 +256,15 @@ def check_request(
         )
 
 
-def check_tables(*, is_sequence: bool, mods: str | None, distributed: bool) -> None:
+def check_tables(
+    model: str, how: Distribution | None, *, is_sequence: bool, mods: str | None, distributed: bool
+) -> None:
     """Refuse what low-precision tables and many processes do not go with."""
     problems = []
-    if is_sequence:
-        problems.append("sequence models tie their tables to the output, and train in one process")
+    if is_sequence and (how is None or how.needs_tables):
+        problems.append("sequence models tie their tables to the output: they keep float32 rows, on every rank")
+    if model == "onerec" and distributed:
+        problems.append("onerec searches with parts of the model, which no rank holds whole; hint: hstu trains on many processes")  # fmt: skip
     if mods and distributed:
         problems.append("--mods rewrites a model in one process; hint: rewrite it first, then give --from")
     if problems:
@@ -300,21 +307,31 @@ def run_distributed(
 ) -> None:
     """The same run as one of many processes; rank 0 alone speaks and writes."""
     from loka import records
+    from loka.cli import train_sequence
     from loka.training import Curve, JsonlLog, Trainer
-    from loka.training.distributed import DistributedTrainer, joined
+    from loka.training.distributed import DistributedTrainer, joined, share_loss
 
     with joined():
         import torch.distributed as dist
 
-        dataset, network = prepare(recipe, settings.seed, threads, root, source, weights)
+        hooks: dict[str, Any] = {}
+        if recipe.model in train_sequence.FAMILIES:
+            job = train_sequence.prepare_sequence(
+                recipe, settings, threads, root, source, weights, out, resume=resume, progress=_tell_stage()
+            )
+            dataset, network, test = job.task, job.network, job.test
+            hooks = {**job.hooks(), "loss_fn": share_loss(job.task), "whole": True}
+        else:
+            dataset, network = prepare(recipe, settings.seed, threads, root, source, weights)
+            test = partial(Trainer.evaluate, split=dataset.test)
         curve = Curve()
         callbacks: list[Callback] = [curve] if out is None else [curve, JsonlLog(out / "log.jsonl")]
         trainer = DistributedTrainer(
-            network, dataset, settings, how, plan=None if plan is None else records.Plan.load(plan), recipe=fp8, out=out, callbacks=callbacks
+            network, dataset, settings, how, plan=None if plan is None else records.Plan.load(plan), recipe=fp8, out=out, callbacks=callbacks,
+            **hooks,
         )  # fmt: skip
         result = trainer.fit(resume=resume, fallback=fallback)
         first = dist.get_rank() == 0
-        test = partial(Trainer.evaluate, split=dataset.test)
         run = finish(trainer, result, recipe, test, curve, out, trainer.conversion, write=first)
         if first:
             if trainer.conversion is not None:

@@ -47,6 +47,10 @@ def tune(
         str | None, typer.Option(help='A GPU that is not here, e.g. "NVIDIA H200": its speeds are estimated.')
     ] = None,
     row_factor: Annotated[float, typer.Option(help="With --target: rows of a batch there over --batch-size.")] = 1.0,
+    tables: Annotated[bool, typer.Option("--tables", help="Also choose the rows of embedding tables.")] = False,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Also choose codecs for what ranks would send each other.")
+    ] = False,
     thorough: Annotated[bool, typer.Option("--thorough", help="Also compile with max-autotune.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
@@ -87,6 +91,8 @@ def tune(
         architecture=architecture,
         target="serve" if serve else "train",
         seconds=seconds,
+        tables=tables,
+        collectives=collectives,
         thorough=thorough,
         estimate_for=target,
         row_factor=row_factor,

@@ -1,9 +1,9 @@
 """comms: bytes between machines. Codecs, encoded collectives for FSDP2, DDP and TorchRec, and one agreement across ranks."""
 
 from loka.comms.agreement import Agreement, RankError
-from loka.comms.codec import Codec, parse_codec
 from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_scatter
 from loka.comms.fsdp import StepClock, quantize_ddp, quantize_fsdp
+from loka.kernels.wire.codec import Codec, parse_codec
 
 __all__ = [
     "Agreement",

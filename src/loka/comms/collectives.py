@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from loka.comms.codec import Codec
 from loka.formats import Draw
+from loka.kernels.wire.codec import Codec
 
 __all__ = ["Part", "Wire", "all_gather", "all_reduce", "reduce_scatter"]
 
@@ -44,6 +44,7 @@ class Wire:
     bytes: int = 0
     calls: int = 0
     by_op: dict[str, tuple[int, int]] = field(default_factory=dict)
+    codec: Codec | None = None  # of a hook that cannot be taken out and asks here; None: as they are
 
     def add(self, op: str, elements: int, sent: int) -> None:
         """Count one collective."""

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loka.comms.codec import Codec, parse_codec
 from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_scatter
 from loka.formats import Draw
+from loka.kernels.wire.codec import Codec, parse_codec
 
 __all__ = ["QuantizedAllGather", "QuantizedReduceScatter", "StepClock", "quantize_ddp", "quantize_fsdp"]
 
@@ -153,6 +153,19 @@ def quantize_fsdp(
     return wire
 
 
+def release_fsdp(model: nn.Module) -> None:
+    """torch's own collectives again, where `quantize_fsdp` put others.
+
+    Args:
+        model: changed in place.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    for _, module in _sharded_groups(model, is_vector):
+        module.set_custom_all_gather(DefaultAllGather())
+        module.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
 def _sharded_groups(model: nn.Module, whole: Whole) -> list[tuple[list[Part], Any]]:
     """Each FSDP2 module that owns parameters, with the layout of its shard."""
     from torch.distributed.fsdp import FSDPModule
@@ -199,8 +212,8 @@ def quantize_ddp(
     Example:
         >>> wire = quantize_ddp(DistributedDataParallel(model))
     """
-    chosen, wire = parse_codec(codec), Wire()
-    clock = _require_clock(clock, (chosen,))
+    wire = Wire(codec=parse_codec(codec))
+    clock = _require_clock(clock, (wire.codec,))
     group = model.process_group
 
     def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -208,9 +221,9 @@ def quantize_ddp(
         vectors = torch.cat(
             [torch.full((p.numel(),), is_vector("", p.shape), dtype=torch.bool) for p in bucket.parameters()]
         ).to(buffer.device)
-        matrices = all_reduce(
-            buffer[~vectors], chosen, group=group, average=True, draw=clock.draw(chosen, bucket.index()), wire=wire
-        )
+        codec = wire.codec or parse_codec("fp32")
+        draw = clock.draw(codec, bucket.index())
+        matrices = all_reduce(buffer[~vectors], codec, group=group, average=True, draw=draw, wire=wire)
         buffer[~vectors] = matrices
         if bool(vectors.any()):
             small = buffer[vectors] / dist.get_world_size(group)

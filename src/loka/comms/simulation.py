@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from loka.comms.codec import Codec, parse_codec
+from loka.kernels.wire.codec import Codec, parse_codec
 
 __all__ = ["MACHINES", "Machine", "Simulated", "Work", "compare_codecs", "simulate"]
 

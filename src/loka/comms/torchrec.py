@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from loka.comms.codec import Codec, parse_codec
 from loka.comms.collectives import Wire, gather_tensors
+from loka.kernels.wire.codec import Codec, parse_codec
 
 __all__ = ["distribute_rows", "make_registry", "refuse_rounding", "refuse_substitutions"]
 

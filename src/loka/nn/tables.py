@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.embedding_update import TRAINABLE
 
-__all__ = ["Embedding", "EmbeddingBag", "Lookup", "Table", "hottest", "quantize_tables"]
+__all__ = ["Embedding", "EmbeddingBag", "Lookup", "Table", "hottest", "quantize_tables", "refusals"]
 
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
 
@@ -338,7 +338,7 @@ def quantize_tables(
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (filter_fn is None or filter_fn(module, name))
     ]
-    if problems := [f"{name}: {reason}" for name, module in found for reason in _refusals(module, model)]:
+    if problems := [f"{name}: {reason}" for name, module in found for reason in refusals(module, model)]:
         raise ValueError(f"these tables cannot have rows of {rows}: {'; '.join(problems)}")
     made = {name: _low(module, rows, hot, name) for name, module in found}
     for name, table in made.items():
@@ -347,7 +347,16 @@ def quantize_tables(
     return list(made)
 
 
-def _refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[str]:
+def refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[str]:
+    """What a table asks for that low-precision rows cannot do.
+
+    Args:
+        module: the table.
+        model: it is in.
+
+    Returns:
+        Reasons; none where it can be swapped.
+    """
     problems = []
     if module.max_norm is not None:
         problems.append("max_norm rescales rows when they are looked up")

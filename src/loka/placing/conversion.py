@@ -14,9 +14,11 @@ throughout, are left alone; so are those a recipe meets and cannot convert (subc
 Scales that are remembered between steps are no part of a state_dict: `scale_state` and `load_scale_state` keep them in a section of their own.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -38,7 +40,7 @@ from loka.nn.wrapping import unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import GEMMS, Conversion, KernelBucket, Plan, UnitPlan, capture_environment
-from loka.units import place, refuse_unit
+from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
 
 __all__ = [
     "Conversion",
@@ -58,6 +60,7 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 PACKED = "loka_packed"  # on a module: FP8 weights alone, nothing to revert to
 _THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
 _MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
+_COLLECTIVES = "loka.comms.placement"  # a room above this one, found by its name: only a plan with collectives needs it
 
 
 def convert(
@@ -96,7 +99,7 @@ def convert(
     """
     _check_request(model, plan, recipe, options)
     inner = unwrap(model)
-    already = [*(name for name, _ in linears_of(inner)), *(name for name, _ in chains_of(inner))]
+    already = [*(name for name, _ in (*linears_of(inner), *chains_of(inner))), *placed_tables(inner)]
     if already:
         raise ValueError(f"already converted: {', '.join(already[:5])}; call loka.revert(model) first")
     chosen = options or LinearOptions()
@@ -113,6 +116,11 @@ def convert(
             bound, of = _bind_by_recipe(inner, recipe, module_filter_fn, backend or "auto", chosen), None
             units = []
         share = bound.share
+        tables = [] if plan is None else _place_tables(inner, plan, undo)
+        if plan is not None and plan.collectives:
+            room: Any = import_module(_COLLECTIVES)
+            undo.callback(room.release, model)
+            bound.notes += room.place(model, plan.collectives)
         if example is not None:
             members = {name for unit in units for name in unit.linears}
             share, of = low_precision_share(inner, example, bound.bindings, members), "model"
@@ -125,6 +133,8 @@ def convert(
         inner.__dict__[_MODS] = applied
     converted = {name: str(binding) for name, binding in bound.bindings.items()}
     converted |= {name: f"in chain {unit.name}: {unit.scales} scales" for unit in units for name in unit.linears}
+    if tables:
+        bound.notes.append(f"{', '.join(tables)}: trained by loka.nn.table_optimizer.TableOptimizer; make optimisers after this call")  # fmt: skip
     return Conversion(
         model=type(inner).__name__,
         converted=converted,
@@ -138,6 +148,14 @@ def convert(
         plan=None if plan is None or plan.seal is None else plan.seal.sha256,
         environment=capture_environment(device=_device_name(inner), threads=torch.get_num_threads()),
     )
+
+
+def _place_tables(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
+    """The plan's tables, all of them or none; the names of those that were swapped."""
+    if problems := refuse_tables(model, plan.tables):
+        raise ValueError("the plan's tables do not fit this model:\n  " + "\n  ".join(problems))
+    undo.callback(release_tables, model)
+    return place_tables(model, plan.tables) if plan.tables else []
 
 
 def _check_plan_options(keep: ModuleFilter | None, options: LinearOptions) -> None:
@@ -343,6 +361,9 @@ def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
     if lost:
         raise ValueError(f"the plan changed the architecture by {', '.join(lost)}: the original cannot have what was trained in it; hint: loka.revert(model, discard={[n.partition('(')[0] for n in lost]!r})")  # fmt: skip
     count = _release(inner)
+    release_tables(inner)
+    if (room := sys.modules.get(_COLLECTIVES)) is not None:
+        room.release(model)
     _thaw(inner)
     if inner.__dict__.pop(_MODS, None):
         mods.revert(inner)

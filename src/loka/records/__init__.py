@@ -43,7 +43,7 @@ from loka.records.record import (
 )
 from loka.records.run import Comparison, Outcome, Point, Progress, Run
 from loka.records.serving import Guardrail, LoadBin, LoadTest, OnlineMetric, OnlineTest, RankerColumn, RankerInfo
-from loka.records.unit import KernelBucket, LinkPlan, Magnitude, UnitEvidence, UnitPlan
+from loka.records.unit import CollectivePlan, KernelBucket, LinkPlan, Magnitude, TablePlan, UnitEvidence, UnitPlan
 
 __all__ = [
     "GEMMS",
@@ -54,6 +54,7 @@ __all__ = [
     "Candidate",
     "Cause",
     "Choice",
+    "CollectivePlan",
     "Comparison",
     "Conversion",
     "DistributionError",
@@ -107,6 +108,7 @@ __all__ = [
     "Source",
     "Speed",
     "SplitCheck",
+    "TablePlan",
     "TensorStats",
     "UnitEvidence",
     "UnitPlan",

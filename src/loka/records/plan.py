@@ -15,7 +15,7 @@ from loka.records import prose
 from loka.records.measurement import Environment
 from loka.records.probe import FlopsOf, Gemm
 from loka.records.record import Part, Record, load, save
-from loka.records.unit import UnitPlan, upgrade_units
+from loka.records.unit import CollectivePlan, TablePlan, UnitPlan, upgrade_units
 
 
 class Choice(Part, frozen=True):
@@ -93,6 +93,8 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
     expected_metric_change: float | None = None  # sum of the upper ends measured one site at a time
     mods: list[str] = msgspec.field(default_factory=list)  # applied before anything is placed, as spelled
     units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains; a linear in none of them is a unit of its own
+    tables: list[TablePlan] = msgspec.field(default_factory=list)  # one not named stays as it is
+    collectives: list[CollectivePlan] = msgspec.field(default_factory=list)
     margin: float | None = None  # relative change of the metric that counts as none
     seal: Seal | None = None
 
@@ -114,7 +116,11 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         upgrade_units(document.get("units"))
 
     def _check_units(self) -> None:
-        """Every linear is in at most one unit, and a linear of a chain is not also told to run alone."""
+        """Every linear is in at most one unit, and a linear of a chain is not also told to run alone; a table or a collective is decided once."""
+        for kind in ("tables", "collectives"):
+            names = [part.name for part in getattr(self, kind)]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{', '.join(twice)}: decided twice among the plan's {kind}")
         owner: dict[str, str] = {}
         for unit in self.units:
             for name in unit.linears:
@@ -168,6 +174,28 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
             >>> loka.convert(model, loka.Plan.load("plan.json"))
         """
         return load(path, cls)
+
+    def round_gradients_stochastically(self) -> "Plan":
+        """The same plan with both operands of every low-precision gradient product rounded up or down by chance. Rounded to nearest, a weight is off to the same side in every
+        step, which is a bias that training follows; by chance it is noise, which batches have anyway.
+
+        Returns:
+            A plan of its own, with its own seal. Chains are left as they are.
+
+        Example:
+            >>> report.plan(min_speedup=None, chains=False).round_gradients_stochastically()
+        """
+
+        def turn(choice: Choice) -> Choice:
+            if choice.gemm == "fprop" or choice.a is None or choice.b is None:
+                return choice
+            a, b = (spec if spec.endswith(":stochastic") else f"{spec}:stochastic" for spec in (choice.a, choice.b))
+            return msgspec.structs.replace(
+                choice, a=a, b=b, reason=f"{choice.reason}; rounded stochastically, as asked"
+            )
+
+        sites = [msgspec.structs.replace(site, choices=[turn(c) for c in site.choices]) for site in self.sites]
+        return msgspec.structs.replace(self, sites=sites, seal=None)
 
     def diff(self, other: "Plan") -> str:
         """What changes from this plan to another, one line per difference; empty when they run the same."""

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from loka.records.plan import Choice, Plan, SitePlan
-    from loka.records.unit import LinkPlan, UnitPlan
+    from loka.records.unit import CollectivePlan, LinkPlan, TablePlan, UnitEvidence, UnitPlan
 
-__all__ = ["diff", "explain", "spell", "spell_unit"]
+__all__ = ["diff", "explain", "spell", "spell_part", "spell_unit"]
 
 _SETTINGS = (
     "model",
@@ -49,7 +49,13 @@ def diff(before: "Plan", after: "Plan") -> str:
 
 
 def _diff_units(before: "Plan", after: "Plan") -> list[str]:
-    old, new = ({unit.name: spell_unit(unit) for unit in plan.units} for plan in (before, after))
+    old, new = (
+        {
+            **{unit.name: spell_unit(unit) for unit in plan.units},
+            **{part.name: spell_part(part) for part in (*plan.tables, *plan.collectives)},
+        }
+        for plan in (before, after)
+    )
     names = [*old, *(name for name in new if name not in old)]
     changed = [
         (name, old.get(name, "absent"), new.get(name, "absent")) for name in names if old.get(name) != new.get(name)
@@ -72,6 +78,21 @@ def spell_unit(unit: "UnitPlan") -> str:
     )
     around = "" if unit.around is None else f", interactions of {unit.around} fused around it"
     return f"{unit.kind} {links}, {unit.scales} scales, {unit.gradient} gradients{around}{kernels}"
+
+
+def spell_part(part: "TablePlan | CollectivePlan") -> str:
+    """A table or a collective in one line: `table of 1000 x 64 in int8:row, 0.27 of float32's bytes`.
+
+    Args:
+        part: of a plan.
+
+    Returns:
+        What runs, without the evidence.
+    """
+    share = f"{part.bytes / max(part.float32_bytes, 1):.2f} of float32's bytes"
+    if hasattr(part, "rows"):
+        return f"table of {part.count} x {part.width} in {part.rows}, {share}"
+    return f"collective of {part.elements} elements in {part.codec}, {share}"
 
 
 def _spell_link(link: "LinkPlan") -> str:
@@ -99,9 +120,19 @@ def explain(plan: "Plan", site: str) -> str:
     planned = next((s for s in plan.sites if s.site == site), None)
     unit = plan.unit_of(site) or next((u for u in plan.units if u.name == site), None)
     if planned is None:
+        part = next((p for p in (*plan.tables, *plan.collectives) if p.name == site), None)
+        if part is not None:
+            lines = [
+                f"{site}: {spell_part(part)}",
+                f"    because {part.reason or 'it was asked for, without evidence'}",
+            ]
+            lines += _explain_evidence(part.evidence)
+            return "\n".join([*lines, *(f"    refused {refusal}" for refusal in part.refusals)])
         if unit is not None:
             return "\n".join([*_explain_unit(unit), *(f"  note: {note}" for note in plan.notes)])
-        known = ", ".join(dict.fromkeys([*(s.site for s in plan.sites), *(n for u in plan.units for n in u.linears)]))
+        parts = [part.name for part in (*plan.tables, *plan.collectives)]
+        linears = [*(s.site for s in plan.sites), *(n for u in plan.units for n in u.linears)]
+        known = ", ".join(dict.fromkeys([*linears, *parts]))
         raise ValueError(f"the plan has no site {site!r}; its sites are {known}")
     shape = f"M {planned.m}, K {planned.k}, N {planned.n}"
     of = "the model's" if plan.flops_of == "model" else "the probed sites'"
@@ -139,13 +170,20 @@ def _explain_unit(unit: "UnitPlan") -> list[str]:
         f"  in the unit {unit.name}: {spell_unit(unit)}",
         f"    because {unit.reason or 'it was asked for, without evidence'}",
     ]
-    if (known := unit.evidence) is not None:
-        for name, interval, how in (
-            ("speed-up over compiled 16 bits", known.speedup, "{:.2f}x"),
-            ("predicted change of the loss", known.harm, "{:+.4%}"),
-            ("measured change of the metric, this unit alone", known.metric_change, "{:+.4%}"),
-        ):
-            if interval is not None:
-                low, value, high = (how.format(v) for v in (interval.low, interval.value, interval.high))
-                lines.append(f"    {name}: {value} [{low}, {high}]")
-    return [*lines, *(f"    refused {refusal}" for refusal in unit.refusals)]
+    return [*lines, *_explain_evidence(unit.evidence), *(f"    refused {refusal}" for refusal in unit.refusals)]
+
+
+def _explain_evidence(known: "UnitEvidence | None") -> list[str]:
+    if known is None:
+        return []
+    lines = [] if known.error is None else [f"    relative error {known.error:.3%}"]
+    for name, interval, how in (
+        ("speed-up over compiled 16 bits", known.speedup, "{:.2f}x"),
+        ("time", known.microseconds, "{:.1f} us"),
+        ("predicted change of the loss", known.harm, "{:+.4%}"),
+        ("measured change of the metric, this unit alone", known.metric_change, "{:+.4%}"),
+    ):
+        if interval is not None:
+            low, value, high = (how.format(v) for v in (interval.low, interval.value, interval.high))
+            lines.append(f"    {name}: {value} [{low}, {high}]")
+    return lines

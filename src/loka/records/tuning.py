@@ -12,9 +12,9 @@ class TunedUnit(Part, frozen=True):
     """One unit as tuning saw it.
 
     Args:
-        name: of its first linear.
-        linears: all of them.
-        way: what runs: "chain", a recipe, or "high".
+        name: of its first linear, of the table, or of the collective.
+        linears: all of them; none of a table or a collective.
+        way: what runs: "chain", a recipe, a format of rows, a codec, or "high".
         flops_share: of the GEMM FLOPs of the looked-at linears.
         harm: predicted relative change of the loss.
         speedup: over compiled 16 bits, cut out of the model.
@@ -133,7 +133,8 @@ class Tuning(Record, frozen=True, tag="tuning"):
     @property
     def verdict(self) -> str:
         """The headline, in words that claim no more than was measured."""
-        if not self.plan.units and not any(s.choices for s in self.plan.sites if s.low_precision_share):
+        parts = [*self.plan.units, *self.plan.tables, *self.plan.collectives]
+        if not parts and not any(s.choices for s in self.plan.sites if s.low_precision_share):
             if not self.plan.mods:
                 return "nothing was converted"
             if self.speedup is None:

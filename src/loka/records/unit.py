@@ -1,4 +1,5 @@
-"""A unit of a plan: what one decision is about, by names alone. Linears that stand alone are `SitePlan`s; what spans several modules is a `UnitPlan`."""
+"""A unit of a plan: what one decision is about, by names alone. Linears that stand alone are `SitePlan`s; what spans several modules is a `UnitPlan`; an embedding table is a
+`TablePlan`; what ranks send each other is a `CollectivePlan`."""
 
 from typing import Any, Literal
 
@@ -134,3 +135,53 @@ def upgrade_units(units: Any) -> None:
         )
     for link in links:
         link.pop("functions", None)
+
+
+class TablePlan(Part, frozen=True):
+    """How the rows of one embedding table are kept.
+
+    Args:
+        name: of the module.
+        rows: format of the rows, e.g. `int8:row`.
+        count: how many.
+        width: of each.
+        bytes: of rows and scales in that format.
+        float32_bytes: what float32 rows take.
+        evidence: what was measured: the relative L2 error of its rows, the change of the metric with this table alone, the time of a lookup.
+        reason: why this format.
+        refusals: what else was tried, and why not.
+    """
+
+    name: str
+    rows: str
+    count: int
+    width: int
+    bytes: int
+    float32_bytes: int
+    evidence: UnitEvidence | None = None
+    reason: str = ""
+    refusals: list[str] = msgspec.field(default_factory=list)
+
+
+class CollectivePlan(Part, frozen=True):
+    """What ranks send each other of the dense matrices.
+
+    Args:
+        name: `weights`, which FSDP2 gathers, or `gradients`, which are added up.
+        codec: as `loka.comms.parse_codec` reads it; `fp32` is as they are.
+        elements: of all matrices, once.
+        bytes: of those in this codec.
+        float32_bytes: in float32.
+        evidence: what was measured: the relative L2 error, for weights the change of the metric, the time to write and read them.
+        reason: why this codec.
+        refusals: what else was tried, and why not.
+    """
+
+    name: Literal["weights", "gradients"]
+    codec: str
+    elements: int
+    bytes: int
+    float32_bytes: int
+    evidence: UnitEvidence | None = None
+    reason: str = ""
+    refusals: list[str] = msgspec.field(default_factory=list)

@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
@@ -36,18 +36,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loka.comms import Agreement, RankError, StepClock
+from loka.comms.placement import wire_of
 from loka.data.batch import Jagged
 from loka.nn.tables import Table
 from loka.records import Conversion, Plan, to_json
 from loka.training.checkpoint import find_checkpoints, prune, read_best, remove_leftovers, step_of, write_best
 from loka.training.config import TrainConfig
 from loka.training.result import NonFiniteLossError, TrainResult
+from loka.training.sequence import SequenceTask
 from loka.training.sharding import Distribution, spread_model
 from loka.training.snapshot import COUNTERS, seed_everything
 from loka.training.stream import EpochStream, TrainData
 from loka.training.trainer import Trainer
 
-__all__ = ["DistributedTrainer", "Distribution", "joined", "share_of"]
+__all__ = ["DistributedTrainer", "Distribution", "joined", "share_loss", "share_of"]
 
 
 @contextmanager
@@ -91,7 +93,8 @@ def share_of(batch: Any, rank: int, world: int) -> Any:
     if batch.size % world:
         raise ValueError(f"a batch of {batch.size} examples cannot be shared equally by {world} ranks")
     size = batch.size // world
-    return _cut(batch, rank * size, (rank + 1) * size)
+    own = getattr(batch, "part", None)  # a batch whose tensors do not all lie by examples knows itself
+    return _cut(batch, rank * size, (rank + 1) * size) if own is None else own(rank * size, (rank + 1) * size)
 
 
 def _cut(value: Any, start: int, stop: int) -> Any:
@@ -107,6 +110,27 @@ def _cut(value: Any, start: int, stop: int) -> Any:
     if value is None:
         return None
     raise ValueError(f"a batch holds a {type(value).__name__}, which has no examples to share")
+
+
+def share_loss(task: SequenceTask) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
+    """A task's loss for one of many ranks. Ragged shares have different numbers of predictions, so a rank counts by how many it has: the mean over ranks is then the mean over the
+    whole batch, and the run is that of one process.
+
+    Args:
+        task: of a sequence model.
+
+    Returns:
+        A `loss_fn` of DistributedTrainer.
+    """
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        value, predictions = task.loss(model, batch)
+        own = task.weight(batch)
+        total = torch.tensor([float(own)], device=value.device)
+        dist.all_reduce(total)
+        return value * (own * dist.get_world_size() / total.clamp(min=1.0).squeeze()), predictions
+
+    return loss
 
 
 class SharedStream(EpochStream):
@@ -133,6 +157,7 @@ class DistributedTrainer(Trainer):
         recipe: or by this recipe, at every linear.
         out: folder of the run, on a file system that all ranks see.
         roll_call: seconds to wait for the others when a collective has failed.
+        whole: keep the model in one piece: no table is swapped, and FSDP2 shards it as one unit. For models that read a table's weight beside looking it up, as HSTU's output does.
         options: of Trainer: `loss_fn`, `callbacks`, ...
 
     Example:
@@ -151,22 +176,26 @@ class DistributedTrainer(Trainer):
         recipe: str | None = None,
         out: str | Path | None = None,
         roll_call: float = 10.0,
+        whole: bool = False,
         **options: Any,
     ) -> None:
+        if whole and (how or Distribution()).needs_tables:
+            raise ValueError(f"whole=True leaves every table where and as it is, but {how} asks otherwise")
         config, self.how = config or TrainConfig(), how or Distribution()
         world = dist.get_world_size()
-        _check(config, self.how, world)
+        _check(config, self.how, world, plan)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
         )
         if config.device not in ("auto", device.type, str(device)):
             raise ValueError(f"this process group runs on {device}, the request is for {config.device}")
         self.clock, self.roll_call = StepClock(seed=config.seed), roll_call
+        tables = {} if plan is None else {table.name: table.rows for table in plan.tables}
         spread = spread_model(
-            model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock
-        )
-        self.wire, self.embedding_wire, self.fused = spread.wire, spread.embedding_wire, spread.fused
-        self.conversion = _convert(spread.module, plan, recipe, device)
+            model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock, tables=tables, whole=whole
+        )  # fmt: skip
+        self.conversion = _convert(spread.model, plan, recipe, device)
+        self.wire, self.embedding_wire, self.fused = spread.wire or wire_of(spread.model), spread.embedding_wire, spread.fused  # fmt: skip
         super().__init__(spread.model, data, replace(config, device=str(device)), out=out, **options)
         if self.fused is not None:
             self.optimizers.add(self.fused, config.embedding_learning_rate)
@@ -369,8 +398,12 @@ def _call_roll(timeout: float, saved: int | None, error: RuntimeError) -> None:
         raise RankError(f"training stopped: {missing}; {kept}", missing.ranks) from error
 
 
-def _check(config: TrainConfig, how: Distribution, world: int) -> None:
+def _check(config: TrainConfig, how: Distribution, world: int, plan: Plan | None) -> None:
     problems = []
+    if plan is not None and plan.collectives and how.collectives is not None:
+        problems.append(f"the plan says what is sent in which codec, and so does collectives={how.collectives!r}; give one of them")  # fmt: skip
+    if plan is not None and plan.tables and how.sharding is not None:
+        problems.append("the plan gives tables formats of rows, and TorchRec's kernels train float32 rows only; hint: sharding=None")  # fmt: skip
     if config.batch_size % world:
         problems.append(
             f"batch_size {config.batch_size} is of all {world} ranks together and must be a multiple of {world}"

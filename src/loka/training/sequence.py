@@ -51,6 +51,10 @@ class SequenceTask:
         """The loss of a batch, and no predictions: there is no label to compare them with one by one."""
         raise NotImplementedError(f"{type(self).__name__} does not define a loss")
 
+    def weight(self, batch: SequenceExampleBatch) -> int:
+        """Over how many predictions the loss of a batch is a mean."""
+        return batch.size
+
     def rank(self, model: nn.Module, batch: SequenceExampleBatch, metric: TopK) -> None:
         """Add a batch of held-out targets to a metric."""
         raise NotImplementedError(f"{type(self).__name__} does not rank")
@@ -97,6 +101,10 @@ class NextItemTask(SequenceTask):
         from loka.models.hstu import next_item_loss
 
         return next_item_loss(model(batch.history, batch.times), batch.history), None
+
+    def weight(self, batch: SequenceExampleBatch) -> int:
+        """Positions that have a next item."""
+        return int((batch.history.offsets.diff() - 1).clamp(min=0).sum())
 
     def rank(self, model: nn.Module, batch: SequenceExampleBatch, metric: TopK) -> None:
         """Scores of all items after the last position."""

@@ -52,6 +52,19 @@ class SequenceExampleBatch:
         """Number of examples."""
         return self.target.shape[0]
 
+    def part(self, start: int, stop: int) -> SequenceExampleBatch:
+        """Examples start to stop - 1: times lie beside the events of a history, not beside examples."""
+        from loka.data.batch import Jagged
+
+        offsets = self.history.offsets[start : stop + 1]
+        events = slice(int(offsets[0]), int(offsets[-1]))
+        return SequenceExampleBatch(
+            history=Jagged(self.history.values[events], offsets - offsets[0]),
+            times=None if self.times is None else self.times[events],
+            asked=None if self.asked is None else self.asked[start:stop],
+            target=self.target[start:stop],
+        )
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SequenceExampleBatch:
         """Copy every tensor to a device."""
         from loka.data.batch import Jagged

@@ -18,7 +18,7 @@ Where the codec of embeddings needs whole blocks, a rank's share of a batch is f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,8 @@ class Distribution:
         sharding: how TorchRec shards the tables: table, row or column; None: every rank holds them all.
         columns: stretches of columns, for `column`.
         dense: what keeps the dense part: `fsdp` shards it, `ddp` copies it to every rank.
-        collectives: codec of dense weights and gradients; None sends them as they are.
+        collectives: codec of dense weights and gradients, or two of them with a comma between, weights first (FSDP2): what a weight loses counts in every prediction, what a gradient
+            loses in one step. None sends them as they are.
         embeddings: codecs of sharded embeddings and of their gradients; None sends them as they are.
 
     Example:
@@ -74,14 +75,21 @@ class Distribution:
             problems.append(f"TorchRec's kernels train float32 rows only, not {self.rows}; hint: sharding=None")
         if self.sharding is None and self.embeddings is not None:
             problems.append("embeddings are sent only where tables are sharded; hint: sharding='row'")
-        for text in (self.collectives, *(self.embeddings or ())):
+        dense = [] if self.collectives is None else self.collectives.split(",")
+        if len(dense) > (2 if self.dense == "fsdp" else 1):
+            problems.append(f"collectives are one codec, or two under FSDP2 (weights, gradients), got {self.collectives!r} with dense={self.dense!r}")  # fmt: skip
+        for text in (*dense, *(self.embeddings or ())):
             try:
-                if text is not None:
-                    parse_codec(text)
+                parse_codec(text)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ValueError(f"this distribution cannot be honoured: {'; '.join(problems)}")
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether tables are swapped or sharded."""
+        return self.rows != "float32" or self.sharding is not None
 
 
 @dataclass
@@ -104,7 +112,14 @@ class Spread:
 
 
 def spread_model(
-    model: nn.Module, how: Distribution, *, learning_rate: float, device: torch.device, clock: StepClock
+    model: nn.Module,
+    how: Distribution,
+    *,
+    learning_rate: float,
+    device: torch.device,
+    clock: StepClock,
+    tables: Mapping[str, str] | None = None,
+    whole: bool = False,
 ) -> Spread:
     """Spread a model over the ranks of the default process group, in place.
 
@@ -114,6 +129,8 @@ def spread_model(
         learning_rate: of sharded tables.
         device: of the model.
         clock: the step, for stochastic codecs.
+        tables: formats of rows that a plan gives to tables, by name; the others have the distribution's.
+        whole: swap no table, and shard the dense part as one unit.
 
     Returns:
         What to train.
@@ -121,16 +138,21 @@ def spread_model(
     Raises:
         ValueError: the model has tables that cannot be held as asked, with every reason.
     """
-    if how.sharding is None:
-        quantize_tables(model, rows=how.rows)
+    if whole:
+        spread = Spread(model, model)
+    elif how.sharding is None:
+        planned = tables or {}
+        for rows in dict.fromkeys([*planned.values(), how.rows]):
+            quantize_tables(model, rows=rows, filter_fn=lambda _, name, rows=rows: planned.get(name, how.rows) == rows)  # type: ignore[misc]
         spread = Spread(model, model)
     else:
         spread = _shard_tables(model, how, learning_rate, device)
     if how.dense == "fsdp":
-        shard_dense(unwrap(model))
+        shard_dense(unwrap(model), whole=whole)
         if how.collectives is not None:
+            weights, _, gradients = how.collectives.partition(",")
             spread.wire = quantize_fsdp(
-                unwrap(model), all_gather=how.collectives, reduce_scatter=how.collectives, clock=clock
+                unwrap(model), all_gather=weights, reduce_scatter=gradients or weights, clock=clock
             )
         return spread
     copies = _copy_dense(spread, device)
@@ -139,16 +161,17 @@ def spread_model(
     return spread
 
 
-def shard_dense(model: nn.Module) -> None:
+def shard_dense(model: nn.Module, *, whole: bool = False) -> None:
     """Shard everything but tables, each larger block on its own, then the rest.
 
     Args:
         model: changed in place.
+        whole: everything as one unit, for a model that reads a block's parameters outside of its forward.
     """
     from torch.distributed.fsdp import fully_shard
 
     kept = set(_table_parameters(model))
-    for child in model.children():
+    for child in () if whole else model.children():
         if any(p not in kept for p in child.parameters()) and not isinstance(child, Table):
             fully_shard(child, ignored_params={p for p in child.parameters() if p in kept})
     fully_shard(model, ignored_params=kept)

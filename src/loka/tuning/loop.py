@@ -36,13 +36,14 @@ from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
 from loka.probe.score import MARGIN
-from loka.records import Interval, Plan, UnitEvidence, capture_environment
+from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence, capture_environment
 from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
 from loka.tuning.estimating import Estimator, Unit
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import Looked, look, name_unseen
 from loka.tuning.progress import Progress, Told
+from loka.tuning.tables import choose_collectives, choose_tables, describe_part, rounded_weights, unrounded
 from loka.tuning.task import MakeOptimizer, Step, Task
 from loka.tuning.tuned import Tuned
 from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, train_paired
@@ -69,6 +70,8 @@ def tune(
     thorough: bool = False,
     train: int = 0,
     optimizer: MakeOptimizer | None = None,
+    tables: bool = False,
+    collectives: bool = False,
     estimate_for: str | None = None,
     row_factor: float = 1.0,
     out: str | Path | None = None,
@@ -91,6 +94,8 @@ def tune(
         train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
             the model itself is not trained. 0: gradients are judged by the score alone.
         optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
+        tables: also choose the rows of every embedding table: the fewest bytes within the margin.
+        collectives: also choose codecs for the weights and gradients that ranks would send each other.
         estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
         row_factor: with `estimate_for`, rows of a call there over those here.
         out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
@@ -117,6 +122,7 @@ def tune(
     session.estimator = _estimator_for(estimate_for, row_factor, task.device)
     session.row_factor = row_factor
     session.train, session.optimizer = _check_training(train, target, optimizer), optimizer
+    session.choose_tables, session.choose_collectives = tables, collectives
     present = _mods_of(inner, architecture)
     session.time_original()
     with ExitStack() as undo:
@@ -127,7 +133,7 @@ def tune(
             names = session.apply_mods(list(mods_room.CORE) if architecture else [])
         record = session.run(names)
         undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
-        if record.plan.units or names or any(site.low_precision_share for site in record.plan.sites):
+        if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
             done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
             record = session.with_conversion(record, done)
     tuned = Tuned(model, record)
@@ -196,6 +202,8 @@ class _Session:
     row_factor: float = 1.0
     train: int = 0
     optimizer: MakeOptimizer | None = None
+    choose_tables: bool = False
+    choose_collectives: bool = False
 
     def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
         self.task, self.metric, self.margin, self.training = task, metric, margin, training
@@ -204,6 +212,8 @@ class _Session:
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = []
         self.estimates: dict[str, Interval] = {}
+        self.tables: list[TablePlan] = []
+        self.collectives: list[CollectivePlan] = []
         self.evidence = Evidence(out, task.model, {"training": training, "margin": margin, "thorough": thorough})
         if self.evidence.resumed:
             self.notes.append("went on from evidence of an earlier call")
@@ -263,13 +273,17 @@ class _Session:
             offers, step_times, speedup, note = self.verify_speed(offers, chosen, looked, mods, speeds)
             if change is not None and not offers:
                 change = None
+        looked_at: list[TablePlan | CollectivePlan] = []
+        if self.choose_tables or self.choose_collectives:
+            with self.phase("choose tables and collectives"):
+                looked_at, change = self.choose_parts(offers, chosen, looked, base, used, change)
         plan = self.make_plan(offers, chosen, looked, mods, speeds, alone)
         return Tuning(
             model=type(self.task.model).__name__,
             target="train" if self.training else "serve",
             margin=self.margin,
             used_margin=used,
-            units=self.describe(offers, chosen, looked, speeds, alone),
+            units=[*self.describe(offers, chosen, looked, speeds, alone), *(describe_part(part) for part in looked_at)],
             plan=plan,
             step_microseconds=step_times,
             speedup=speedup,
@@ -428,6 +442,32 @@ class _Session:
             together = self.swap(taken, chosen, looked, base) if taken else None
         return taken, alone, together, used
 
+    def choose_parts(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses, used: float, change: Interval | None) -> tuple[list[TablePlan | CollectivePlan], Interval | None]:  # fmt: skip
+        """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are."""
+        model = self.task.model
+
+        def measure() -> Interval:
+            return paired_change(base, evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training))
+
+        tables = choose_tables(self.task, measure, used, training=self.training) if self.choose_tables else []
+        sent = choose_collectives(self.task, measure, used) if self.choose_collectives else []
+        taken: list[TablePlan | CollectivePlan] = [part for part in (*tables, *sent) if part.evidence is not None]
+        without = change
+        while taken:
+            self.tables = [part for part in taken if isinstance(part, TablePlan)]
+            self.collectives = [part for part in taken if isinstance(part, CollectivePlan)]
+            weights = next((part.codec for part in self.collectives if part.name == "weights"), "fp32")
+            with unrounded(model, self.tables), rounded_weights(model, weights):
+                change = self.swap(offers, chosen, looked, base)
+            judged = [p for p in taken if p.evidence is not None and p.evidence.metric_change is not None]
+            if change.high <= used or not judged:
+                break
+            worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
+            taken.remove(worst)
+            self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]")  # fmt: skip
+            self.tables, self.collectives, change = [], [], without
+        return [*tables, *sent], change
+
     def verify_training(self, offers: list[Offer], chosen: Chosen, looked: Looked, used: float) -> tuple[list[Offer], Interval | None]:  # fmt: skip
         """Train two copies a little, one by the plan; the unit whose gradients are predicted to cost most leaves until they end alike."""
         taken, change = list(offers), None
@@ -536,6 +576,8 @@ class _Session:
             flops_of="sites",
             sites=sites,
             units=units,
+            tables=self.tables,
+            collectives=self.collectives,
             mods=mods,
             margin=self.margin,
             environment=capture_environment(device=self.device_name, threads=torch.get_num_threads()),

@@ -20,8 +20,10 @@ from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
 from loka.nn.wrapping import named_sites, own_parameters, plain_name, unwrap
-from loka.records.unit import GradientScales, LinkPlan, UnitPlan
+from loka.records.prose import spell_part
+from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePlan, UnitPlan
 from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
+from loka.units.tables import find_collectives, find_tables
 
 __all__ = ["ACTIVATIONS", "NARROW", "Discovered", "discover"]
 
@@ -49,17 +51,22 @@ class Discovered:
         units: chains, in the order they run.
         alone: linears that are in no chain, with the reason.
         ends: for the last linear of every chain, what ends it there.
+        tables: embedding tables, as they are.
+        collectives: what ranks of this model would send each other, as it is.
     """
 
     units: list[UnitPlan] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
+    tables: list[TablePlan] = field(default_factory=list)
+    collectives: list[CollectivePlan] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [
             f"{unit.name}: {' -> '.join(unit.linears)}; ends: {self.ends[unit.linears[-1]]}" for unit in self.units
         ]
-        return "\n".join([*lines, *(f"{name}: alone, {why}" for name, why in self.alone.items())])
+        lines += [f"{name}: alone, {why}" for name, why in self.alone.items()]
+        return "\n".join([*lines, *(f"{part.name}: {spell_part(part)}" for part in (*self.tables, *self.collectives))])
 
 
 def discover(
@@ -103,7 +110,8 @@ def discover(
             raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
         searches.append(_Search(inner, _with_plain_names(flow), serving, narrow, module_filter_fn))
     asked = _Asked(serving, linears, gradient)
-    return searches[0].run(searches[1:], asked)
+    found = searches[0].run(searches[1:], asked)
+    return replace(found, tables=find_tables(inner), collectives=find_collectives(inner))
 
 
 def _with_plain_names(flow: Flow) -> Flow:

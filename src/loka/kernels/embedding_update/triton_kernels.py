@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.formats import Draw
-from loka.formats.philox import ROUNDS
+from loka.formats.philox import GOLDEN, ROUNDS
 from loka.kernels.embedding_bag.rows import Rows
 from loka.kernels.embedding_update.call import Rule
 from loka.kernels.tile import divided, inverse, larger, widened
@@ -24,7 +24,7 @@ from loka.kernels.tile import divided, inverse, larger, widened
 FLOAT, BF16, INT8, E4M3 = 0, 1, 2, 3
 KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": E4M3}
 RULES = {"sgd": 0, "rowwise_adagrad": 1, "adam": 2}
-_ROUNDS = tl.constexpr(ROUNDS)
+_ROUNDS, _GOLDEN = tl.constexpr(ROUNDS), tl.constexpr(GOLDEN)
 _BF16, _INT8, _E4M3 = tl.constexpr(BF16), tl.constexpr(INT8), tl.constexpr(E4M3)
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -37,11 +37,12 @@ def random_bits(row, first_group, step, seed, BD: tl.constexpr):
     low = zero + (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = zero + ((row >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
     group = zero + (first_group + tl.arange(0, GROUPS)).to(tl.uint32)[None, :]
-    w0, w1, w2, w3 = tl.philox(seed, group, low, high, zero + step.to(tl.uint32), _ROUNDS)
+    w0, w1, w2, w3 = tl.philox(seed, group, low, high, zero, _ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     first = words >> 9
     second = ((words << 7) | (words >> 25)) & 0x7FFFFF
-    return tl.reshape(tl.join(first, second), (row.shape[0], BD)).to(tl.int32)
+    moved = (step.to(tl.int64) * _GOLDEN & 0x7FFFFF).to(tl.int32)
+    return (tl.reshape(tl.join(first, second), (row.shape[0], BD)).to(tl.int32) + moved) & 0x7FFFFF
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """wire: blocks of a tensor as bytes with their scales in front, and back, each in one pass over memory.
 
-The bytes are those of `loka.comms.Codec`, whose torch operations are the law; the kernels are for what travels most: whole blocks of E4M3 and E5M2. What they do not write, a codec
+The bytes are those of `loka.kernels.wire.codec`, whose torch operations are the law; the kernels are for what travels most: whole blocks of E4M3 and E5M2. What they do not write, a codec
 writes by the law, to the same bytes.
 """
 
