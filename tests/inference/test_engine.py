@@ -14,7 +14,8 @@ from loka.inference.decoder import beam_widths
 from loka.inference.weights import PackedExperts
 from loka.models.onerec import Experts
 from loka.ptq import quantize
-from loka.semantic_ids import Trie, build_trie
+from loka.semantic_ids import Trie
+from loka.semantic_ids.trie import build_trie
 
 from .small import make_index, make_model, make_requests, search_plainly
 

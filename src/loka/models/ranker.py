@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from loka.nn import MLP, EmbeddingTables, Style, compute_dtype
+from loka.nn import MLP, EmbeddingTables, Style
+from loka.nn.mix import compute_dtype
 
 if TYPE_CHECKING:
     from loka.data.batch import Batch

@@ -26,7 +26,8 @@ from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import prepare, scaled_mm
 from loka.lowp.auto import settle
 from loka.lowp.binding import BoundGemm, LinearBinding
-from loka.nn import GroupedLinear, compute_dtype
+from loka.nn import GroupedLinear
+from loka.nn.mix import compute_dtype
 
 Site = nn.Linear | GroupedLinear
 
