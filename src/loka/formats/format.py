@@ -29,7 +29,22 @@ Rounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. Compare and print by name."""
+    """One number format. Compare and print by name.
+
+    Args:
+        name: e4m3, e5m2, ...
+        exponent_bits: 0 for an integer format.
+        mantissa_bits: behind the point.
+        bias: of the exponent.
+        max: largest finite magnitude.
+        dtype: what `encode` returns.
+        has_nan: whether it can say NaN.
+        has_inf: whether it can say infinity.
+
+    Example:
+        >>> FORMATS["e4m3"].max
+        448.0
+    """
 
     name: str
     exponent_bits: int  # 0: an integer format
@@ -160,7 +175,19 @@ def encode(
 
 
 def decode(data: Tensor, format: Format) -> Tensor:
-    """Stored elements as float32. Of an E2M1 byte only the low four bits count."""
+    """Stored elements as float32. Of an E2M1 byte only the low four bits count.
+
+    Args:
+        data: what `encode` returned.
+        format: its format.
+
+    Returns:
+        The values.
+
+    Example:
+        >>> decode(encode(torch.tensor([1.0]), FORMATS["e4m3"]), FORMATS["e4m3"])
+        tensor([1.])
+    """
     if data.dtype != format.dtype:
         raise ValueError(f"{format} is stored as {format.dtype}, got {data.dtype}")
     if format == E2M1:  # not `is`: a Spec may have been pickled or deep-copied

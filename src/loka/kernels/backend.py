@@ -23,7 +23,16 @@ import torch
 
 @dataclass(frozen=True)
 class Verdict:
-    """Yes, or no with the reason."""
+    """Yes, or no with the reason.
+
+    Args:
+        ok: yes.
+        reason: of a no.
+
+    Example:
+        >>> bool(Verdict(False, "needs a GPU"))
+        False
+    """
 
     ok: bool
     reason: str = ""

@@ -89,7 +89,19 @@ class Core(nn.Module):
 
 
 class Ranker(nn.Module):
-    """Embeds a Batch of a schema and calls a core."""
+    """Embeds a Batch of a schema and calls a core.
+
+    Args:
+        schema: of a data set.
+        core: the dense part; its n and labels must fit.
+        dense_vectors: how many vectors the dense features become.
+        dense_hidden: widths of the layers that make them.
+        sparse: gradients of tables as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
+
+    Example:
+        >>> build_ranker(data.schema, "wukong", "tiny")(batch).shape
+    """
 
     def __init__(
         self,

@@ -38,7 +38,14 @@ APPLIED = "_loka_mod_names"
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` did; prints as the summary."""
+    """What `apply` did; prints as the summary.
+
+    Args:
+        summary: the record.
+
+    Example:
+        >>> loka.mods.apply(model, ["no_bias"]).sites["no_bias"]
+    """
 
     summary: ModSummary
 

@@ -40,7 +40,16 @@ class HasRecord(Protocol):
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A mod, the sites it is for, and what at these sites speaks for it."""
+    """A mod, the sites it is for, and what at these sites speaks for it.
+
+    Args:
+        mod: its name.
+        sites: where.
+        why: in words.
+
+    Example:
+        >>> for suggestion in loka.mods.suggest(report): print(suggestion)
+    """
 
     mod: str
     sites: tuple[str, ...]

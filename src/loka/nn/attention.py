@@ -15,9 +15,14 @@ from torch import Tensor, nn
 
 
 class DotProductAttention(nn.Module):
-    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen.
+    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen. Every query must see at least one key: a row of nothing but masked keys has
+    no softmax.
 
-    Every query must see at least one key: a row of nothing but masked keys has no softmax.
+    Args:
+        causal: a query sees keys up to its own place.
+
+    Example:
+        >>> DotProductAttention(causal=True)(q, k, v)
     """
 
     def __init__(self, *, causal: bool = False) -> None:

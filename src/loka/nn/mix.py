@@ -199,7 +199,15 @@ class _Dots(torch.autograd.Function):
 
 
 class DotInteraction(nn.Module):
-    """Pairwise dot products of the n vectors, each pair once: [B, n (n - 1) / 2], row by row of the strict lower triangle."""
+    """Pairwise dot products of the n vectors, each pair once: [B, n (n - 1) / 2], row by row of the strict lower triangle.
+
+    Args:
+        n: vectors.
+
+    Example:
+        >>> DotInteraction(3)(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3])
+    """
 
     def __init__(self, n: int) -> None:
         super().__init__()

@@ -66,7 +66,15 @@ _REGISTERED: dict[type[nn.Module], Adapter] = {}
 
 
 def register(module_class: type[nn.Module], adapter: Adapter) -> None:
-    """Make modules of a class sites of every Probe made from now on."""
+    """Make modules of a class sites of every Probe made from now on.
+
+    Args:
+        module_class: whose modules.
+        adapter: how their operands are seen as one GEMM.
+
+    Example:
+        >>> register(MyLinear, Adapter("linear"))
+    """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ValueError(f"register takes a class of modules, got {module_class!r}")
     _REGISTERED[module_class] = adapter

@@ -223,7 +223,15 @@ def load(path: str | Path, kind: type[R]) -> R:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace a file's content in one step: readers see the old or the new, never a part."""
+    """Replace a file's content in one step: readers see the old or the new, never a part.
+
+    Args:
+        path: of the file; its folder is made where it is missing.
+        data: the whole content.
+
+    Example:
+        >>> write_atomically("result.json", b"{}")
+    """
     path = Path(path).resolve()  # through a symbolic link: the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
