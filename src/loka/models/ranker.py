@@ -56,7 +56,11 @@ def check_positive(config: Any, *, except_for: tuple[str, ...] = ()) -> None:
 
 
 class Core(nn.Module):
-    """The dense part of a ranking model; a family implements `represent` and sets `head`."""
+    """The dense part of a ranking model; a family implements `represent` and sets `head`.
+
+    Example:
+        >>> class Mine(Core): ...
+    """
 
     takes_sequence: ClassVar[bool] = False
     config: CoreConfig

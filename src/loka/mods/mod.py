@@ -18,7 +18,12 @@ from loka.records.mods import ModClass
 
 @runtime_checkable
 class Mod(Protocol):
-    """A frozen dataclass of options with these attributes."""
+    """A frozen dataclass of options with these attributes.
+
+    Example:
+        >>> find("no_bias").name
+        'no_bias'
+    """
 
     @property
     def name(self) -> str:

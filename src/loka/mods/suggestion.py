@@ -95,6 +95,9 @@ def unjudged(report: "ProbeReport | HasRecord") -> dict[str, tuple[str, ...]]:
 
     Returns:
         Sites by mod; empty where nothing of the kind was found.
+
+    Example:
+        >>> loka.mods.unjudged(report)
     """
     sites = _record(report).sites
     found = {mod: tuple(site.name for site in sites if mod in _read(site)) for mod in NEEDS_FEEDING}

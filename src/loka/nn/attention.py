@@ -50,7 +50,19 @@ class DotProductAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention over x [B, T, d], optionally causal, optionally with rotary positions."""
+    """Multi-head self-attention over x [B, T, d].
+
+    Args:
+        d: features.
+        heads: that divide them.
+        causal: a token sees those before it.
+        rotary: positions rotate queries and keys.
+        bias: of the linears.
+
+    Example:
+        >>> SelfAttention(64, 4, causal=True)(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     def __init__(self, d: int, heads: int, *, causal: bool = False, rotary: bool = False, bias: bool = False) -> None:
         super().__init__()

@@ -113,5 +113,19 @@ class MLP(nn.Module):
 
 
 def make_head(width_in: int, hidden: Sequence[int], labels: int, style: Style) -> MLP:
-    """The tower that ends a ranking model in logits; its last linear keeps its bias whatever the style says."""
+    """The tower that ends a ranking model in logits; its last linear keeps its bias whatever the style says.
+
+    Args:
+        width_in: features.
+        hidden: widths of the hidden layers.
+        labels: logits.
+        style: of the model.
+
+    Returns:
+        The MLP.
+
+    Example:
+        >>> make_head(64, [32], 1, Style(bias=False)).last.bias is not None
+        True
+    """
     return MLP(width_in, hidden, labels, style=style, last_bias=True)

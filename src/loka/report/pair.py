@@ -21,7 +21,16 @@ TINY = 1e-3  # smaller errors, of products that are exact but for the last bit, 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sets of records and what to call them."""
+    """Two sets of records and what to call them.
+
+    Args:
+        before: one.
+        after: the other.
+        names: of both.
+
+    Example:
+        >>> write_pair(Pair(before, after, ("2.1", "2.2")), "difference.html")
+    """
 
     before: Results
     after: Results
