@@ -1,16 +1,19 @@
-"""Embedding tables on one GPU: pooled lookups and fused updates, proved right and then timed, beside torch's embedding_bag and the bandwidth of a copy.
+"""Embedding tables and the wire on one GPU: pooled lookups, fused updates, packing, proved right and then timed, beside torch's embedding_bag and the bandwidth of a copy.
 
     PYTHONPATH=src python benchmarks/tables_h200.py --seconds 60 --out tables.json
+    PYTHONPATH=src python benchmarks/tables_h200.py --sweep --seconds 60 --out tiles.json              other tiles than the kernels choose
     PYTHONPATH=src TRITON_INTERPRET=1 python benchmarks/tables_h200.py --smoke --out tables.json       CPU, tiny: does it run?
 
-10 M rows, 65,536 bags of 20 uniformly drawn items, widths 32 to 256. Each kernel is checked on a smaller table against the law first (loka.measure.tables); one that is red is named and
-not timed. Then all formats of a width are timed together with CUDA graphs, three sets of items in turn so that the cache helps no one.
+10 M rows, 65,536 bags of 20 uniformly drawn items, widths 32 to 256. Every kernel is compared with the law first, on the tables that are then timed (lookups), on a small one (updates), to the
+byte (packing); one that is red is named and not timed. All of a width are timed together with CUDA graphs, three sets of items in turn so that the cache helps no one.
 
     lookup   bytes count in sectors of 32: items x (sectors of a row + one for its scale) + indices + result
-    bars     bf16 >= 80 % of the copy's bandwidth from width 128 on; 8 bits >= 65 % at 256; >= 2x F.embedding_bag everywhere;
-             8 bits over our bf16 >= 1.25x at 128, >= 1.5x at 256; an 8-bit update no slower than float32's
+    update   `whole` is what a step runs: sort, bags, rows; `rows` is the fused kernel on a sorted batch
+    wire     bytes read and written
+    bars     bf16 >= 80 % of the copy's bandwidth from width 128 on; 8 bits >= 65 % at 256; >= 2x F.embedding_bag everywhere; 8 bits over our bf16 >= 1.25x at 128, >= 1.5x at 256;
+             an 8-bit update no slower than float32's, whole and rows; packing and unpacking of a wire codec >= 80 % of copy
 
-What does not fit into the time is listed as skipped. The file is written again after every width. Exit 0 whatever the bars say: they are in the file.
+What does not fit into the time is listed as skipped. The file is written again after every row. Exit 0 whatever the bars say: they are in the file.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +30,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loka.comms.codec import parse_codec
 from loka.formats import Draw
-from loka.kernels.embedding_bag import Rows, triton
+from loka.kernels.embedding_bag import Rows, reference, triton
 from loka.kernels.embedding_update import Rule
 from loka.kernels.embedding_update import triton as update
 from loka.measure import Candidate, Conformance, snapshot, time_together
 from loka.measure.adapter import adapter_for
+from loka.measure.conformance import poisoned_allocations
 from loka.records import write_atomically
 
 LOOKUPS = ("bfloat16", "int8:row", "e4m3:row", "int4:row")
 UPDATES = ("float32", "bfloat16", "int8:row", "e4m3:row:pow2")
-SETS = 3
-SECTOR = 32
+WIRES = (
+    ("e4m3:1x128:pow2", torch.bfloat16),
+    ("e4m3:1x128:pow2", torch.float32),
+    ("e4m3:1x128:pow2:stochastic", torch.bfloat16),
+    ("e4m3:1x32:e8m0", torch.bfloat16),
+)
+SETS, SECTOR = 3, 32
+RIGHT = Conformance(True, 0.0, 0.0)
+
+
+class Session:
+    """What is measured so far, the time left, and the file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.o, self.began = options, time.monotonic()
+        self.device = torch.device("cpu" if options.smoke else "cuda")
+        self.result: dict[str, Any] = {
+            "environment": json.loads(msgspec.json.encode(snapshot())), "rows": options.rows, "bags": options.bags, "items": options.items,
+            "lookups": [], "updates": [], "wire": [], "tiles": [], "refused": [], "skipped": [], "bars": [],
+        }  # fmt: skip
+
+    def late(self, what: str) -> bool:
+        if time.monotonic() - self.began <= self.o.seconds:
+            return False
+        self.result["skipped"].append(what)
+        return True
+
+    def write(self) -> None:
+        self.result["bars"] = judge(self.result)
+        self.result["seconds"] = time.monotonic() - self.began
+        write_atomically(self.o.out, (json.dumps(self.result, indent=1) + "\n").encode())
+
+    def record(self, place: str, candidates: list[Candidate], sizes: dict[str, int], **more: Any) -> None:
+        """Time them together, and append a row for each."""
+        if not candidates:
+            return
+        for timing in time_together(candidates, self.device, repeats=self.o.repeats):
+            interval = timing.microseconds()
+            share = sizes[timing.name] / (1e-6 * interval.value) / self.result["copy_bytes_per_second"]
+            self.result[place].append({
+                **more, "rows": timing.name, "microseconds": interval.value, "low": interval.low, "high": interval.high,
+                "bytes": sizes[timing.name], "share_of_copy": share,
+            })  # fmt: skip
+            self.write()
+        print(f"{place} {more}: {time.monotonic() - self.began:.1f} s", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -49,61 +98,55 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--widths", default="256,128,64,32")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sweep", action="store_true", help="try other tiles of the lookup instead")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
     o = parser.parse_args()
     if o.smoke:
         o.rows, o.bags, o.items, o.widths, o.repeats = 200, 6, 3, "32", 3
-    deadline = time.monotonic() + o.seconds
-    device = torch.device("cpu" if o.smoke else "cuda")
-    result: dict[str, Any] = {
-        "environment": json.loads(msgspec.json.encode(snapshot())), "rows": o.rows, "bags": o.bags, "items": o.items,
-        "copy_bytes_per_second": copy_bandwidth(device, o.smoke), "lookups": [], "updates": [], "refused": [], "skipped": [],
-    }  # fmt: skip
-    for width in map(int, o.widths.split(",")):
-        for name, measure in (("lookups", time_lookups), ("updates", time_updates)):
-            if time.monotonic() > deadline:
-                result["skipped"].append(f"{name} of width {width}")
-                continue
-            result[name] += measure(width, o, device, result)
-            result["bars"] = judge(result)
-            write_atomically(o.out, (json.dumps(result, indent=1) + "\n").encode())
-            print(f"{name} {width}: {time.monotonic() - deadline + o.seconds:.1f} s", file=sys.stderr, flush=True)
-    print(json.dumps(result["bars"], indent=1))
+    session = Session(o)
+    session.result["copy_bytes_per_second"] = copy_bandwidth(session)
+    widths = [int(width) for width in o.widths.split(",")]
+    for at, width in enumerate(widths):
+        for measure in (sweep_tiles,) if o.sweep else (time_lookups, time_updates):
+            if not session.late(f"{measure.__name__} of width {width}"):
+                measure(width, session)
+        if not o.sweep and at == min(1, len(widths) - 1) and not session.late("wire"):
+            time_wire(session)
+    session.write()
+    print(json.dumps(session.result["bars"], indent=1))
     return 0
 
 
-def copy_bandwidth(device: torch.device, smoke: bool) -> float:
+def copy_bandwidth(session: Session) -> float:
     """Bytes read and written by a copy of 1 GiB, per second."""
-    source = torch.zeros(2**16 if smoke else 2**30, dtype=torch.uint8, device=device)
+    source = torch.zeros(2**16 if session.o.smoke else 2**30, dtype=torch.uint8, device=session.device)
     target = torch.empty_like(source)
-    (timing,) = time_together(
-        [Candidate("copy", [lambda: target.copy_(source)], Conformance(True, 0.0, 0.0))], device, repeats=5
-    )
+    (timing,) = time_together([Candidate("copy", [lambda: target.copy_(source)], RIGHT)], session.device, repeats=5)
     return 2 * source.numel() / min(timing.seconds)
 
 
-def proved(
-    op: str, backend: Any, width: int, variant: str, device: torch.device, result: dict[str, Any], smoke: bool
-) -> Conformance | None:
-    adapter = adapter_for(op)
-    (call,) = adapter.calls([(6, width, 50) if smoke else (512, width, 5000)], [variant])
-    verdict: Conformance = adapter.check(
-        backend, call, adapter.operands(call, seed=1, distribution="normal", device=device)
-    )
-    if not verdict:
-        result["refused"].append(f"{op} {variant} width {width}: {verdict.reason}")
-        return None
-    return verdict
+def proved(session: Session, what: str, check: Callable[[], str]) -> bool:
+    """`check` says what is wrong, or nothing. A kernel that raises is as red as one that is wrong."""
+    try:
+        problem = check()
+    except Exception as error:  # whatever a kernel may raise: the others are still measured
+        problem = f"{type(error).__name__}: {error}"[:500]
+    if problem:
+        session.result["refused"].append(f"{what}: {problem}")
+        session.write()
+    return not problem
 
 
-def draw(o: argparse.Namespace, device: torch.device) -> tuple[list[Tensor], Tensor]:
+def draw(session: Session) -> tuple[list[Tensor], Tensor]:
+    o, device = session.o, session.device
     generator = torch.Generator(device=device).manual_seed(0)
     sets = [torch.randint(0, o.rows, (o.bags * o.items,), generator=generator, device=device) for _ in range(SETS)]
     return sets, torch.arange(0, o.bags * o.items + 1, o.items, device=device)
 
 
-def make_rows(kind: str, width: int, o: argparse.Namespace, device: torch.device) -> Rows:
+def make_rows(kind: str, width: int, session: Session) -> Rows:
     """Made piece by piece: a float32 table of 10 M x 256 is 10 GB, and quantising it whole would take several times that."""
+    o, device = session.o, session.device
     pieces, generator = [], torch.Generator(device=device).manual_seed(1)
     for start in range(0, o.rows, 1_000_000):
         piece = torch.randn(min(1_000_000, o.rows - start), width, generator=generator, device=device) * 0.1
@@ -112,77 +155,140 @@ def make_rows(kind: str, width: int, o: argparse.Namespace, device: torch.device
     return Rows(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None, pieces[0].spec)
 
 
-def time_lookups(
-    width: int, o: argparse.Namespace, device: torch.device, result: dict[str, Any]
-) -> list[dict[str, Any]]:
-    sets, offsets = draw(o, device)
+def check_lookup(rows: Rows, indices: Tensor, offsets: Tensor) -> str:
+    """Some bags, in bf16 as they are timed, with poisoned allocations: half a step of bf16 from the law, and float32's own error of a sum."""
+    bags = min(512, len(offsets) - 1)
+    given = indices[: int(offsets[bags])], offsets[: bags + 1]
+    with poisoned_allocations():
+        found = triton.run(rows, *given, out_dtype=torch.bfloat16).float()
+    law = reference.run(rows, *given, out_dtype=torch.float32)
+    step = 2.0**-8 if indices.is_cuda else 2.0**-7  # Triton's interpreter cuts bf16 off instead of rounding it
+    allowed = step * law.abs() + 1e-5 * law.abs().amax(1, keepdim=True)
+    worst = float(((found - law).abs() / allowed.clamp(min=1e-30)).max())
+    return "" if worst <= 1 else f"off by {worst:.3g} times what is allowed"
+
+
+def lookup_bytes(rows: Rows, o: argparse.Namespace) -> int:
+    row = rows.data.shape[1] * rows.data.element_size()
+    sectors = math.ceil(row / SECTOR) + (rows.scale is not None)
+    return o.bags * o.items * (sectors * SECTOR + 8) + o.bags * rows.width * 2
+
+
+def time_lookups(width: int, session: Session) -> None:
+    sets, offsets = draw(session)
     candidates, sizes = [], {}
     for kind in LOOKUPS:
-        verdict = proved("embedding_bag", triton, width, f"{kind}|sum|items={o.items}", device, result, o.smoke)
-        if verdict is None:
-            continue
-        rows = make_rows(kind, width, o, device)
-        thunks = [lambda i=i, rows=rows: triton.run(rows, i, offsets, out_dtype=torch.bfloat16) for i in sets]
-        candidates.append(Candidate(kind, thunks, verdict))
-        row = rows.data.shape[1] * rows.data.element_size()
-        sectors = math.ceil(row / SECTOR) + (rows.scale is not None)
-        sizes[kind] = o.bags * o.items * (sectors * SECTOR + 8) + o.bags * width * 2
+        rows = make_rows(kind, width, session)
         if kind == "bfloat16":
             weight = rows.data
-            baseline = [
+            torchs = [
                 lambda i=i, weight=weight: F.embedding_bag(i, weight, offsets, mode="sum", include_last_offset=True)
                 for i in sets
             ]
-            candidates.append(Candidate("F.embedding_bag", baseline, verdict))
-            sizes["F.embedding_bag"] = sizes[kind]
-    return rows_of(candidates, sizes, width, o, device, result)
+            candidates.append(Candidate("F.embedding_bag", torchs, RIGHT))
+            sizes["F.embedding_bag"] = lookup_bytes(rows, session.o)
+        if proved(session, f"lookup {kind} of width {width}", lambda rows=rows: check_lookup(rows, sets[0], offsets)):
+            thunks = [lambda i=i, rows=rows: triton.run(rows, i, offsets, out_dtype=torch.bfloat16) for i in sets]
+            candidates.append(Candidate(kind, thunks, RIGHT))
+            sizes[kind] = lookup_bytes(rows, session.o)
+    session.record("lookups", candidates, sizes, width=width)
 
 
-def time_updates(
-    width: int, o: argparse.Namespace, device: torch.device, result: dict[str, Any]
-) -> list[dict[str, Any]]:
-    sets, offsets = draw(o, device)
-    grad = torch.randn(o.bags, width, device=device)
-    candidates, sizes, rule = [], {}, Rule("rowwise_adagrad", lr=0.01)
+def sweep_tiles(width: int, session: Session) -> None:
+    """Items and bags of a tile, and warps, around what the kernel chooses; one kind of rows after another."""
+    from loka.kernels.embedding_bag import triton_kernels
+
+    sets, offsets = draw(session)
+    for kind in LOOKUPS:
+        rows = make_rows(kind, width, session)
+        int4 = kind == "int4:row"
+        chosen = triton_kernels.tile_of(width, 0.5 if int4 else rows.data.element_size())
+        u, g, bd, warps = chosen
+        tiles = {chosen, *((u2, g * w, bd, warps * w) for u2 in (max(1, u // 2), u, 2 * u) for w in (1, 4))}
+        candidates, sizes = [], {}
+        for tile in sorted(tiles):
+            name = f"{kind} {'x'.join(map(str, tile))}{' (chosen)' * (tile == chosen)}"
+            thunks = [
+                lambda i=i, rows=rows, int4=int4, tile=tile: triton_kernels.look_up(
+                    rows.data, rows.scale, None, None, i, offsets, None, False, int4, torch.bfloat16, tile
+                )
+                for i in sets
+            ]
+            if not session.late(name):
+                candidates.append(Candidate(name, thunks, RIGHT))
+                sizes[name] = lookup_bytes(rows, session.o)
+        session.record("tiles", candidates, sizes, width=width)
+
+
+def check_update(kind: str, width: int, session: Session) -> str:
+    adapter = adapter_for("embedding_update")
+    shape = (6, width, 50) if session.o.smoke else (512, width, 5000)
+    (call,) = adapter.calls([shape], [f"{kind}|rowwise_adagrad|items={session.o.items}"])
+    operands = adapter.operands(call, seed=1, distribution="normal", device=session.device)
+    verdict: Conformance = adapter.check(update, call, operands)
+    return verdict.reason
+
+
+def time_updates(width: int, session: Session) -> None:
+    from loka.kernels.embedding_update import triton_kernels
+
+    o, (sets, offsets) = session.o, draw(session)
+    grad = torch.randn(o.bags, width, device=session.device)
+    candidates, sizes, rule, now = [], {}, Rule("rowwise_adagrad", lr=0.01), Draw(1, 2, 3)
+    ordered = [update.sort_items(i, offsets, None, "sum", o.rows) for i in sets]
     for kind in UPDATES:
-        verdict = proved(
-            "embedding_update", update, width, f"{kind}|rowwise_adagrad|items={o.items}", device, result, o.smoke
-        )
-        if verdict is None:
+        if not proved(session, f"update {kind} of width {width}", lambda kind=kind: check_update(kind, width, session)):
             continue
-        rows = make_rows(kind, width, o, device)
+        rows = make_rows(kind, width, session)
         state = rule.state(rows)
-        thunks = [
-            lambda i=i, rows=rows, state=state: update.run(rows, i, offsets, grad, rule, state, Draw(1, 2, 3))
-            for i in sets
+        whole = [lambda i=i, rows=rows, state=state: update.run(rows, i, offsets, grad, rule, state, now) for i in sets]
+        alone = [
+            lambda i=i, rows=rows, state=state: triton_kernels.update(rows, *i, grad, rule, state, now, 0, 0)
+            for i in ordered
         ]
-        candidates.append(Candidate(kind, thunks, verdict))
         row = width * rows.data.element_size()
         sectors = math.ceil(row / SECTOR) + (rows.scale is not None) + 1
-        sizes[kind] = o.bags * o.items * (2 * sectors * SECTOR + 24) + o.bags * width * 4
-    return rows_of(candidates, sizes, width, o, device, result)
+        for name, thunks in ((f"{kind} whole", whole), (f"{kind} rows", alone)):
+            candidates.append(Candidate(name, thunks, RIGHT))
+            sizes[name] = o.bags * o.items * (2 * sectors * SECTOR + 8) + o.bags * width * 4
+    session.record("updates", candidates, sizes, width=width)
 
 
-def rows_of(
-    candidates: list[Candidate],
-    sizes: dict[str, int],
-    width: int,
-    o: argparse.Namespace,
-    device: torch.device,
-    result: dict[str, Any],
-) -> list[dict[str, Any]]:
-    if not candidates:
-        return []
-    timings = time_together(candidates, device, repeats=o.repeats)
-    found = []
-    for timing in timings:
-        interval = timing.microseconds()
-        share = sizes[timing.name] / (1e-6 * interval.value) / result["copy_bytes_per_second"]
-        found.append({
-            "width": width, "rows": timing.name, "microseconds": interval.value, "low": interval.low, "high": interval.high,
-            "bytes": sizes[timing.name], "share_of_copy": share,
-        })  # fmt: skip
-    return found
+def check_wire(spelling: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Bytes and values of the law, NaN and infinities too."""
+    codec = parse_codec(spelling)
+    now = Draw(1, 2, 3) if codec.is_stochastic else None
+    generator = torch.Generator(device=device).manual_seed(2)
+    x = (torch.randn(2**14, generator=generator, device=device) * torch.logspace(-6, 4, 2**14, device=device)).to(dtype)
+    law, found = codec._encode_blocks(x, now, 0), codec.encode(x, draw=now)
+    if device.type == "cuda" and now is None and not torch.equal(found, law):
+        return f"{int((found != law).sum())} of {len(law)} bytes differ"
+    values = codec._decode_blocks(law, len(x), dtype)
+    if not torch.equal(codec.decode(law, len(x), dtype), values):
+        return "unpacked values differ"
+    if not torch.equal(codec.decode(found, len(x), dtype), values):
+        return "packed values differ"
+    x[5], x[300] = math.nan, math.inf
+    seen = codec.decode(codec.encode(x, draw=now), len(x), dtype).isfinite()
+    return "" if int((~seen).sum()) == 2 and not seen[5] and not seen[300] else "NaN or Inf is lost or spread"
+
+
+def time_wire(session: Session) -> None:
+    elements = 2**14 if session.o.smoke else 2**27
+    candidates, sizes = [], {}
+    for spelling, dtype in WIRES:
+        codec, name = parse_codec(spelling), f"{spelling} {str(dtype).removeprefix('torch.')}"
+        if not proved(session, f"wire {name}", lambda s=spelling, d=dtype: check_wire(s, d, session.device)):
+            continue
+        now = Draw(1, 2, 3) if codec.is_stochastic else None
+        sets = [torch.randn(elements, device=session.device).to(dtype) for _ in range(2)]
+        packed = [codec.encode(x, draw=now) for x in sets]
+        packs = [lambda x=x, codec=codec, now=now: codec.encode(x, draw=now) for x in sets]
+        unpacks = [lambda p=p, codec=codec, dtype=dtype: codec.decode(p, elements, dtype) for p in packed]
+        for way, thunks in (("pack", packs), ("unpack", unpacks)):
+            candidates.append(Candidate(f"{way} {name}", thunks, RIGHT))
+            sizes[f"{way} {name}"] = elements * dtype.itemsize + codec.size(elements)
+    session.record("wire", candidates, sizes)
 
 
 def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -194,31 +300,30 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
     def bar(what: str, seen: float, least: float) -> None:
         bars.append({"bar": what, "seen": round(seen, 3), "least": least, "holds": seen >= least})
 
+    def faster(rows: dict[tuple[int, str], Any], width: int, kind: str, than: str) -> float | None:
+        if (width, than) not in rows:
+            return None
+        return float(rows[width, than]["microseconds"] / rows[width, kind]["microseconds"])
+
     for (width, kind), row in look.items():
         if kind == "bfloat16" and width >= 128:
             bar(f"bf16 lookup of width {width}, share of copy", row["share_of_copy"], 0.8)
         if kind in ("int8:row", "e4m3:row") and width == 256:
             bar(f"{kind} lookup of width 256, share of copy", row["share_of_copy"], 0.65)
-        if kind != "F.embedding_bag" and (width, "F.embedding_bag") in look:
-            bar(
-                f"{kind} lookup of width {width} over F.embedding_bag",
-                look[width, "F.embedding_bag"]["microseconds"] / row["microseconds"],
-                2.0,
-            )
-        if kind in ("int8:row", "e4m3:row") and width in (128, 256) and (width, "bfloat16") in look:
-            least = 1.25 if width == 128 else 1.5
-            bar(
-                f"{kind} lookup of width {width} over our bf16",
-                look[width, "bfloat16"]["microseconds"] / row["microseconds"],
-                least,
-            )
-    for (width, kind), row in move.items():
-        if kind in ("int8:row", "e4m3:row:pow2") and (width, "float32") in move:
-            bar(
-                f"{kind} update of width {width} over float32",
-                move[width, "float32"]["microseconds"] / row["microseconds"],
-                1.0,
-            )
+        over = faster(look, width, kind, "F.embedding_bag")
+        if kind != "F.embedding_bag" and over is not None:
+            bar(f"{kind} lookup of width {width} over F.embedding_bag", over, 2.0)
+        over = faster(look, width, kind, "bfloat16")
+        if kind in ("int8:row", "e4m3:row") and width in (128, 256) and over is not None:
+            bar(f"{kind} lookup of width {width} over our bf16", over, 1.25 if width == 128 else 1.5)
+    for width, kind in move:
+        rows, part = kind.split()
+        over = faster(move, width, kind, f"float32 {part}")
+        if rows in ("int8:row", "e4m3:row:pow2") and over is not None:
+            bar(f"{rows} update of width {width} over float32, {part}", over, 1.0)
+    for row in result["wire"]:
+        if "stochastic" not in row["rows"]:
+            bar(f"{row['rows']}, share of copy", row["share_of_copy"], 0.8)
     return bars
 
 

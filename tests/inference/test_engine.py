@@ -13,6 +13,7 @@ from loka.inference.constraint import Listed, Masked, Unconstrained
 from loka.inference.decoder import beam_widths
 from loka.inference.weights import PackedExperts
 from loka.models.onerec import Experts
+from loka.nn import Style
 from loka.ptq import quantize
 from loka.semantic_ids import Trie
 from loka.semantic_ids.trie import build_trie
@@ -105,6 +106,22 @@ def test_the_fused_experts_are_the_same_experts() -> None:
         fused.tuning._made[rows] = dataclasses.replace(tuned, blocks=blocks)
     for a, b in zip(*(e.generate(make_requests(model, LENGTHS)) for e in (plain, fused)), strict=True):
         torch.testing.assert_close(a.scores, b.scores, rtol=1e-2, atol=1e-2)
+
+
+def test_a_context_in_fp8_is_the_rounded_context() -> None:
+    model = make_model()
+    requests = make_requests(model, (12, 5, 0))
+    low, plain = (Engine(model, EngineConfig(beams=8, dtype="fp32", context_cache=c)) for c in ("e4m3", "plain"))
+    found = low.generate(requests)
+    pack = plain.context
+    rounded = lambda c, s: [(k.to(torch.float8_e4m3fn).float(), v.to(torch.float8_e4m3fn).float()) for k, v in pack(c, s)]  # noqa: E731  # fmt: skip
+    prepared = plain.prepare(plain.bucket_for(requests))
+    prepared.decoder.context = rounded  # type: ignore[assignment]
+    for ours, law in zip(found, plain.generate_in(plain.bucket_for(requests), requests), strict=True):
+        assert torch.equal(ours.codes, law.codes)
+        torch.testing.assert_close(ours.scores, law.scores)
+    codes = torch.zeros(1, 4, model.config.history_width, dtype=torch.int64)
+    assert {t.dtype for pair in low.context(codes, None) for t in pair} == {torch.float8_e4m3fn}
 
 
 def test_torch_compile_can_trace_the_glue() -> None:
@@ -251,6 +268,16 @@ class TestRefusals:
                 make_engine(model, **options)
         with pytest.raises(ValueError, match="runs OneRec"):
             Engine(torch.nn.Linear(2, 2))
+
+    @pytest.mark.parametrize("norm", ["none", "rms"])
+    def test_a_context_in_fp8_needs_normed_keys(self, norm: str) -> None:
+        model = make_model(style=Style(norm=norm))
+        wanted = "this model has none" if norm == "none" else "gains of 0.125, expected 0.25 to 16"
+        if norm == "rms":
+            with torch.no_grad():
+                model.context.chunk_norms[0].weight.fill_(0.125)
+        with pytest.raises(ValueError, match=wanted):
+            Engine(model, EngineConfig(beams=8, dtype="fp32", context_cache="e4m3"))
 
     def test_too_little_memory_is_said_with_the_size(self) -> None:
         model = make_model("tiny-moe")

@@ -57,6 +57,23 @@ def test_same_as_loops(case, backend: str) -> None:
     torch.testing.assert_close(beam_attention(*operands, scale=0.3, backend=backend), by_hand(*operands, 0.3))
 
 
+def in_fp8(operands):
+    """The same with keys and values in E4M3; where they are one they stay one."""
+    q, k, v, lengths = operands
+    low = k.to(torch.float8_e4m3fn)
+    return q, low, low if v is k else v.to(torch.float8_e4m3fn), lengths
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_context_in_fp8_counts_as_it_is(case, backend: str) -> None:
+    *sizes, options = case
+    q, k, v, lengths = in_fp8(make(*sizes, **options))
+    out = beam_attention(q, k, v, lengths, scale=0.3, backend=backend)
+    assert out.dtype == q.dtype
+    torch.testing.assert_close(out, by_hand(q, k.float(), v.float(), lengths, 0.3))
+
+
 def test_scale_defaults_to_the_root_of_the_width(device) -> None:
     q, k, v, lengths = make(1, 3, 2, 2, 6, 16, device=device)
     torch.testing.assert_close(beam_attention(q, k, v, lengths), beam_attention(q, k, v, lengths, scale=0.25))
@@ -145,6 +162,8 @@ def test_mistakes_are_named() -> None:
         beam_attention(q, k, v, lengths.float())
     with pytest.raises(ValueError, match="one dtype"):
         beam_attention(q, k.half(), v, lengths)
+    with pytest.raises(ValueError, match="or k and v be float8_e4m3fn"):
+        beam_attention(q, k.to(torch.float8_e4m3fn), v, lengths)
     with pytest.raises(ValueError, match="groups must divide the 4 heads, got 3"):
         beam_attention(q, *(torch.zeros(2, 6, 3, 16) for _ in range(2)), lengths)
     q, k, v, keys, values, table = ancestry(2, 5, 3, 3, 16, wide=7)
@@ -215,6 +234,15 @@ def test_on_triton_same_as_the_law(triton_device, case, dtype: torch.dtype) -> N
     assert_near(out, law, TOLERANCE[dtype])
     with pytest.raises(AssertionError):
         assert_near(out * (1 + 4 * TOLERANCE[dtype]), law, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_triton_a_context_in_fp8(triton_device, case) -> None:
+    *sizes, options = case
+    operands = in_fp8(make(*sizes, dtype=torch.float16, device=triton_device, **options))
+    law = beam_attention(*operands, scale=0.3, backend="reference")
+    with poisoned_allocations():
+        assert_near(beam_attention(*operands, scale=0.3, backend="triton"), law, TOLERANCE[torch.float16])
 
 
 def test_on_triton_operands_inside_others(triton_device) -> None:

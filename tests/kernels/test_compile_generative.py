@@ -56,6 +56,11 @@ CONFIGURATIONS = {
         {**HEADS, "BM": 128, "BN": 128, "SHARED": True},
         {"num_warps": 8, "num_stages": 2},
     ),
+    ("beam_attention", "_attend", "context in FP8"): (
+        {**ATTEND, "k_ptr": Q, "v_ptr": Q, "k_desc": desc("fp8e4nv", 64, 128)},
+        {**HEADS, "BM": 64, "BN": 64, "SHARED": True},
+        {"num_warps": 4, "num_stages": 3},
+    ),
     ("beam_attention", "_attend", "two tensors"): (
         {**ATTEND, "v_desc": desc("bf16", 128, 128)},
         {**HEADS, "BM": 128, "BN": 128, "SHARED": False},

@@ -20,7 +20,7 @@ LOOKUP = {
     "out_ptr": "*bf16",
 }
 UPDATE = {
-    "scale_ptr": S, "slot_ptr": J, "hot_ptr": S, "sorted_ptr": L, "order_ptr": L, "bag_ptr": J, "factor_ptr": S, "grad_ptr": "*bf16",
+    "scale_ptr": S, "slot_ptr": J, "hot_ptr": S, "sorted_ptr": J, "source_ptr": J, "factor_ptr": S, "grad_ptr": "*bf16",
     "m_ptr": S, "v_ptr": S, "lr": "fp32", "eps": "fp32", "beta1": "fp32", "beta2": "fp32", "c1": "fp32", "c2": "fp32", "seed": "i64",
     "first_row": "i64",
 }  # fmt: skip
@@ -30,30 +30,53 @@ UPDATE = {
 @pytest.mark.parametrize(("name", "width", "hot"), [("_pool", 128, False), ("_pool", 256, True), ("_take", 64, False)])
 def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
     bytes_ = {"float32": 4, "bfloat16": 2}.get(kind, 1)
-    u, bd, warps = kernels_of("embedding_bag").tile_of(width, bytes_)
-    constants = {"SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "U": u, "BD": bd}
+    u, g, bd, warps = kernels_of("embedding_bag").tile_of(width, 0.5 if kind == "int4:row" else bytes_)
+    constants = {
+        "D": width, "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
+    }  # fmt: skip
     types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key != "offset_ptr"}
     if name == "_pool":
-        constants["MEAN"] = False
+        constants |= {"MEAN": False, "U": u, "G": g}
+    else:
+        constants["R"] = u * g
     built = compile_kernel(
-        "embedding_bag", name, ({**types, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), {"D"}
+        "embedding_bag", name, ({**types, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )
     assert built.metadata.shared <= SHARED_MEMORY
-    if kind in ("bfloat16", "int8:row", "e4m3:row:pow2") and not hot:
-        assert "ld.global.v4" in built.asm["ptx"] or "ld.global.v2" in built.asm["ptx"], (
-            "rows are not read in wide loads"
-        )
+    assert built.asm["ptx"].count("ld.global.v4.b32") >= u, (
+        "rows are not read in vectors of 16 bytes, all items at once"
+    )
+    assert built.asm["ptx"].count("shfl.sync") < 100, "a bag is added up across threads"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "int4:row"])
 @pytest.mark.parametrize(("rule", "hot"), [(1, False), (2, True)])
 def test_updates_compile(kind: str, rule: int, hot: bool) -> None:
     number = kernels_of("embedding_update").KINDS[kind]
-    constants = {"KIND": number, "RULE": rule, "HOT": hot, "BAGS": True, "FACTOR": hot, "DUP": 4, "BD": 128}
+    g, bd, warps = kernels_of("embedding_update").tile_of(128)
+    constants = {"D": 128, "KIND": number, "RULE": rule, "HOT": hot, "FACTOR": hot, "DUP": 2, "G": g, "BD": bd}
     built = compile_kernel(
-        "embedding_update", "_update", ({**UPDATE, "data_ptr": TYPES[kind]}, constants, {"num_warps": 1}), {"D"}
+        "embedding_update", "_update", ({**UPDATE, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )
     assert built.metadata.shared <= SHARED_MEMORY
     if number >= 1:
         products = built.asm["ptx"].count("mul.hi.u32") + built.asm["ptx"].count("mul.wide.u32")
         assert products > 0, "no random numbers are drawn"
+
+
+@pytest.mark.parametrize(
+    ("name", "byte_scale"), [("_pack", False), ("_unpack", False), ("_pack", True), ("_unpack", True)]
+)
+def test_the_wire_compiles(name: str, byte_scale: bool) -> None:
+    block = 32 if byte_scale else 128
+    constants = {"B": block, "E5M2": False, "BYTE_SCALE": byte_scale, "R": 4096 // block}
+    if name == "_pack":
+        constants |= {"POW2": True, "STOCHASTIC": False, "PREROUND": False}
+        types = {"x_ptr": "*bf16", "out_ptr": "*u8", "seed": "i64", "first_block": "i64"}
+    else:
+        constants |= {"LARGEST": 3.3e38}
+        types = {"data_ptr": "*u8", "out_ptr": "*bf16"}
+    ptx = compile_kernel("wire", name, (types, constants, {"num_warps": 4}), set()).asm["ptx"]
+    if not byte_scale:
+        assert ".global.b32" in ptx
+        assert ".global.b8" not in ptx, "codes travel byte by byte"

@@ -100,7 +100,7 @@ def test_a_thousand_small_updates_add_up(kind: str, monkeypatch: pytest.MonkeyPa
         return abs(float(values.mean()) - 1.01) / sigma
 
     assert off(drift(kind)) < 4
-    monkeypatch.setattr(law, "uniform_bits", lambda rows, columns, draw, **_: torch.full((len(rows), columns), 2**23))
+    monkeypatch.setattr(law, "uniform_bits", lambda rows, columns, draw, **_: torch.full((len(rows), columns), 2**22))
     planted = drift(kind)
     assert len(planted.unique()) == 1, "all elements are stuck at the same value"
     assert off(planted) > 12

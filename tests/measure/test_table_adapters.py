@@ -59,13 +59,13 @@ def test_a_wrong_update_is_red(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patch:
             if fault == "nearest":
                 patch.setattr(
-                    update_law, "uniform_bits", lambda rows, columns, draw, **_: torch.full((len(rows), columns), 2**23)
+                    update_law, "uniform_bits", lambda rows, columns, draw, **_: torch.full((len(rows), columns), 2**22)
                 )
             else:
                 patch.setattr(
                     update_law,
                     "uniform_bits",
-                    lambda rows, columns, draw, **_: torch.randint(0, 2**24, (len(rows), columns)),
+                    lambda rows, columns, draw, **_: torch.randint(0, 2**23, (len(rows), columns)),
                 )
             update_law.write(rows, unique, moved, draw)
 

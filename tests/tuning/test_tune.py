@@ -110,7 +110,8 @@ def test_serving_freezes_and_answers() -> None:
         found, expected = model(x), high(x)
     assert (found - expected).norm() < 0.1 * expected.norm()
     assert not torch.equal(found, expected)
-    assert torch.equal(model(x[:5]).detach(), found[:5]), "calibrated: an answer does not depend on its neighbours"
+    # calibrated: an answer does not depend on its neighbours, but for the rounding of the float32 head, whose BLAS kernel may differ with the number of rows
+    torch.testing.assert_close(model(x[:5]).detach(), found[:5], rtol=1e-5, atol=1e-5)
 
 
 def test_a_frozen_model_that_is_reverted_trains_again() -> None:

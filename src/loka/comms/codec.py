@@ -23,6 +23,7 @@ from torch import Tensor
 
 from loka.formats import Draw, QTensor, Spec, dequantize, quantize, round_bf16, uniform_bits
 from loka.formats.format import power_of_two
+from loka.kernels import wire
 
 __all__ = ["Codec", "parse_codec"]
 
@@ -110,11 +111,25 @@ class Codec:
                 bits = uniform_bits(rows, 128, draw).flatten()[place - 128 * first]
                 return round_bf16(flat.float(), bits).view(torch.uint8)
             return _saturate(flat, self.dtype).to(self.dtype).contiguous().view(torch.uint8)
+        whole = len(flat) // self.block
+        if whole and wire.supports(self.spec, flat.dtype, flat.device):
+            cut = whole * self.block
+            packed = wire.pack(flat[:cut].view(whole, self.block), self.spec, draw=draw, first_block=first_block).view(
+                -1
+            )
+            if cut == len(flat):
+                return packed
+            return torch.cat([packed, self._encode_blocks(flat[cut:], draw, first_block + whole)])
+        return self._encode_blocks(flat, draw, first_block)
+
+    def _encode_blocks(self, flat: Tensor, draw: Draw | None, first_block: int) -> Tensor:
+        """The law."""
+        assert self.spec is not None
         blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
         noise = None
         if draw is not None:
-            rows = torch.arange(first_block, first_block + len(blocks), device=x.device)
-            noise = uniform_bits(rows, self.block, draw).to(torch.float32) * 2.0**-24
+            rows = torch.arange(first_block, first_block + len(blocks), device=flat.device)
+            noise = uniform_bits(rows, self.block, draw).to(torch.float32) * 2.0**-23
         quantized = quantize(blocks, self.spec, noise=noise)
         pieces = [self._write_scales(quantized.scale), self._write_codes(quantized.data)]
         return torch.cat(pieces, 1).view(-1)[: self.size(len(flat))]
@@ -136,6 +151,17 @@ class Codec:
             )
         if self.spec is None:
             return data.clone().view(self.dtype).to(dtype)
+        width, whole = self.size(self.block), elements // self.block
+        if whole and wire.supports(self.spec, dtype, data.device):
+            values = wire.unpack(data[: whole * width].view(whole, width), self.spec, dtype).view(-1)
+            if len(values) == elements:
+                return values
+            return torch.cat([values, self._decode_blocks(data[whole * width :], elements - len(values), dtype)])
+        return self._decode_blocks(data, elements, dtype)
+
+    def _decode_blocks(self, data: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        """The law."""
+        assert self.spec is not None
         width = self.size(self.block)
         rows = F.pad(data, (0, -data.numel() % width)).view(-1, width)
         codes = self._read_codes(rows[:, self._scale_bytes :])

@@ -304,7 +304,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
                 links[-1] = msgspec.structs.replace(
                     links[-1], norm="none", norm_site=None, activation="none", passed=[], callers=[], called=False
                 )
-            scales = unit.scales if len(links) > 1 else "dynamic"
+            scales = unit.scales if len(links) > 1 or unit.scales == "calibrated" else "dynamic"
             names = {part.linear for part in links}
             magnitudes = {name: value for name, value in unit.magnitudes.items() if name in names}
             yield msgspec.structs.replace(unit, name=links[0].linear, links=links, scales=scales, bounded_input=bounded, magnitudes=magnitudes, around=None)  # fmt: skip

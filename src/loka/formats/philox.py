@@ -7,9 +7,9 @@ A generator's draws depend on what was drawn before, so a run resumed elsewhere,
 so row 17 of table 3 gets the same numbers in step 1000 on one process, on four, and after a resume. Seven rounds: the least with which Philox4x32 passes
 BigCrush (Salmon et al., 2011); ten cost a fused update 40 % more arithmetic.
 
-One call gives 128 bits, sixteen for each of eight columns. Sixteen alone would lose updates below 2^-16 quanta, so eight more come from one call a row and are shared by the
-row's columns. Each element's 24 bits are uniform; two elements of a row agree in the last eight, which decides the rounding of both in 1 of 65,536 cases. That halves the cost of
-a number for each element, and is the same in the Triton kernels (`loka.kernels.tile`), bit for bit.
+One call gives 128 bits, sixteen for each of eight columns. Sixteen alone would lose updates below 2^-16 quanta, so the two columns that share a word lend each other seven more: each
+element's 23 bits (the mantissa of a float32) are uniform, and the lent ones decide a rounding in 1 of 65,536 cases. That is an eighth of a call for each element, and the same in the Triton kernels
+(`loka.kernels.embedding_update`), bit for bit.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROW_WORD = _WORD  # the counter of the row's shared bits: no table has 2^35 columns
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: tuple[int, int], *,
 
 
 def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 0) -> Tensor:
-    """24 random bits for each element of some rows.
+    """23 random bits for each element of some rows.
 
     Args:
         rows: int64 [n], the rows' numbers in the whole table, whichever shard holds them.
@@ -80,10 +79,10 @@ def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 
         first_column: of a column-wise shard; a multiple of eight.
 
     Returns:
-        int64 [n, columns], each in [0, 2^24).
+        int64 [n, columns], each in [0, 2^23).
 
     Example:
-        >>> noise = uniform_bits(rows, 64, Draw(step=5)) * 2.0**-24      # uniform in [0, 1)
+        >>> noise = uniform_bits(rows, 64, Draw(step=5)) * 2.0**-23      # uniform in [0, 1)
     """
     if first_column % 8:
         raise ValueError(
@@ -93,9 +92,9 @@ def uniform_bits(rows: Tensor, columns: int, draw: Draw, *, first_column: int = 
     low, high = (rows & _WORD).unsqueeze(1), ((rows >> 32) & _WORD).unsqueeze(1)
     groups = torch.arange(first_column // 8, first_column // 8 + -(-columns // 8), device=rows.device).unsqueeze(0)
     words = torch.stack(philox(groups.expand(len(rows), -1), low, high, draw.step, key), -1)  # [n, groups, 4]
-    halves = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(1)[:, :columns]
-    shared = philox(torch.full_like(low, _ROW_WORD), low, high, draw.step, key)[0] & 0xFF
-    return (halves << 8) | shared
+    first = words >> 9
+    second = ((words & 0xFFFF) << 7) | (words >> 25)
+    return torch.stack((first, second), -1).flatten(1)[:, :columns]
 
 
 def round_bf16(x: Tensor, bits: Tensor) -> Tensor:
@@ -106,20 +105,20 @@ def round_bf16(x: Tensor, bits: Tensor) -> Tensor:
 
     Args:
         x: float32.
-        bits: 24 random bits for each element, of `uniform_bits`.
+        bits: 23 random bits for each element, of `uniform_bits`.
 
     Returns:
         bfloat16, of x's shape.
 
     Example:
-        >>> round_bf16(torch.tensor([1.0]), torch.tensor([2**24 - 1])).item()
+        >>> round_bf16(torch.tensor([1.0]), torch.tensor([2**23 - 1])).item()
         1.0
     """
     if x.dtype != torch.float32:
         raise ValueError(f"round_bf16 takes float32, got {x.dtype}; hint: x.float()")
     pattern = x.contiguous().view(torch.int32)
     kept = pattern & ~0xFFFF
-    up = (bits >> 8).to(torch.int32) < (pattern & 0xFFFF)
+    up = (bits >> 7).to(torch.int32) < (pattern & 0xFFFF)
     rounded = torch.where(up, kept + 0x10000, kept).view(torch.float32)
     largest = torch.finfo(torch.bfloat16).max
     return torch.where(x.isfinite(), rounded.clamp(-largest, largest), x).to(torch.bfloat16)

@@ -23,7 +23,8 @@ class EngineConfig:
     trained. graphs: CUDA graphs, None: where there is a GPU. fuse: torch.compile the small operations between the
     GEMMs, None: where there is a GPU. tune: time the backends of every GEMM and take the fastest, None: where there is a GPU and results
     need not be batch invariant; else the registry's order decides. fold_shared: make the shared expert one of the grouped GEMM's where it fits. fast_accum: let FP8 GEMMs
-    keep their sums in the tensor cores where their recipe says so. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
+    keep their sums in the tensor cores where their recipe says so. context_cache: what the keys and values of a context are kept in, "plain" for `dtype`, or "e4m3" for half of that memory, where they
+    come out of a norm. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
     the GPU has free.
     """
 
@@ -38,6 +39,7 @@ class EngineConfig:
     tune: bool | None = None
     fold_shared: bool = True
     fast_accum: bool = True
+    context_cache: str = "plain"
     backends: tuple[tuple[str, str], ...] = ()
     memory: int | None = None
 
@@ -51,6 +53,8 @@ class EngineConfig:
                 raise ValueError(f"EngineConfig.{name} is {sizes}; expected ascending positive sizes")
         if self.normalize not in ("codebook", "valid"):
             raise ValueError(f"EngineConfig.normalize is {self.normalize!r}; expected 'codebook' or 'valid'")
+        if self.context_cache not in ("plain", "e4m3"):
+            raise ValueError(f"EngineConfig.context_cache is {self.context_cache!r}; expected 'plain' or 'e4m3'")
         if self.dtype not in DTYPES:
             raise ValueError(f"EngineConfig.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
         for op, name in self.backends:

@@ -7,6 +7,9 @@ Tokens are laid out newest first behind the static one:
 
 Order does not matter to attention, and in this one nothing has to be moved: positions are a slice of a table, the short-term and the long-term
 projection each take a slice, and the real tokens of a request are a prefix of length n + 1, which is what kernels.beam_attention wants.
+
+Kept in E4M3, keys and values need no scales: they come out of a norm, so a row's root mean square is that of the norm's gains. Between 1/4 and 16 of it nothing near the mean falls among the
+subnormals and nothing short of 28 times the mean is cut off; a model outside of that, or without norms, is refused.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,8 @@ from loka.inference.weights import PackedLinear, PackedNorm, Placement
 from loka.models.onerec import ContextProcessor, OneRec
 
 Pair = tuple[Tensor, Tensor]
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+GAINS = (0.25, 16.0)  # root mean square of a norm's gains that E4M3 without a scale suits
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,16 @@ class PackedContext:
     recent: int
     groups: int
     pairs: int
+    low: bool
 
     @classmethod
-    def of(cls, model: OneRec, placement: Placement, table: Tensor) -> "PackedContext":
-        """From a OneRec module; `table` is its code table as the engine has it."""
+    def of(cls, model: OneRec, placement: Placement, table: Tensor, *, cache: str = "plain") -> "PackedContext":
+        """From a OneRec module; `table` is its code table as the engine has it, `cache` what keys and values are kept in."""
         part: ContextProcessor = model.context
         config = model.config
+        chunk_norms = [PackedNorm.of(n, placement) for n in part.chunk_norms]
+        if cache == "e4m3":
+            _check_gains(chunk_norms)
         static = part.static if isinstance(part.static, nn.Linear) or config.static else None
         return cls(
             table=table,
@@ -58,10 +67,11 @@ class PackedContext:
             short=PackedLinear.of(part.short, placement),
             norm=PackedNorm.of(part.norm, placement),
             project=PackedLinear.of(part.project, placement),
-            chunk_norms=[PackedNorm.of(n, placement) for n in part.chunk_norms],
+            chunk_norms=chunk_norms,
             recent=config.short,
             groups=config.g_kv,
             pairs=config.l_kv,
+            low=cache == "e4m3",
         )
 
     def __call__(self, codes: Tensor, static: Tensor | None) -> list[Pair]:
@@ -81,6 +91,8 @@ class PackedContext:
         wide = self._apply(self.project, tokens)
         chunks = wide.chunk(len(self.chunk_norms), -1)
         made = [normalize(c, n).to(dtype) for c, n in zip(chunks, self.chunk_norms, strict=True)]
+        if self.low:
+            made = [c.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn) for c in made]
         heads = [c.view(requests, length + 1, self.groups, -1) for c in made]
         step = len(self.chunk_norms) // self.pairs
         return [(heads[i * step], heads[i * step + step - 1]) for i in range(self.pairs)]
@@ -96,3 +108,14 @@ class PackedContext:
     def _apply(linear: PackedLinear, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         return linear(flat, x.dtype).view(*x.shape[:-1], -1)
+
+
+def _check_gains(norms: list[PackedNorm]) -> None:
+    """Raise where keys or values may lie outside of what E4M3 holds well."""
+    for place, norm in enumerate(norms):
+        hint = "hint: context_cache='plain'"
+        if norm.kind == "none":
+            raise ValueError(f"context_cache='e4m3' has no scales and needs keys and values that come out of a norm; this model has none; {hint}")  # fmt: skip
+        gain = 1.0 if norm.weight is None else float(norm.weight.float().square().mean().sqrt())
+        if not GAINS[0] <= gain <= GAINS[1]:
+            raise ValueError(f"context_cache='e4m3' has no scales; norm {place} of the context has gains of {gain:.3g}, expected {GAINS[0]} to {GAINS[1]}; {hint}")  # fmt: skip

@@ -72,7 +72,7 @@ class Engine:
         fuse = gpu if self.config.fuse is None else self.config.fuse
         with explain_exhaustion(self.needed, self.device), torch.no_grad():
             self.packed = PackedModel.of(model, placement, fold=self.config.fold_shared)
-            self.context = PackedContext.of(model, placement, self.packed.table)
+            self.context = PackedContext.of(model, placement, self.packed.table, cache=self.config.context_cache)
             self.glue = Glue(fuse=fuse, backends=backends)
             self.trie = None if valid is None else valid.to(self.device)
             search = backends.get("topk", "auto")

@@ -46,6 +46,7 @@ def evaluate_users(
     beams: int = 50,
     tops: Sequence[int] = (10,),
     dtype: str = "fp32",
+    context_cache: str = "plain",
     batch: int = 16,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
@@ -53,7 +54,9 @@ def evaluate_users(
     """Recommend for the first `users` of a split (all by default) and score what was held out."""
     if max(tops) > beams:
         raise ValueError(f"recall@{max(tops)} needs at least as many beams, got {beams}")
-    config = EngineConfig(beams=beams, requests=(batch,), dtype=dtype, normalize=bundle.info.normalize)
+    config = EngineConfig(
+        beams=beams, requests=(batch,), dtype=dtype, normalize=bundle.info.normalize, context_cache=context_cache
+    )
     engine = Engine(bundle.model.to(device), config, valid=bundle.index.trie)
     recommender = Recommender(engine, bundle.index)
     total = len(split) if users is None else min(users, len(split))

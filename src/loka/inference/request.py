@@ -63,9 +63,10 @@ def pad_requests(requests: list[Request], config: OneRecConfig, bucket: tuple[in
     codes = torch.zeros(rows, length, config.history_width, dtype=torch.int64)
     lengths = torch.zeros(rows, dtype=torch.int64)
     static = torch.zeros(rows, config.static) if config.static else None
+    places = codes.numpy()  # reversed in numpy: torch's flip of a few thousand codes takes longer than a decoding step
     for row, request in enumerate(requests):
-        recent = request.history[-length:].flip(0).cpu()
-        codes[row, : len(recent)] = recent
+        recent = request.history[-length:].cpu().numpy()[::-1]
+        places[row, : len(recent)] = recent
         lengths[row] = len(recent)
         if static is not None and request.static is not None:
             static[row] = request.static.float().cpu()
@@ -76,16 +77,18 @@ def split_found(
     codes: Tensor, scores: Tensor, items: Tensor | None, requests: list[Request], length: int
 ) -> list[Recommendation]:
     """One recommendation per request; beams that are no id are left out."""
+    alive = scores > float("-inf")
+    if items is not None:
+        alive &= items >= 0
+    whole = alive.all(1).tolist()
     out = []
     for row, request in enumerate(requests):
-        alive = scores[row] > float("-inf")
-        if items is not None:
-            alive &= items[row] >= 0
+        kept = slice(None) if whole[row] else alive[row]
         out.append(
             Recommendation(
-                codes=codes[row][alive],
-                scores=scores[row][alive],
-                items=None if items is None else items[row][alive],
+                codes=codes[row][kept],
+                scores=scores[row][kept],
+                items=None if items is None else items[row][kept],
                 cut=max(0, request.history.shape[0] - length),
             )
         )

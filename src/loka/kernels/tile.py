@@ -42,7 +42,7 @@ def largest_magnitude(x, AXIS: tl.constexpr, PREROUND: tl.constexpr):
 
 
 @triton.jit
-def _divide_by(x, DIVISOR: tl.constexpr):
+def divided(x, DIVISOR: tl.constexpr):
     """x / DIVISOR correctly rounded, in three instructions: a product with the rounded reciprocal, and one correction by its exact remainder.
 
     An exact division is a dozen instructions and would cost a fused quantiser half its speed. (The interpreter's fma rounds twice, so it divides.)
@@ -58,7 +58,7 @@ def _divide_by(x, DIVISOR: tl.constexpr):
 @triton.jit
 def scale_of(amax, E5M2: tl.constexpr, POW2: tl.constexpr):
     """Dequantise multiplier of a block."""
-    quotient = _divide_by(amax, 57344.0) if E5M2 else _divide_by(amax, 448.0)
+    quotient = divided(amax, 57344.0) if E5M2 else divided(amax, 448.0)
     scale = tl.maximum(quotient, 1.1754943508222875e-38)
     if POW2:  # round up: add all mantissa bits, then clear them
         bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -74,6 +74,43 @@ def inverse(scale):
         return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     else:
         return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def widened(x):
+    """A loaded tile as float32. Four bytes at a time become the low mantissa bits of 1024 in fp16, from which 1152 is taken away: exact, and at the full rate,
+    where the conversion of a byte has a quarter of it."""
+    if x.dtype == tl.int8:
+        if _INTERPRETED:
+            return x.to(tl.float32)
+        else:
+            return tl.inline_asm_elementwise(
+                """
+                {
+                .reg .b32 flipped, low, high, middle;
+                .reg .b16 a, b, c, d;
+                xor.b32 flipped, $4, 0x80808080;
+                prmt.b32 low, flipped, 0x64646464, 0x5140;
+                prmt.b32 high, flipped, 0x64646464, 0x7362;
+                mov.b32 middle, 0x64806480;
+                sub.rn.f16x2 low, low, middle;
+                sub.rn.f16x2 high, high, middle;
+                mov.b32 {a, b}, low;
+                mov.b32 {c, d}, high;
+                cvt.f32.f16 $0, a;
+                cvt.f32.f16 $1, b;
+                cvt.f32.f16 $2, c;
+                cvt.f32.f16 $3, d;
+                }
+                """,
+                "=f,=f,=f,=f,r",
+                [x],
+                dtype=tl.float32,
+                is_pure=True,
+                pack=4,
+            )
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

@@ -335,8 +335,8 @@ def refuse(module: nn.Module) -> str | None:
         return "its weight is not initialised yet (lazy module)"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, expected a floating-point type"
-    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "nn.MultiheadAttention reads its weight without calling it"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear" and not getattr(module, "loka_called", False):
+        return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout"
     return None
 
 

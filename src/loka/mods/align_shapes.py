@@ -121,8 +121,8 @@ class AlignShapes:
             return "it is aligned already"
         if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
             return f"{type(linear).__name__} is more than an nn.Linear"
-        if type(linear).__name__ == "NonDynamicallyQuantizableLinear":
-            return "nn.MultiheadAttention reads its weight without calling it"
+        if type(linear).__name__ == "NonDynamicallyQuantizableLinear" and not getattr(linear, "loka_called", False):
+            return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout"
         if parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
             return "its weight is parametrised"
         if name in editor.prediction or linear.out_features <= FEW_OUTPUTS:

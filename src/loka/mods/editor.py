@@ -12,6 +12,7 @@ from torch import nn
 from loka.mods.branching import find_branch
 from loka.mods.encoders import has_encoders, keep_ordinary_paths
 from loka.mods.journal import (
+    Add,
     Drop,
     Exchange,
     Fold,
@@ -28,7 +29,7 @@ from loka.mods.journal import (
     undo_to,
 )
 from loka.mods.mixing import mix
-from loka.nn.wrapping import WRAPPER_SEGMENTS, plain_name
+from loka.nn.wrapping import WRAPPER_SEGMENTS, own_parameters, plain_name
 from loka.records.mods import ModChange, ModClass, ModLeft
 from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record
 
@@ -172,9 +173,8 @@ class Editor:
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""
         own = {id(p) for p in module.parameters(recurse=False)}
-        everywhere = [id(p) for _, p in self.model.named_parameters(remove_duplicate=False)]
-        names = len(names_of(self.model, module))
-        return any(everywhere.count(key) > names for key in own)
+        everywhere = [id(p) for m in self.model.modules() for p in own_parameters(m)]
+        return any(everywhere.count(key) > 1 for key in own)
 
     @property
     def prediction(self) -> frozenset[str]:
@@ -242,6 +242,13 @@ class Editor:
         module = self.model.get_submodule(name)
         self.log(Mark(name, attribute, module.__dict__.get(attribute)))
         module.__dict__[attribute] = value
+
+    def add(self, name: str, child: str, module: nn.Module) -> None:
+        """A child that the module had not, over parameters that it has."""
+        parent = self.model.get_submodule(name)
+        module.train(parent.training)
+        parent.add_module(child, module)
+        self.log(Add(name, child))
 
     def log(self, step: Step) -> None:
         """A change that can be undone."""

@@ -44,12 +44,10 @@ class _Looking(TorchFunctionMode):
             if found is not None:
                 return found
         out = func(*args, **kwargs)
-        if _writes(func, kwargs):
+        if writes(func, kwargs):
             self.turned.clear()
             self.products.clear()
-        elif (func in _TURNS and len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}) or (
-            _is_mt(func) and args[0].dim() == 3
-        ):
+        elif is_transpose(func, args):
             self.turned.append((out, args[0]))
         elif func in _PRODUCTS and len(args) == 2:
             for turned, x in self.turned:
@@ -69,9 +67,16 @@ class _Looking(TorchFunctionMode):
         return None
 
 
-def _writes(func: Any, kwargs: Any) -> bool:
+def writes(func: Any, kwargs: Any) -> bool:
     """Whether a function may change a tensor that is there already."""
     return _is_inplace(func) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+def is_transpose(func: Any, args: Any) -> bool:
+    """Whether a function turns the last two dimensions of a batch of matrices."""
+    if func in _TURNS:
+        return len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}
+    return _is_mt(func) and args[0].dim() == 3
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -7,6 +7,7 @@
     Drop      a parameter that is no more
     Fold      the values of one parameter moved into another: a gain into the weight of the next linear, a shift into its bias
     Mark      a note on a module that other tools read
+    Add       a child that a module had not, over parameters that it has
     PlacedUnit   linears that run in a chain
 
 The journal lives on the model, outside of its state_dict. `undo` restores in the opposite order. A fold is undone by bits while nobody has trained the
@@ -216,6 +217,21 @@ class Mark:
 
 
 @dataclass
+class Add:
+    """A module was registered as `child` of the module `name`; it brought no parameter of its own."""
+
+    name: str
+    child: str
+
+    def undo(self, model: nn.Module) -> None:
+        """Take it away."""
+        del model.get_submodule(self.name)._modules[self.child]
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """No parameter is touched."""
+
+
+@dataclass
 class PlacedUnit:
     """These linears run in chains, perhaps with the interactions of a layer around them; Guard may have split what was placed."""
 
@@ -236,7 +252,7 @@ class PlacedUnit:
         """No parameter is touched."""
 
 
-Step = Swap | Reclass | Exchange | Hook | Drop | Fold | Mark | PlacedUnit
+Step = Swap | Reclass | Exchange | Hook | Drop | Fold | Mark | Add | PlacedUnit
 
 
 def journal_of(model: nn.Module) -> list[Step]:

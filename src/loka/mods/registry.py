@@ -7,10 +7,12 @@ from loka.mods.align_shapes import AlignShapes
 from loka.mods.attention_layout import AttentionLayout
 from loka.mods.block_norm import UseBlockNorm
 from loka.mods.feature_layout import FeatureLayout
+from loka.mods.feature_products import FeatureProducts
 from loka.mods.fuse import Fuse
 from loka.mods.fused_dots import FuseDots
 from loka.mods.hard_swish import UseHardSwish
 from loka.mods.mod import Mod
+from loka.mods.narrow_outputs import NarrowOutputs
 from loka.mods.no_bias import NoBias
 from loka.mods.norm_order import NormOrder
 from loka.mods.protect_intermediates import ProtectIntermediates
@@ -25,14 +27,18 @@ MODS: dict[str, type[Mod]] = {
     "protect_intermediates": ProtectIntermediates,
     "align_shapes": AlignShapes,
     "feature_layout": FeatureLayout,
+    "feature_products": FeatureProducts,
     "fused_dots": FuseDots,
     "attention_layout": AttentionLayout,
+    "narrow_outputs": NarrowOutputs,
     "fuse": Fuse,
 }
 FREE = (
     "feature_layout",
+    "feature_products",
     "fused_dots",
     "attention_layout",
+    "narrow_outputs",
 )  # the same function up to rounding, and never slower: taken without asking
 CORE = ("no_bias", "block_norm", "hard_swish")
 

@@ -17,11 +17,14 @@ Running leaves no trace (`loka.units.undisturbed`): no gradient, no buffer, no r
 import random
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, call_model, record, tensors_in
@@ -120,11 +123,13 @@ class Trial:
 
     def _run_in(self, mode: Mode) -> Outcome:
         kind = next((p.device.type for p in self._model.parameters()), "cpu")
+        # in training alone: an encoder's fused path in eval mode is not taken while any function mode is there
+        drawing = _DrawInOrder() if mode == "training" else nullcontext()
         try:
             with undisturbed(self._model), torch.set_grad_enabled(mode == "training"):
                 set_mode(self._model, mode == "training")
                 _seed()
-                with torch.autocast(kind, dtype=torch.bfloat16, enabled=mode == "autocast"):
+                with torch.autocast(kind, dtype=torch.bfloat16, enabled=mode == "autocast"), drawing:
                     output = call_model(self._model, self._example)
                 results = list(tensors_in(output))
                 gradients, why = self._differentiate(results) if mode == "training" else ({}, None)
@@ -193,6 +198,26 @@ class _Claim:
 
 
 _NAMES: dict[Mode, str] = {"eval": "in eval mode", "training": "in training mode", "autocast": "under autocast"}
+
+
+class _DrawInOrder(TorchFunctionMode):
+    """Dropout draws element by element. torch draws in the order in which a tensor lies in memory, which a change of layout may change: the same distribution, other draws."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout) and args and not kwargs.get("inplace", args[3:4] == (True,)):
+            x, p, training = _dropout_arguments(func, args, kwargs)
+            if training and 0 < p < 1:
+                kept = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+                return x * (kept / (1 - p))
+        return func(*args, **kwargs)
+
+
+def _dropout_arguments(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, float, bool]:
+    """Of torch.nn.functional.dropout(input, p, training, inplace) or torch.dropout(input, p, train)."""
+    mode = "training" if func is F.dropout else "train"
+    given = dict(zip(("input", "p", mode), args, strict=False)) | kwargs
+    return given["input"], given.get("p", 0.5), given.get(mode, True)
 
 
 def _seed() -> None:

@@ -203,7 +203,7 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
     undo.callback(_release, model)
     for unit in units:
         chain = place(model, unit)
-        if not (chain.primed and chain.gradients_primed):
+        if not (chain.primed and (chain.gradients_primed or unit.scales == "calibrated")):
             bound.notes.append(f"{unit.name}: no magnitudes in the plan: its first step finds scales from the tensors, then it runs as planned")  # fmt: skip
         for name in unit.linears:
             bound.kept.pop(name, None)

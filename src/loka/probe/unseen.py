@@ -1,7 +1,7 @@
 """Products that Probe cannot look at: named, with a reason and an estimate of their FLOPs, so that a share of the model is a share of the model.
 
     recurrent layers          the products are inside one fused call
-    nn.MultiheadAttention     in_proj and out_proj are multiplied by a function, not by a module that could be hooked
+    nn.MultiheadAttention     in_proj and out_proj are multiplied by a function, not by a module that could be hooked; the mod attention_layout calls them
     convolutions, bilinear    no GEMM that conversion could swap
     a matrix of one's own     a module that holds a Parameter of two dimensions or more and multiplies it itself
 
@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from loka.lowp.chain import SEES_CHAINS
-from loka.nn.wrapping import named_sites
+from loka.nn.wrapping import LENT, named_sites
 from loka.probe.adapter import find_adapter
 from loka.records import Unseen
 
@@ -28,7 +28,7 @@ REASONS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.RNNCellBase, "a recurrent cell multiplies by functions"),
     (
         nn.MultiheadAttention,
-        "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules",
+        "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules; hint: the mod attention_layout",
     ),
     (_ConvNd, "a convolution is no GEMM that conversion could swap"),
     (nn.Bilinear, "a bilinear form is no GEMM that conversion could swap"),
@@ -62,7 +62,7 @@ def find_unseen(model: nn.Module, watched: Collection[int], outside: Collection[
     found: list[UnseenWatch] = []
     covered = {*watched, *outside}
     for name, module in named_sites(model):
-        if id(module) in covered:
+        if id(module) in covered or getattr(module, LENT, ()):  # its children compute, and are sites
             continue
         reason = next((text for kind, text in REASONS if isinstance(module, kind)), None)
         if reason is not None:
@@ -90,7 +90,7 @@ def inside_attention(model: nn.Module) -> set[int]:
     return {
         id(inner)
         for _, module in named_sites(model)
-        if isinstance(module, nn.MultiheadAttention)
+        if isinstance(module, nn.MultiheadAttention) and not getattr(module, LENT, ())
         for inner in module.modules()
         if inner is not module
     }

@@ -38,6 +38,7 @@ class Traffic:
         seed: of the arrivals and of random requests.
         connections: most open at a time.
         timeout: seconds after which an answer is not waited for.
+        kind: content type of the bodies.
     """
 
     rate: float
@@ -47,6 +48,7 @@ class Traffic:
     seed: int = 0
     connections: int = 512
     timeout: float = 30.0
+    kind: Literal["application/json", "application/msgpack"] = "application/json"
 
     def __post_init__(self) -> None:
         for name in ("rate", "seconds", "sla", "connections", "timeout"):
@@ -83,17 +85,17 @@ class Sent:
 class _Client:
     """Connections to one server, reused last in, first out."""
 
-    def __init__(self, url: str, token: str | None, most: int) -> None:
+    def __init__(self, url: str, token: str | None, most: int, kind: str = "application/json") -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{url!r}: expected http://host:port")
-        self.host, self.port, self.token = parts.hostname, parts.port or 80, token
+        self.host, self.port, self.token, self.kind = parts.hostname, parts.port or 80, token, kind
         self.free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self.room = asyncio.Semaphore(most)
 
     def _head(self, method: str, path: str, size: int, extra: str) -> bytes:
         token = f"authorization: Bearer {self.token}\r\n" if self.token else ""
-        kind = "content-type: application/json\r\n" if size else ""
+        kind = f"content-type: {self.kind}\r\n" if size else ""
         return f"{method} {path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-length: {size}\r\n{kind}{token}{extra}\r\n".encode()
 
     async def ask(self, method: str, path: str, body: bytes = b"", extra: str = "") -> tuple[int, bytes]:
@@ -128,11 +130,11 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
     Args:
         url: of the server.
         traffic: how much and when.
-        body: number of the request and a source of randomness -> JSON.
+        body: number of the request and a source of randomness -> what is sent, of the traffic's kind.
         token: a bearer token.
         extra: more header lines, each ended by CRLF.
     """
-    client, source = _Client(url, token, traffic.connections), random.Random(traffic.seed + 1)
+    client, source = _Client(url, token, traffic.connections, traffic.kind), random.Random(traffic.seed + 1)
     due, sent = traffic.due(), []
     bodies = [body(n, source) for n in range(len(due))]  # made beforehand: making them takes time too
 

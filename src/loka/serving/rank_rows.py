@@ -1,5 +1,6 @@
 """Requests to a ranker: columns of features in JSON or MessagePack, read into arrays, with what is unknown or cut counted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -56,14 +57,42 @@ class Ranked(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Columns of one kind. Most of a request are the user's, one value for all its rows: they are kept once, and spread where the model runs.
+
+    same [columns] holds them, and anything at `places` [v], the columns that differ by row; varying [rows, v] holds those.
+    """
+
+    same: NDArray[Any]
+    places: NDArray[np.int64]
+    varying: NDArray[Any]
+
+
+@dataclass(frozen=True)
 class Rows:
     """The features of one request as arrays."""
 
-    dense: NDArray[np.float32]
-    categorical: NDArray[np.int64]
+    count: int
+    dense: Columns
+    categorical: Columns
     sequences: dict[str, list[NDArray[np.int64]]]
     unknown: int
     cut: int
+
+
+def join(parts: Sequence[Columns]) -> Columns:
+    """The columns of several requests: same [requests, columns], and `varying` of all their rows in the columns that differ by row in any of them."""
+    places = parts[0].places
+    if all(np.array_equal(part.places, places) for part in parts):
+        varying = [part.varying for part in parts]
+    else:
+        places = np.unique(np.concatenate([part.places for part in parts]))
+        varying = []
+        for part in parts:
+            wide = np.repeat(part.same[places][None], len(part.varying), 0)
+            wide[:, np.searchsorted(places, part.places)] = part.varying
+            varying.append(wide)
+    return Columns(np.stack([part.same for part in parts]), places, np.concatenate(varying))
 
 
 class RowReader:
@@ -77,19 +106,15 @@ class RowReader:
     def __init__(self, schema: Schema, most: int) -> None:
         self.schema, self.most = schema, most
         self.limits = np.array([f.cardinality for f in schema.categorical], dtype=np.int64)
+        self._ids = [f.name for f in schema.categorical]
+        self._sequences = {s.name for s in schema.sequences}
+        self._names = {*schema.dense, *self._ids, *self._sequences}
 
     def read(self, request: RankRequest) -> Job:
         """Columns to arrays; a field that does not fit raises with its path."""
-        columns = {
-            *self.schema.dense,
-            *(f.name for f in self.schema.categorical),
-            *(s.name for s in self.schema.sequences),
-        }
-        for name in request.features.keys() ^ columns:
-            why = (
-                "is missing" if name in columns else f"is no column; the columns are {', '.join(sorted(columns)[:20])}"
-            )
-            raise FieldError(f"$.features.{name}", why)
+        for name in request.features.keys() ^ self._names:
+            known = f"is no column; the columns are {', '.join(sorted(self._names)[:20])}"
+            raise FieldError(f"$.features.{name}", "is missing" if name in self._names else known)
         n = self._count(request)
         if n > self.most:
             raise FieldError("$.features", f"{n} rows, a request may have {self.most}")
@@ -97,29 +122,29 @@ class RowReader:
             raise FieldError("$.ids", f"{len(request.ids)} ids for {n} rows")
         if request.label is not None and request.label not in self.schema.labels:
             raise FieldError("$.label", f"{request.label!r}; the labels are {', '.join(self.schema.labels)}")
-        dense = [_column(request.features[c], n, np.float32, f"$.features.{c}") for c in self.schema.dense]
-        names = [f.name for f in self.schema.categorical]
-        ids = [_column(request.features[c], n, np.int64, f"$.features.{c}") for c in names]
-        table = np.stack(ids, 1) if ids else np.empty((n, 0), np.int64)
-        for place, name in zip(*np.nonzero((table < 0).T), strict=True):
-            raise FieldError(f"$.features.{names[place]}[{name}]", f"{table[name, place]} is negative")
-        strange = table >= self.limits
-        table[strange] = 0
+        dense = _read_columns(request.features, self.schema.dense, n, np.float32)
+        ids = _read_columns(request.features, self._ids, n, np.int64)
+        strange = self._forget_unknown(ids, n)
         sequences, cut, unknown = self._read_sequences(request, n)
-        made = Rows(
-            np.stack(dense, 1) if dense else np.empty((n, 0), np.float32),
-            table,
-            sequences,
-            int(strange.sum()) + unknown,
-            cut,
-        )
-        return Job(request, n, 0, made)
+        return Job(request, n, 0, Rows(n, dense, ids, sequences, strange + unknown, cut))
+
+    def _forget_unknown(self, ids: Columns, n: int) -> int:
+        """Ids beyond their vocabulary become 0; how many there were. A negative one raises."""
+        shared = np.ones(len(ids.same), bool)
+        shared[ids.places] = False
+        for place in np.nonzero((ids.same < 0) & shared)[0]:
+            raise FieldError(f"$.features.{self._ids[place]}[0]", f"{ids.same[place]} is negative")
+        for column, row in zip(*np.nonzero((ids.varying < 0).T), strict=True):
+            name = self._ids[ids.places[column]]
+            raise FieldError(f"$.features.{name}[{row}]", f"{ids.varying[row, column]} is negative")
+        beyond, strange = (ids.same >= self.limits) & shared, ids.varying >= self.limits[ids.places]
+        ids.same[beyond], ids.varying[strange] = 0, 0
+        return n * int(beyond.sum()) + int(strange.sum())
 
     def _count(self, request: RankRequest) -> int:
         counts = {}
-        sequences = {s.name for s in self.schema.sequences}
         for name, value in request.features.items():
-            if name in sequences:
+            if name in self._sequences:
                 if isinstance(value, list) and value and isinstance(value[0], list):
                     counts[name] = len(value)
             elif isinstance(value, list):
@@ -154,8 +179,25 @@ class RowReader:
         return out, cut, unknown
 
 
+def _read_columns(features: dict[str, Any], names: Sequence[str], n: int, kind: Any) -> Columns:
+    """The named columns; a plain number is one value for all rows."""
+    same, places, varying = np.zeros(len(names), kind), [], []
+    plain = (int,) if kind is np.int64 else (int, float)
+    for place, name in enumerate(names):
+        value = features[name]
+        if type(value) in plain and abs(value) < 2**63:
+            same[place] = value
+        else:
+            places.append(place)
+            varying.append(_column(value, n, kind, f"$.features.{name}"))
+    if not np.isfinite(same).all():
+        raise FieldError(f"$.features.{names[int(np.argmin(np.isfinite(same)))]}", "holds NaN or infinity")
+    table = np.stack(varying, 1) if varying else np.empty((n, 0), kind)
+    return Columns(same, np.array(places, dtype=np.int64), table)
+
+
 def _column(value: Any, n: int, kind: Any, path: str) -> NDArray[Any]:
-    """One value per row; a value for all rows is broadcast, without touching every row in Python."""
+    """One value per row."""
     word = "a number" if kind is np.float32 else "an id"
     if isinstance(value, bytes):
         size = 4 if kind is np.float32 else 8

@@ -21,7 +21,7 @@ from torch import Tensor
 from loka.data.batch import Batch, Jagged
 from loka.serving.generative import digest
 from loka.serving.rank_bundle import MODEL, RankerBundle, load_ranker
-from loka.serving.rank_rows import Ranked, RankRequest, RowReader, Rows
+from loka.serving.rank_rows import Columns, Ranked, RankRequest, RowReader, Rows, join
 from loka.serving.servable import FieldError, Job
 from loka.serving.times import Bucket
 
@@ -82,10 +82,13 @@ class RankingModel:
 
     def example(self, bucket: Bucket) -> list[Job]:
         """One request that fills the bucket, of random features."""
-        draw, n = np.random.default_rng(0), bucket[0]
+        draw, n, wide = np.random.default_rng(0), bucket[0], len(self._limits)
+        dense = draw.normal(size=(n, len(self.schema.dense))).astype(np.float32)
+        ids = (draw.random((n, wide)) * self._limits).astype(np.int64)
         rows = Rows(
-            draw.normal(size=(n, len(self.schema.dense))).astype(np.float32),
-            (draw.random((n, len(self._limits))) * self._limits).astype(np.int64),
+            n,
+            Columns(np.zeros(dense.shape[1], np.float32), np.arange(dense.shape[1]), dense),
+            Columns(np.zeros(wide, np.int64), np.arange(wide), ids),
             {s.name: [draw.integers(0, s.cardinality, s.max_length) for _ in range(n)] for s in self.schema.sequences},
             0,
             0,
@@ -109,11 +112,14 @@ class RankingModel:
     def score(self, size: int, parts: Sequence[Rows]) -> NDArray[np.float32]:
         """Scores [rows, labels] of the parts, run in a bucket of `size` rows."""
         graph, static, out = self._prepare(size)
-        used = sum(len(part.dense) for part in parts)
+        used = sum(part.count for part in parts)
+        row_of = torch.from_numpy(np.repeat(np.arange(len(parts)), [part.count for part in parts])).to(self.device)
         for name in ("dense", "categorical"):
-            target, start = getattr(static, name), 0
-            joined = np.concatenate([getattr(part, name) for part in parts])
-            target[start:used].copy_(torch.from_numpy(joined))
+            target = getattr(static, name)
+            joined = join([getattr(part, name) for part in parts])
+            same, places, varying = (torch.from_numpy(a).to(self.device) for a in (joined.same, joined.places, joined.varying))  # fmt: skip
+            target[:used] = same[row_of]
+            target[:used].index_copy_(1, places, varying)
             target[used:] = 0
         batch = static
         if self.schema.sequences:

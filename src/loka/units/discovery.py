@@ -19,7 +19,7 @@ from loka.lowp.chain import is_watched
 from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
-from loka.nn.wrapping import named_sites, plain_name, unwrap
+from loka.nn.wrapping import named_sites, own_parameters, plain_name, unwrap
 from loka.records.unit import GradientScales, LinkPlan, UnitPlan
 from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
 
@@ -141,7 +141,7 @@ class _Search:
                 self.readers.setdefault(value, []).append(call)
         counts: dict[int, int] = {}
         for module in {id(m): m for m in self.modules.values()}.values():
-            for parameter in module.parameters(recurse=False):
+            for parameter in own_parameters(module):
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         self.tied = {key for key, count in counts.items() if count > 1}
         self.found = Discovered()
@@ -418,7 +418,9 @@ _RMS_FORWARDS = _forwards(nn.RMSNorm, "RMSNorm")
 def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Asked) -> UnitPlan:
     between = [link for link in links[:-1] if link.norm != "block"]
     scales = "calibrated" if asked.serving else "delayed"
-    if not between:
+    if (
+        not between and (bounded or not asked.serving)
+    ):  # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
         scales = "bounded" if len(links) > 1 else "dynamic"
     gradient = asked.gradient or ("delayed" if between else "tensor")
     return UnitPlan(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, int32, int64
+from torch import Tensor, float8_e4m3fn, int32, int64
 
 from loka.formats import QTensor, Spec
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
@@ -17,11 +17,11 @@ def beam_attention(
     """softmax(scale q k^T) v: q [R, B, H, D] over the first lengths[r] of k, v [R, S, G, D] -> [R, B, H, D].
 
     Query head h reads key-value head h // (H / G). scale: 1 / sqrt(D) unless given. A request of length 0 gets zeros. Pass the same tensor as k and v where
-    they are one: it is then read once.
+    they are one: it is then read once. k and v may be float8_e4m3fn, where q is not: they count as they are, without scales.
     """
     _check(q, k, v, lengths)
     requests, beams, heads, d = q.shape
-    call = BeamAttentionCall(requests, beams, heads, k.shape[2], k.shape[1], d, q.dtype, same(k, v))
+    call = BeamAttentionCall(requests, beams, heads, k.shape[2], k.shape[1], d, q.dtype, same(k, v), None if k.dtype == q.dtype else k.dtype)  # fmt: skip
     chosen = pick("beam_attention", backend, call, q.device)
     out: Tensor = chosen.backend.run(q, k, v, lengths, scale=q.shape[3] ** -0.5 if scale is None else scale)
     return out
@@ -86,7 +86,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"beam_attention takes q [R, B, H, D] and k, v [R, S, G, D], got {shapes}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.dtype != v.dtype or k.dtype not in (q.dtype, float8_e4m3fn):
+        raise ValueError(f"q, k and v must have one dtype, or k and v be float8_e4m3fn, got {q.dtype}, {k.dtype}, {v.dtype}")  # fmt: skip
     if lengths.shape != q.shape[:1] or lengths.dtype not in (int32, int64):
         raise ValueError(f"lengths must be int32 or int64 [{q.shape[0]}], got {lengths.dtype} {tuple(lengths.shape)}")

@@ -9,7 +9,10 @@ from loka.formats import Spec
 
 @dataclass(frozen=True)
 class BeamAttentionCall:
-    """`requests` x `beams` queries of `heads` heads over a context of at most `length` tokens with `groups` key-value heads; shared: v is k."""
+    """`requests` x `beams` queries of `heads` heads over a context of at most `length` tokens with `groups` key-value heads; shared: v is k.
+
+    cache: the dtype of k and v where it is not that of q: float8_e4m3fn, without scales.
+    """
 
     requests: int
     beams: int
@@ -19,6 +22,7 @@ class BeamAttentionCall:
     d: int
     dtype: torch.dtype = torch.bfloat16
     shared: bool = False
+    cache: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.heads % self.groups:
@@ -27,6 +31,7 @@ class BeamAttentionCall:
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         shared = ", v = k" if self.shared else ""
+        shared += "" if self.cache is None else f", context in {str(self.cache).removeprefix('torch.')}"
         return f"{self.requests}x{self.beams} beams, {self.heads}/{self.groups} heads of {self.d}, context {self.length}, {kind}{shared}"
 
 

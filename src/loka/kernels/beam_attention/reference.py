@@ -24,7 +24,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[2]
     seen = (torch.arange(k.shape[1], device=k.device)[None, :] < lengths[:, None])[:, :, None, None]
-    keys, values = (torch.where(seen, t, 0).to(wide) for t in (k, v))
+    keys, values = (torch.where(seen, t.to(wide), 0) for t in (k, v))
     queries = q.to(wide).reshape(*q.shape[:2], groups, -1, q.shape[3])
     s = torch.einsum("rbghd,rsgd->rbghs", queries, keys) * scale
     s = s.masked_fill(~seen.movedim(1, -1)[:, None], float("-inf"))

@@ -23,6 +23,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     """q [R, B, H, D], k, v [R, S, G, D] -> [R, B, H, D]."""
     if k.shape[1] == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format)
+    if k.dtype != q.dtype:
+        one = v is k
+        k = k.to(q.dtype)
+        v = k if one else v.to(q.dtype)
     seen = torch.arange(k.shape[1], device=k.device)[None, :] < lengths[:, None]
     values = torch.where(seen[:, :, None, None], v, 0)  # a weight of 0 does not silence a NaN
     keys = values if v is k else torch.where(seen[:, :, None, None], k, 0)

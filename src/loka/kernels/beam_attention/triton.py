@@ -23,6 +23,8 @@ def supports(call: BeamAttentionCall | AncestorAttentionCall, device: torch.devi
         return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
     if call.d > WIDEST:
         return no(f"heads are at most {WIDEST} wide, got {call.d}")
+    if isinstance(call, BeamAttentionCall) and call.cache is not None and not (fp8 := triton_runs_on(device)):
+        return fp8
     if isinstance(call, AncestorAttentionCall) and call.spec is not None and can_write(call.spec, call.heads, call.d):
         return triton_runs_on(device)
     return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16 and isinstance(call, BeamAttentionCall))

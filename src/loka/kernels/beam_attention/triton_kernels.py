@@ -7,6 +7,7 @@ context crosses memory once per request and layer, whatever the number of beams,
     first key      starts the sums without a product of tiles: a context is a token of the user and, mostly, a power of two of items
     full blocks    loaded by TMA, no comparison with the length; the last, partial one by pointers that never touch what lies beyond
     v is k         one load feeds both products
+    FP8 context    half the memory; a block is widened to the queries' dtype before it is multiplied
 
 Ancestors: the few keys and values of a beam's own past lie where they were made; a table says which beam of each step it descends from. One pass, no reordering
 of caches, no tensor cores: the past is too short for them. What is made in this step comes straight from the projection, and the same pass files it and quantises the
@@ -75,15 +76,15 @@ def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S
     for n in range(1, full, BN):
         if TMA:
             at = (r * S).to(tl.int32) + n
-            k = k_desc.load([at, g * D])
-            v = k if SHARED else v_desc.load([at, g * D])
+            k = k_desc.load([at, g * D]).to(q.dtype)
+            v = k if SHARED else v_desc.load([at, g * D]).to(q.dtype)
         else:
-            k = _rows_of(k_base, n, length, k_row, D, DP, BN)
-            v = k if SHARED else _rows_of(v_base, n, length, v_row, D, DP, BN)
+            k = _rows_of(k_base, n, length, k_row, D, DP, BN).to(q.dtype)
+            v = k if SHARED else _rows_of(v_base, n, length, v_row, D, DP, BN).to(q.dtype)
         m, total, acc = _update(q, k, v, m, total, acc, scale, BN, False, IEEE)
     if full < length:
-        k = _rows_of(k_base, full, length, k_row, D, DP, BN)
-        v = k if SHARED else _rows_of(v_base, full, length, v_row, D, DP, BN)
+        k = _rows_of(k_base, full, length, k_row, D, DP, BN).to(q.dtype)
+        v = k if SHARED else _rows_of(v_base, full, length, v_row, D, DP, BN).to(q.dtype)
         m, total, acc = _update(q, k, v, m, total, acc, scale, length - full, True, IEEE)
     acc = tl.where((total == 0.0)[:, None], 0.0, acc / total[:, None])  # without context
     out_at = ((r * B + beam) * H + head)[:, None] * D + column[None, :]

@@ -104,7 +104,7 @@ def write(rows: Rows, unique: Tensor, w: Tensor, draw: Draw, *, first_row: int =
         return
     scale = fit_scale(rows, rows.scale[unique], w)
     scaled = w * (1.0 / scale.clamp(min=SMALLEST_SCALE)).unsqueeze(1)
-    noise = bits.to(torch.float32) * 2.0**-24
+    noise = bits.to(torch.float32) * 2.0**-23
     rows.data[unique] = encode(scaled, rows.spec.format, rounding="stochastic", noise=noise)
     if rows.spec.format == INT8:
         scale = torch.where(w.isfinite().all(1), scale, torch.nan)

@@ -10,6 +10,7 @@ from loka.kernels.embedding_update.call import TRAINABLE, Rule, UpdateCall
 from loka.kernels.triton_device import triton_runs_on
 
 WIDEST = 2048
+_LARGEST_INT = 2**31 - 1
 
 
 def supports(call: UpdateCall, device: torch.device) -> Verdict:
@@ -42,22 +43,23 @@ def run(
         )
     from loka.kernels.embedding_update import triton_kernels
 
-    bag, factor = _items(indices, offsets, weights, mode)
-    ordered, order = indices.sort(stable=True)
-    triton_kernels.update(
-        rows, ordered, order, bag, factor, grad.contiguous(), rule, state, draw, first_row, first_column
-    )
+    ordered, source, factor = sort_items(indices, offsets, weights, mode, rows.count)
+    triton_kernels.update(rows, ordered, source, factor, grad.contiguous(), rule, state, draw, first_row, first_column)
 
 
-def _items(
-    indices: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str
-) -> tuple[Tensor | None, Tensor | None]:
-    """Bag and factor of each item; None where the item is its own bag, and where the factor is one. No synchronisation."""
+def sort_items(
+    indices: Tensor, offsets: Tensor | None, weights: Tensor | None, mode: str, count: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The items by row: their rows, the gradient each takes, and its factor (None: one). No synchronisation; 32-bit keys sort in half the time."""
+    narrow = indices.dtype == torch.int64 and count < _LARGEST_INT
+    keys = indices.clamp(-1, _LARGEST_INT).to(torch.int32) if narrow else indices
+    ordered, order = keys.sort(stable=True)
     factor = None if weights is None else weights.float()
     if offsets is None:
-        return None, factor
-    item = torch.arange(len(indices), device=indices.device)
-    bag = torch.searchsorted(offsets[1:].to(item.dtype), item, right=True).to(torch.int32)
+        return ordered, order, None if factor is None else factor[order]
+    lengths = offsets.diff()
+    bags = torch.arange(len(lengths), dtype=torch.int32, device=indices.device)
+    source = torch.repeat_interleave(bags, lengths, output_size=len(indices))[order]
     if mode == "mean":
-        factor = (1.0 / offsets.diff().clamp(min=1).float())[bag.long()]
-    return bag, factor
+        return ordered, source, (1.0 / lengths.clamp(min=1).float())[source]
+    return ordered, source, None if factor is None else factor[order]

@@ -1,14 +1,14 @@
-"""The fused update of embedding rows, one program for each item of the sorted batch; only the first of a run of equal rows works.
+"""The fused update of embedding rows: a program takes G places of the sorted batch, and works on those that are the first of a run of equal rows.
 
-    g       the gradients of the run's items, DUP at a time, in float32
-    w       the row, dequantised in registers; moved by the rule
+    w       the rows, dequantised in registers; they, their scales and the optimiser's numbers are asked for first, and arrive while the gradients are added up
+    g       the gradients of a run's items, in float32: the first item of all G rows at once, further ones DUP at a time
     scale   kept while it fits, as the law has it
     q       rounded stochastically with Philox numbers for (step, table, row), eight columns a call
 
 No host synchronisation: how many different rows there are is never asked. The table is read and written once, in its own bytes.
 A mean's factor and weights per sample come as one float32 an item.
 
-A row that occurs very often is one program's work, DUP items a turn: a hot row of a hundred thousand items takes the time of as many reads of one gradient after another.
+A row that occurs very often is one program's work: a hot row of a hundred thousand items takes the time of as many reads of one gradient after another, DUP at a time.
 """
 
 import triton
@@ -19,7 +19,7 @@ from loka.formats import Draw
 from loka.formats.philox import ROUNDS
 from loka.kernels.embedding_bag.rows import Rows
 from loka.kernels.embedding_update.call import Rule
-from loka.kernels.tile import inverse
+from loka.kernels.tile import divided, inverse, larger, widened
 
 FLOAT, BF16, INT8, E4M3 = 0, 1, 2, 3
 KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": E4M3}
@@ -31,21 +31,17 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def random_bits(row, first_group, step, seed, BD: tl.constexpr):
-    """24 bits for each of BD columns, int32: the numbers of `loka.formats.philox.uniform_bits`."""
+    """23 bits for each of BD columns of rows [G], int32: the numbers of `loka.formats.philox.uniform_bits`."""
     GROUPS: tl.constexpr = BD // 8
-    low = (row & 0xFFFFFFFF).to(tl.uint32)
-    high = ((row >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    group = (first_group + tl.arange(0, GROUPS)).to(tl.uint32)
-    zero = tl.zeros((GROUPS,), tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, group, zero + low, zero + high, zero + step.to(tl.uint32), _ROUNDS)
+    zero = tl.zeros((row.shape[0], GROUPS), tl.uint32)
+    low = zero + (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    high = zero + ((row >> 32) & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    group = zero + (first_group + tl.arange(0, GROUPS)).to(tl.uint32)[None, :]
+    w0, w1, w2, w3 = tl.philox(seed, group, low, high, zero + step.to(tl.uint32), _ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    halves = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BD,))
-    one = tl.zeros((1,), tl.uint32)
-    row_word, _, _, _ = tl.philox(
-        seed, tl.full((1,), 0xFFFFFFFF, tl.uint32), one + low, one + high, one + step.to(tl.uint32), _ROUNDS
-    )
-    shared = tl.max(row_word & 0xFF, 0)
-    return ((halves << 8) | shared).to(tl.int32)
+    first = words >> 9
+    second = ((words << 7) | (words >> 25)) & 0x7FFFFF
+    return tl.reshape(tl.join(first, second), (row.shape[0], BD)).to(tl.int32)
 
 
 @triton.jit
@@ -62,7 +58,7 @@ def fitted_scale(old, amax, KIND: tl.constexpr):
     ROOM: tl.constexpr = 1.0625 if KIND == _INT8 else 1.0
     largest = old * LARGEST
     fits = (amax <= largest) & ((amax >= largest * LEAST) | (amax == 0))
-    new = tl.maximum(tl.div_rn(amax * ROOM, amax * 0.0 + LARGEST), 1.1754943508222875e-38)
+    new = tl.maximum(divided(amax * ROOM, LARGEST), 1.1754943508222875e-38)
     if KIND == _E4M3:
         new = round_up_to_power_of_two(new)
     return tl.where(fits, old, tl.where(amax > 0, new, 1.0))
@@ -73,7 +69,7 @@ def rounded_bf16(w, bits):
     """bf16 patterns, up with the probability of what is cut off."""
     pattern = w.to(tl.int32, bitcast=True)
     kept = pattern & -65536
-    up = (bits >> 8) < (pattern & 0xFFFF)
+    up = (bits >> 7) < (pattern & 0xFFFF)
     rounded = tl.where(up, kept + 65536, kept).to(tl.float32, bitcast=True)
     LARGEST: tl.constexpr = 3.3895313892515355e38
     rounded = tl.minimum(tl.maximum(rounded, -LARGEST), LARGEST)
@@ -81,22 +77,42 @@ def rounded_bf16(w, bits):
 
 
 @triton.jit
-def rounded_steps(steps, bits):
-    """Non-negative numbers, rounded stochastically to whole ones."""
-    lower = tl.floor(steps)
-    return lower + (bits.to(tl.float32) * (1.0 / 16777216.0) < steps - lower).to(tl.float32)
+def floor_above(x):
+    """2^23 + floor(x) for 0 <= x < 2^23: its low mantissa bits are the whole number. An addition that rounds towards zero, at eight times the rate of a floor."""
+    if _INTERPRETED:
+        return tl.floor(x) + 8388608.0
+    else:
+        return tl.inline_asm_elementwise(
+            "add.rz.f32 $0, $1, 0f4B000000;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def noise_of(bits):
+    """bits x 2^-23 as float32, without a conversion: they are the mantissa of a number between one and two."""
+    return (bits | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def rounded_int8(y, bits):
+    """int8 codes of |y| < 256, saturating at 127, up with the probability of what is cut off. What is not finite gives some code: the row's scale says it."""
+    above = floor_above(tl.abs(y))
+    up = noise_of(bits) < tl.abs(y) - (above - 8388608.0)
+    size = tl.minimum((above.to(tl.int32, bitcast=True) & 0xFF) + up.to(tl.int32), 127)
+    return tl.where(y < 0, -size, size).to(tl.int8)
 
 
 @triton.jit
 def rounded_e4m3(y, finite, bits):
-    """E4M3 values in float32, saturating; NaN where not finite."""
-    magnitude = tl.minimum(tl.abs(tl.where(finite, y, 0.0)), 448.0)
-    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, -6) - 3
-    quantum = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    per_quantum = ((127 - exponent) << 23).to(
-        tl.float32, bitcast=True
-    )  # exact, which an approximate division need not be
-    rounded = tl.minimum(rounded_steps(magnitude * per_quantum, bits) * quantum, 448.0)
+    """E4M3 values in float32, saturating; NaN where not finite. A normal number carries into its kept bits where its 20 dropped ones exceed 20 random ones;
+    below 2^-6 the steps are 2^-9 wide."""
+    magnitude = tl.minimum(tl.abs(y), 448.0)
+    pattern = magnitude.to(tl.int32, bitcast=True) + (0xFFFFF - (bits >> 3))
+    normal = (pattern & -1048576).to(tl.float32, bitcast=True)
+    steps = tl.minimum(magnitude, 0.015625) * 512.0
+    lower = floor_above(steps) - 8388608.0
+    small = (lower + (noise_of(bits) < steps - lower).to(tl.float32)) * 0.001953125
+    rounded = tl.where(magnitude < 0.015625, small, normal)
     return tl.where(finite, tl.where(y < 0, -rounded, rounded), float("nan"))
 
 
@@ -110,87 +126,100 @@ def to_e4m3(y):
     return q
 
 
-@triton.jit(do_not_specialize=["first_row", "first_group", "step", "seed"])
-def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, order_ptr, bag_ptr, factor_ptr, grad_ptr, m_ptr, v_ptr,
-            L, N, D, lr, eps, beta1, beta2, c1, c2, first_row, first_group, step, seed,
-            KIND: tl.constexpr, RULE: tl.constexpr, HOT: tl.constexpr, BAGS: tl.constexpr, FACTOR: tl.constexpr,
-            DUP: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(sorted_ptr + at).to(tl.int64)
-    before = tl.load(sorted_ptr + at - 1, at > 0, other=-1).to(tl.int64)
-    if (row != before) & (row >= 0) & (row < N):
-        column = tl.arange(0, BD)
-        inside = column < D
-        g = tl.zeros((BD,), tl.float32)
-        more = 1
-        start = at
-        while more > 0:
-            place = start + tl.arange(0, DUP)
-            there = (place < L) & (tl.load(sorted_ptr + place, place < L, other=-1).to(tl.int64) == row)
-            item = tl.load(order_ptr + place, there, other=0).to(tl.int64)
-            source = item
-            if BAGS:
-                source = tl.load(bag_ptr + item, there, other=0).to(tl.int64)
-            value = tl.load(
-                grad_ptr + source[:, None] * D + column[None, :], there[:, None] & inside[None, :], other=0.0
-            ).to(tl.float32)
-            if FACTOR:
-                value = value * tl.load(factor_ptr + item, there, other=0.0)[:, None]
-            g += tl.sum(value, 0)
-            more = tl.min(there.to(tl.int32), 0)
-            start += DUP
-        kept = row < 0
-        if HOT:
-            slot = tl.load(slot_ptr + row).to(tl.int64)
-            kept = slot >= 0
-        low = inside & (kept == 0)
-        w = tl.load(data_ptr + row * D + column, low, other=0.0).to(tl.float32)
-        scale = 1.0
-        if KIND >= _INT8:
-            scale = tl.load(scale_ptr + row)
-            w = w * scale
-        if HOT:
-            w = tl.where(kept, tl.load(hot_ptr + slot * D + column, inside & kept, other=0.0), w)
-        if RULE == 0:
-            w = w - lr * g
-        elif RULE == 1:
-            h = tl.load(m_ptr + row) + tl.sum(g * g, 0) / D
-            tl.store(m_ptr + row, h)
-            w = w - lr * tl.div_rn(g, g * 0.0 + (tl.sqrt_rn(h) + eps))
+@triton.jit
+def _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D: tl.constexpr, FACTOR: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    """[G, BD] float32: what one item of each row adds; zero where not `there`."""
+    source = tl.load(source_ptr + place, there, other=0).to(tl.int64)
+    at = grad_ptr + source[:, None] * D + tl.arange(0, BD)[None, :]
+    value = tl.load(at, there[:, None] & inside, other=0.0).to(tl.float32)
+    if FACTOR:
+        value = value * tl.load(factor_ptr + place, there, other=0.0)[:, None]
+    return value
+
+
+@triton.jit(do_not_specialize=["L", "N", "first_row", "first_group", "step", "seed"])
+def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, factor_ptr, grad_ptr, m_ptr, v_ptr,
+            L, N, lr, eps, beta1, beta2, c1, c2, first_row, first_group, step, seed,
+            D: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, HOT: tl.constexpr, FACTOR: tl.constexpr,
+            DUP: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
+    row = tl.load(sorted_ptr + place, place < L, other=-1).to(tl.int64)
+    before = tl.load(sorted_ptr + place - 1, (place > 0) & (place < L), other=-1).to(tl.int64)
+    first = (row != before) & (row >= 0) & (row < N)
+    column = tl.arange(0, BD)[None, :]
+    inside = column < D
+    at = row[:, None] * D + column
+    low, all_of_it = first, first[:, None] & inside
+    if HOT:
+        slot = tl.load(slot_ptr + row, first, other=-1).to(tl.int64)
+        low = first & (slot < 0)
+        kept_at = slot[:, None] * D + column
+        kept = (first & (slot >= 0))[:, None] & inside
+    w = tl.load(data_ptr + at, low[:, None] & inside, other=0.0)
+    if KIND >= _INT8:
+        scale = tl.load(scale_ptr + row, low, other=1.0)
+    if RULE == 1:
+        h = tl.load(m_ptr + row, first, other=0.0)
+
+    g = _gradients(source_ptr, factor_ptr, grad_ptr, place, first, inside, D, FACTOR, BD)
+    place += 1
+    there = first & (tl.load(sorted_ptr + place, place < L, other=-1).to(tl.int64) == row)
+    while tl.max(there.to(tl.int32), 0) > 0:
+        for _ in tl.static_range(DUP):
+            g += _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D, FACTOR, BD)
+            place += 1
+            there = there & (tl.load(sorted_ptr + place, place < L, other=-1).to(tl.int64) == row)
+
+    w = widened(w)
+    if KIND >= _INT8:
+        w = w * scale[:, None]
+    if HOT:
+        w = tl.where(kept, tl.load(hot_ptr + kept_at, kept, other=0.0), w)
+    if RULE == 0:
+        w = w - lr * g
+    elif RULE == 1:
+        h += tl.sum(g * g, 1) / D
+        tl.store(m_ptr + row, h, first)
+        w = w - g * (lr / (tl.sqrt(h) + eps))[:, None]
+    else:
+        m = beta1 * tl.load(m_ptr + at, all_of_it, other=0.0) + (1 - beta1) * g
+        v = beta2 * tl.load(v_ptr + at, all_of_it, other=0.0) + (1 - beta2) * g * g
+        tl.store(m_ptr + at, m, all_of_it)
+        tl.store(v_ptr + at, v, all_of_it)
+        w = w - lr * tl.div_rn(m * c1, tl.sqrt_rn(v * c2) + eps)
+    if HOT:
+        tl.store(hot_ptr + kept_at, w, kept)
+    written = low[:, None] & inside
+    if KIND == 0:
+        tl.store(data_ptr + at, w, written)
+    else:
+        bits = random_bits(row + first_row, first_group, step, seed, BD)
+        if KIND == _BF16:
+            tl.store(data_ptr + at, rounded_bf16(w, bits).to(tl.bfloat16), written)
         else:
-            m = beta1 * tl.load(m_ptr + row * D + column, inside, other=0.0) + (1 - beta1) * g
-            v = beta2 * tl.load(v_ptr + row * D + column, inside, other=0.0) + (1 - beta2) * g * g
-            tl.store(m_ptr + row * D + column, m, inside)
-            tl.store(v_ptr + row * D + column, v, inside)
-            w = w - lr * tl.div_rn(m * c1, tl.sqrt_rn(v * c2) + eps)
-        if HOT:
-            tl.store(hot_ptr + slot * D + column, w, inside & kept)
-        if KIND == 0:
-            tl.store(data_ptr + row * D + column, w, low)
-        else:
-            bits = random_bits(row + first_row, first_group, step, seed, BD)
-            if KIND == _BF16:
-                tl.store(data_ptr + row * D + column, rounded_bf16(w, bits).to(tl.bfloat16), low)
+            size = tl.abs(tl.where(inside, w, 0.0))
+            if KIND == _INT8:  # a row with NaN or Inf has no codes worth keeping
+                amax = tl.reduce(size, 1, larger)
+                new = tl.where(amax < float("inf"), fitted_scale(scale, amax, KIND), float("nan"))
+                tl.store(data_ptr + at, rounded_int8(w * inverse(new)[:, None], bits), written)
             else:
-                finite = tl.abs(w) < float("inf")
-                amax = tl.max(tl.where(finite & inside, tl.abs(w), 0.0), 0)
-                new = fitted_scale(scale, amax, KIND)
-                y = w * inverse(new)
-                if KIND == _INT8:
-                    size = tl.minimum(rounded_steps(tl.abs(tl.where(finite, y, 0.0)), bits), 127.0)
-                    q = tl.where(finite, tl.where(y < 0, -size, size), 0.0).to(tl.int8)
-                    new = tl.where(tl.max((inside & (finite == 0)).to(tl.int32), 0) > 0, float("nan"), new)
-                    tl.store(data_ptr + row * D + column, q, low)
-                else:
-                    tl.store(data_ptr + row * D + column, to_e4m3(rounded_e4m3(y, finite, bits)), low)
-                tl.store(scale_ptr + row, new, kept == 0)
+                finite = size < float("inf")
+                new = fitted_scale(scale, tl.max(tl.where(finite, size, 0.0), 1), KIND)
+                tl.store(data_ptr + at, to_e4m3(rounded_e4m3(w * inverse(new)[:, None], finite, bits)), written)
+            tl.store(scale_ptr + row, new, low)
+
+
+def tile_of(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and warps: sixteen elements to a thread, whole vectors of eight-bit rows."""
+    columns = max(16, triton.next_power_of_2(width))
+    warps = min(8, max(1, columns // 512))
+    return max(1, 512 // columns), columns, warps
 
 
 def update(
     rows: Rows,
     ordered: Tensor,
-    order: Tensor,
-    bag: Tensor | None,
+    source: Tensor,
     factor: Tensor | None,
     grad: Tensor,
     rule: Rule,
@@ -199,17 +228,17 @@ def update(
     first_row: int,
     first_column: int,
 ) -> None:
-    """`ordered` = indices[order], ascending."""
+    """`ordered`: the indices, ascending; `source` and `factor` of each: the row of `grad`, and what it counts."""
     items = ordered.shape[0]
     if items == 0:
         return
-    columns = max(16, triton.next_power_of_2(rows.width))
+    g, columns, warps = tile_of(rows.width)
     first, second = (*state, None, None)[:2]
     c1, c2 = rule.corrections(draw.step)
-    _update[(items,)](
-        rows.data, rows.scale, rows.slot, rows.hot, ordered, order, bag, factor, grad, first, second,
-        items, rows.count, rows.width, rule.lr, rule.eps, rule.beta1, rule.beta2, c1, c2,
+    _update[(triton.cdiv(items, g),)](
+        rows.data, rows.scale, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
+        items, rows.count, rule.lr, rule.eps, rule.beta1, rule.beta2, c1, c2,
         first_row, first_column // 8, draw.step, (draw.stream << 32) | draw.seed,
-        KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, bag is not None, factor is not None,
-        4, columns, num_warps=max(1, min(4, columns // 128)),
+        rows.width, KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
+        2, g, columns, num_warps=warps,
     )  # fmt: skip

@@ -1,0 +1,96 @@
+"""Packing for the wire at the speed of a copy: a tile of blocks is read once, its scales and codes are written where they travel.
+
+    tile     R blocks of B elements, about 4,096 in all; a block's maximum is taken across the threads that hold it
+    bytes    [scale][codes], S + B a block: with a scale of four bytes codes begin at multiples of four and are written as words; with one byte (E8M0) as bytes
+
+Only whole blocks: a mask then never cuts a vector.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from loka.formats import E5M2, Draw, Spec
+from loka.kernels.embedding_update.triton_kernels import random_bits, rounded_e4m3, to_e4m3
+from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
+
+TILE = 4096
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit(do_not_specialize=["n", "first_block", "step", "seed"])
+def _pack(x_ptr, out_ptr, n, first_block, step, seed, B: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
+          BYTE_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr, R: tl.constexpr):  # fmt: skip
+    S: tl.constexpr = 1 if BYTE_SCALE else 4
+    block = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, B)[None, :]
+    there = block < n
+    x = tl.load(x_ptr + block[:, None] * B + column, there[:, None], other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(finite_magnitude(x), 1), E5M2, POW2)
+    inv = inverse(scale)[:, None]
+    if STOCHASTIC:
+        bits = random_bits(block + first_block, 0, step, seed, B)
+        q = to_e4m3(rounded_e4m3(x * inv, tl.abs(x) < float("inf"), bits))
+    else:
+        q = to_fp8(x, inv, x, E5M2, False, PREROUND)
+    at = out_ptr + block * (S + B)
+    tl.store(at[:, None] + S + column, q.to(tl.uint8, bitcast=True), there[:, None])
+    if BYTE_SCALE:
+        tl.store(at, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), there)
+    else:
+        tl.store((out_ptr.to(tl.pointer_type(tl.float32))) + block * (B // 4 + 1), scale, there)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _unpack(data_ptr, out_ptr, n, LARGEST: tl.constexpr, B: tl.constexpr, E5M2: tl.constexpr, BYTE_SCALE: tl.constexpr,
+            R: tl.constexpr):  # fmt: skip
+    S: tl.constexpr = 1 if BYTE_SCALE else 4
+    block = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.arange(0, B)[None, :]
+    there = block < n
+    at = data_ptr + block * (S + B)
+    code = tl.load(at[:, None] + S + column, there[:, None], other=0)
+    if BYTE_SCALE:
+        exponent = tl.load(at, there, other=127).to(tl.int32)
+        scale = tl.where(exponent == 255, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
+    else:
+        scale = tl.load((data_ptr.to(tl.pointer_type(tl.float32))) + block * (B // 4 + 1), there, other=1.0)
+    if E5M2:
+        element = code.to(tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        element = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        if _INTERPRETED:  # it reads NaN as a number
+            element = tl.where((code & 0x7F) == 0x7F, float("nan"), element)
+    value = element * scale[:, None]
+    value = tl.where(value > LARGEST, LARGEST, value)  # comparisons keep NaN
+    value = tl.where(value < -LARGEST, -LARGEST, value)
+    if E5M2:
+        value = tl.where(tl.abs(element) == float("inf"), element, value)
+    tl.store(out_ptr + block[:, None] * B + column, value.to(out_ptr.dtype.element_ty), there[:, None])
+
+
+def pack(blocks: Tensor, spec: Spec, draw: Draw | None, first_block: int) -> Tensor:
+    """uint8 [n, S + B]."""
+    n, size = blocks.shape
+    byte_scale = spec.scale == "e8m0"
+    out = torch.empty(n, (1 if byte_scale else 4) + size, dtype=torch.uint8, device=blocks.device)
+    if n:
+        rows = TILE // size
+        step, seed = (0, 0) if draw is None else (draw.step, (draw.stream << 32) | draw.seed)
+        _pack[(triton.cdiv(n, rows),)](
+            blocks, out, n, first_block, step, seed, size, spec.format == E5M2, spec.scale != "f32", byte_scale,
+            draw is not None, INTERPRETED, rows, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def unpack(data: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
+    """[n, B] of `dtype`."""
+    byte_scale = spec.scale == "e8m0"
+    n, size = data.shape[0], data.shape[1] - (1 if byte_scale else 4)
+    out = torch.empty(n, size, dtype=dtype, device=data.device)
+    if n:
+        rows, largest = TILE // size, torch.finfo(dtype).max
+        _unpack[(triton.cdiv(n, rows),)](data, out, n, largest, size, spec.format == E5M2, byte_scale, rows, num_warps=4)  # fmt: skip
+    return out

@@ -1,0 +1,113 @@
+"""narrow_outputs: a linear with a handful of outputs as sums that a compiler joins to what is around them.
+
+    y_i = sum_k x_k w_ik (+ b_i)        dx = sum_i dy_i w_i        dW = dy^T x
+
+Every ranker ends in one: 1024 -> 1, 3072 -> 3. As a GEMM it is nothing but a read of x, and a slow one: widths that are no multiple of 8 fall back to kernels without aligned loads, in both
+directions, and x must be written before and read again. As sums, the compiler computes y where x is made (behind a norm, an activation, a concatenation, which may then never reach memory) and dx
+where it is used. dW stays a GEMM, of a gradient padded to eight columns.
+
+Only compiled code takes this way; in eager mode the module is the nn.Linear it was. Sums are in float32: rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+from loka.mods.editor import Editor
+from loka.nn.mix import compute_dtype
+from loka.records.mods import ModClass
+
+__all__ = ["FewOutputs", "NarrowOutputs", "sum_products"]
+
+FEW = 4  # outputs: each is a sum of its own over x, and x is read once for all
+ALIGNED = 8  # columns that a 16-bit GEMM wants
+
+
+class _SumProducts(torch.autograd.Function):
+    """x [M, K], W [N, K] of few rows -> x W^T [M, N] in x's type."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return torch.stack([(wide * row).sum(-1) for row in weight.float().unbind()], -1).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            pairs = zip(dy.float().unbind(-1), weight.float().unbind(), strict=True)
+            parts = [column[:, None] * row for column, row in pairs]
+            dx = torch.stack(parts).sum(0).to(x.dtype) if len(parts) > 1 else parts[0].to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            rows = F.pad(dy.to(x.dtype), (0, ALIGNED - dy.shape[1])).T @ x
+            dw = rows[: dy.shape[1]].to(weight.dtype)
+        return dx, dw
+
+
+def sum_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` for a weight of few rows, as sums.
+
+    Args:
+        x: [..., K]; computed in autocast's type where it is on.
+        weight: [N, K], N at most 8.
+        bias: [N] or None.
+
+    Returns:
+        [..., N].
+
+    Example:
+        >>> sum_products(x, head.weight, head.bias)  # head(x)
+    """
+    x = x.to(compute_dtype(x))
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = _SumProducts.apply(x.flatten(0, -2), weight.to(x.dtype))  # type: ignore[no-untyped-call]
+        y = y.reshape(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias.to(y.dtype)
+
+
+class FewOutputs(nn.Module):
+    """Mixed in front of an nn.Linear of few outputs."""
+
+    in_features: int
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        if not torch.compiler.is_compiling() or input.dim() < 2 or input.shape[-1] != self.in_features:
+            return super().forward(input)  # type: ignore[no-any-return]
+        return sum_products(input, self.weight, self.bias)
+
+    forward.loka_is_linear = True  # type: ignore[attr-defined]  # x W^T + b of its own parameters
+
+
+@dataclass(frozen=True)
+class NarrowOutputs:
+    """Compute linears of at most four outputs as sums, in compiled code. It has no options."""
+
+    name: ClassVar[str] = "narrow_outputs"
+    effect: ClassVar[ModClass] = "rounding"
+
+    def rewrite(self, editor: Editor) -> None:
+        """Every plain nn.Linear of few outputs."""
+        for name, linear in editor.modules(nn.Linear):
+            assert isinstance(linear, nn.Linear)
+            if linear.out_features > FEW or linear.in_features <= FEW:
+                continue
+            if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
+                editor.leave(name, f"{type(linear).__name__} is more than an nn.Linear")
+            elif parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
+                editor.leave(name, "its weight is parametrised")
+            else:
+                editor.mix(name, FewOutputs)
+                editor.change(name, f"{linear.out_features} outputs, compiled as sums", "rounding")
