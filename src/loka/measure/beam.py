@@ -56,7 +56,7 @@ class BeamAttention(Op[RaggedCall]):
         )  # fmt: skip
         h, g, d = (int(part) for part in match.groups())
         requests, beams, length = shape
-        return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, "ragged" in options)
+        return RaggedCall(requests, beams, h, g, length, d, dtype, "shared" in options, ragged="ragged" in options)
 
     def spell(self, call: RaggedCall) -> str:
         """The inverse of `parse`."""
