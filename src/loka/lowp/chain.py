@@ -328,7 +328,8 @@ class Chain:
         if not torch.compiler.is_compiling():
             self._refuse_shards()
         flat = x.reshape(-1, width)
-        with torch.autocast(kind, enabled=False):
+        # no function mode looks inside: what one writes down there, a compiler could not take out of an autograd function
+        with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
             if flat.shape[0] == 0:
                 y = self.run_exactly(flat.to(dtype))
             elif self.needs_gradient(x):

@@ -190,7 +190,8 @@ class Linear(nn.Linear):
         health = state.health if state.watching else None
         with torch.no_grad():
             given, layouts = self._operands(x, weight, needs, health)
-        y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunction():  # no function mode looks inside an autograd function: a compiler could not take out what it writes down there
+            y: Tensor = LinearFunction.apply(x, weight, self.binding, dtype, needs, layouts, *given)  # type: ignore[no-untyped-call]
         if health is not None:
             with torch.no_grad():
                 turn, low = turn_of(health, FORWARD), self.binding.fprop is not None

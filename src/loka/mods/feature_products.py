@@ -48,7 +48,8 @@ class _FromTheLeft(TorchFunctionMode):
                     return self.multiply(args[1].mT, x).mT
         out = func(*args, **kwargs)
         if writes(func, kwargs):
-            self.turned.clear()
+            if self.turned:
+                self.turned.clear()
         elif is_transpose(func, args):
             self.turned.append((out, args[0]))
         return out

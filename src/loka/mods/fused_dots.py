@@ -45,8 +45,10 @@ class _Looking(TorchFunctionMode):
                 return found
         out = func(*args, **kwargs)
         if writes(func, kwargs):
-            self.turned.clear()
-            self.products.clear()
+            if self.turned:  # an empty list is left alone: nothing may be written from inside of an autograd function that is compiled
+                self.turned.clear()
+            if self.products:
+                self.products.clear()
         elif is_transpose(func, args):
             self.turned.append((out, args[0]))
         elif func in _PRODUCTS and len(args) == 2:

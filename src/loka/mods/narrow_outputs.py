@@ -69,7 +69,7 @@ def sum_products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         >>> sum_products(x, head.weight, head.bias)  # head(x)
     """
     x = x.to(compute_dtype(x))
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
         y: Tensor = _SumProducts.apply(x.flatten(0, -2), weight.to(x.dtype))  # type: ignore[no-untyped-call]
         y = y.reshape(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)

@@ -54,5 +54,6 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, backend: str = "auto") -> 
     if not torch.compiler.is_compiling():
         check_pairs(first, second, x.shape[1])
     load("dots")
-    result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction():  # function modes look at what a user's forward calls, not inside of this
+        result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
     return result
