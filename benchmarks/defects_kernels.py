@@ -3,7 +3,7 @@
 The gate (`loka.measure.gate`) knows nothing of this file, and this file uses none of the gate's operands. A draw is a family and its parameters; thresholds lie anywhere
 up to the true shape. A draw counts as a defect only if it changes the result beyond tolerance on operands the family names here (`Draw.show`):
 
-    some element is off by more than 8 tolerances of its terms, or the whole by more than 2      tolerance: loka.measure.tolerance
+    some element is off by more than 8 tolerances of its terms, or the whole by more than 2      tolerance: loka.measure.conformance.tolerance
 
 Otherwise it is a correct kernel with an odd habit, and another one is drawn.
 """

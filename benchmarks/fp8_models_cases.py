@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from loka.models import configure
 from loka.models.hstu import HSTUConfig, HSTULayer, next_times
-from loka.nn import Style, compute_dtype, make_norm
+from loka.nn import Style, make_norm
+from loka.nn.mix import compute_dtype
 from models import release_memory
 
 MODS = Style(norm="block", activation="hard_swish", bias=False, tower_norm="block")

@@ -35,7 +35,7 @@ from loka.models import build
 from loka.models.beam import search
 from loka.models.hstu import next_item_loss, next_times
 from loka.models.onerec import semantic_id_loss
-from loka.semantic_ids import build_trie
+from loka.semantic_ids.trie import build_trie
 from loka.training import Optimizers, TrainConfig, learning_rate_factor
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from loka.data import CATALOG, DataError, data_root, load, load_sequences
+from loka.data import CATALOG, DataError, load, load_sequences
+from loka.data.catalog import data_root
 from loka.data.loader import list_caches
 
 from . import raw

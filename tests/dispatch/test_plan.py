@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from loka.dispatch import Policy, check, diff, explain, make_plan, spell
+from loka.dispatch import Policy, check, make_plan
 from loka.records import LinkPlan, Plan, SitePlan, UnitPlan
+from loka.records.prose import diff, explain, spell
 
 from .evidence import candidate, report, site
 

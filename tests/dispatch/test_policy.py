@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from loka.dispatch import Policy, make_plan, uniform_plan
+from loka.dispatch import Policy, make_plan
+from loka.dispatch.policy import uniform_plan
 from loka.records import Choice, Plan
 
 from .evidence import candidate, report, site

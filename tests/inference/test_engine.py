@@ -15,7 +15,8 @@ from loka.inference.weights import PackedExperts
 from loka.models.onerec import Experts
 from loka.nn import Style
 from loka.ptq import quantize
-from loka.semantic_ids import Trie, build_trie
+from loka.semantic_ids import Trie
+from loka.semantic_ids.trie import build_trie
 
 from .small import make_index, make_model, make_requests, search_plainly
 

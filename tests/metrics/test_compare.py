@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from loka.metrics import Comparison, LogLoss, compare_paired, decide, log_losses, minimum_detectable_effect
+from loka.metrics import LogLoss, compare_paired, decide, log_losses, minimum_detectable_effect
+from loka.metrics.compare import Comparison
 
 
 def draw(units: int, *, shift: float, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from sklearn.metrics import log_loss
 
-from loka.metrics import LogLoss, NormalizedEntropy, relative_change
+from loka.metrics import LogLoss, NormalizedEntropy
+from loka.metrics.logloss import relative_change
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
-from loka.metrics import TopK, rank_target
+from loka.metrics import TopK
+from loka.metrics.topk import rank_target
 
 KS = (1, 3, 10)
 

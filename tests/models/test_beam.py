@@ -6,7 +6,7 @@ import torch
 from loka.data.batch import Jagged
 from loka.models.beam import search
 from loka.models.onerec import OneRec, OneRecConfig, semantic_id_loss
-from loka.semantic_ids import build_trie
+from loka.semantic_ids.trie import build_trie
 
 from .checks import randomize
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from loka.nn import HardSigmoid, HardSwish, Sigmoid, gate_for, make_activation, make_gate
+from loka.nn import HardSigmoid, HardSwish, Sigmoid
+from loka.nn.activation import gate_for, make_activation, make_gate
 
 
 def test_hard_swish_is_its_formula():

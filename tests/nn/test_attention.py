@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from loka.nn import DotProductAttention, SelfAttention, rotate
+from loka.nn import DotProductAttention, SelfAttention
+from loka.nn.attention import rotate
 
 
 def attend(q, k, v, seen):

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from loka.nn import EmbeddingTables, pad_recent
+from loka.nn import EmbeddingTables
+from loka.nn.embedding import pad_recent
 
 FIELDS = [("user", 5), ("item", 7), ("tag", 3)]
 

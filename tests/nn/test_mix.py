@@ -4,7 +4,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import loka.nn.mix
-from loka.nn import DotInteraction, FactorizationMachine, FeatureMix, multiply_transposed
+from loka.nn import DotInteraction, FactorizationMachine, FeatureMix
+from loka.nn.mix import multiply_transposed
 
 
 def test_feature_mix_is_w_x():

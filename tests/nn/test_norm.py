@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from loka.nn import BlockNorm, LayerNorm, RMSNorm, make_norm
+from loka.nn import BlockNorm, make_norm
+from loka.nn.norm import LayerNorm, RMSNorm
 
 
 def rms_by_hand(row: list[float], block: int) -> list[float]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from loka.probe import Probe, Statistics
+from loka.probe import Probe
 from loka.probe.gaussian import Gaussian
+from loka.probe.statistics import Statistics
 
 pytestmark = pytest.mark.gpu
 

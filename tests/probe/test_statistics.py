@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from loka.probe import Statistics
+from loka.probe.statistics import Statistics
 
 
 def collect(*batches: torch.Tensor) -> Statistics:

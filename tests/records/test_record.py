@@ -1,7 +1,6 @@
 """Records: what is written reads back equal, and every damage is either harmless or named."""
 
 import copy
-import itertools
 import json
 import math
 import os
@@ -17,7 +16,6 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from loka.records import (
     Point,
@@ -25,12 +23,9 @@ from loka.records import (
     Record,
     RecordError,
     Run,
-    append,
     from_json,
     load,
-    read_lines,
     save,
-    save_lines,
     to_json,
     write_atomically,
 )
@@ -352,9 +347,8 @@ class TestWriting:
     ) -> None:
         path = tmp_path / "run.json"
         save(example_of(Run), path)
-        for write in (lambda r: save(r, path), lambda r: append(r, path), lambda r: save_lines([r], path)):
-            with pytest.raises(RecordError, match=message):
-                write(self.bad(**fields))
+        with pytest.raises(RecordError, match=message):
+            save(self.bad(**fields), path)
         assert load(path, Run) == example_of(Run)
 
     @pytest.mark.parametrize("function", ["fsync", "replace"])
@@ -367,9 +361,8 @@ class TestWriting:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, function, fail)
-        for write in (lambda: save(self.bad(seed=9), path), lambda: save_lines([self.bad(seed=9)], path)):
-            with pytest.raises(OSError, match="No space left"):
-                write()
+        with pytest.raises(OSError, match="No space left"):
+            save(self.bad(seed=9), path)
         assert path.read_bytes() == before
         assert os.listdir(tmp_path) == ["run.json"]  # nothing half-written lies about
 
@@ -418,78 +411,6 @@ class TestWriting:
         with pytest.raises(OSError, match=r"run\.json"):
             write_atomically(tmp_path / "run.json", b"1")
         assert os.listdir(tmp_path) == ["run.json"]
-
-
-class TestLines:
-    def test_round_trip(self, tmp_path: Path) -> None:
-        path = tmp_path / "runs.jsonl"
-        runs = [msgspec.structs.replace(example_of(Run), seed=seed) for seed in range(5)]
-        save_lines(runs[:3], path)
-        for run in runs[3:]:
-            append(run, path)
-        assert list(read_lines(path, Run)) == runs
-        assert path.read_bytes().count(b"\n") == 5
-
-    def test_appending_makes_the_file_and_its_folder(self, tmp_path: Path) -> None:
-        append(example_of(Run), tmp_path / "a" / "runs.jsonl")
-        assert list(read_lines(tmp_path / "a" / "runs.jsonl", Run)) == [example_of(Run)]
-
-    def test_nothing_is_no_lines(self, tmp_path: Path) -> None:
-        save_lines([], tmp_path / "none.jsonl")
-        assert list(read_lines(tmp_path / "none.jsonl", Run)) == []
-
-    @pytest.mark.parametrize("damaged", [1, 2, 3])
-    def test_an_error_names_the_line(self, damaged: int, tmp_path: Path) -> None:
-        path = tmp_path / "runs.jsonl"
-        save_lines([example_of(Run)] * 3, path)
-        lines = path.read_bytes().splitlines()
-        lines[damaged - 1] = lines[damaged - 1].replace(b'"seed":1', b'"seed":"x"')
-        path.write_bytes(b"\n".join(lines))
-        with pytest.raises(RecordError, match=rf"runs\.jsonl:{damaged}: field `\$\.seed`: Expected `int`, got `str`"):
-            list(read_lines(path, Run))
-        good = list(itertools.islice(read_lines(path, Run), damaged - 1))
-        assert good == [example_of(Run)] * (damaged - 1)
-
-    def test_an_empty_line_is_named(self, tmp_path: Path) -> None:
-        path = tmp_path / "runs.jsonl"
-        path.write_bytes(to_json(example_of(Run)) + b"\n\n" + to_json(example_of(Run)) + b"\n")
-        with pytest.raises(RecordError, match=r"runs\.jsonl:2: not valid JSON"):
-            list(read_lines(path, Run))
-
-    def test_truncation_at_every_byte(self, tmp_path: Path) -> None:
-        path = tmp_path / "runs.jsonl"
-        save_lines([example_of(Run)] * 2, path)
-        data = path.read_bytes()
-        line = data.index(b"\n")
-        for length in range(0, len(data), 7):
-            path.write_bytes(data[:length])
-            whole = 0 if length < line else 1 if length < len(data) - 1 else 2
-            if length in (0, line, line + 1, len(data) - 1):
-                assert len(list(read_lines(path, Run))) == whole
-            else:
-                with pytest.raises(RecordError, match=rf"runs\.jsonl:{whole + 1}: not valid JSON"):
-                    list(read_lines(path, Run))
-
-    def test_nothing_is_appended_to_a_line_cut_short(self, tmp_path: Path) -> None:
-        path = tmp_path / "runs.jsonl"
-        path.write_bytes(to_json(example_of(Run)) + b"\n" + to_json(example_of(Run))[:50])
-        before = path.read_bytes()
-        with pytest.raises(
-            RecordError, match=r"runs\.jsonl: the last line has no end: it was truncated; hint: remove it"
-        ):
-            append(example_of(Run), path)
-        assert path.read_bytes() == before
-
-    def test_a_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(RecordError, match=r"none\.jsonl: cannot be read"):
-            list(read_lines(tmp_path / "none.jsonl", Run))
-
-    @given(st.lists(st.text(max_size=10), max_size=4))
-    @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    def test_text_cannot_break_a_line(self, tmp_path: Path, names: list[str]) -> None:
-        runs = [msgspec.structs.replace(example_of(Run), name=name + "\n\r\u2028\0") for name in names]
-        save_lines(runs, tmp_path / "runs.jsonl")
-        assert list(read_lines(tmp_path / "runs.jsonl", Run)) == runs
 
 
 def test_a_new_schema_refuses_the_old_one_and_the_other_way_round() -> None:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from loka.dispatch import Policy, make_plan, uniform_plan
+from loka.dispatch import Policy, make_plan
+from loka.dispatch.policy import uniform_plan
 from loka.records import (
     Candidate,
     Cause,

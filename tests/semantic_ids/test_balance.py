@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from loka.semantic_ids import assign_balanced, fit_balanced_kmeans, fit_kmeans
+from loka.semantic_ids.balance import assign_balanced, fit_balanced_kmeans
+from loka.semantic_ids.kmeans import fit_kmeans
 
 
 def draw(points: int, centroids: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from loka.semantic_ids import ResidualKMeans, fit_kmeans, fit_semantic_ids
+from loka.semantic_ids import ResidualKMeans, fit_semantic_ids
+from loka.semantic_ids.kmeans import fit_kmeans
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from sklearn.cluster import KMeans
 
-from loka.semantic_ids import fit_kmeans
 from loka.semantic_ids import kmeans as module
-from loka.semantic_ids.kmeans import _reseed_empty, assign_nearest, average_clusters, measure_distances
+from loka.semantic_ids.kmeans import _reseed_empty, assign_nearest, average_clusters, fit_kmeans, measure_distances
 
 
 def draw_blobs(points: int, dimensions: int, blobs: int, *, seed: int = 0, spread: float = 0.1) -> torch.Tensor:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from loka.semantic_ids import ResidualKMeans, encode, fit_semantic_ids
+from loka.semantic_ids import ResidualKMeans, fit_semantic_ids
+from loka.semantic_ids.residual import encode
 
 
 def draw_items(items: int = 600, *, seed: int = 0) -> torch.Tensor:

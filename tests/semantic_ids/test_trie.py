@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from loka.semantic_ids import Trie, build_trie
+from loka.semantic_ids import Trie
+from loka.semantic_ids.trie import build_trie
 
 SIZES = (5, 7, 3, 6)
 

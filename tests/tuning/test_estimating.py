@@ -65,7 +65,8 @@ def test_tune_takes_what_is_estimated_to_pay_and_says_so(tmp_path: Path) -> None
     model, _ = make_trained()
     options = {"margin": MARGIN, "progress": False, "estimate_for": H200}
     small = loka.tune(model, make_batches(), loss, **options)
-    assert small.conversion is None, "64 wide: FP8 does not pay"
+    assert small.conversion is None or not small.conversion.converted, "64 wide: FP8 does not pay"
+    small.revert()
     assert all("estimated" in unit.reason for unit in small.record.units if unit.estimated is not None)
     tuned = loka.tune(model, make_batches(), loss, row_factor=65536, out=tmp_path, **options)
     record = load(tmp_path / "tuning.json", Tuning)

@@ -98,8 +98,7 @@ def _rows(db: Path | None) -> "Database":
 
 
 def _describe(made: "Plan") -> str:
-    from loka.dispatch import spell
-    from loka.records.prose import spell_unit
+    from loka.records.prose import spell, spell_unit
 
     lines = [
         f"{site.site}  {'; '.join(f'{c.gemm} {spell(c)}' for c in site.choices) or 'no GEMM was seen'}"
@@ -130,10 +129,10 @@ def explain(
     """Say why a site runs what it runs."""
     import msgspec
 
-    from loka import dispatch, records
+    from loka import records
 
     loaded = records.load(file, records.Plan)
-    text = dispatch.explain(loaded, site)
+    text = loaded.explain(site)
     if json_:
         text = msgspec.json.encode(next(s for s in loaded.sites if s.site == site)).decode()
     typer.echo(text)
@@ -147,9 +146,9 @@ def diff(
     """Say what changed from one plan to another."""
     import json
 
-    from loka import dispatch, records
+    from loka import records
 
-    text = dispatch.diff(records.load(before, records.Plan), records.load(after, records.Plan))
+    text = records.load(before, records.Plan).diff(records.load(after, records.Plan))
     if json_:
         typer.echo(json.dumps(text.split("\n") if text else []))
     elif text:

@@ -10,32 +10,23 @@ is wrong. Preprocessing needs polars (extra "data"); reading a cache does not.
 """
 
 from loka.data.batch import Batch, Jagged
-from loka.data.catalog import CATALOG, Entry, data_root
-from loka.data.faults import BadRow, BadRows, DataError
+from loka.data.catalog import CATALOG
+from loka.data.faults import DataError
 from loka.data.loader import load, load_sequences
-from loka.data.ranking import RankingData, Split
+from loka.data.ranking import RankingData
 from loka.data.schema import Field, Schema, SequenceField
-from loka.data.sequences import SequenceBatch, SequenceData, SequenceSplit
-from loka.data.stream import BatchStream
+from loka.data.sequences import SequenceData
 
 __all__ = [
     "CATALOG",
-    "BadRow",
-    "BadRows",
     "Batch",
-    "BatchStream",
     "DataError",
-    "Entry",
     "Field",
     "Jagged",
     "RankingData",
     "Schema",
-    "SequenceBatch",
     "SequenceData",
     "SequenceField",
-    "SequenceSplit",
-    "Split",
-    "data_root",
     "load",
     "load_sequences",
 ]

@@ -20,7 +20,16 @@ __all__ = ["Batch", "Jagged"]
 
 @dataclass(frozen=True)
 class Jagged:
-    """Ragged rows: row i = values[offsets[i]:offsets[i + 1]]."""
+    """Ragged rows: row i = values[offsets[i]:offsets[i + 1]].
+
+    Args:
+        values: all of them, one after another.
+        offsets: int64 [rows + 1].
+
+    Example:
+        >>> Jagged.from_rows([[1, 2], [], [3]]).lengths.tolist()
+        [2, 0, 1]
+    """
 
     values: Tensor
     offsets: Tensor
@@ -74,7 +83,19 @@ class Jagged:
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples as tensors; see loka.data.schema for what each column means."""
+    """Examples as tensors; see loka.data.schema for what each column means.
+
+    Args:
+        dense: numbers.
+        categorical: ids.
+        sequences: ragged histories by name.
+        labels: what is predicted.
+        group: the user, usually.
+
+    Example:
+        >>> next(load("complete-journey").train.batches(1024, shuffle=True, seed=0)).labels.shape
+        torch.Size([1024, 1])
+    """
 
     dense: Tensor
     """float32 [B, n_dense]"""

@@ -42,7 +42,19 @@ class Split:
 
 @dataclass(frozen=True)
 class RankingData:
-    """Schema, train / valid / test, and where they came from."""
+    """Schema, train / valid / test, and where they came from.
+
+    Args:
+        name: of the data set.
+        schema: its columns.
+        train: split to train on.
+        valid: later in time.
+        test: last in time.
+        info: provenance for reports.
+
+    Example:
+        >>> load("complete-journey").schema.labels
+    """
 
     name: str
     schema: Schema

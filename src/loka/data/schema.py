@@ -13,7 +13,15 @@ __all__ = ["Field", "Schema", "SequenceField"]
 
 @dataclass(frozen=True)
 class Field:
-    """A categorical column."""
+    """A categorical column.
+
+    Args:
+        name: of the column.
+        cardinality: rows of its table; id 0 is "unknown or missing".
+
+    Example:
+        >>> Field("store", 120)
+    """
 
     name: str
     cardinality: int
@@ -24,7 +32,17 @@ class Field:
 
 @dataclass(frozen=True)
 class SequenceField:
-    """A ragged column: at most `max_length` ids per example, oldest first."""
+    """A ragged column: at most `max_length` ids per example, oldest first.
+
+    Args:
+        name: of the column.
+        cardinality: of its vocabulary.
+        max_length: ids of an example.
+        shares: the categorical field whose vocabulary, and table, it uses; None: its own.
+
+    Example:
+        >>> SequenceField("last_products", 5000, 20, shares="product")
+    """
 
     name: str
     cardinality: int
@@ -40,7 +58,17 @@ class SequenceField:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a ranking data set, in the order in which a Batch stacks them."""
+    """The columns of a ranking data set, in the order in which a Batch stacks them.
+
+    Args:
+        dense: names of numbers.
+        categorical: columns of ids.
+        sequences: ragged columns of ids.
+        labels: names of what is predicted.
+
+    Example:
+        >>> Schema(("price",), (Field("store", 120),), (), ("bought",))
+    """
 
     dense: tuple[str, ...]
     categorical: tuple[Field, ...]

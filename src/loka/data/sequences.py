@@ -173,7 +173,25 @@ class SequenceStream(Generic[B]):
 
 @dataclass(frozen=True)
 class SequenceData:
-    """All events of all users, and how to hold some out."""
+    """All events of all users, and how to hold some out.
+
+    Args:
+        name: of the data set.
+        items: of every user.
+        n_items: largest id.
+        times: of the events.
+        baskets: events that belong together.
+        split_times: where validation and test begin.
+        item_keys: the publisher's ids.
+        titles: of the items.
+        texts: of the items.
+        folder: of the cache.
+        semantic_id_names: indexes kept beside it.
+        info: provenance for reports.
+
+    Example:
+        >>> load_sequences("ml-1m").n_users
+    """
 
     name: str
     items: Jagged

@@ -20,7 +20,7 @@ On a CPU the FP8 kernels are emulated: the numerics are those of FP8, the speed 
 (`--device cuda`) tune times every unit and the whole step, and takes what is faster.
 """
 
-from loka.demo.config import DemoConfig, DemoResult
+from loka.demo.config import DemoConfig
 from loka.demo.job import Demo
 
-__all__ = ["Demo", "DemoConfig", "DemoResult"]
+__all__ = ["Demo", "DemoConfig"]

@@ -10,7 +10,28 @@ from loka.records.tuning import SizeEstimates, Tuning
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo is asked to do. The defaults take under three minutes on two quiet cores."""
+    """What the demo is asked to do. The defaults take under three minutes on two quiet cores.
+
+    Args:
+        data: a ranking data set.
+        family: of the model.
+        size: of the family.
+        steps: in high precision.
+        more_steps: of each arm.
+        batch_size: examples of a step.
+        learning_rate: of the optimizer.
+        tune_batches: of the validation split.
+        tune_margin: of `loka.tune`.
+        margin: of the comparison.
+        seed: of everything.
+        device: where it trains.
+        target: whose speeds are estimated.
+        large: the size that is estimated beside.
+        large_rows: of a batch there.
+
+    Example:
+        >>> Demo("runs/demo", DemoConfig(steps=40, more_steps=20)).run()
+    """
 
     data: str = "complete-journey"
     family: str = "wukong"

@@ -37,7 +37,18 @@ def _say_nothing(station: str, done: int, total: int | None) -> None:
 
 
 class Demo:
-    """One demo below one folder. `run` goes through the stations that are not finished."""
+    """One demo below one folder. `run` goes through the stations that are not finished.
+
+    Args:
+        out: the folder.
+        config: what it is asked to do.
+        talk: told what happens.
+        command: for the records.
+        load_data: opens the data set.
+
+    Example:
+        >>> Demo("runs/demo").run().report
+    """
 
     def __init__(
         self,

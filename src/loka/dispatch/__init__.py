@@ -2,10 +2,10 @@
 
 from loka.dispatch.database import Database, Machine, bucket_of
 from loka.dispatch.export import export
-from loka.dispatch.plan import check, diff, explain, spell
-from loka.dispatch.policy import PREFERENCE, Policy, error_of, make_plan, uniform_plan
-from loka.dispatch.recipe import MIXTURES, RECIPES, USUAL, Mixture, Operands, Recipe, Rule, mixture_named, recipe_named
-from loka.dispatch.tune import TuneResult, jobs_of_report, tune
+from loka.dispatch.plan import check
+from loka.dispatch.policy import PREFERENCE, Policy, make_plan
+from loka.dispatch.recipe import MIXTURES, RECIPES, USUAL, Mixture, Operands, mixture_named, recipe_named
+from loka.dispatch.tune import jobs_of_report, tune
 
 __all__ = [
     "MIXTURES",
@@ -17,20 +17,12 @@ __all__ = [
     "Mixture",
     "Operands",
     "Policy",
-    "Recipe",
-    "Rule",
-    "TuneResult",
     "bucket_of",
     "check",
-    "diff",
-    "error_of",
-    "explain",
     "export",
     "jobs_of_report",
     "make_plan",
     "mixture_named",
     "recipe_named",
-    "spell",
     "tune",
-    "uniform_plan",
 ]

@@ -39,7 +39,18 @@ _COLUMNS = f"""(
 
 
 def bucket_of(m: int) -> int:
-    """The M a row for this M is measured at: rounded down to a bucket's edge, plus one where M is no multiple of 16."""
+    """The M a row for this M is measured at.
+
+    Args:
+        m: rows of a call.
+
+    Returns:
+        M rounded down to a bucket's edge, plus one where it is no multiple of 16.
+
+    Example:
+        >>> bucket_of(4096)
+        4096
+    """
     if m < 1:
         raise ValueError(f"M must be positive, got {m}")
     if m < 16:
@@ -52,7 +63,17 @@ def bucket_of(m: int) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a row must match. `versions` maps a backend to the version that would run."""
+    """What a row must match.
+
+    Args:
+        device: its name.
+        driver: its version; None: unknown.
+        torch: its version.
+        versions: of a backend, the version that would run.
+
+    Example:
+        >>> Machine("NVIDIA H200", "580.65", "2.13.0", {"torch": "2.13.0"})
+    """
 
     device: str
     driver: str | None

@@ -10,9 +10,8 @@ from loka.kernels import registry
 from loka.kernels.scaled_mm import MatmulCall
 from loka.measure.site import gemm_shape
 from loka.records import Plan, SitePlan
-from loka.records.prose import diff, explain, spell
 
-__all__ = ["check", "diff", "explain", "spell"]
+__all__ = ["check"]
 
 
 def check(plan: Plan, model: nn.Module) -> list[str]:

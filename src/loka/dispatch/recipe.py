@@ -41,7 +41,16 @@ from loka.records import Gemm
 
 @dataclass(frozen=True)
 class Operands:
-    """Specs of the two K-major operands of one GEMM."""
+    """Specs of the two K-major operands of one GEMM.
+
+    Args:
+        a: of the left one, [M, K].
+        b: of the right one, [N, K].
+        fast_accum: sums may stay in the tensor cores.
+
+    Example:
+        >>> Operands.parse("e4m3:row", "e4m3:row", fast_accum=True)
+    """
 
     a: Spec
     b: Spec
@@ -131,7 +140,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Rules in order of precedence; what none of them matches stays in 16 bits."""
+    """Recipes by site: rules in order of precedence; what none of them matches stays in 16 bits.
+
+    Args:
+        name: in records.
+        rules: the first that matches decides.
+
+    Example:
+        >>> Mixture("mine", (Rule("head.*", None, "the prediction"), Rule("*", "rowwise", "the rest")))
+    """
 
     name: str
     rules: tuple[Rule, ...]
@@ -192,6 +209,10 @@ def mixture_named(name: str) -> Mixture:
 
     Raises:
         ValueError: no such name.
+
+    Example:
+        >>> mixture_named("onerec").decide("blocks.0.ffn.up", experts=True).recipe
+        'blockwise'
     """
     if name in MIXTURES:
         return MIXTURES[name]

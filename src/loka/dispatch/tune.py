@@ -65,7 +65,20 @@ def jobs_of_report(
     backends: Sequence[str] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> list[SiteJob]:
-    """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up."""
+    """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up.
+
+    Args:
+        report: what Probe found.
+        weights: quantised in every call, or before.
+        backends: all where None.
+        recipes: the usual ones where None.
+
+    Returns:
+        Jobs for `tune`.
+
+    Example:
+        >>> len(jobs_of_report(report.record))
+    """
     names = backends or [name for name in registry.BACKENDS["scaled_mm"] if name != "reference"]
     chosen = [recipe_named(name) for name in recipes or USUAL]
     jobs = []

@@ -52,6 +52,9 @@ class Exported:
         low_precision: what runs in FP8, by name.
         difference: largest relative L2 difference from the model, over the results and the sizes that were compared.
         rows: sizes of the first dimension that were compared.
+
+    Example:
+        >>> print(loka.export(model, example, "model.pt2"))
     """
 
     path: Path

@@ -31,7 +31,20 @@ def _pair(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
-    """Guarded mean element-wise relative error; `guard=0` is the unguarded mean."""
+    """Guarded mean element-wise relative error.
+
+    Args:
+        out: the result.
+        ref: what it should be.
+        guard: share of the rms that a denominator is at least; 0 is the unguarded mean.
+
+    Returns:
+        The mean.
+
+    Example:
+        >>> mere(torch.tensor([1.1]), torch.tensor([1.0])) < 0.11
+        True
+    """
     if not guard >= 0:
         raise ValueError(f"guard is a share of rms(ref), 0 or more, got {guard}")
     out, ref = _pair(out, ref)
@@ -44,7 +57,19 @@ def mere(out: Tensor, ref: Tensor, *, guard: float = MERE_GUARD) -> float:
 
 
 def relative_l2(out: Tensor, ref: Tensor) -> float:
-    """Norm of the error over the norm of the reference."""
+    """Norm of the error over the norm of the reference.
+
+    Args:
+        out: the result.
+        ref: what it should be.
+
+    Returns:
+        The ratio.
+
+    Example:
+        >>> relative_l2(torch.ones(4), torch.ones(4))
+        0.0
+    """
     out, ref = _pair(out, ref)
     error, norm = float((out - ref).norm()), float(ref.norm())
     if norm == 0:
@@ -53,7 +78,19 @@ def relative_l2(out: Tensor, ref: Tensor) -> float:
 
 
 def sqnr(out: Tensor, ref: Tensor) -> float:
-    """Signal to quantisation noise, in dB; infinite for an exact result."""
+    """Signal to quantisation noise, in dB.
+
+    Args:
+        out: the result.
+        ref: what it should be.
+
+    Returns:
+        Decibels; infinite for an exact result.
+
+    Example:
+        >>> sqnr(torch.ones(4), torch.ones(4))
+        inf
+    """
     error = relative_l2(out, ref)
     if math.isnan(error):
         return math.nan
@@ -63,7 +100,19 @@ def sqnr(out: Tensor, ref: Tensor) -> float:
 
 
 def cosine(out: Tensor, ref: Tensor) -> float:
-    """Cosine of the angle between result and reference; 1 when both are zero."""
+    """Cosine of the angle between result and reference.
+
+    Args:
+        out: the result.
+        ref: what it should be.
+
+    Returns:
+        The cosine; 1 when both are zero.
+
+    Example:
+        >>> cosine(torch.zeros(4), torch.zeros(4))
+        1.0
+    """
     out, ref = _pair(out, ref)
     norms = float(out.norm() * ref.norm())
     if norms == 0:
@@ -73,7 +122,19 @@ def cosine(out: Tensor, ref: Tensor) -> float:
 
 
 def saturated_fraction(x: Tensor, q: QTensor) -> float:
-    """Share of the finite elements that were clipped: beyond the largest value their block can hold."""
+    """Share of the finite elements that were clipped: beyond the largest value their block can hold.
+
+    Args:
+        x: the tensor.
+        q: the same, quantised.
+
+    Returns:
+        The share.
+
+    Example:
+        >>> saturated_fraction(x, quantize(x, Spec.parse("e4m3:row")))
+        0.0
+    """
     finite = _same_shape(x, q).isfinite()
     limit = (
         q.spec.format.max * _element_scale(q).double() * (1 + 2.0**-20)
@@ -82,7 +143,18 @@ def saturated_fraction(x: Tensor, q: QTensor) -> float:
 
 
 def underflowed_fraction(x: Tensor, q: QTensor) -> float:
-    """Share of the finite non-zero elements that became zero."""
+    """Share of the finite non-zero elements that became zero.
+
+    Args:
+        x: the tensor.
+        q: the same, quantised.
+
+    Returns:
+        The share.
+
+    Example:
+        >>> underflowed_fraction(x, quantize(x, Spec.parse("e4m3:tensor")))
+    """
     x = _same_shape(x, q)
     nonzero = x.isfinite() & (x != 0)
     return _share((decode(q.data, q.spec.format) == 0) & nonzero, nonzero)

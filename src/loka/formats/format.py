@@ -29,7 +29,22 @@ Rounding = Literal["nearest", "stochastic"]
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. Compare and print by name."""
+    """One number format. Compare and print by name.
+
+    Args:
+        name: e4m3, e5m2, ...
+        exponent_bits: 0 for an integer format.
+        mantissa_bits: behind the point.
+        bias: of the exponent.
+        max: largest finite magnitude.
+        dtype: what `encode` returns.
+        has_nan: whether it can say NaN.
+        has_inf: whether it can say infinity.
+
+    Example:
+        >>> FORMATS["e4m3"].max
+        448.0
+    """
 
     name: str
     exponent_bits: int  # 0: an integer format
@@ -96,11 +111,24 @@ def round_to(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Round float32 values onto the format's grid, saturating; the result is float32.
+    """Round float32 values onto the format's grid, saturating.
 
     `nearest` rounds ties to even. `stochastic` rounds up with a probability equal to the distance from the lower neighbour, in
     quanta, to within 2^-24: the expectation is exact for values inside the range, and a value on the grid stays where it is.
-    `noise`, uniform in [0, 1), replaces the generator's draws where they must not depend on the order of calls (`loka.formats.philox`).
+
+    Args:
+        x: float32.
+        format: the grid.
+        rounding: nearest or stochastic.
+        generator: what stochastic rounding draws from.
+        noise: uniform in [0, 1), replaces its draws where they must not depend on the order of calls (`loka.formats.philox`).
+
+    Returns:
+        float32.
+
+    Example:
+        >>> round_to(torch.tensor([1.03]), FORMATS["e4m3"])
+        tensor([1.])
     """
     _require_float32(x, "round_to")
     magnitude = x.abs()
@@ -141,9 +169,21 @@ def encode(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """Round float32 values and store them in the format's dtype.
+    """Round float32 values and store them in the format's dtype. In a format without NaN, non-finite values are stored as zero: the caller must poison the scale (`quantize` does).
 
-    In a format without NaN, non-finite values are stored as zero: the caller must poison the scale (`quantize` does).
+    Args:
+        x: float32.
+        format: of the elements.
+        rounding: nearest or stochastic.
+        generator: as for `round_to`.
+        noise: as for `round_to`.
+
+    Returns:
+        The elements.
+
+    Example:
+        >>> encode(torch.tensor([1.0]), FORMATS["e4m3"]).dtype
+        torch.float8_e4m3fn
     """
     _require_float32(x, "encode")
     if format in (E4M3, E5M2) and rounding == "nearest":  # torch's own cast, after saturation: the same bits, faster
@@ -160,7 +200,19 @@ def encode(
 
 
 def decode(data: Tensor, format: Format) -> Tensor:
-    """Stored elements as float32. Of an E2M1 byte only the low four bits count."""
+    """Stored elements as float32. Of an E2M1 byte only the low four bits count.
+
+    Args:
+        data: what `encode` returned.
+        format: its format.
+
+    Returns:
+        The values.
+
+    Example:
+        >>> decode(encode(torch.tensor([1.0]), FORMATS["e4m3"]), FORMATS["e4m3"])
+        tensor([1.])
+    """
     if data.dtype != format.dtype:
         raise ValueError(f"{format} is stored as {format.dtype}, got {data.dtype}")
     if format == E2M1:  # not `is`: a Spec may have been pickled or deep-copied

@@ -102,7 +102,19 @@ class QTensor:
 
 
 def scale_shape(shape: torch.Size | tuple[int, ...], block: Block) -> torch.Size:
-    """Shape of the scales of a tensor: one per block."""
+    """Shape of the scales of a tensor: one per block.
+
+    Args:
+        shape: of the tensor.
+        block: its groups.
+
+    Returns:
+        The shape.
+
+    Example:
+        >>> scale_shape((4, 256), Block.parse("1x128"))
+        torch.Size([4, 2])
+    """
     if block == TENSOR:
         return torch.Size(())
     rows, cols = _extents(shape, block)
@@ -145,7 +157,19 @@ def _reduce_blocks(values: Tensor, block: Block) -> Tensor:
 
 
 def expand_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block: Block) -> Tensor:
-    """Repeat block scales so that they multiply a tensor of `shape` element by element."""
+    """Repeat block scales so that they multiply a tensor element by element.
+
+    Args:
+        scale: one per block.
+        shape: of the tensor.
+        block: its groups.
+
+    Returns:
+        Something that broadcasts over `shape`.
+
+    Example:
+        >>> q.data.float() * expand_scale(q.scale, q.shape, q.spec.block)
+    """
     if block == TENSOR or len(shape) == 0:
         return scale
     rows, cols = _extents(shape, block)
@@ -167,15 +191,36 @@ def _to_float32(x: Tensor) -> Tensor:
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
-    """Largest finite magnitude of each block, float32; 0 for a block without one."""
+    """Largest finite magnitude of each block.
+
+    Args:
+        x: the tensor.
+        block: its groups.
+
+    Returns:
+        float32 of `scale_shape`; 0 for a block without one.
+
+    Example:
+        >>> block_amax(torch.tensor([[1.0, -3.0]]), Block.parse("row"))
+        tensor([[3.]])
+    """
     magnitude = _to_float32(x).abs()
     return _reduce_blocks(magnitude.nan_to_num(nan=0.0, posinf=0.0), block)
 
 
 def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
-    """The scale that maps `amax` onto the format's largest value; NaN where amax is not finite.
+    """The scale that maps a magnitude onto the format's largest value. Two-level scales need the maximum of the whole tensor too: `quantize` makes them.
 
-    Two-level scales need the maximum of the whole tensor too: `quantize` makes them.
+    Args:
+        amax: largest magnitudes.
+        spec: format and type of the scale.
+
+    Returns:
+        Scales of amax's shape; NaN where amax is not finite.
+
+    Example:
+        >>> scale_from_amax(torch.tensor(448.0), Spec.parse("e4m3:tensor"))
+        tensor(1.)
     """
     if spec.scale == "e4m3":
         raise ValueError(f"{spec} has two levels of scales; hint: quantize makes both")

@@ -31,7 +31,15 @@ _BLOCK = re.compile(r"([0-9]{1,9}|\*)x([0-9]{1,9}|\*)")
 
 @dataclass(frozen=True)
 class Block:
-    """Shape of the group of elements that shares a scale, over the last two dimensions."""
+    """Shape of the group of elements that shares a scale, over the last two dimensions.
+
+    Args:
+        rows: of the group; -1 for all.
+        cols: of the group; -1 for all.
+
+    Example:
+        >>> Block.parse("1x128")
+    """
 
     rows: int
     cols: int

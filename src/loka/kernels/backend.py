@@ -23,7 +23,16 @@ import torch
 
 @dataclass(frozen=True)
 class Verdict:
-    """Yes, or no with the reason."""
+    """Yes, or no with the reason.
+
+    Args:
+        ok: yes.
+        reason: of a no.
+
+    Example:
+        >>> bool(Verdict(False, "needs a GPU"))
+        False
+    """
 
     ok: bool
     reason: str = ""
@@ -47,7 +56,11 @@ def no(reason: str) -> Verdict:
 
 
 class Backend(Protocol):
-    """What the registry hands out: a module with these two functions, and `prepare` where it has one (`registry.prepare` knows)."""
+    """What the registry hands out: a module with these two functions, and `prepare` where it has one (`registry.prepare` knows).
+
+    Example:
+        >>> registry.backend("scaled_mm", "reference").supports(call, torch.device("cpu"))
+    """
 
     def supports(self, call: Any, device: Any) -> Verdict:
         """Whether this backend can run the call on the device, and if not, why."""

@@ -57,7 +57,21 @@ _MANY_ANSWERS = 4096
 
 
 def backend(op: str, name: str) -> Backend:
-    """The module of one backend."""
+    """The module of one backend, imported when it is first asked for.
+
+    Args:
+        op: of the registry.
+        name: of the backend.
+
+    Returns:
+        A module with `supports` and `run`.
+
+    Raises:
+        ValueError: no such op or backend; the message lists them.
+
+    Example:
+        >>> backend("scaled_mm", "reference").supports(call, torch.device("cpu"))
+    """
     if op not in BACKENDS:
         raise ValueError(f"no op {op!r}; ops are {', '.join(BACKENDS)}")
     if name not in BACKENDS[op]:
@@ -91,7 +105,19 @@ def offering(names: Collection[str]) -> Iterator[None]:
 
 
 def verdicts(op: str, call: Any, device: torch.device) -> dict[str, Verdict]:
-    """What every backend of an op says to a call."""
+    """What every backend of an op says to a call.
+
+    Args:
+        op: of the registry.
+        call: what would be run.
+        device: where.
+
+    Returns:
+        Yes, or no with the reason, by backend.
+
+    Example:
+        >>> {name: v.reason for name, v in verdicts("scaled_mm", call, torch.device("cpu")).items()}
+    """
     return {name: backend(op, name).supports(call, device) for name in BACKENDS[op]}
 
 

@@ -58,6 +58,9 @@ class GuardConfig:
         every: look during one step in so many.
         max_switches: checks that may switch something; beyond it sites are reported only.
         max_saturated: share of the steps since the last check whose values may exceed a remembered scale.
+
+    Example:
+        >>> guard = loka.Guard(model, GuardConfig(every=20))
     """
 
     max_error: float = 0.15

@@ -36,7 +36,14 @@ __all__ = ["BoundGemm", "Linear", "LinearBinding", "LinearState", "linears_of", 
 
 
 class Linear(nn.Linear):
-    """An nn.Linear in low precision. Make one with `Linear.replacing(module, binding)`, or turn a module into one with `Linear.adopt`."""
+    """An nn.Linear in low precision. Make one with `Linear.replacing(module, binding)`, or turn a module into one with `Linear.adopt`.
+
+    Args:
+        in_features: as nn.Linear, and so are the others; it is not made like this.
+
+    Example:
+        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(BoundGemm("auto", recipe_named("rowwise").fprop)))
+    """
 
     binding: LinearBinding
     state: LinearState

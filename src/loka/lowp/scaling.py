@@ -31,7 +31,15 @@ _GIVEN = Spec.parse("e4m3:tensor:static")
 
 @dataclass(frozen=True)
 class Scaling:
-    """How scales are remembered. `margin` is headroom in powers of two: 1 halves the range used and survives a doubling within a step."""
+    """How scales are remembered.
+
+    Args:
+        history: steps whose largest magnitude counts.
+        margin: headroom in powers of two: 1 halves the range used and survives a doubling within a step.
+
+    Example:
+        >>> LinearOptions(scales="delayed", scaling=Scaling(history=64, margin=1))
+    """
 
     history: int = 16
     margin: int = 0

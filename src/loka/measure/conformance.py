@@ -56,7 +56,19 @@ ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23
 
 @dataclass(frozen=True)
 class Conformance:
-    """The verdict on one kernel for one call. `ok` is False with the reason; error and tolerance are comparable numbers."""
+    """The verdict on one kernel for one call; true where it is right.
+
+    Args:
+        ok: whether.
+        error: worst of the looks over its allowance; infinite where NaN or infinity is out of place.
+        tolerance: that the error is compared with.
+        reason: of a no.
+        raised: it ended in an exception, so there is no result to be wrong.
+
+    Example:
+        >>> bool(Conformance(False, 0.3, 0.1, "row 7 is off"))
+        False
+    """
 
     ok: bool
     error: float  # worst of the four looks over its allowance; inf where NaN or infinity is out of place

@@ -27,7 +27,17 @@ from loka.records.bench import Peaks
 
 
 def snapshot(command: str | None = None) -> Environment:
-    """Where and how numbers are being made."""
+    """Where and how numbers are being made: the GPU, its driver and clocks where there is one.
+
+    Args:
+        command: that was run; None takes this process's own.
+
+    Returns:
+        What belongs beside every number.
+
+    Example:
+        >>> snapshot().device
+    """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command if command is not None else " ".join(sys.argv),

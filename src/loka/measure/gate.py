@@ -124,6 +124,10 @@ def judge_quantizer(quantize: Callable[..., QTensor], call: QuantizeCall, device
 
     Returns:
         The verdict: the same bits as the law, in every round.
+
+    Example:
+        >>> bool(judge_quantizer(loka.formats.quantize, QuantizeCall(64, 128, Spec.parse("e4m3:row")), "cpu"))
+        True
     """
     device = torch.device(device)
     key = ("quantizer", _identity(quantize), call, str(device))

@@ -50,7 +50,16 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time: one thunk per operand set, and the proof that it is right."""
+    """Something to time. What is not proven right is refused here.
+
+    Args:
+        name: in the result.
+        thunks: one per operand set.
+        conformance: the proof that it is right.
+
+    Example:
+        >>> Candidate("triton", [lambda: run(a, b)], check_scaled_mm(backend, call, a, b))
+    """
 
     name: str
     thunks: Sequence[Thunk]

@@ -11,30 +11,24 @@ is counted.
 """
 
 from loka.metrics.accumulator import Metric, all_reduce
-from loka.metrics.auc import AUC, GAUC, GroupedAUC
-from loka.metrics.beams import BeamOverlap, BeamOverlapResult
+from loka.metrics.auc import AUC, GAUC
+from loka.metrics.beams import BeamOverlap
 from loka.metrics.binary import log_losses
-from loka.metrics.compare import Comparison, Verdict, compare_paired, decide, minimum_detectable_effect
-from loka.metrics.logloss import LogLoss, NormalizedEntropy, relative_change
-from loka.metrics.sample_ratio import SampleRatio, check_sample_ratio
-from loka.metrics.sequential import Moments, SequentialComparison, check_ratio_anytime, compare_anytime
-from loka.metrics.topk import TopK, TopKResult, rank_target
+from loka.metrics.compare import Verdict, compare_paired, decide, minimum_detectable_effect
+from loka.metrics.logloss import LogLoss, NormalizedEntropy
+from loka.metrics.sample_ratio import check_sample_ratio
+from loka.metrics.sequential import Moments, check_ratio_anytime, compare_anytime
+from loka.metrics.topk import TopK
 
 __all__ = [
     "AUC",
     "GAUC",
     "BeamOverlap",
-    "BeamOverlapResult",
-    "Comparison",
-    "GroupedAUC",
     "LogLoss",
     "Metric",
     "Moments",
     "NormalizedEntropy",
-    "SampleRatio",
-    "SequentialComparison",
     "TopK",
-    "TopKResult",
     "Verdict",
     "all_reduce",
     "check_ratio_anytime",
@@ -44,6 +38,4 @@ __all__ = [
     "decide",
     "log_losses",
     "minimum_detectable_effect",
-    "rank_target",
-    "relative_change",
 ]

@@ -32,7 +32,14 @@ _CONFIG = "config"
 
 
 class Metric(ABC, Generic[Result]):
-    """Base of all metrics: `update(...)` per batch, `merge(other)`, `compute()`, `state_dict()`, `load_state_dict()`."""
+    """Base of all metrics: `update(...)` per batch, `merge(other)`, `compute()`, `state_dict()`, `load_state_dict()`.
+
+    Args:
+        config: what two metrics must share to be merged.
+
+    Example:
+        >>> class Mean(Metric[float]): ...
+    """
 
     def __init__(self, **config: object) -> None:
         self._config: dict[str, Any] = {"metric": type(self).__name__, **config}
@@ -139,7 +146,18 @@ M = TypeVar("M", bound=Metric[Any])
 
 
 def all_reduce(metric: M, process_group: dist.ProcessGroup | None = None) -> M:
-    """A new metric holding what all processes of the group have seen, the same on every rank; `metric` is not changed."""
+    """What all processes have seen, as one metric.
+
+    Args:
+        metric: of this process; it is not changed.
+        process_group: which processes; None: all.
+
+    Returns:
+        A new metric, the same on every rank.
+
+    Example:
+        >>> all_reduce(auc).compute()
+    """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "all_reduce needs an initialised torch.distributed group: call init_process_group first, or skip it"

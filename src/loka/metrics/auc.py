@@ -25,7 +25,17 @@ __all__ = ["AUC", "GAUC", "GroupedAUC"]
 
 
 class AUC(BinaryMetric[float]):
-    """Exact AUC with ties counted one half; memory grows with the data (9 bytes per example)."""
+    """Exact AUC with ties counted one half; memory grows with the data (9 bytes per example).
+
+    Args:
+        nonfinite: what becomes of predictions that are not finite: "raise", or "count" and leave out.
+
+    Example:
+        >>> auc = AUC()
+        >>> auc.update(torch.tensor([0.1, 0.9]), torch.tensor([0.0, 1.0]))
+        >>> auc.compute()
+        1.0
+    """
 
     def __init__(self, *, nonfinite: Nonfinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)
@@ -60,7 +70,16 @@ class GroupedAUC:
 
 
 class GAUC(BinaryMetric[GroupedAUC]):
-    """Mean AUC per group, weighted by impressions; exact, 17 bytes per example."""
+    """Mean AUC per group, weighted by impressions; exact, 17 bytes per example.
+
+    Args:
+        nonfinite: as for `AUC`.
+
+    Example:
+        >>> gauc = GAUC()
+        >>> gauc.update(scores, labels, users)
+        >>> gauc.compute().value
+    """
 
     def __init__(self, *, nonfinite: Nonfinite = "raise") -> None:
         super().__init__(nonfinite=nonfinite)

@@ -33,7 +33,15 @@ class BeamOverlapResult:
 
 
 class BeamOverlap(Metric[BeamOverlapResult]):
-    """Overlap of two beam sets at every n in `ns`."""
+    """Overlap of two beam sets at every n.
+
+    Args:
+        ns: how many of the best are compared.
+
+    Example:
+        >>> overlap = BeamOverlap([1, 10])
+        >>> overlap.update(beams_bf16, beams_fp8)
+    """
 
     def __init__(self, ns: Sequence[int]) -> None:
         if not ns or any(n < 1 for n in ns) or len(set(ns)) != len(ns):

@@ -30,9 +30,18 @@ PROBABILITY_GUARD = torch.finfo(torch.float64).eps
 
 
 def log_losses(predictions: Tensor, labels: Tensor, *, inputs: Inputs = "logits") -> Tensor:
-    """Log loss of each example, float64: softplus(z) - y z from a logit z, -y ln p - (1-y) ln(1-p) from a probability p.
+    """Log loss of each example: softplus(z) - y z from a logit z, -y ln p - (1-y) ln(1-p) from a probability p. No screen here: NaN in, NaN out.
 
-    No screen here: NaN in, NaN out. This is what `loka.metrics.compare` wants for a paired comparison of two runs.
+    Args:
+        predictions: logits or probabilities.
+        labels: 0 or 1, of the same shape.
+        inputs: which of the two.
+
+    Returns:
+        float64: what `loka.metrics.compare` wants for a paired comparison of two runs.
+
+    Example:
+        >>> compare_paired(log_losses(z_fp8, y), log_losses(z_bf16, y), margin=0.02, lower_is_better=True, relative=True)
     """
     if predictions.shape != labels.shape:
         raise ValueError(

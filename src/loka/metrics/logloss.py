@@ -26,7 +26,18 @@ def relative_change(candidate: float, baseline: float) -> float:
 
 
 class LogLoss(BinaryMetric[float]):
-    """Mean log loss, natural logarithm."""
+    """Mean log loss, natural logarithm.
+
+    Args:
+        inputs: "logits" or "probabilities".
+        nonfinite: as for `AUC`.
+
+    Example:
+        >>> loss = LogLoss()
+        >>> loss.update(torch.zeros(4), torch.ones(4))
+        >>> round(loss.compute(), 4)
+        0.6931
+    """
 
     def __init__(self, *, inputs: Inputs = "logits", nonfinite: Nonfinite = "raise") -> None:
         super().__init__(inputs=inputs, nonfinite=nonfinite)
@@ -57,7 +68,16 @@ class LogLoss(BinaryMetric[float]):
 
 
 class NormalizedEntropy(LogLoss):
-    """Log loss divided by the entropy of the base rate of the same examples."""
+    """Log loss divided by the entropy of the base rate of the same examples.
+
+    Args:
+        inputs: as for `LogLoss`.
+        nonfinite: as for `LogLoss`.
+
+    Example:
+        >>> ne = NormalizedEntropy()
+        >>> ne.update(logits, labels)
+    """
 
     def compute(self) -> float:
         """NE; NaN when nothing or only one class was seen."""

@@ -38,7 +38,20 @@ class SampleRatio:
 
 
 def check_sample_ratio(observed: Sequence[int], ratio: Sequence[float], *, threshold: float = 0.001) -> SampleRatio:
-    """Test counts per arm against the ratio asked for (any positive numbers; they are normalised)."""
+    """Test counts per arm against the ratio asked for.
+
+    Args:
+        observed: units per arm.
+        ratio: any positive numbers; they are normalised.
+        threshold: p-value below which the split did not happen as asked.
+
+    Returns:
+        The p-value, and whether the arms are mismatched.
+
+    Example:
+        >>> check_sample_ratio([5010, 4990], [1, 1]).mismatch
+        False
+    """
     if len(observed) != len(ratio) or len(observed) < 2:
         raise ValueError(f"{len(observed)} counts and {len(ratio)} ratios: expected the same number, at least two")
     if any(count < 0 for count in observed) or sum(observed) == 0:

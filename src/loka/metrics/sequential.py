@@ -123,6 +123,9 @@ def check_ratio_anytime(observed: Sequence[int], ratio: Sequence[float]) -> floa
         observed: units per arm so far.
         ratio: positive numbers; they are normalised.
 
+    Returns:
+        The p-value.
+
     Example:
         >>> check_ratio_anytime([5010, 4990], [1, 1]) > 0.5, check_ratio_anytime([5400, 4600], [1, 1]) < 0.001
         (True, True)

@@ -65,7 +65,15 @@ def rank_target(scores: Tensor, target: Tensor, *, exclude: Tensor | None = None
 
 
 class TopK(Metric[TopKResult]):
-    """HR@K, recall@K, NDCG@K for every K in `ks`, and MRR."""
+    """HR@K, recall@K, NDCG@K for every K, and MRR.
+
+    Args:
+        ks: how long a list may be.
+
+    Example:
+        >>> top = TopK((10,))
+        >>> top.update_scores(scores, target)
+    """
 
     def __init__(self, ks: Sequence[int] = (1, 5, 10)) -> None:
         if not ks or any(k < 1 for k in ks) or len(set(ks)) != len(ks):

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.models.ranker import PLAIN, check_positive
-from loka.nn import EmbeddingTables, Style, compute_dtype, make_activation, make_norm
+from loka.nn import EmbeddingTables, Style, make_norm
+from loka.nn.activation import make_activation
+from loka.nn.mix import compute_dtype
 from loka.nn.silu_attention import BACKENDS, AttentionBackend, SiluAttention, locate
 
 if TYPE_CHECKING:

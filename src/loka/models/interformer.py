@@ -22,22 +22,11 @@ from torch import Tensor, nn
 from loka.models.dcn import CrossNetwork
 from loka.models.dhen import DHENConfig, DHENLayer
 from loka.models.ranker import Core, CoreConfig
-from loka.nn import (
-    MLP,
-    DotInteraction,
-    DotProductAttention,
-    Seeds,
-    SelfAttention,
-    Style,
-    check_heads,
-    compute_dtype,
-    gate_for,
-    make_head,
-    make_norm,
-    merge_heads,
-    multiply_transposed,
-    split_heads,
-)
+from loka.nn import MLP, DotInteraction, DotProductAttention, SelfAttention, Style, make_head, make_norm
+from loka.nn.activation import gate_for
+from loka.nn.attention import check_heads, merge_heads, split_heads
+from loka.nn.embedding import Seeds
+from loka.nn.mix import compute_dtype, multiply_transposed
 
 if TYPE_CHECKING:
     from loka.data.schema import Schema

@@ -26,21 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.models.ranker import check_positive
-from loka.nn import (
-    DotProductAttention,
-    EmbeddingTables,
-    MixtureOfExperts,
-    Seeds,
-    SelfAttention,
-    Style,
-    SwiGLU,
-    check_heads,
-    compute_dtype,
-    make_norm,
-    merge_heads,
-    pad_recent,
-    split_heads,
-)
+from loka.nn import DotProductAttention, EmbeddingTables, MixtureOfExperts, SelfAttention, Style, SwiGLU, make_norm
+from loka.nn.attention import check_heads, merge_heads, split_heads
+from loka.nn.embedding import Seeds, pad_recent
+from loka.nn.mix import compute_dtype
 
 if TYPE_CHECKING:
     from loka.data.batch import Jagged

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from loka.nn import MLP, EmbeddingTables, Style, compute_dtype
+from loka.nn import MLP, EmbeddingTables, Style
+from loka.nn.mix import compute_dtype
 
 if TYPE_CHECKING:
     from loka.data.batch import Batch
@@ -55,7 +56,11 @@ def check_positive(config: Any, *, except_for: tuple[str, ...] = ()) -> None:
 
 
 class Core(nn.Module):
-    """The dense part of a ranking model; a family implements `represent` and sets `head`."""
+    """The dense part of a ranking model; a family implements `represent` and sets `head`.
+
+    Example:
+        >>> class Mine(Core): ...
+    """
 
     takes_sequence: ClassVar[bool] = False
     config: CoreConfig
@@ -88,7 +93,19 @@ class Core(nn.Module):
 
 
 class Ranker(nn.Module):
-    """Embeds a Batch of a schema and calls a core."""
+    """Embeds a Batch of a schema and calls a core.
+
+    Args:
+        schema: of a data set.
+        core: the dense part; its n and labels must fit.
+        dense_vectors: how many vectors the dense features become.
+        dense_hidden: widths of the layers that make them.
+        sparse: gradients of tables as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
+
+    Example:
+        >>> build_ranker(data.schema, "wukong", "tiny")(batch).shape
+    """
 
     def __init__(
         self,

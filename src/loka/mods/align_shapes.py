@@ -84,7 +84,14 @@ def is_aligned(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class AlignShapes:
-    """multiple: what K and N shall be multiples of (16: any FP8 kernel; 128: blockwise scales without a ragged block)."""
+    """Pad K and N with zeros, invisible to everybody else.
+
+    Args:
+        multiple: what K and N shall be multiples of (16: any FP8 kernel; 128: blockwise scales without a ragged block).
+
+    Example:
+        >>> loka.mods.apply(model, [AlignShapes(128)])
+    """
 
     multiple: int = 16
     name: ClassVar[str] = "align_shapes"

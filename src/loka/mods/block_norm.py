@@ -26,7 +26,15 @@ from loka.units.flow import Sink
 
 @dataclass(frozen=True)
 class UseBlockNorm:
-    """block: features per block; fold: move gains and shifts into the next linear where that is exact."""
+    """Make LayerNorm and RMSNorm a parameter-free RMSNorm over blocks of features.
+
+    Args:
+        block: features per block.
+        fold: move gains and shifts into the next linear where that is exact.
+
+    Example:
+        >>> loka.mods.apply(model, [UseBlockNorm()], example=batch)
+    """
 
     block: int = BLOCK
     fold: bool = True

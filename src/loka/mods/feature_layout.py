@@ -42,7 +42,11 @@ class OverFeatures(nn.Module):
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """Multiply over features from the left. It has no options."""
+    """Multiply over features from the left. It has no options.
+
+    Example:
+        >>> loka.mods.apply(model, [FeatureLayout()], example=batch)
+    """
 
     name: ClassVar[str] = "feature_layout"
     effect: ClassVar[ModClass] = "rounding"

@@ -30,6 +30,9 @@ class Fuse:
         gradient: scales of the gradients; None is what the chain's norms allow: "tensor" behind block norms, "delayed" without a norm.
         linears: the narrowest linear outside of a chain that is taken too; 0 takes none.
         narrow: the narrowest linear that a chain may have.
+
+    Example:
+        >>> loka.mods.apply(model, [Fuse()], example=batch)
     """
 
     precision: Literal["fp8"] = "fp8"

@@ -96,8 +96,8 @@ def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
 def is_transpose(func: Any, args: Any) -> bool:
     """Whether a function turns the last two dimensions of a batch of matrices."""
     if func in _TURNS:
-        return len(args) == 3 and args[0].dim() == 3 and {args[1] % 3, args[2] % 3} == {1, 2}
-    return _is_mt(func) and args[0].dim() == 3
+        return len(args) == 3 and bool(args[0].dim() == 3) and {args[1] % 3, args[2] % 3} == {1, 2}
+    return _is_mt(func) and bool(args[0].dim() == 3)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -27,7 +27,14 @@ _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")
 
 @dataclass(frozen=True)
 class UseHardSwish:
-    """gates: whether sigmoid gates become hard too."""
+    """Make smooth activations hard.
+
+    Args:
+        gates: whether sigmoid gates become hard too.
+
+    Example:
+        >>> loka.mods.apply(model, [UseHardSwish(gates=False)])
+    """
 
     gates: bool = True
     name: ClassVar[str] = "hard_swish"

@@ -18,7 +18,12 @@ from loka.records.mods import ModClass
 
 @runtime_checkable
 class Mod(Protocol):
-    """A frozen dataclass of options with these attributes."""
+    """A frozen dataclass of options with these attributes.
+
+    Example:
+        >>> find("no_bias").name
+        'no_bias'
+    """
 
     @property
     def name(self) -> str:
@@ -36,7 +41,18 @@ class Mod(Protocol):
 
 
 def spell(mod: Mod) -> str:
-    """The mod with the options that are not the default: "block_norm(block=128)"."""
+    """The mod with the options that are not the default.
+
+    Args:
+        mod: any.
+
+    Returns:
+        What a plan writes and `parse` reads.
+
+    Example:
+        >>> spell(UseBlockNorm(block=128))
+        'block_norm(block=128)'
+    """
     plain = vars(type(mod)())
     options = ", ".join(f"{name}={value!r}" for name, value in vars(mod).items() if value != plain.get(name))
     return f"{mod.name}({options})" if options else mod.name

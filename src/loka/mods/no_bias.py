@@ -24,7 +24,14 @@ from loka.units.flow import Sink
 
 @dataclass(frozen=True)
 class NoBias:
-    """fold: move a bias into a kept one where that is exact, instead of dropping it."""
+    """Drop the biases of linears and norms; prediction layers keep theirs.
+
+    Args:
+        fold: move a bias into a kept one where that is exact, instead of dropping it.
+
+    Example:
+        >>> loka.mods.apply(model, [NoBias(fold=False)])
+    """
 
     fold: bool = True
     name: ClassVar[str] = "no_bias"

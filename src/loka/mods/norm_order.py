@@ -35,7 +35,14 @@ _ACTIVATIONS = (nn.ReLU, nn.SiLU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.Tanh, 
 
 @dataclass(frozen=True)
 class NormOrder:
-    """to: where the norm goes."""
+    """Move the normalisation, so that what is quantised is normalised.
+
+    Args:
+        to: where the norm goes: "epilogue", "pre" or "post".
+
+    Example:
+        >>> loka.mods.apply(model, [NormOrder("pre")], example=batch)
+    """
 
     to: Order = "epilogue"
     name: ClassVar[str] = "norm_order"

@@ -94,18 +94,48 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def is_protected(module: nn.Module, name: str = "") -> bool:
-    """Whether a module asked to be kept out of low precision."""
+    """Whether a module asked to be kept out of low precision.
+
+    Args:
+        module: any.
+        name: not looked at; filters are called with one.
+
+    Returns:
+        Whether `protect_intermediates` marked it.
+
+    Example:
+        >>> [n for n, m in model.named_modules() if is_protected(m)]
+    """
     return MARK in module.__dict__
 
 
 def unprotected(module: nn.Module, name: str = "") -> bool:
-    """The filter for `convert`, `Probe` and `apply` that lets everything through but protected modules."""
+    """The filter for `convert`, `Probe` and `apply` that lets everything through but protected modules.
+
+    Args:
+        module: any.
+        name: not looked at.
+
+    Returns:
+        Whether it may run in low precision.
+
+    Example:
+        >>> loka.convert(model, recipe="rowwise", module_filter_fn=unprotected)
+    """
     return not is_protected(module, name)
 
 
 @dataclass(frozen=True)
 class ProtectIntermediates:
-    """kinds: what is protected; precision: at least which type all of it computes in, or for every kind what it needs."""
+    """Compute what is small and decides the metric in the precision it needs.
+
+    Args:
+        kinds: what is protected.
+        precision: at least which type all of it computes in, or for every kind what it needs.
+
+    Example:
+        >>> loka.mods.apply(model, [ProtectIntermediates()], example=batch)
+    """
 
     kinds: tuple[Protection, ...] = get_args(Protection)
     precision: Literal["needed", "float32", "bfloat16"] = "needed"

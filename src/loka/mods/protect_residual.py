@@ -68,7 +68,11 @@ _PROMOTING |= {
 
 @dataclass(frozen=True)
 class ProtectResidual:
-    """No options."""
+    """Keep the residual stream and its additions in float32. It has no options.
+
+    Example:
+        >>> loka.mods.apply(model, [ProtectResidual()], example=batch)
+    """
 
     name: ClassVar[str] = "protect_residual"
     under_autocast: ClassVar[bool] = True  # where it is checked, too

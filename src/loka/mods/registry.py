@@ -44,12 +44,34 @@ CORE = ("no_bias", "block_norm", "hard_swish")
 
 
 def names() -> tuple[str, ...]:
-    """All mods, in the order in which they are best applied."""
+    """All mods, in the order in which they are best applied.
+
+    Returns:
+        Their names.
+
+    Example:
+        >>> "block_norm" in loka.mods.names()
+        True
+    """
     return tuple(MODS)
 
 
 def find(mod: "str | Mod") -> Mod:
-    """A mod by name, or the mod itself."""
+    """A mod by name, or the mod itself.
+
+    Args:
+        mod: either.
+
+    Returns:
+        The mod, with its default options where a name is given.
+
+    Raises:
+        ValueError: no such mod.
+
+    Example:
+        >>> find("no_bias").effect
+        'architecture'
+    """
     if isinstance(mod, str):
         if mod not in MODS:
             raise ValueError(f"there is no mod {mod!r}; the mods are {', '.join(MODS)}")

@@ -38,7 +38,14 @@ APPLIED = "_loka_mod_names"
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` did; prints as the summary."""
+    """What `apply` did; prints as the summary.
+
+    Args:
+        summary: the record.
+
+    Example:
+        >>> loka.mods.apply(model, ["no_bias"]).sites["no_bias"]
+    """
 
     summary: ModSummary
 
@@ -215,6 +222,10 @@ def applied_to(model: nn.Module) -> tuple[str, ...]:
 
     Returns:
         The mods as spelled, oldest first.
+
+    Example:
+        >>> loka.mods.applied_to(model)
+        ('no_bias', 'block_norm')
     """
     return tuple(unwrap(model).__dict__.get(APPLIED, ()))
 
@@ -230,6 +241,10 @@ def revert(model: nn.Module) -> int:
 
     Raises:
         ValueError: the model is still in low precision.
+
+    Example:
+        >>> loka.mods.revert(model)
+        7
     """
     inner = unwrap(model)
     converted = [name for name, module in inner.named_modules() if isinstance(module, Linear)]

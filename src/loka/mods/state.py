@@ -17,9 +17,17 @@ from loka.nn.wrapping import unwrap
 
 
 def adapt_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The state_dict of the original model as the modified one takes it, and what was lost on the way.
+    """The state_dict of the original model as the modified one takes it. A state_dict of the modified model itself is returned as it is.
 
-    A state_dict of the modified model itself is returned as it is.
+    Args:
+        model: modified.
+        state: of the original.
+
+    Returns:
+        The adapted one, and what was lost on the way.
+
+    Example:
+        >>> adapted, lost = loka.mods.adapt_state_dict(model, state)
     """
     model = unwrap(model)
     wanted = set(model.state_dict())

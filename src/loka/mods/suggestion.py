@@ -40,7 +40,16 @@ class HasRecord(Protocol):
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A mod, the sites it is for, and what at these sites speaks for it."""
+    """A mod, the sites it is for, and what at these sites speaks for it.
+
+    Args:
+        mod: its name.
+        sites: where.
+        why: in words.
+
+    Example:
+        >>> for suggestion in loka.mods.suggest(report): print(suggestion)
+    """
 
     mod: str
     sites: tuple[str, ...]
@@ -86,6 +95,9 @@ def unjudged(report: "ProbeReport | HasRecord") -> dict[str, tuple[str, ...]]:
 
     Returns:
         Sites by mod; empty where nothing of the kind was found.
+
+    Example:
+        >>> loka.mods.unjudged(report)
     """
     sites = _record(report).sites
     found = {mod: tuple(site.name for site in sites if mod in _read(site)) for mod in NEEDS_FEEDING}

@@ -18,7 +18,12 @@ GateKind = Literal["sigmoid", "hard"]
 
 
 class HardSwish(nn.Module):
-    """x * relu6(x + 3) / 6."""
+    """x * relu6(x + 3) / 6.
+
+    Example:
+        >>> HardSwish()(torch.tensor([-4.0, 4.0]))
+        tensor([-0., 4.])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the activation element by element."""
@@ -26,7 +31,12 @@ class HardSwish(nn.Module):
 
 
 class Sigmoid(nn.Module):
-    """The smooth gate, 1 / (1 + exp(-x))."""
+    """The smooth gate, 1 / (1 + exp(-x)).
+
+    Example:
+        >>> Sigmoid()(torch.zeros(1))
+        tensor([0.5000])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the gate element by element."""
@@ -34,7 +44,12 @@ class Sigmoid(nn.Module):
 
 
 class HardSigmoid(nn.Module):
-    """The hard gate, relu6(x + 3) / 6: exactly 0 below -3 and exactly 1 above 3."""
+    """The hard gate, relu6(x + 3) / 6: exactly 0 below -3 and exactly 1 above 3.
+
+    Example:
+        >>> HardSigmoid()(torch.tensor([-4.0, 0.0, 4.0]))
+        tensor([0.0000, 0.5000, 1.0000])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the gate element by element."""

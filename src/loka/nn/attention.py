@@ -15,9 +15,14 @@ from torch import Tensor, nn
 
 
 class DotProductAttention(nn.Module):
-    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen.
+    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen. Every query must see at least one key: a row of nothing but masked keys has
+    no softmax.
 
-    Every query must see at least one key: a row of nothing but masked keys has no softmax.
+    Args:
+        causal: a query sees keys up to its own place.
+
+    Example:
+        >>> DotProductAttention(causal=True)(q, k, v)
     """
 
     def __init__(self, *, causal: bool = False) -> None:
@@ -45,7 +50,19 @@ class DotProductAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention over x [B, T, d], optionally causal, optionally with rotary positions."""
+    """Multi-head self-attention over x [B, T, d].
+
+    Args:
+        d: features.
+        heads: that divide them.
+        causal: a token sees those before it.
+        rotary: positions rotate queries and keys.
+        bias: of the linears.
+
+    Example:
+        >>> SelfAttention(64, 4, causal=True)(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     def __init__(self, d: int, heads: int, *, causal: bool = False, rotary: bool = False, bias: bool = False) -> None:
         super().__init__()

@@ -25,7 +25,17 @@ from loka.nn.tables import Table
 
 
 class EmbeddingTables(nn.Module):
-    """The stacked tables of several fields, each `(name, cardinality)`, all `width` wide."""
+    """The stacked tables of several fields.
+
+    Args:
+        fields: (name, cardinality) of each.
+        width: of a row.
+        sparse: gradients as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
+
+    Example:
+        >>> EmbeddingTables([("store", 120), ("product", 5000)], 16).lookup(ids).shape
+    """
 
     first_row: Tensor
     cardinality: Tensor

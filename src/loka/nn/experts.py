@@ -24,7 +24,18 @@ UNIT = 1e-6
 
 
 class SwiGLU(nn.Module):
-    """W_down (act(W_gate x) * W_up x); `gate_up` holds W_gate above W_up."""
+    """W_down (act(W_gate x) * W_up x); `gate_up` holds W_gate above W_up.
+
+    Args:
+        d: features in and out.
+        hidden: features between.
+        activation: of the gate.
+        bias: of the linears.
+
+    Example:
+        >>> SwiGLU(64, 128)(torch.randn(2, 64)).shape
+        torch.Size([2, 64])
+    """
 
     def __init__(self, d: int, hidden: int, *, activation: ActivationKind = "silu", bias: bool = False) -> None:
         super().__init__()
@@ -40,7 +51,20 @@ class SwiGLU(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """`shared` experts as one wide SwiGLU (none with 0), and `routed` of which every token visits `top`."""
+    """Experts of which every token visits some.
+
+    Args:
+        d: features in and out.
+        hidden: of one expert.
+        routed: experts to choose from.
+        top: visited by a token.
+        shared: experts that all visit, as one wide SwiGLU; 0 for none.
+        activation: of the gates.
+
+    Example:
+        >>> MixtureOfExperts(64, 128, routed=8, top=2)(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
 
     balance: Tensor
     load: Tensor

@@ -79,7 +79,16 @@ def _flops(x: torch.Size, weight: torch.Size, ends: torch.Size, *args: Any, **kw
 
 
 class GroupedLinear(nn.Module):
-    """E linears without bias; the state_dict is a plain `weight` [E, out, in]."""
+    """E linears without bias; the state_dict is a plain `weight` [E, out, in].
+
+    Args:
+        experts: how many.
+        width_in: a multiple of 8.
+        width_out: a multiple of 8.
+
+    Example:
+        >>> GroupedLinear(4, 64, 128)(x, ends)  # x sorted by expert
+    """
 
     def __init__(self, experts: int, width_in: int, width_out: int) -> None:
         super().__init__()

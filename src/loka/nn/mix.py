@@ -90,9 +90,15 @@ def _sum_products(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class FeatureMix(nn.Module):
-    """Y = W X for x [B, n, d]; `rows` of several sizes share one product and one read of x, and come back as views of it.
+    """Y = W X for x [B, n, d]. The state_dict is a plain `weight` [sum(rows), n], initialised like `nn.Linear`. There is no bias: in every model here a norm follows.
 
-    The state_dict is a plain `weight` [sum(rows), n], initialised like `nn.Linear`. There is no bias: in every model here a norm follows.
+    Args:
+        n: vectors.
+        rows: mixtures; several sizes share one product and one read of x, and come back as views of it.
+
+    Example:
+        >>> FeatureMix(8, 4)(torch.randn(2, 8, 16)).shape
+        torch.Size([2, 4, 16])
     """
 
     def __init__(self, n: int, rows: int | Sequence[int]) -> None:
@@ -168,7 +174,12 @@ def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
 
 
 class FactorizationMachine(nn.Module):
-    """Products of the n vectors of x with k mixtures of them: X Y^T, [B, n, k]."""
+    """Products of the n vectors of x with k mixtures of them: X Y^T, [B, n, k].
+
+    Example:
+        >>> FactorizationMachine()(torch.randn(2, 8, 16), torch.randn(2, 4, 16)).shape
+        torch.Size([2, 8, 4])
+    """
 
     def forward(self, x: Tensor, mixtures: Tensor) -> Tensor:
         """x [B, n, d], mixtures [B, k, d] (= P^T X, from a FeatureMix) -> [B, n, k]."""
@@ -201,7 +212,15 @@ class _Dots(torch.autograd.Function):
 
 
 class DotInteraction(nn.Module):
-    """Pairwise dot products of the n vectors, each pair once: [B, n (n - 1) / 2], row by row of the strict lower triangle."""
+    """Pairwise dot products of the n vectors, each pair once: [B, n (n - 1) / 2], row by row of the strict lower triangle.
+
+    Args:
+        n: vectors.
+
+    Example:
+        >>> DotInteraction(3)(torch.randn(2, 3, 8)).shape
+        torch.Size([2, 3])
+    """
 
     def __init__(self, n: int) -> None:
         super().__init__()

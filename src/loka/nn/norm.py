@@ -43,9 +43,16 @@ class RMSNorm(nn.RMSNorm):
 
 
 class BlockNorm(nn.Module):
-    """Parameter-free RMSNorm over blocks of 256 features.
+    """Parameter-free RMSNorm over blocks of 256 features. A width under 256 is one block; where 256 does not divide the width, the ragged tail is a block of its own width.
 
-    A width under 256 is one block. Where 256 does not divide the width, the ragged tail is a block of its own width.
+    Args:
+        width: features.
+        block: features of a block.
+        eps: added to the mean square.
+
+    Example:
+        >>> BlockNorm(512)(torch.randn(4, 512)).square().mean().round()
+        tensor(1.)
     """
 
     def __init__(self, width: int, *, block: int = BLOCK, eps: float = EPS) -> None:
@@ -81,7 +88,19 @@ def rms_normalize(x: Tensor, eps: float = EPS) -> Tensor:
 
 
 def make_norm(kind: NormKind, width: int, *, bias: bool = True) -> nn.Module:
-    """The normalisation called `kind` over `width` features; `bias` is LayerNorm's shift, the others have none."""
+    """A normalisation by name.
+
+    Args:
+        kind: none, layer, rms or block.
+        width: features.
+        bias: LayerNorm's shift; the others have none.
+
+    Returns:
+        The module.
+
+    Example:
+        >>> make_norm("block", 256)
+    """
     if kind == "layer":
         return LayerNorm(width, bias=bias)
     if kind == "rms":

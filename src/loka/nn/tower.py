@@ -22,8 +22,15 @@ from loka.nn.norm import NormKind, make_norm
 class Style:
     """The switches every model shares; changing one is a flag, not a fork.
 
-    norm: the norms between blocks. tower_norm: the norms inside MLP towers, after each hidden linear. bias: biases of linears and norms (the
-    final prediction layer always keeps its own).
+    Args:
+        norm: the norms between blocks.
+        activation: of hidden layers.
+        bias: biases of linears and norms (the final prediction layer always keeps its own).
+        tower_norm: the norms inside MLP towers, after each hidden linear.
+        dropout: after each hidden layer.
+
+    Example:
+        >>> build("wukong", "tiny", style=Style(norm="block", bias=False))
     """
 
     norm: NormKind = "layer"
@@ -62,7 +69,19 @@ class Layer(nn.Module):
 
 
 class MLP(nn.Module):
-    """Hidden layers of the given widths, then one plain linear to `width_out` (none: the last hidden layer is the output)."""
+    """Hidden layers of the given widths, then one plain linear.
+
+    Args:
+        width_in: features of the input.
+        hidden: widths of the hidden layers.
+        width_out: of the last linear; None: the last hidden layer is the output.
+        style: norms, activation, biases.
+        last_bias: of the last linear; None: as the style.
+
+    Example:
+        >>> MLP(64, [128, 128], 1)(torch.randn(4, 64)).shape
+        torch.Size([4, 1])
+    """
 
     def __init__(
         self,
@@ -94,5 +113,19 @@ class MLP(nn.Module):
 
 
 def make_head(width_in: int, hidden: Sequence[int], labels: int, style: Style) -> MLP:
-    """The tower that ends a ranking model in logits; its last linear keeps its bias whatever the style says."""
+    """The tower that ends a ranking model in logits; its last linear keeps its bias whatever the style says.
+
+    Args:
+        width_in: features.
+        hidden: widths of the hidden layers.
+        labels: logits.
+        style: of the model.
+
+    Returns:
+        The MLP.
+
+    Example:
+        >>> make_head(64, [32], 1, Style(bias=False)).last.bias is not None
+        True
+    """
     return MLP(width_in, hidden, labels, style=style, last_bias=True)

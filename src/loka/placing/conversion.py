@@ -241,6 +241,10 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
 
     Raises:
         ValueError: a chain has no scales yet.
+
+    Example:
+        >>> loka.placing.freeze_model(model)
+        12
     """
     inner = unwrap(model)
     chains = [chain for _, chain in chains_of(inner)]
@@ -416,6 +420,9 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Args:
         model: converted as the one the state is of.
         state: what `scale_state` returned there.
+
+    Example:
+        >>> loka.load_scale_state(model, safetensors.torch.load_file("scales.safetensors"))
     """
     expected = scale_state(model)
     if problems := sorted(expected.keys() ^ state.keys()):
@@ -436,6 +443,9 @@ def calibrating(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: converted with static scales, or with chains.
+
+    Returns:
+        A context manager.
 
     Example:
         >>> with loka.placing.calibrating(model), torch.no_grad():

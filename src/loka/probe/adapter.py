@@ -47,7 +47,18 @@ def own_weight(module: nn.Module) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How to see one class of modules. `weight` gives [N, K], or [experts, N, K]; without one, `operands` gives the second operand [..., N, K]."""
+    """How to see one class of modules.
+
+    Args:
+        kind: of site.
+        operands: gives the input, and where there is no weight the second operand [..., N, K].
+        weight: gives [N, K], or [experts, N, K].
+        channel: where the contracted dimension of the input, and the columns of the output, are.
+        gradient: whether the output is the product itself, so that its gradient is an operand.
+
+    Example:
+        >>> register(MyLinear, Adapter("linear"))
+    """
 
     kind: Kind
     operands: Operands = first_input
@@ -66,7 +77,15 @@ _REGISTERED: dict[type[nn.Module], Adapter] = {}
 
 
 def register(module_class: type[nn.Module], adapter: Adapter) -> None:
-    """Make modules of a class sites of every Probe made from now on."""
+    """Make modules of a class sites of every Probe made from now on.
+
+    Args:
+        module_class: whose modules.
+        adapter: how their operands are seen as one GEMM.
+
+    Example:
+        >>> register(MyLinear, Adapter("linear"))
+    """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ValueError(f"register takes a class of modules, got {module_class!r}")
     _REGISTERED[module_class] = adapter

@@ -33,7 +33,16 @@ GATE_DTYPES = (torch.float32, torch.bfloat16)  # what Probe's samples are, and w
 
 @dataclass(frozen=True)
 class Engine:
-    """A quantiser and a GEMM."""
+    """A quantiser and a GEMM.
+
+    Args:
+        name: in reports.
+        quantize: (x, spec) -> QTensor.
+        matmul: a backend of scaled_mm, or a module like one.
+
+    Example:
+        >>> probe.evaluate(backends=[Engine("mine", loka.formats.quantize, my_module)])
+    """
 
     name: str
     quantize: Callable[[Tensor, Spec], QTensor]

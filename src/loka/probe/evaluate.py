@@ -36,7 +36,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from loka.dispatch import Operands, error_of, recipe_named
+from loka.dispatch import Operands, recipe_named
+from loka.dispatch.policy import error_of
 from loka.formats import QTensor, Spec
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loka import records
-from loka.dispatch import Database, Policy, error_of, make_plan
+from loka.dispatch import Database, Policy, make_plan
 from loka.dispatch.budget import Verify
+from loka.dispatch.policy import error_of
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
 

@@ -17,7 +17,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from loka.dispatch import error_of, recipe_named
+from loka.dispatch import recipe_named
+from loka.dispatch.policy import error_of
 from loka.formats import QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.backend import Backend

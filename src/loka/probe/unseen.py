@@ -62,7 +62,7 @@ def find_unseen(model: nn.Module, watched: Collection[int], outside: Collection[
     found: list[UnseenWatch] = []
     covered = {*watched, *outside}
     for name, module in named_sites(model):
-        if id(module) in covered or getattr(module, LENT, ()):  # its children compute, and are sites
+        if id(module) in covered or getattr(module, LENT, None):  # its children compute, and are sites
             continue
         reason = next((text for kind, text in REASONS if isinstance(module, kind)), None)
         if reason is not None:

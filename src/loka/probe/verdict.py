@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from loka.dispatch import error_of
+from loka.dispatch.policy import error_of
 from loka.probe.cause import MODS, NAMES, OPERANDS
 from loka.probe.score import GIVEN_SCALES, share_of_margin
 from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats

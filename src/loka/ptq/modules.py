@@ -26,7 +26,8 @@ from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import prepare, scaled_mm
 from loka.lowp.auto import settle
 from loka.lowp.binding import BoundGemm, LinearBinding
-from loka.nn import GroupedLinear, compute_dtype
+from loka.nn import GroupedLinear
+from loka.nn.mix import compute_dtype
 
 Site = nn.Linear | GroupedLinear
 
@@ -105,7 +106,18 @@ class _Quantized(nn.Module):
 
 
 class QuantizedLinear(_Quantized):
-    """An nn.Linear in low precision, for inference."""
+    """An nn.Linear in low precision, for inference.
+
+    Args:
+        weight: quantised.
+        activation: Spec of what comes in.
+        bias: in high precision.
+        backend: runs the product.
+        fast_accum: sums may stay in the tensor cores.
+
+    Example:
+        >>> quantize_module(nn.Linear(64, 32), recipe_named("rowwise").fprop)
+    """
 
     def __init__(
         self, weight: QTensor, activation: Spec, bias: Tensor | None, *, backend: str = "auto", fast_accum: bool = False
@@ -143,7 +155,17 @@ class QuantizedLinear(_Quantized):
 
 
 class QuantizedExperts(_Quantized):
-    """A GroupedLinear in low precision, for inference."""
+    """A GroupedLinear in low precision, for inference.
+
+    Args:
+        weight: quantised, [E, N, K].
+        activation: Spec of what comes in.
+        backend: runs the products.
+        fast_accum: sums may stay in the tensor cores.
+
+    Example:
+        >>> quantize_module(GroupedLinear(4, 128, 128), recipe_named("blockwise").fprop)
+    """
 
     def __init__(self, weight: QTensor, activation: Spec, *, backend: str = "auto", fast_accum: bool = False) -> None:
         super().__init__(weight, activation, backend, fast_accum)

@@ -49,7 +49,14 @@ Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Summary:
-    """What was done; `record` is what is written down."""
+    """What was done to a model; prints as a summary.
+
+    Args:
+        record: what is written down.
+
+    Example:
+        >>> loka.quantize(model, "rowwise").kept
+    """
 
     record: Quantized
 

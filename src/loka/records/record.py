@@ -17,7 +17,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -223,7 +223,15 @@ def load(path: str | Path, kind: type[R]) -> R:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Replace a file's content in one step: readers see the old or the new, never a part."""
+    """Replace a file's content in one step: readers see the old or the new, never a part.
+
+    Args:
+        path: of the file; its folder is made where it is missing.
+        data: the whole content.
+
+    Example:
+        >>> write_atomically("result.json", b"{}")
+    """
     path = Path(path).resolve()  # through a symbolic link: the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
@@ -238,32 +246,6 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def append(record: Record, path: str | Path) -> None:
-    """Add one line to a JSONL file; after a line that a crash cut short, an error rather than a second damaged line."""
-    path, line = Path(path), to_json(record) + b"\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        if file.seek(0, os.SEEK_END) > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                raise RecordError(f"{path}: the last line has no end: it was truncated; hint: remove it, then append")
-        file.write(line)
-
-
-def save_lines(records: Iterable[Record], path: str | Path) -> None:
-    """Write a JSONL file, atomically."""
-    write_atomically(path, b"".join(to_json(record) + b"\n" for record in records))
-
-
-def read_lines(path: str | Path, kind: type[R]) -> Iterator[R]:
-    """Read a JSONL file of one kind; errors name the file and the line."""
-    lines = _read(path).split(b"\n")
-    if lines and lines[-1] == b"":
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
-        yield from_json(line, kind, source=f"{path}:{number}")
 
 
 def _read(path: str | Path) -> bytes:

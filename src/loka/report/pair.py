@@ -21,7 +21,16 @@ TINY = 1e-3  # smaller errors, of products that are exact but for the last bit, 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two sets of records and what to call them."""
+    """Two sets of records and what to call them.
+
+    Args:
+        before: one.
+        after: the other.
+        names: of both.
+
+    Example:
+        >>> write_pair(Pair(before, after, ("2.1", "2.2")), "difference.html")
+    """
 
     before: Results
     after: Results
@@ -38,7 +47,17 @@ class Pair:
 
 
 def render_pair(pair: Pair) -> str:
-    """The page."""
+    """The page that compares two reports.
+
+    Args:
+        pair: what to compare.
+
+    Returns:
+        One self-contained HTML document.
+
+    Example:
+        >>> render_pair(Pair(before, after))
+    """
     sections = (
         ("quality", "Quality", _write_quality(pair)),
         ("sites", "Sites", _write_sites(pair)),
@@ -55,7 +74,15 @@ def render_pair(pair: Pair) -> str:
 
 
 def write_pair(pair: Pair, path: str | Path) -> None:
-    """Write the page, atomically."""
+    """Write the page that compares two reports, atomically.
+
+    Args:
+        pair: what to compare.
+        path: of the file.
+
+    Example:
+        >>> write_pair(Pair(before, after), "difference.html")
+    """
     write_atomically(path, render_pair(pair).encode())
 
 

@@ -54,7 +54,30 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Results:
-    """The records of one job. Every part may be absent; the report says what it has."""
+    """The records of one job. Every part may be absent; the report says what it has.
+
+    Args:
+        probe: what Probe found.
+        plans: what was decided.
+        runs: of training.
+        comparisons: of runs.
+        drift: over training.
+        mods: what was rewritten.
+        speeds: of a machine elsewhere.
+        benches: of kernels.
+        rows: of the performance database.
+        quantized: what was quantised.
+        tests: of two models on the same users.
+        analyses: of distributions.
+        loads: of a server.
+        experiments: on live traffic.
+        tunings: what `loka.tune` found.
+        sizes: estimates for other sizes.
+        conversions: what runs where.
+
+    Example:
+        >>> write_html(Results(probe=report.record, plans=(plan,)), "report.html")
+    """
 
     probe: ProbeReport | None = None
     plans: tuple[Plan, ...] = ()

@@ -1,7 +1,7 @@
 """Charts of served models: latency over the time of a load test, with the SLA."""
 
 from loka.records import LoadTest
-from loka.report.vega import ACCENT, SECOND, Spec, colour_by, make_chart, zero_line
+from loka.report.vega import ACCENT, SECOND, Spec, colour_by, draw, make_chart, number, tooltip, zero_line
 
 __all__ = ["draw_load"]
 
@@ -16,20 +16,13 @@ def draw_load(test: LoadTest) -> Spec | None:
     ]
     if not rows:
         return None
-    return make_chart(
-        f"Latency over time at {test.rate:g} requests a second",
-        height=180,
-        layer=[
-            {
-                "data": {"values": rows},
-                "mark": {"type": "line", "point": True},
-                "encoding": {
-                    "x": {"field": "second", "type": "quantitative", "title": "second in which the request was due"},
-                    "y": {"field": "ms", "type": "quantitative", "title": "milliseconds"},
-                    "color": colour_by("quantile", ["p50", "p99"], [ACCENT, SECOND]),
-                    "tooltip": [{"field": name} for name in ("second", "quantile", "ms", "answered", "offered")],
-                },
-            },
-            zero_line("y", test.sla_ms, strokeDash=[6, 4]),
-        ],
+    shown = draw(
+        {"type": "line", "point": True},
+        rows,
+        x=number("second", "second in which the request was due"),
+        y=number("ms", "milliseconds"),
+        color=colour_by("quantile", ["p50", "p99"], [ACCENT, SECOND]),
+        tooltip=tooltip("second", "quantile", "ms", "answered", "offered"),
     )
+    text = f"Latency over time at {test.rate:g} requests a second"
+    return make_chart(text, height=180, layer=[shown, zero_line("y", test.sla_ms, strokeDash=[6, 4])])

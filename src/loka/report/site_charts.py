@@ -1,70 +1,62 @@
 """Charts of sites: error by place or by speed-up, the model's sensitivity, histograms, drift. page.js fills data in that the page has already."""
 
 from loka.records import DriftReport, ProbeReport
-from loka.report.vega import ACCENT, QUIET, RECIPE_COLOURS, SECOND, THIRD, Spec, colour_by, make_chart, zero_line
+from loka.report.vega import (
+    ACCENT,
+    LIMIT,
+    QUIET,
+    RECIPE_COLOURS,
+    SECOND,
+    SITES,
+    THIRD,
+    Spec,
+    colour_by,
+    draw,
+    make_chart,
+    number,
+    point,
+    shape_by,
+    tooltip,
+    zero_line,
+)
 
 __all__ = ["draw_drift", "draw_histogram", "draw_sensitivity", "draw_sites", "draw_speeds"]
 
 MANY = 60  # sites; above, one line each would be a wall
 
-
-_ERROR = {"type": "quantitative", "scale": {"type": "log", "nice": False, "padding": 12}, "axis": {"tickCount": 5}}
-_TOOLTIP: list[Spec] = [
-    {"field": "site"},
-    {"field": "recipe"},
-    {"field": "backend"},
-    *({"field": name, "format": ".4f"} for name in ("error", "low", "high")),
-]
+_ERROR = number(log=12, ticks=5)
+_AT = {**_ERROR, "field": "at", "title": "error of the product"}
+_FROM = {**_ERROR, "field": "from"}
+_TOOLTIP = tooltip("site", "recipe", "backend", error=".4f", low=".4f", high=".4f")
 
 
-def _style_recipes(recipes: list[str]) -> tuple[Spec, Spec]:
+def _style_recipes(recipes: list[str]) -> Spec:
     """Colour and shape: the shape tells recipes apart where colours do not."""
-    colour = colour_by("recipe", recipes, [RECIPE_COLOURS.get(r, QUIET) for r in recipes])
-    shape = {"field": "recipe", "type": "nominal", "scale": {"domain": recipes}, "legend": colour["legend"]}
-    return colour, shape
+    colours = [RECIPE_COLOURS.get(r, QUIET) for r in recipes]
+    return {"color": colour_by("recipe", recipes, colours), "shape": shape_by("recipe", recipes)}
 
 
 def _limit_line() -> list[Spec]:
     x = {**_ERROR, "aggregate": "min", "field": "limit"}
-    rule = {"type": "rule", "stroke": {"expr": "alarm"}, "strokeDash": [5, 4], "strokeWidth": 1.5}
     text = {"type": "text", "align": "left", "dx": 5, "y": -8, "fill": {"expr": "alarm"}, "text": "limit"}
-    return [{"mark": rule, "encoding": {"x": x}}, {"mark": text, "encoding": {"x": x}}]
+    return [draw(LIMIT, x=x), draw(text, x=x)]
 
 
 def draw_sites(recipes: list[str], sites: int) -> Spec:
     """Error by place in the model, one row per site; above `MANY` sites, one height each."""
-    colour, shape = _style_recipes(recipes)
-    y: Spec = {
-        "field": "site",
-        "type": "nominal",
-        "sort": None,
-        "title": None,
-        "axis": {"labelLimit": 240, "grid": True},
-    }
-    many = sites > MANY
+    style, many, y = _style_recipes(recipes), sites > MANY, SITES
     if many:
-        scale = {"reverse": True, "nice": False, "domain": [0, sites]}
-        y = {"field": "index", "type": "quantitative", "scale": scale, "title": "site, in model order"}
-    x = {**_ERROR, "field": "at", "title": "error of the product"}
+        y = number("index", "site, in model order", scale={"reverse": True, "nice": False, "domain": [0, sites]})
     rule = {"type": "rule", "strokeWidth": 1 if many else 2, "opacity": 0.25 if many else 0.6}
-    point = {
-        "type": "point",
-        "filled": True,
-        "size": 24 if many else 70,
-        "opacity": 0.55 if many else 0.95,
-        "cursor": "pointer",
-    }
+    dot = point(24, 0.55, cursor="pointer") if many else point(70, 0.95, cursor="pointer")
     return make_chart(
         "Error of every linear under every recipe, with the limit; choose a point for the site's page",
         height=460 if many else max(24 * sites, 96),
         data={"values": []},
         layer=[
             *_limit_line(),
-            {
-                "mark": rule,
-                "encoding": {"x": {**_ERROR, "field": "from"}, "x2": {"field": "to"}, "y": y, "color": colour},
-            },
-            {"mark": point, "encoding": {"x": x, "y": y, "color": colour, "shape": shape, "tooltip": _TOOLTIP}},
+            draw(rule, x=_FROM, x2="to", y=y, color=style["color"]),
+            draw(dot, x=_AT, y=y, **style, tooltip=_TOOLTIP),
         ],
     )
 
@@ -74,25 +66,24 @@ def _room(y: Spec, least: float) -> list[Spec]:
     hidden = {"type": "point", "opacity": 0, "tooltip": False}
     beyond = {"calculate": "datum.limit * 1.15", "as": "beyond"}
     return [
-        {"transform": [beyond], "mark": hidden, "encoding": {"x": {**_ERROR, "aggregate": "max", "field": "beyond"}}},
-        {
-            "data": {"values": [{"at": 1.35 * least}, {"at": 0.85 * least}]},
-            "mark": hidden,
-            "encoding": {"y": {**y, "field": "at"}},
-        },
+        {"transform": [beyond], **draw(hidden, x={**_ERROR, "aggregate": "max", "field": "beyond"})},
+        draw(hidden, [{"at": 1.35 * least}, {"at": 0.85 * least}], y={**y, "field": "at"}),
     ]
 
 
 def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
     """The map: safe or unsafe (left or right of the limit) by fast or slow (above or below the least speed-up), with both intervals."""
-    colour, shape = _style_recipes(recipes)
-    y: Spec = {"type": "quantitative", "scale": {"type": "log", "nice": False, "padding": 14}, "axis": {"tickCount": 6}}
-    x = {**_ERROR, "field": "at", "title": "error of the product"}
+    style, y = _style_recipes(recipes), number(log=14, ticks=6)
     named = {**y, "field": "speedup", "title": f"speed-up over bf16 on {where}"}
-    rule = {"type": "rule", "strokeWidth": 1.5, "opacity": 0.45}
-    point = {"type": "point", "filled": True, "size": 60, "opacity": 0.85, "cursor": "pointer"}
-    faster = {"type": "rule", "stroke": {"expr": "alarm"}, "strokeDash": [5, 4], "strokeWidth": 1.5}
+    rule, colour = {"type": "rule", "strokeWidth": 1.5, "opacity": 0.45}, style["color"]
+    said = [*_TOOLTIP, *tooltip(speedup=".2f", slow=".2f", fast=".2f")]
     corner = {"type": "text", "fontSize": 11, "fill": {"expr": "soft"}, "text": {"expr": "datum.word"}}
+    corners = (
+        ("safe and fast", "left", "top", "6", "6"),
+        ("unsafe, fast", "right", "top", "width - 6", "6"),
+        ("safe, slow", "left", "bottom", "6", "height - 6"),
+        ("unsafe, slow", "right", "bottom", "width - 6", "height - 6"),
+    )
     return make_chart(
         "Error against speed-up of every linear under every recipe and kernel: safe is left of the limit, fast is above the least speed-up",
         height=440,
@@ -100,73 +91,38 @@ def draw_speeds(recipes: list[str], where: str, least: float) -> Spec:
         layer=[
             *_limit_line(),
             *_room(y, least),
-            {"data": {"values": [{"at": least}]}, "mark": faster, "encoding": {"y": {**y, "field": "at"}}},
-            {
-                "mark": rule,
-                "encoding": {"x": {**_ERROR, "field": "from"}, "x2": {"field": "to"}, "y": named, "color": colour},
-            },
-            {"mark": rule, "encoding": {"x": x, "y": {**y, "field": "slow"}, "y2": {"field": "fast"}, "color": colour}},
-            {
-                "mark": point,
-                "encoding": {
-                    "x": x,
-                    "y": named,
-                    "color": colour,
-                    "shape": shape,
-                    "tooltip": [*_TOOLTIP, *({"field": f, "format": ".2f"} for f in ("speedup", "slow", "fast"))],
-                },
-            },
+            draw(LIMIT, [{"at": least}], y={**y, "field": "at"}),
+            draw(rule, x=_FROM, x2="to", y=named, color=colour),
+            draw(rule, x=_AT, y={**y, "field": "slow"}, y2="fast", color=colour),
+            draw(point(60, 0.85, cursor="pointer"), x=_AT, y=named, **style, tooltip=said),
             *(
-                {
-                    "data": {"values": [{"word": word}]},
-                    "mark": {**corner, "align": align, "baseline": base, "x": {"expr": x_}, "y": {"expr": y_}},
-                }
-                for word, align, base, x_, y_ in (
-                    ("safe and fast", "left", "top", "6", "6"),
-                    ("unsafe, fast", "right", "top", "width - 6", "6"),
-                    ("safe, slow", "left", "bottom", "6", "height - 6"),
-                    ("unsafe, slow", "right", "bottom", "width - 6", "height - 6"),
-                )
+                {"data": {"values": [{"word": word}]}, "mark": {**corner, "align": align, "baseline": base, "x": {"expr": x}, "y": {"expr": y}}}
+                for word, align, base, x, y in corners
             ),
         ],
-    )
+    )  # fmt: skip
 
 
 def draw_drift(drift: DriftReport) -> Spec | None:
     """Every move at the step it was seen, by how much, one colour per feature."""
-    rows = [
-        {
-            "site": m.site,
-            "role": m.role,
-            "feature": m.feature,
-            "step": m.step,
-            "change": m.after - m.before,
-            "sigmas": m.sigmas,
-        }
-        for m in drift.moves[:2000]
-    ]
-    if not rows:
+    moves = drift.moves[:2000]
+    if not moves:
         return None
-    names: list[str] = list(dict.fromkeys(m.feature for m in drift.moves[:2000]))
+    rows = [
+        {"site": m.site, "role": m.role, "feature": m.feature, "step": m.step, "change": m.after - m.before, "sigmas": m.sigmas}
+        for m in moves
+    ]  # fmt: skip
+    names: list[str] = list(dict.fromkeys(m.feature for m in moves))
     colours = [[ACCENT, SECOND, THIRD, QUIET, "alarm", "ink"][i % 6] for i in range(len(names))]
-    return make_chart(
-        "Moves of the operands' statistics by training step",
-        height=230,
-        layer=[
-            zero_line("y"),
-            {
-                "data": {"values": rows},
-                "mark": {"type": "point", "filled": True, "size": 60, "opacity": 0.8, "cursor": "pointer"},
-                "encoding": {
-                    "x": {"field": "step", "type": "quantitative", "title": "training step", "scale": {"zero": False}},
-                    "y": {"field": "change", "type": "quantitative", "title": "change (log2; zeros: share)"},
-                    "color": colour_by("feature", names, colours),
-                    "tooltip": [{"field": f} for f in ("site", "role", "feature", "step")]
-                    + [{"field": f, "format": ".2f"} for f in ("change", "sigmas")],
-                },
-            },
-        ],
+    shown = draw(
+        point(60, 0.8, cursor="pointer"),
+        rows,
+        x=number("step", "training step", scale={"zero": False}),
+        y=number("change", "change (log2; zeros: share)"),
+        color=colour_by("feature", names, colours),
+        tooltip=tooltip("site", "role", "feature", "step", change=".2f", sigmas=".2f"),
     )
+    return make_chart("Moves of the operands' statistics by training step", height=230, layer=[zero_line("y"), shown])
 
 
 def draw_sensitivity(probe: ProbeReport) -> Spec | None:
@@ -178,79 +134,39 @@ def draw_sensitivity(probe: ProbeReport) -> Spec | None:
     ]
     if not rows:
         return None
-    many = len(rows) > 60
+    many = len(rows) > MANY
     if many:
-        rows = sorted(rows, key=lambda row: -abs(row["change"]))[:60]
-    x = {"type": "quantitative", "axis": {"tickCount": 8}}
-    y = {"field": "site", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 240, "grid": True}}
+        rows = sorted(rows, key=lambda row: -abs(row["change"]))[:MANY]
+    x = number(ticks=8)
+    rule = {"type": "rule", "strokeWidth": 2, "opacity": 0.6, "stroke": {"expr": "second"}}
+    dot = point(60, 1, fill={"expr": "second"}, cursor="pointer")
+    said = tooltip("site", change="+.4f", low="+.4f", high="+.4f")
+    ink = {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5}
     return make_chart(
-        "Change of the loss when each site alone runs in low precision" + (", the 60 largest" if many else ""),
+        "Change of the loss when each site alone runs in low precision" + (f", the {MANY} largest" if many else ""),
         height=max(22 * len(rows), 96),
         data={"values": rows},
         layer=[
-            {
-                "data": {"values": [{"at": 0}]},
-                "mark": {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5},
-                "encoding": {"x": {**x, "field": "at"}},
-            },
-            {
-                "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.6, "stroke": {"expr": "second"}},
-                "encoding": {"x": {**x, "field": "low"}, "x2": {"field": "high"}, "y": y},
-            },
-            {
-                "mark": {
-                    "type": "point",
-                    "filled": True,
-                    "size": 60,
-                    "opacity": 1,
-                    "fill": {"expr": "second"},
-                    "cursor": "pointer",
-                },
-                "encoding": {
-                    "x": {**x, "field": "change", "title": "change of the loss, %"},
-                    "y": y,
-                    "tooltip": [
-                        {"field": "site"},
-                        *({"field": f, "format": "+.4f"} for f in ("change", "low", "high")),
-                    ],
-                },
-            },
+            draw(ink, [{"at": 0}], x={**x, "field": "at"}),
+            draw(rule, x={**x, "field": "low"}, x2="high", y=SITES),
+            draw(dot, x={**x, "field": "change", "title": "change of the loss, %"}, y=SITES, tooltip=said),
         ],
     )
 
 
 def draw_histogram() -> Spec:
     """log2 |x| of one operand over the bands of a format scaled to its largest value. page.js fills the two data sets in."""
-    x = {"type": "quantitative", "title": "log2 of the magnitude", "scale": {"zero": False, "nice": False}}
-    bands = {
-        "domain": ["full precision", "losing bits", "becomes zero"],
-        "range": [{"expr": c} for c in (ACCENT, THIRD, "alarm")],
-    }
+    x = number(title="log2 of the magnitude", scale={"zero": False, "nice": False}, field="from")
+    bands = {"domain": ["full precision", "losing bits", "becomes zero"], "range": [{"expr": c} for c in (ACCENT, THIRD, "alarm")]}  # fmt: skip
+    colour = {"field": "band", "type": "nominal", "scale": bands, "legend": None}
+    bar = {"type": "bar", "fill": {"expr": "ink"}, "opacity": 0.75, "binSpacing": 1}
+    said = [{"field": "from", "title": "from 2^"}, {"field": "share", "format": ".3%"}]
+    filled = [
+        ("bands", draw({"type": "rect", "opacity": 0.13}, x=x, x2="to", color=colour)),
+        ("bins", draw(bar, x={**x, "bin": "binned"}, x2="to", y=number("share", "share", format="%"), tooltip=said)),
+    ]
     return make_chart(
         "Histogram of magnitudes in powers of two, against the range of the format",
         height=150,
-        layer=[
-            {
-                "data": {"name": "bands", "values": []},
-                "mark": {"type": "rect", "opacity": 0.13},
-                "encoding": {
-                    "x": {**x, "field": "from"},
-                    "x2": {"field": "to"},
-                    "color": {"field": "band", "type": "nominal", "scale": bands, "legend": None},
-                },
-            },
-            {
-                "data": {"name": "bins", "values": []},
-                "mark": {"type": "bar", "fill": {"expr": "ink"}, "opacity": 0.75, "binSpacing": 1},
-                "encoding": {
-                    "x": {**x, "field": "from", "bin": "binned"},
-                    "x2": {"field": "to"},
-                    "y": {"field": "share", "type": "quantitative", "title": "share", "axis": {"format": "%"}},
-                    "tooltip": [
-                        {"field": "from", "title": "from 2^"},
-                        {"field": "share", "format": ".3%"},
-                    ],
-                },
-            },
-        ],
+        layer=[{"data": {"name": name, "values": []}, **each} for name, each in filled],
     )

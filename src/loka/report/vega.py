@@ -8,8 +8,12 @@ from typing import Any
 Spec = dict[str, Any]
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 ACCENT, SECOND, THIRD, QUIET = "accent", "second", "third", "quiet"  # names; page.js knows what they look like
+SERIES = [QUIET, ACCENT, SECOND, THIRD, "alarm", "ink"]
 RECIPE_COLOURS = {"tensorwise": SECOND, "rowwise_with_gw_hp": QUIET, "rowwise": ACCENT, "blockwise": THIRD}
 PERCENT = ".3~f"
+DASHED = {"strokeDash": [5, 4]}
+LIMIT = {"type": "rule", "stroke": {"expr": "alarm"}, **DASHED, "strokeWidth": 1.5}
+SITES = {"field": "site", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 240, "grid": True}}
 
 
 def make_chart(description: str, **rest: Any) -> Spec:
@@ -18,16 +22,54 @@ def make_chart(description: str, **rest: Any) -> Spec:
     return {"$schema": SCHEMA, "description": description, "width": "container", "autosize": fit, **rest}
 
 
+def draw(mark: Spec, rows: list[Spec] | None = None, **encoding: Any) -> Spec:
+    """A layer: a mark and what it shows; without rows of its own, of the chart's. A plain name stands for a field."""
+    data = {} if rows is None else {"data": {"values": rows}}
+    fields = {name: {"field": each} if isinstance(each, str) else each for name, each in encoding.items()}
+    return {**data, "mark": mark, "encoding": fields}
+
+
+def number(field: str | None = None, title: str | None = None, *, log: int | None = None, ticks: int | None = None, format: str | None = None, **rest: Any) -> Spec:  # fmt: skip
+    """An axis of numbers; `log` is the padding of a logarithmic one."""
+    scale = {} if log is None else {"scale": {"type": "log", "nice": False, **({"padding": log} if log else {})}}
+    axis = {name: value for name, value in (("format", format), ("tickCount", ticks)) if value is not None}
+    named = {name: value for name, value in (("field", field), ("title", title)) if value is not None}
+    return {"type": "quantitative", **named, **scale, **({"axis": axis} if axis else {}), **rest}
+
+
+def point(size: int, opacity: float, **rest: Any) -> Spec:
+    """A filled point."""
+    return {"type": "point", "filled": True, "size": size, "opacity": opacity, **rest}
+
+
+def tooltip(*fields: str, **formats: str) -> list[Spec]:
+    """Fields as they are, then fields with a format; a title behind it, after a colon."""
+    said = [{"field": field} for field in fields]
+    for field, text in formats.items():
+        shape, _, title = text.partition(":")
+        said.append({"field": field, "format": shape, **({"title": title} if title else {})})
+    return said
+
+
 def zero_line(axis: str, at: float = 0.0, **mark: Any) -> Spec:
     """A thin line across the chart."""
-    return {
-        "data": {"values": [{"at": at}]},
-        "mark": {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5, **mark},
-        "encoding": {axis: {"field": "at", "type": "quantitative"}},
-    }
+    return draw(
+        {"type": "rule", "stroke": {"expr": "ink"}, "opacity": 0.5, **mark}, [{"at": at}], **{axis: number("at")}
+    )
 
 
 def colour_by(field: str, names: list[str], colours: list[str]) -> Spec:
     """A legend on top, one colour per name."""
     scale = {"domain": names, "range": [{"expr": colour} for colour in colours]}
     return {"field": field, "type": "nominal", "scale": scale, "legend": {"title": None, "orient": "top"}}
+
+
+def shape_by(field: str, names: list[str] | None = None) -> Spec:
+    """A legend on top, one shape per name: it tells apart what colours do not."""
+    scale = {} if names is None else {"scale": {"domain": names}}
+    return {"field": field, "type": "nominal", "legend": {"title": None, "orient": "top"}, **scale}
+
+
+def cycle(names: list[str], first: int = 0) -> list[str]:
+    """As many colours as names, again from the beginning where there are more."""
+    return [SERIES[(index + first) % len(SERIES)] for index in range(len(names))]

@@ -10,30 +10,19 @@
 Depends on torch and safetensors only; scikit-learn is imported by `embed_text` alone.
 """
 
-from loka.semantic_ids.balance import assign_balanced, fit_balanced_kmeans
 from loka.semantic_ids.collisions import resolve_collisions
 from loka.semantic_ids.histories import embed_histories
 from loka.semantic_ids.index import SemanticIndex, load_index
-from loka.semantic_ids.kmeans import Clustering, fit_kmeans
-from loka.semantic_ids.quality import LevelQuality, Quality
-from loka.semantic_ids.residual import ResidualKMeans, encode, fit_semantic_ids
+from loka.semantic_ids.residual import ResidualKMeans, fit_semantic_ids
 from loka.semantic_ids.text import embed_text
-from loka.semantic_ids.trie import Trie, build_trie
+from loka.semantic_ids.trie import Trie
 
 __all__ = [
-    "Clustering",
-    "LevelQuality",
-    "Quality",
     "ResidualKMeans",
     "SemanticIndex",
     "Trie",
-    "assign_balanced",
-    "build_trie",
     "embed_histories",
     "embed_text",
-    "encode",
-    "fit_balanced_kmeans",
-    "fit_kmeans",
     "fit_semantic_ids",
     "load_index",
     "resolve_collisions",

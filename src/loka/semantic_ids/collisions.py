@@ -25,9 +25,19 @@ Resolution = Literal["level", "nearest"]
 
 
 def resolve_collisions(index: SemanticIndex, method: Resolution, *, embeddings: Tensor | None = None) -> SemanticIndex:
-    """An index in which every item has its own codes. `nearest` needs the embeddings, rows in the order of `index.codes`.
+    """An index in which every item has its own codes.
 
-    `level` appends its level even when nothing collides, so that the shape of the ids does not depend on the data.
+    Args:
+        index: where several may share them.
+        method: `level` appends a level, even when nothing collides, so that the shape of the ids does not depend on the data; `nearest` moves to a free code.
+        embeddings: for `nearest`, rows in the order of `index.codes`.
+
+    Returns:
+        Another index.
+
+    Example:
+        >>> resolve_collisions(index, "level").codes.shape[1] == index.codes.shape[1] + 1
+        True
     """
     if method == "level":
         return _append_level(index)

@@ -34,7 +34,17 @@ _HEADER = "loka"
 
 @dataclass(frozen=True, eq=False)
 class SemanticIndex:
-    """Items and their codes; `centroids[level]` is [codebook size, d] for the leading levels that have them."""
+    """Items and their codes.
+
+    Args:
+        codes: int64 [n, levels].
+        codebook_sizes: one per level.
+        items: int64 [n], the item of every row.
+        centroids: [codebook size, d] for the leading levels that have them.
+
+    Example:
+        >>> index.save("index.safetensors")
+    """
 
     codes: Tensor
     codebook_sizes: tuple[int, ...]

@@ -27,7 +27,20 @@ __all__ = ["ResidualKMeans", "encode", "fit_semantic_ids"]
 
 @dataclass(frozen=True)
 class ResidualKMeans:
-    """How to make the codes; `slack` matters only when `balanced`."""
+    """How to make the codes.
+
+    Args:
+        codebook_sizes: one per level.
+        balanced: no code holds more than its share.
+        slack: times that share, with `balanced`.
+        iterations: at most, of each level.
+        tolerance: relative change that ends them.
+        batch_size: of minibatches; None: all items at once.
+        seed: of the seeding.
+
+    Example:
+        >>> fit_semantic_ids(vectors, ResidualKMeans((64, 64)), collisions="level")
+    """
 
     codebook_sizes: tuple[int, ...] = (256, 256, 256)
     balanced: bool = False

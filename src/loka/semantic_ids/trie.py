@@ -22,7 +22,20 @@ __all__ = ["Trie", "build_trie"]
 
 @dataclass(frozen=True, eq=False)
 class Trie:
-    """Valid ids as tensors: `offsets` [nodes + 1], `codes` and `keys` [nodes - 1], `leaf_items` [n_items], all int64."""
+    """Valid ids as flat tensors, all int64; `build_trie` makes one.
+
+    Args:
+        offsets: [nodes + 1], where a node's children begin.
+        codes: [nodes - 1], of every child.
+        keys: [nodes - 1], for a search among them.
+        leaf_items: [n_items].
+        codebook_sizes: one per level.
+        level_starts: first node of every level.
+        fanouts: largest of every level.
+
+    Example:
+        >>> index.trie().to("cuda")
+    """
 
     offsets: Tensor
     codes: Tensor

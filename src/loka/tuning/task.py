@@ -36,6 +36,9 @@ class Task:
         loss: loss(output, target), for batches of (inputs, target).
         step: step(model, batch) -> loss, for batches of any other kind; it neither calls backward nor trains.
         autocast: compute in this type; None runs the model as it is.
+
+    Example:
+        >>> Task(model, batches, F.binary_cross_entropy_with_logits)
     """
 
     model: nn.Module

@@ -1,0 +1,51 @@
+"""Every exported name says what it takes, what it gives, and how it is called."""
+
+import importlib
+import inspect
+from typing import Any
+
+import msgspec
+import pytest
+
+ROOMS = (
+    "data", "demo", "dispatch", "exporting", "formats", "kernels", "measure", "metrics", "mods", "models", "nn", "placing", "probe", "ptq",
+    "records", "report", "semantic_ids", "tuning",
+)  # fmt: skip
+
+
+def exported(room: str) -> dict[str, Any]:
+    """Functions and classes that a room has itself; records, whose fields carry comments, and exceptions aside."""
+    module = importlib.import_module(f"loka.{room}")
+    found = {name: getattr(module, name) for name in module.__all__}
+    found = {name: each for name, each in found.items() if getattr(each, "__module__", "").startswith(module.__name__)}
+    return {
+        name: each
+        for name, each in found.items()
+        if inspect.isfunction(each) or (inspect.isclass(each) and not issubclass(each, msgspec.Struct | BaseException))
+    }
+
+
+def lacking(each: Any) -> list[str]:
+    text = each.__doc__ or ""
+    signature = inspect.signature(each)
+    wanted = ["Example:"]
+    if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+        wanted.append("Args:")
+    if inspect.isfunction(each) and signature.return_annotation not in (None, "None"):
+        wanted.append("Returns:")
+    return [part for part in wanted if part not in text]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_exported_names_are_documented(room: str) -> None:
+    found = exported(room)
+    assert found
+    assert {name: parts for name, each in found.items() if (parts := lacking(each))} == {}
+
+
+def test_what_is_lacking_is_seen() -> None:
+    def bare(x: int) -> int:
+        """Only a line."""
+        return x
+
+    assert lacking(bare) == ["Example:", "Args:", "Returns:"]
