@@ -319,15 +319,17 @@ def run_distributed(
             job = train_sequence.prepare_sequence(
                 recipe, settings, threads, root, source, weights, out, resume=resume, progress=_tell_stage()
             )
-            dataset, network, test = job.task, job.network, job.test
+            data: Any = job.task
+            network: nn.Module = job.network
+            test: Callable[[Trainer], dict[str, float]] = job.test
             hooks = {**job.hooks(), "loss_fn": share_loss(job.task), "whole": True}
         else:
-            dataset, network = prepare(recipe, settings.seed, threads, root, source, weights)
-            test = partial(Trainer.evaluate, split=dataset.test)
+            data, network = prepare(recipe, settings.seed, threads, root, source, weights)
+            test = partial(Trainer.evaluate, split=data.test)
         curve = Curve()
         callbacks: list[Callback] = [curve] if out is None else [curve, JsonlLog(out / "log.jsonl")]
         trainer = DistributedTrainer(
-            network, dataset, settings, how, plan=None if plan is None else records.Plan.load(plan), recipe=fp8, out=out, callbacks=callbacks,
+            network, data, settings, how, plan=None if plan is None else records.Plan.load(plan), recipe=fp8, out=out, callbacks=callbacks,
             **hooks,
         )  # fmt: skip
         result = trainer.fit(resume=resume, fallback=fallback)

@@ -140,6 +140,11 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         return next((unit for unit in self.units if site in unit.linears), None)
 
     @property
+    def parts(self) -> list[TablePlan | CollectivePlan]:
+        """Tables and collectives."""
+        return [*self.tables, *self.collectives]
+
+    @property
     def low_precision_share(self) -> float:
         """Share of the GEMM FLOPs of a training step that this plan runs in low precision."""
         chained = {name for unit in self.units for name in unit.linears}

@@ -52,7 +52,7 @@ def _diff_units(before: "Plan", after: "Plan") -> list[str]:
     old, new = (
         {
             **{unit.name: spell_unit(unit) for unit in plan.units},
-            **{part.name: spell_part(part) for part in (*plan.tables, *plan.collectives)},
+            **{part.name: spell_part(part) for part in plan.parts},
         }
         for plan in (before, after)
     )
@@ -90,7 +90,7 @@ def spell_part(part: "TablePlan | CollectivePlan") -> str:
         What runs, without the evidence.
     """
     share = f"{part.bytes / max(part.float32_bytes, 1):.2f} of float32's bytes"
-    if hasattr(part, "rows"):
+    if part.kind == "table":
         return f"table of {part.count} x {part.width} in {part.rows}, {share}"
     return f"collective of {part.elements} elements in {part.codec}, {share}"
 
@@ -120,7 +120,7 @@ def explain(plan: "Plan", site: str) -> str:
     planned = next((s for s in plan.sites if s.site == site), None)
     unit = plan.unit_of(site) or next((u for u in plan.units if u.name == site), None)
     if planned is None:
-        part = next((p for p in (*plan.tables, *plan.collectives) if p.name == site), None)
+        part = next((p for p in plan.parts if p.name == site), None)
         if part is not None:
             lines = [
                 f"{site}: {spell_part(part)}",
@@ -130,7 +130,7 @@ def explain(plan: "Plan", site: str) -> str:
             return "\n".join([*lines, *(f"    refused {refusal}" for refusal in part.refusals)])
         if unit is not None:
             return "\n".join([*_explain_unit(unit), *(f"  note: {note}" for note in plan.notes)])
-        parts = [part.name for part in (*plan.tables, *plan.collectives)]
+        parts = [part.name for part in plan.parts]
         linears = [*(s.site for s in plan.sites), *(n for u in plan.units for n in u.linears)]
         known = ", ".join(dict.fromkeys([*linears, *parts]))
         raise ValueError(f"the plan has no site {site!r}; its sites are {known}")

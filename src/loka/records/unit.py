@@ -158,6 +158,7 @@ class TablePlan(Part, frozen=True):
     width: int
     bytes: int
     float32_bytes: int
+    kind: Literal["table"] = "table"
     evidence: UnitEvidence | None = None
     reason: str = ""
     refusals: list[str] = msgspec.field(default_factory=list)
@@ -182,6 +183,7 @@ class CollectivePlan(Part, frozen=True):
     elements: int
     bytes: int
     float32_bytes: int
+    kind: Literal["collective"] = "collective"
     evidence: UnitEvidence | None = None
     reason: str = ""
     refusals: list[str] = msgspec.field(default_factory=list)

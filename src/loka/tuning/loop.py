@@ -451,7 +451,8 @@ class _Session:
 
         tables = choose_tables(self.task, measure, used, training=self.training) if self.choose_tables else []
         sent = choose_collectives(self.task, measure, used) if self.choose_collectives else []
-        taken: list[TablePlan | CollectivePlan] = [part for part in (*tables, *sent) if part.evidence is not None]
+        found: list[TablePlan | CollectivePlan] = [*tables, *sent]
+        taken = [part for part in found if part.evidence is not None]
         without = change
         while taken:
             self.tables = [part for part in taken if isinstance(part, TablePlan)]
@@ -466,7 +467,7 @@ class _Session:
             taken.remove(worst)
             self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]")  # fmt: skip
             self.tables, self.collectives, change = [], [], without
-        return [*tables, *sent], change
+        return found, change
 
     def verify_training(self, offers: list[Offer], chosen: Chosen, looked: Looked, used: float) -> tuple[list[Offer], Interval | None]:  # fmt: skip
         """Train two copies a little, one by the plan; the unit whose gradients are predicted to cost most leaves until they end alike."""

@@ -66,7 +66,8 @@ class Discovered:
             f"{unit.name}: {' -> '.join(unit.linears)}; ends: {self.ends[unit.linears[-1]]}" for unit in self.units
         ]
         lines += [f"{name}: alone, {why}" for name, why in self.alone.items()]
-        return "\n".join([*lines, *(f"{part.name}: {spell_part(part)}" for part in (*self.tables, *self.collectives))])
+        parts: list[TablePlan | CollectivePlan] = [*self.tables, *self.collectives]
+        return "\n".join([*lines, *(f"{part.name}: {spell_part(part)}" for part in parts)])
 
 
 def discover(

@@ -129,7 +129,7 @@ def place_tables(model: nn.Module, tables: Sequence[TablePlan]) -> list[str]:
     for table in tables:
         if not isinstance(modules[table.name], Table):
             original: Any = modules[table.name]
-            quantize_tables(model, rows=table.rows, filter_fn=lambda _, name, wanted=table.name: name == wanted)
+            quantize_tables(model, rows=table.rows, filter_fn=lambda module, _, wanted=original: module is wanted)  # type: ignore[misc]
             original.weight.data = original.weight.data.new_empty(0)
             originals[table.name] = original
     return placed_tables(model)
