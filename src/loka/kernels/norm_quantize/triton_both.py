@@ -7,6 +7,8 @@ row must know (mean and rstd; backward, two means of the gradient), once to writ
 As in `quantize`, four consecutive rows are four tiles of one layout: their bytes pack into words inside a thread, and words are transposed. Neighbouring programs
 complete one another's sectors of the transpose.
 
+Backward, rows of 16-bit numbers that fit into registers go another way (`triton.gradient`): dx in 16 bits first, then both ways; this kernel has those that are wider, in float32 or in FP8.
+
 Sums of a layer norm are taken around the mean of the row's first chunk. Little is lost by cancellation: (shift - mean)^2 is at most var K / chunk.
 Column sums for the parameters are written once per program and added by a second, small reduction in a fixed order: deterministic.
 """
