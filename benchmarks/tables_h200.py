@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loka.kernels.wire.codec import parse_codec
 from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, reference, triton
 from loka.kernels.embedding_update import Rule
 from loka.kernels.embedding_update import triton as update
+from loka.kernels.wire.codec import parse_codec
 from loka.measure import Candidate, Conformance, snapshot, time_together
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import poisoned_allocations
