@@ -50,7 +50,7 @@ $(SCALE)/.done: $(LOCK) tests/training/requirements-scale.txt
 
 test-scale: $(SCALE)/.done  ## sharded training: every way to shard on 2 and 4 ranks, and ranks killed at random moments; records in benchmarks/results/cpu
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest -q tests/comms/test_torchrec.py tests/training/test_sharding.py tests/nn/test_quantized_collection.py
-	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_matrix.py --out benchmarks/results/cpu/scale-matrix.json
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_matrix.py --anew --out benchmarks/results/cpu/scale-matrix.json
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_kills.py --out benchmarks/results/cpu/scale-kills.json
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python tests/training/scale_kills.py --sharding row --seed 1 --out benchmarks/results/cpu/scale-kills-row.json
 

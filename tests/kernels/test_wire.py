@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels.interpreter import NOT_RUN, run_interpreted
-from loka.kernels.wire.codec import parse_codec
 from loka.formats import Draw, Spec
 from loka.kernels import wire
+from loka.kernels.wire.codec import parse_codec
 
 
 def hard(elements: int, dtype: torch.dtype) -> torch.Tensor:

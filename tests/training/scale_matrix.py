@@ -33,9 +33,11 @@ CASES = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    parser.add_argument("--anew", action="store_true", help="repeat the cases that passed before")
+    options = parser.parse_args()
+    out = options.out
     torch.set_num_threads(1)
-    stored = json.loads(out.read_text()) if out.exists() else {"cases": []}
+    stored = json.loads(out.read_text()) if out.exists() and not options.anew else {"cases": []}
     done = [case["case"] for case in stored["cases"] if case["passed"]]
     for case in CASES:
         if json.loads(json.dumps(case)) in done:
