@@ -71,9 +71,9 @@ PROBES = {
 JOBS = (
     gpu("zoo-train", "zoo_training", "zoo.py --modes train --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-infer", "zoo_inference", "zoo.py --modes infer --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
-    gpu("zoo-max", "zoo_inference_max", "zoo.py --models wukong,dlrm --modes infer --ways bf16,bf16+max,bf16-layout,loka,loka+max --out {out}", 400),
-    gpu("tune", "tune_zoo", "tune_zoo.py --out {out}", 600),
-    gpu("tune-tower", "tune_zoo_tower", "tune_zoo.py --models tower --out {out}", 300),
+    gpu("zoo-train-more", "zoo_training_max", "zoo.py --models wukong,encoder --modes train --ways bf16,bf16-layout,torchao-tensorwise,loka --out {out}", 400),
+    gpu("tune", "tune_zoo", "tune_zoo.py --models dlrm,tower,cross --steps 300 --seconds 60 --out {out}", 300),
+    gpu("tune-wukong", "tune_zoo_wukong", "tune_zoo.py --models wukong,encoder --out {out}", 400),
     gpu("trained", "trained", "trained.py --root {data} --out {out} --processes 6 --seconds 500", 600),
     gpu("models", "fp8_models", "fp8_models.py --out {out}", 600),
     gpu("kernels", "quantize norm_quantize scaled_mm fused_linear fused_linear_training", "kernels_h200.py --out {folder}", 300),

@@ -5,7 +5,7 @@
 From each curve its first point is taken as the measured time of one GPU's work (nothing else about the machine is measured here), the others are predicted. The collectives of the first point
 are simulated too and taken off. Parameters and bytes are the models'; bandwidths are data sheets'.
 
-Then, for models whose training step was timed on an H200 (results/h200/zoo_training.json, loka's step; a third of it forward), which codec of embeddings and gradients would pay on which network.
+Then, for models whose training step was timed on an H200 (results/h200/zoo_training.json and zoo_training_max.json, loka's step; a third of it forward), which codec of embeddings and gradients would pay on which network.
 
 The curves: NVIDIA DeepLearningExamples, https://github.com/NVIDIA/DeepLearningExamples, commit 729963dd47e7c8bd462ad10bfac7a7b0b604e6dd.
 """
@@ -83,7 +83,7 @@ def predict(curve: Curve) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Timed:
-    """A model of benchmarks/zoo.py: its row in zoo_training.json, parameters outside tables, and pooled embeddings of its batch."""
+    """A model of benchmarks/zoo.py: its row in zoo_training.json or zoo_training_max.json, parameters outside tables, and pooled embeddings of its batch."""
 
     name: str
     dense: int
@@ -101,8 +101,9 @@ NETWORKS, SIZES = ("h200-ndr", "h200-hdr", "h200-100g"), (8, 64, 256, 1024)
 
 def choose_codecs() -> list[dict[str, object]]:
     """The codec that would pay, for each timed model, network and number of GPUs, and what it would save beside bf16."""
-    timed = json.loads((Path(__file__).parent / "results" / "h200" / "zoo_training.json").read_text())["rows"]
-    milliseconds = {row["model"]: row["ms"] for row in timed if row["way"] == "loka"}
+    results = Path(__file__).parent / "results" / "h200"
+    timed = [row for name in ("zoo_training", "zoo_training_max") for row in json.loads((results / f"{name}.json").read_text())["rows"]]  # fmt: skip
+    milliseconds = {row["model"]: row["ms"] for row in timed if row["way"] == "loka" and "ms" in row}
     rows: list[dict[str, object]] = []
     for model in TIMED:
         step = milliseconds[model.name] / 1e3

@@ -2,8 +2,8 @@
 
     python benchmarks/tune_zoo.py --models dlrm,wukong --targets train,serve --out tune_zoo.json
 
-Labels come from a fixed teacher, the model is trained 500 steps in bf16 first, then tuned on 16 batches it has not seen. Afterwards a fresh process loads the plan, converts the same weights and
-times the step again (`--again`). One model after another: tuning times what it chooses, so the card must be its own.
+Labels come from a fixed teacher, the model is trained 500 steps in bf16 first, then tuned on 16 batches it has not seen. One model after another: tuning times what it chooses, so the card must
+be its own.
 """
 
 import argparse

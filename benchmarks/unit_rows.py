@@ -1,6 +1,6 @@
 """The measured speeds of units, collected from records of `loka.tune` into the file that ships with the package (`loka.tuning.estimating`).
 
-    python benchmarks/unit_rows.py benchmarks/results/h200/tune_zoo.json benchmarks/results/h200/tune_zoo_tower.json
+    python benchmarks/unit_rows.py benchmarks/results/h200/tune_zoo.json benchmarks/results/h200/tune_zoo_wukong.json
 
 Every unit that was timed as a chain on the named device becomes one row: rows, widths, training or serving, and its speed-up over compiled bf16 with its interval.
 """

@@ -162,7 +162,7 @@ CLAIMS: tuple[tuple[str, str, str, Callable[..., tuple[str, str]]], ...] = (
     ("A broken kernel is told apart only by learned distributions", "47x against none", "cpu/planted.json", _broken),
     ("NoBias, BlockNorm, hard swish: latency and loss", "over 2x, loss-neutral together", "h200/ablation.json, h200/ablation_latency.json", _mods),
     ("Dispatch over one library everywhere", "1.12x mixed; 0.85x to 1.08x alone", "h200/dispatch/dispatch.json", _dispatch),
-    ("End to end on Wukong", "up to 1.19x training, 1.4x inference", "h200/tune_zoo.json", _end_to_end),
+    ("End to end on Wukong", "up to 1.19x training, 1.4x inference", "h200/tune_zoo_wukong.json", _end_to_end),
     ("In production", "5 to 20 % training, 10 to 17 % serving", "", lambda: (ELSEWHERE, "needs the production models and 64 GPUs")),
     ("OneRec-V2 in FP8: latency and throughput of the whole stack", "-49 %, +92 %", "h200/onerec_engine.json", _engine),
     ("FP8 alone", "+42 % throughput", "h200/onerec_engine.json", _alone),

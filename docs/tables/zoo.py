@@ -65,7 +65,7 @@ def tune_table() -> str | None:
         return None
     rows = []
     done = {row["model"] for row in found["rows"]}
-    earlier = read("h200/tune_zoo_tower.json") or {"rows": []}
+    earlier = read("h200/tune_zoo_wukong.json") or {"rows": []}
     for row in [*found["rows"], *(row for row in earlier["rows"] if row["model"] not in done)]:
         if "record" not in row:
             rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", "", ""])

@@ -133,7 +133,9 @@ def test_gradient_both_ways(name: str, case: tuple[Any, ...], device: torch.devi
     )
     _, (dx, dw, db) = p.exact()
     assert isinstance(back.dx, QTensor)
-    slack = 2 * row_error(dx) + (0.0 if p.dtype == torch.float32 else 2.0**-7) * dx.abs()  # one unit: the interpreter truncates
+    slack = (
+        2 * row_error(dx) + (0.0 if p.dtype == torch.float32 else 2.0**-7) * dx.abs()
+    )  # one unit: the interpreter truncates
     assert excess(back.dx, dx, slack) <= 1
     assert excess(back.dx, dx * (1 + 2.0**-5), slack) > 1
     assert_turned(back.dx, back.dx_t)

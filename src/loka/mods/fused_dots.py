@@ -90,7 +90,7 @@ def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
     dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
     if not isinstance(args[0], (tuple, list)) or len(args[0]) != 2 or out.dim() != 3 or dim not in (1, -2):
         return False
-    return args[0][0].dtype == args[0][1].dtype
+    return bool(args[0][0].dtype == args[0][1].dtype)
 
 
 def is_transpose(func: Any, args: Any) -> bool:

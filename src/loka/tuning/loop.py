@@ -447,7 +447,8 @@ class _Session:
         model = self.task.model
 
         def measure() -> Interval:
-            return paired_change(base, evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training))
+            found = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+            return found.change_from(base)
 
         tables = choose_tables(self.task, measure, used, training=self.training) if self.choose_tables else []
         sent = choose_collectives(self.task, measure, used) if self.choose_collectives else []
