@@ -102,6 +102,14 @@ def test_unpacked_projections_are_left(options: dict[str, Any]) -> None:
     assert "not packed" in done.summary.left[0].why
 
 
+def test_a_parametrised_projection_is_left() -> None:
+    model = nn.Sequential(nn.MultiheadAttention(16, 4))
+    nn.utils.parametrizations.orthogonal(model[0], "in_proj_weight")
+    done = mods.apply(model, "attention_layout")
+    assert not done.summary.changed
+    assert "parametrised" in done.summary.left[0].why
+
+
 def test_a_forward_of_its_own_is_left() -> None:
     class Own(nn.MultiheadAttention):
         def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -50,3 +50,17 @@ def test_wide_and_parametrised_linears_are_left() -> None:
     done = mods.apply(model, "narrow_outputs", example=torch.randn(2, 8))
     assert not done.summary.changed
     assert "parametrised" in done.summary.left[0].why or "more than" in done.summary.left[0].why
+
+
+def test_a_head_over_a_concatenation_is_left() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.last = nn.Linear(8, 6), nn.Linear(8, 5), nn.Linear(11, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.cat([self.a(x), self.b(x)], 1))
+
+    done = mods.apply(Joined(), "narrow_outputs", example=torch.randn(2, 8))
+    assert not done.summary.changed
+    assert "reads a concatenation" in done.summary.left[0].why

@@ -105,12 +105,25 @@ class Limits:
         forward: relative change of the loss that one forward GEMM may be predicted to make.
         backward: what a gradient GEMM may be worth.
         forward_is, backward_is: where they come from, for what is said of a linear that exceeds one.
+        upper: whether the upper end of a prediction must be within them, as Probe's own verdict wants it, or its middle is enough, since a swap follows.
     """
 
     forward: float
     backward: float
     forward_is: str
     backward_is: str
+    upper: bool = False
+
+    def judged(self, harm: Interval) -> float:
+        """The end of a prediction that must be within the limits.
+
+        Args:
+            harm: predicted relative change of the loss.
+
+        Returns:
+            Its upper end, or its middle.
+        """
+        return harm.high if self.upper else harm.value
 
     @classmethod
     def before_swapping(cls, margin: float) -> "Limits":
@@ -123,7 +136,7 @@ class Limits:
         """For whoever places what passes: errors of independent units add in squares, so each may cost margin / sqrt(units)."""
         share = margin / math.sqrt(max(units, 1))
         text = f"{share:.4%}, its share of the margin"
-        return cls(share, share, text, text)
+        return cls(share, share, text, text, upper=True)
 
 
 @dataclass(frozen=True)
@@ -248,14 +261,12 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     forward = site.harm.get(("fprop", recipe))
     if forward is None:
         return "no gradient reached it, so nothing predicts what its error does"
-    if forward.value > limits.forward:
-        return f"{recipe}: predicted change of the loss {forward.value:.3%}, more than {limits.forward_is}{cause}"
+    if (seen := limits.judged(forward)) > limits.forward:
+        return f"{recipe}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause}"
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
-        if backward is not None and backward.value > limits.backward:
-            return (
-                f"{recipe}: what {gemm} loses is worth {backward.value:.4%} of the loss, more than {limits.backward_is}"
-            )
+        if backward is not None and (seen := limits.judged(backward)) > limits.backward:
+            return f"{recipe}: what {gemm} loses is worth {seen:.4%} of the loss, more than {limits.backward_is}"
     return None
 
 

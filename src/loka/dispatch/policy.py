@@ -386,8 +386,8 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
             return None
     if harm is not None:
         share = margin / math.sqrt(max(units, 1))
-        if harm.value > share:
-            return f"predicted change of the loss {harm.value:.4%} exceeds {share:.4%}, its share of the margin"
+        if harm.high > share:  # the end that Probe's verdict goes by: what it calls unsafe is in no plan
+            return f"predicted change of the loss up to {harm.high:.4%} exceeds {share:.4%}, its share of the margin"
         if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):
             return None  # a limit of the error that is tighter than the default is a request of its own, see below
     error, limit = error_of(candidate), policy.limit(candidate.gemm)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from loka.mods.editor import Editor
@@ -123,6 +124,8 @@ def _refuse(module: nn.MultiheadAttention) -> str | None:
         return "it has a forward of its own"
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         return "its projections are not packed, or it adds keys of its own"
+    if module._parameters.get("in_proj_weight") is None or parametrize.is_parametrized(module):
+        return "its projection is parametrised"
     return None
 
 

@@ -66,7 +66,7 @@ class Discovered:
             f"{unit.name}: {' -> '.join(unit.linears)}; ends: {self.ends[unit.linears[-1]]}" for unit in self.units
         ]
         lines += [f"{name}: alone, {why}" for name, why in self.alone.items()]
-        parts: list[TablePlan | CollectivePlan] = [*self.tables, *self.collectives]
+        parts: list[TablePlan | CollectivePlan] = [*self.tables, *(c for c in self.collectives if c.codec != "fp32")]
         return "\n".join([*lines, *(f"{part.name}: {spell_part(part)}" for part in parts)])
 
 
