@@ -34,10 +34,17 @@ def test_the_score_overrules_the_error_both_ways() -> None:
     """A product that looks accurate and ruins the loss is refused; one that looks bad and does nothing is taken."""
     fatal = plan_of(site("a", scored(0.5, error=0.001)))
     assert not first(fatal).quantized
-    assert "predicted change of the loss 50.0000% exceeds 0.1000%" in first(fatal).reason
+    assert "predicted change of the loss up to 50.0000% exceeds 0.1000%" in first(fatal).reason
     harmless = plan_of(site("a", scored(1e-5, error=0.9)))
     assert first(harmless).quantized
     assert "predicted change of the loss 0.0010%, margin 0.100%" in first(harmless).reason
+
+
+def test_the_upper_end_of_a_prediction_decides() -> None:
+    """As in Probe's own verdict: what it calls unsafe is in no plan."""
+    for high, taken in ((0.00099, True), (0.00101, False)):
+        wide = msgspec.structs.replace(scored(0.0001), harm=Interval(value=0.0001, low=0.0, high=high))
+        assert first(plan_of(site("a", wide))).quantized == taken
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
