@@ -102,6 +102,16 @@ def test_unpacked_projections_are_left(options: dict[str, Any]) -> None:
     assert "not packed" in done.summary.left[0].why
 
 
+def test_attention_over_another_key_is_left() -> None:
+    class Crossing(Attending):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.attention(x[:1], key=x, value=x, need_weights=False)[0])
+
+    done = mods.apply(Crossing(), "attention_layout", example=torch.randn(5, 3, 16))
+    assert not done.summary.changed
+    assert "another key" in done.summary.left[0].why
+
+
 def test_a_parametrised_projection_is_left() -> None:
     model = nn.Sequential(nn.MultiheadAttention(16, 4))
     nn.utils.parametrizations.orthogonal(model[0], "in_proj_weight")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from loka.mods.editor import Editor
 from loka.records.mods import ModClass
+from loka.units.flow import Flow, Unknown
 
 __all__ = ["AttentionLayout", "PackedAttention", "Projection"]
 
@@ -129,6 +130,17 @@ def _refuse(module: nn.MultiheadAttention) -> str | None:
     return None
 
 
+def _attends_elsewhere(flow: Flow | Unknown, name: str) -> str | None:
+    """Whether the example shows a call over another key: nothing would be gained there."""
+    spans = [] if isinstance(flow, Unknown) else flow.spans_of(name)
+    for span in spans:
+        given = dict(span.arguments)
+        used = {given.get(i, given.get(word)) for i, word in enumerate(("query", "key", "value"))}
+        if len(used) > 1:
+            return "it attends over another key, for which torch's own forward is kept"
+    return None
+
+
 @dataclass(frozen=True)
 class AttentionLayout:
     """Call the projections of self-attention as linears. It has no options."""
@@ -140,7 +152,7 @@ class AttentionLayout:
         """Every nn.MultiheadAttention with one packed projection."""
         for name, module in list(editor.modules(nn.MultiheadAttention)):
             assert isinstance(module, nn.MultiheadAttention)
-            if why := _refuse(module):
+            if why := _refuse(module) or _attends_elsewhere(editor.flow, name):
                 editor.leave(name, why)
                 continue
             editor.mix(name, PackedAttention)
