@@ -159,7 +159,7 @@ class _Search:
         taken: set[str] = set()
         for name, module in self.modules.items():
             if isinstance(module, nn.Linear) and name not in self.calls:
-                self.found.alone[name] = "the example did not call it; hint: an example that does"
+                self.found.alone[name] = refuse(module) or "the example did not call it; hint: an example that does"
         for call in self.flow.calls:
             if call.site is None or not call.linear or call.site in taken or call.site in self.found.alone:
                 continue
