@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from loka.dispatch.recipe import RECIPES, Operands
-from loka.records import GEMMS, Alarm, Choice, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
+from loka.dispatch.recipe import RECIPES, choice_of
+from loka.records import GEMMS, Alarm, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
 
 __all__ = [
     "CHAIN",
@@ -347,16 +347,9 @@ def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, Un
     for name, site in looked.sites.items():
         choices = []
         for gemm in GEMMS if training else GEMMS[:1]:
-            operands: Operands | None = None
-            if name in recipes:
-                operands = RECIPES[recipes[name].way].operands(gemm)
+            way = RECIPES[recipes[name].way].operands(gemm) if name in recipes else None
             reason = recipes[name].reason if name in recipes else "in a chain" if name in chained else kept.get(name, "not taken")  # fmt: skip
-            choices.append(
-                Choice(
-                    gemm=gemm, backend="high" if operands is None else "auto", a=None if operands is None else str(operands.a),
-                    b=None if operands is None else str(operands.b), reason=reason, fast_accum=operands is not None and operands.fast_accum,
-                )
-            )  # fmt: skip
+            choices.append(choice_of(gemm, way, reason))
         sites.append(
             SitePlan(
                 site=name, m=max(site.rows, 1), k=site.k, n=site.n, flops_share=site.flops / total, choices=choices

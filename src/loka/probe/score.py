@@ -48,8 +48,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loka.dispatch import RECIPES, USUAL, Operands
+from loka.dispatch import RECIPES, USUAL
 from loka.formats import Spec
+from loka.kernels.scaled_mm import GemmWay
 from loka.probe.shown import HEADROOM, RoundedOperands, Shown
 from loka.records import GEMMS, Gemm, Interval
 
@@ -77,10 +78,10 @@ SURE = 1.96
 OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
-_STATIC = Operands.parse("e4m3:tensor:static", "e4m3:tensor", fast_accum=True)
-_DELAYED = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor", fast_accum=True)
-_DELAYED_BOTH = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor:delayed", fast_accum=True)
-GIVEN_SCALES: dict[str, dict[Gemm, Operands]] = {
+_STATIC = GemmWay.parse("e4m3:tensor:static@e4m3:tensor", fast_accum=True)
+_DELAYED = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor", fast_accum=True)
+_DELAYED_BOTH = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor:delayed", fast_accum=True)
+GIVEN_SCALES: dict[str, dict[Gemm, GemmWay]] = {
     "static": {"fprop": _STATIC},
     "delayed": {"fprop": _DELAYED, "dgrad": _DELAYED, "wgrad": _DELAYED_BOTH},
 }
@@ -88,7 +89,7 @@ GIVEN_SCALES: dict[str, dict[Gemm, Operands]] = {
 SCORED = (*USUAL, *GIVEN_SCALES)
 
 
-def operands_of(recipe: str, gemm: Gemm) -> Operands | None:
+def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
     """What a recipe quantises the operands of a GEMM to.
 
     Args:
@@ -151,14 +152,14 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
     if shown.dy is None:
         return {}
     operands, found = RoundedOperands(shown), {}
-    known: dict[tuple[Gemm, Operands], Tensor] = {}
+    known: dict[tuple[Gemm, GemmWay], Tensor] = {}
     pulled = _product(operands.plain("dy"), operands.plain("w"))  # dx, and g W
     for gemm in GEMMS:
         for recipe in recipes:
             chosen = operands_of(recipe, gemm)
             if chosen is None:
                 continue
-            key = (gemm, Operands(_given(chosen.a), _given(chosen.b)))
+            key = (gemm, GemmWay(_given(chosen.a), _given(chosen.b)))
             if key not in known:
                 known[key] = _MEASURES[gemm](operands, key[1], pulled, shown)
             found[gemm, recipe] = known[key]
@@ -185,7 +186,7 @@ def _given(spec: Spec) -> Spec:
     return spec if spec.mode == "dynamic" else replace(spec, mode="static")
 
 
-def _score_fprop(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+def _score_fprop(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, shown: Shown) -> Tensor:
     x, xq = operands.plain("x"), operands.low("x", chosen.a)
     key = f"bent {chosen.b}"
     if key not in operands.kept:
@@ -215,12 +216,12 @@ def _per_example(rows: Tensor, shown: Shown) -> Tensor:
     return mean.sign() * second.clamp(min=0).sqrt()
 
 
-def _score_dgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+def _score_dgrad(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, shown: Shown) -> Tensor:
     low = _product(operands.low("dy", chosen.a), operands.low("w", chosen.b, transposed=True))
     return _gradient_sums(_lost(pulled, low), _reweighed(pulled, low))
 
 
-def _score_wgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+def _score_wgrad(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, shown: Shown) -> Tensor:
     every = max(1, -(-shown.weight.shape[0] // WGRAD_OUTPUTS))  # some of the rows of dW say what all of them would
     if "exact" not in operands.kept:
         operands.kept["exact"] = _product(operands.plain("dy")[:, ::every].T, operands.plain("x"))
@@ -334,7 +335,7 @@ def harm(
     weight: Tensor,
     bias: Tensor | None,
     dy: Tensor,
-    recipe: str | Operands,
+    recipe: str | GemmWay,
     *,
     loss: float | Tensor,
     gemm: Gemm = "fprop",

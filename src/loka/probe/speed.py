@@ -17,24 +17,24 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from loka.dispatch import recipe_named
+from loka.dispatch import way_of
 from loka.dispatch.policy import error_of
-from loka.formats import QTensor, Spec
+from loka.formats import QTensor
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import MatmulCall
+from loka.kernels.scaled_mm import GemmWay, MatmulCall
 from loka.measure import Candidate as Timed
 from loka.measure import inputs, time_together
 from loka.measure.conformance import baseline_tolerance, judge_runs, law_of_values, tolerance
-from loka.measure.site import GemmCandidate, SiteTiming, Weights, gemm_shape, time_gemms
+from loka.measure.site import SiteTiming, Weights, gemm_shape, time_gemms
 from loka.measure.timing import CaptureError, Thunk, sets_needed
 from loka.probe.watch import Watch
 from loka.records import Candidate, Gemm
 
 JUDGED_ROWS = 256  # of a product that is taken apart: enough to know that it is the right one
 UNKNOWN_BACKEND = "not measured: the backend is not in the registry"
-TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmCandidate]  # what a time depends on, on one device
+TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmWay]  # what a time depends on, on one device
 
 
 def time_candidates(
@@ -49,7 +49,8 @@ def time_candidates(
 ) -> list[Candidate]:
     """The candidates with their times, or with the reason why there are none; `timed` remembers them for the next site of the same shape."""
     known = registry.BACKENDS["scaled_mm"]
-    asked = {i: describe(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
+    able = {i: way_of(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
+    asked = {i: way for i, way in able.items() if way is not None}
     if not asked:
         return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
     timed, shape = {} if timed is None else timed, (watch.largest, watch.k, watch.n)
@@ -64,13 +65,6 @@ def time_candidates(
         _add(c, answers[keys[i]]) if i in asked else (c if c.refusal else _note(c, UNKNOWN_BACKEND))
         for i, c in enumerate(candidates)
     ]
-
-
-def describe(candidate: Candidate) -> GemmCandidate:
-    """A candidate as `measure` knows it."""
-    operands = recipe_named(candidate.recipe).operands(candidate.gemm)
-    fast = operands is not None and operands.fast_accum
-    return GemmCandidate(Spec.parse(candidate.a), Spec.parse(candidate.b), candidate.backend, fast)
 
 
 def _note(candidate: Candidate, note: str) -> Candidate:
@@ -96,10 +90,11 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
     """Where the time of a candidate goes, in words; None where that cannot be measured."""
     if candidate.microseconds is None or candidate.speedup is None:
         return None
-    asked = describe(candidate)
+    asked = way_of(candidate)
+    assert asked is not None  # it was timed
     m, k, n = gemm_shape(candidate.gemm, watch.largest, watch.k, watch.n)
     device = watch.device
-    call = MatmulCall(m, k, n, asked.a, asked.b, torch.bfloat16, asked.fast_accum)
+    call = asked.call(m, k, n)
     backend = registry.backend("scaled_mm", asked.backend)
     sets = [_make_set(call, backend, seed, device) for seed in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     few = min(m, JUDGED_ROWS)

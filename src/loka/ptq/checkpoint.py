@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from loka import mods
-from loka.dispatch import Operands
+from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.chain import chains_of
 from loka.models.registry import FAMILIES
 from loka.ptq.chains import restore_chains, take_weights, tensors_of
@@ -152,7 +152,7 @@ def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, ba
             seen = tuple(found[name].weight.shape)
             raise ValueError(f"{path}: {name} has a weight of {tuple(site.shape)}, the model's is {seen}")
         if site.activation is not None and site.weight is not None and name not in chained:
-            operands = Operands.parse(site.activation, site.weight, fast_accum=site.fast_accum)
+            operands = GemmWay.parse(f"{site.activation}@{site.weight}", fast_accum=site.fast_accum)
             new[name] = quantize_module(found[name], operands, backend=backend)
     put(model, new)
 
