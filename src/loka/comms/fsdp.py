@@ -154,11 +154,7 @@ def quantize_fsdp(
 
 
 def release_fsdp(model: nn.Module) -> None:
-    """torch's own collectives again, where `quantize_fsdp` put others.
-
-    Args:
-        model: changed in place.
-    """
+    """torch's own collectives again, where `quantize_fsdp` put others."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     for _, module in _sharded_groups(model, is_vector):

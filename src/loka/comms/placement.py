@@ -57,11 +57,7 @@ def place(model: nn.Module, collectives: Sequence[CollectivePlan]) -> list[str]:
 
 
 def release(model: nn.Module) -> None:
-    """Send as before. A hook of DistributedDataParallel cannot be taken out: it stays, and averages in float32.
-
-    Args:
-        model: changed in place.
-    """
+    """Send as before. A hook of DistributedDataParallel cannot be taken out: it stays, and averages in float32."""
     wire: Wire | None = model.__dict__.get(_WIRE)
     if wire is None:
         return
@@ -73,14 +69,7 @@ def release(model: nn.Module) -> None:
 
 
 def wire_of(model: nn.Module) -> Wire | None:
-    """The count of what the placed collectives of a model have sent.
-
-    Args:
-        model: that was converted.
-
-    Returns:
-        The count; None where none is placed.
-    """
+    """The count of what the placed collectives of a model have sent; None where none is placed."""
     return model.__dict__.get(_WIRE)
 
 

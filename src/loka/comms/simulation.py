@@ -232,17 +232,7 @@ def _coding(work: Work, n: int, sent: Codec, gathered: Codec) -> float:
 def compare_codecs(
     work: Work, machine: Machine, *, gpus: Sequence[int], codecs: Sequence[str] = ("fp32", "bf16", "e4m3:1x128:pow2")
 ) -> list[tuple[int, dict[str, Simulated], str]]:
-    """Simulate a step with several codecs, and say which pays: the first, in the order given, whose step is within 1 % of the shortest.
-
-    Args:
-        work: of one GPU.
-        machine: what connects them.
-        gpus: how many.
-        codecs: to compare, the simplest first.
-
-    Returns:
-        For each number of GPUs: the steps by codec, and the codec that pays.
-    """
+    """Simulate a step with several codecs, and say which pays: the first, in the order given, whose step is within 1 % of the shortest."""
     steps = {codec: list(simulate(work, machine, gpus=gpus, codec=codec)) for codec in codecs}
     result = []
     for i, n in enumerate(gpus):

@@ -127,21 +127,7 @@ def way_of(written: Choice | Candidate) -> GemmWay | None:
 
 
 def choice_of(gemm: Gemm, way: GemmWay | None, reason: str, **evidence: Any) -> Choice:
-    """The inverse, as a plan has it.
-
-    Args:
-        gemm: which one.
-        way: what runs; None for high precision.
-        reason: why.
-        evidence: further fields of the Choice: what was measured, and what was refused.
-
-    Returns:
-        The choice.
-
-    Example:
-        >>> choice_of("fprop", recipe_named("rowwise").fprop, "as asked").backend
-        'auto'
-    """
+    """The inverse of `way_of`, as a plan has it; None is high precision, and `evidence` are further fields of the Choice."""
     if way is None:
         return Choice(gemm=gemm, backend="high", a=None, b=None, reason=reason, **evidence)
     a, b = str(way.a), str(way.b)

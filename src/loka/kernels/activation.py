@@ -37,20 +37,7 @@ def check_activation(name: str) -> None:
 
 
 def activate(z: Tensor, name: str, slope: float = LEAK) -> Tensor:
-    """The activation of z, in z's own type.
-
-    Args:
-        z: any floating tensor.
-        name: one of ACTIVATIONS.
-        slope: of leaky_relu below zero.
-
-    Returns:
-        A fresh tensor, also for "none".
-
-    Example:
-        >>> activate(torch.tensor([-1.0, 2.0]), "relu")
-        tensor([0., 2.])
-    """
+    """The activation of z by its name in ACTIVATIONS, in z's own type: a fresh tensor, also for "none"."""
     return F.leaky_relu(z, slope) if name == "leaky_relu" else _VALUES[name](z)
 
 

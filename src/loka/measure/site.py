@@ -124,27 +124,7 @@ def time_gemms(
     seconds: float = 60.0,
     distributions: Sequence[str] = (),
 ) -> list[SiteTiming]:
-    """Time candidates for one GEMM of a linear beside bf16: quantisation included, each judged right before it is timed.
-
-    Args:
-        gemm: fprop, dgrad or wgrad.
-        m: rows of a call.
-        k: inputs of the linear.
-        n: its outputs.
-        candidates: ways to run it.
-        device: where.
-        weights: quantised in every call ("dynamic"), or before ("cached").
-        repeats: of the timing.
-        seconds: for all of them together.
-        distributions: also measure errors on inputs of these names (`loka.measure.inputs`).
-
-    Returns:
-        A timing per candidate, in their order; one that was refused says why.
-
-    Example:
-        >>> rowwise = GemmWay.parse("e4m3:row@e4m3:row/torch", fast_accum=True)
-        >>> time_gemms("fprop", 4096, 1024, 1024, [rowwise], "cuda")[0].speedup
-    """
+    """Time candidates for one GEMM of a linear of M rows, K inputs and N outputs beside bf16: `time_jobs` of one job. A timing per candidate, in their order; one that was refused says why."""
     job = SiteJob(gemm, m, k, n, tuple(candidates), weights)
     return time_jobs([job], device, repeats=repeats, seconds=seconds, distributions=distributions)[0]
 
@@ -212,26 +192,8 @@ def time_case(
     distributions: Sequence[str],
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """One job in this process, JSON in and out: what a child process runs for `time_jobs`. On a CPU too, where its times are good for tests only.
-
-    Args:
-        gemm: fprop, dgrad or wgrad.
-        m: rows of a call.
-        k: inputs of the linear.
-        n: its outputs.
-        weights: quantised in every call ("dynamic"), or before ("cached").
-        candidates: each with its way (`a@b/backend`) and fast_accum.
-        device: where.
-        repeats: of the timing.
-        distributions: inputs to measure errors on.
-        seconds: after so many nothing new is begun.
-
-    Returns:
-        An answer per candidate: microseconds and speedup, or a refusal.
-
-    Example:
-        >>> time_case("fprop", 64, 128, 128, "dynamic", [{"way": "e4m3:row@e4m3:row/reference", "fast_accum": False}], "cpu", 3, ["normal"])
-    """
+    """One job in this process, JSON in and out: what a child process runs for `time_jobs`; a candidate is its way (`a@b/backend`) and fast_accum, an answer microseconds and speedup, or a
+    refusal. On a CPU too, where its times are good for tests only; after so many seconds nothing new is begun."""
     target, end = torch.device(device), time.monotonic() + seconds
     parsed = [GemmWay.parse(c["way"], fast_accum=c["fast_accum"]) for c in candidates]
     job = SiteJob(gemm, m, k, n, tuple(parsed), weights)

@@ -50,14 +50,7 @@ def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, Embed
 
 
 def dequantize_collection(collection: Any) -> dict[str, Tensor]:
-    """The values of a quantised collection's tables, float32, by name.
-
-    Args:
-        collection: as `take_quantized` takes it.
-
-    Returns:
-        [rows, width] for each table.
-    """
+    """The values of the tables of a quantised collection, as `take_quantized` takes it: float32 [rows, width] by name."""
     modules = getattr(collection, "_emb_modules", None)
     if modules is None or not all(hasattr(module, "split_embedding_weights") for module in modules):
         raise ValueError(

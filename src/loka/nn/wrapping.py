@@ -102,14 +102,7 @@ def _without_ddp(model: nn.Module, name: str) -> str:
 
 
 def own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters that a module itself computes with, so that one met in two modules is shared.
-
-    Args:
-        module: any module; its children are not looked at.
-
-    Returns:
-        What is registered on it, less what it has lent to a child (`LENT`).
-    """
+    """The parameters that a module itself computes with, less what it has lent to a child (`LENT`), so that one met in two modules is shared. Children are not looked at."""
     lent = getattr(module, LENT, ())
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in lent:

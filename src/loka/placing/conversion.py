@@ -178,15 +178,7 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
 
 
 def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
-    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's.
-
-    Args:
-        units: of a plan.
-        backend: for all of their kernels; None is what each names.
-
-    Returns:
-        The units with their kernels.
-    """
+    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
     if backend is None:
         return list(units)
     ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]

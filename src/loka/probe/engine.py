@@ -70,17 +70,7 @@ class Gate:
     def refuse(
         self, engine: Engine, operands: GemmWay, shape: tuple[int, int, int], device: torch.device
     ) -> str | None:
-        """Why a candidate may not run a GEMM, or None.
-
-        Args:
-            engine: the candidate's quantiser and product.
-            operands: the Specs of a and b, and how their product is added up.
-            shape: rows, contracted length and columns, as they will be run.
-            device: where.
-
-        Returns:
-            The reason, in words, whether the backend declines the call itself or is wrong on it.
-        """
+        """Why a candidate may not run a GEMM of that shape, whether the backend declines the call itself or is wrong on it; or None."""
         m, k, n = shape
         call = operands.call(m, k, n, out_dtype(device))
         verdict = engine.matmul.supports(call, device)

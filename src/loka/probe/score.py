@@ -90,19 +90,7 @@ SCORED = (*USUAL, *GIVEN_SCALES)
 
 
 def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
-    """What a recipe quantises the operands of a GEMM to.
-
-    Args:
-        recipe: a name of `loka.dispatch.RECIPES`, or "static" or "delayed".
-        gemm: fprop, dgrad or wgrad.
-
-    Returns:
-        The two Specs; None where the recipe leaves the GEMM in high precision.
-
-    Example:
-        >>> str(operands_of("delayed", "wgrad").a)
-        'e4m3:tensor:delayed'
-    """
+    """What a recipe, or "static" or "delayed", quantises the operands of a GEMM to; None where it leaves the GEMM in high precision."""
     if recipe in GIVEN_SCALES:
         return GIVEN_SCALES[recipe].get(gemm)
     if recipe not in RECIPES:
@@ -111,19 +99,7 @@ def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
 
 
 def share_of_margin(margin: float, units: int) -> float:
-    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units).
-
-    Args:
-        margin: relative change of the loss that the whole model may have.
-        units: sites that may run in low precision together.
-
-    Returns:
-        The share of one unit.
-
-    Example:
-        >>> share_of_margin(0.0002, 4)
-        0.0001
-    """
+    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units)."""
     return margin / math.sqrt(max(units, 1))
 
 
@@ -168,15 +144,7 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
 
 @torch.no_grad()
 def score_operands(operands: RoundedOperands, shown: Shown) -> dict[Gemm, Tensor]:
-    """What operands that were rounded already do in the three GEMMs of one look, as `score_look` has it.
-
-    Args:
-        operands: the rows, with a low-precision side that does not depend on a Spec.
-        shown: the same rows.
-
-    Returns:
-        gemm -> float32 [4].
-    """
+    """What operands that were rounded already do in the three GEMMs of one look, as `score_look` has it."""
     pulled = _product(operands.plain("dy"), operands.plain("w"))
     return {gemm: _MEASURES[gemm](operands, _STATIC, pulled, shown) for gemm in GEMMS}
 
@@ -280,19 +248,7 @@ _MEASURES = {"fprop": _score_fprop, "dgrad": _score_dgrad, "wgrad": _score_wgrad
 
 
 def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval, float] | None:
-    """From sums over looks to the harm and the drift.
-
-    Args:
-        gemm: what the sums are of.
-        sums: float64 [looks, 4] of `score_look`, the looks that shall count.
-        nats: mean loss of an example; 1 where the loss is no likelihood.
-
-    Returns:
-        (harm, mean of r): relative change of the loss; None where nothing was counted.
-
-    Example:
-        >>> harm, drift = harm_from("fprop", sums[None])
-    """
+    """(harm, mean of r) from sums over looks, float64 [looks, 4] of `score_look`: relative change of the loss; None where nothing was counted. `nats`: mean loss of an example, 1 where it is no likelihood."""
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
         return None

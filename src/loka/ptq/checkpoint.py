@@ -63,13 +63,7 @@ def save(
 
 
 def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:
-    """Refuse what runs in FP8 and has no FP8 weights that a file can hold.
-
-    Args:
-        model: what `quantize` returned the summary of.
-        summary: what was done to it.
-        chains: whether the file can hold chains.
-    """
+    """Refuse what runs in FP8 and has no FP8 weights that a file can hold; `chains`: whether it can hold chains."""
     modules = dict(model.named_modules())
     frozen = {link.linear for _, chain in chains_of(model) if chain.frozen is not None for link in chain.links}
     recorded = {name for unit in summary.record.units for name in unit.linears}

@@ -10,14 +10,7 @@ _WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # as it runs, then the 
 
 
 def write_findings(probe: ProbeReport) -> str:
-    """Tables of costs and of what a reader must know before trusting them.
-
-    Args:
-        probe: the record.
-
-    Returns:
-        HTML; empty where there is nothing to say.
-    """
+    """Tables of costs and of what a reader must know before trusting them; empty where there is nothing to say."""
     return _write_costs(probe) + _write_warnings(probe)
 
 

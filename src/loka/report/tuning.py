@@ -16,14 +16,7 @@ _GLOSSARY = (
 
 
 def say_tuning(tuning: Tuning) -> str:
-    """The headline of a tuning.
-
-    Args:
-        tuning: the record.
-
-    Returns:
-        One sentence that claims no more than was measured.
-    """
+    """The headline of a tuning: one sentence that claims no more than was measured."""
     return f"{tuning.model}: {tuning.verdict}"
 
 
