@@ -14,8 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["convert"]
-
 STEPS = 4
 REPORT = "conversion.json"
 

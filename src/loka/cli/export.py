@@ -17,8 +17,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["export"]
-
 
 def export(
     model: Annotated[str, typer.Argument(help="wukong:small, pkg.module:factory, or the folder of a ranker.")],

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from loka.cli.own_code import call_with, quietly
 
-__all__ = ["Job", "OwnJob", "RankingJob", "SequenceJob", "per_example"]
-
 Values = Callable[[nn.Module, Any], Tensor]
 
 

@@ -16,8 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True, help="Rewrites that make more of a model safe and fast in low precision.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -16,8 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["build_own", "call_with", "find_loss", "find_object", "quietly"]
-
 
 def find_object(path: str) -> Any:
     """What `pkg.module:name` names; the working folder is searched first."""

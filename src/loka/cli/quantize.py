@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from loka.ptq import Summary
 
-__all__ = ["quantize"]
-
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder of a recommender, family:size, or pkg.module:factory.")],

@@ -15,8 +15,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["report"]
-
 
 def report(
     folder: Annotated[Path, typer.Argument(help="Folder of records (*.json), or one record.")],

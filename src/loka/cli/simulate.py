@@ -13,8 +13,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["simulate"]
-
 
 def simulate(
     forward: Annotated[float, typer.Option(help="Milliseconds of the forward pass on one GPU, lookups included.")],

@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from loka.cli.jobs import Job, OwnJob, RankingJob, SequenceJob
 from loka.cli.own_code import build_own, find_loss, find_object
 
-__all__ = ["Subject", "find_device", "load_subject"]
-
 DEFAULT_DATA = "complete-journey"
 SPLITS = ("train", "valid", "test")
 SEQUENCE_FAMILIES = ("hstu",)

@@ -19,8 +19,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["tune"]
-
 
 def tune(
     model: Annotated[str, typer.Argument(help="wukong:small, dlrm, hstu:small, ... or pkg.module:factory.")],

@@ -26,8 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Agreement", "RankError"]
-
 _POLL = 0.02  # seconds between looks at the store
 
 

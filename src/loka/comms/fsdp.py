@@ -25,8 +25,6 @@ from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_sc
 from loka.formats import Draw
 from loka.kernels.wire.codec import Codec, parse_codec
 
-__all__ = ["QuantizedAllGather", "QuantizedReduceScatter", "StepClock", "quantize_ddp", "quantize_fsdp"]
-
 Whole = Callable[[str, torch.Size], bool]
 
 

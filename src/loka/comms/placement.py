@@ -15,8 +15,6 @@ from loka.comms.fsdp import quantize_ddp, quantize_fsdp, release_fsdp
 from loka.kernels.wire.codec import parse_codec
 from loka.records import CollectivePlan
 
-__all__ = ["place", "release", "wire_of"]
-
 _WIRE = "_loka_wire"  # on a model: the count of what its placed collectives send
 
 

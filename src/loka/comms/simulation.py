@@ -26,8 +26,6 @@ from dataclasses import dataclass
 
 from loka.kernels.wire.codec import Codec, parse_codec
 
-__all__ = ["MACHINES", "Machine", "Simulated", "Work", "compare_codecs", "simulate"]
-
 BUCKET = 25e6 / 4  # elements: DistributedDataParallel's 25 MB of float32
 WORTHWHILE = 1.01  # below a hundredth of a step nothing is worth another rounding
 ENCODE = 8192 * 4096 / 27.76e-6  # elements a second, E4M3 with 1x128 scales: benchmarks/results/h200/quantize.json

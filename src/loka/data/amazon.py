@@ -26,8 +26,6 @@ from loka.data.faults import BadRows, DataError
 from loka.data.progress import Progress
 from loka.data.sequences import write_sequences
 
-__all__ = ["SequenceOptions", "build_sequences", "find_files", "read_semantic_ids"]
-
 _CODE = re.compile(r"<[a-z]+_(\d+)>")
 
 

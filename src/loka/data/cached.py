@@ -16,8 +16,6 @@ from loka.data.ranking import RankingData, Split
 from loka.data.rows import Array, Rows, Windows
 from loka.data.schema import Schema
 
-__all__ = ["CachedSource", "open_ranking"]
-
 _RESIDENT = 64 << 20
 """Sequence values above this size are dropped from memory after every window, so that the map cannot grow"""
 

@@ -9,8 +9,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CATALOG", "Entry", "Remote", "data_root", "find_entry"]
-
 
 @dataclass(frozen=True)
 class Remote:

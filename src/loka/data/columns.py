@@ -18,8 +18,6 @@ import numpy.typing as npt
 from loka.data.faults import DataError
 from loka.data.rows import Array
 
-__all__ = ["Column", "ColumnWriter", "check_column", "map_column", "read_ranges"]
-
 _HEADER = 128
 _MAGIC = b"\x93NUMPY\x01\x00"
 _VERIFY_BYTES = 1 << 22

@@ -17,8 +17,6 @@ from pathlib import Path
 from loka.data.faults import DataError
 from loka.data.progress import Progress, silent
 
-__all__ = ["download", "sha256_of"]
-
 _PIECE = 1 << 18
 _ATTEMPTS = 4
 _TIMEOUT_S = 30.0

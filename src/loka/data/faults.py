@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["KEPT_EXAMPLES", "MAX_BAD", "BadRow", "BadRows", "DataError"]
-
 MAX_BAD = 0.001
 """Default largest share of bad rows that still loads"""
 KEPT_EXAMPLES = 5

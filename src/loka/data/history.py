@@ -15,8 +15,6 @@ import numpy as np
 
 from loka.data.rows import Array
 
-__all__ = ["Past"]
-
 _SHIFT = 32
 
 

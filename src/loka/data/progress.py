@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Progress", "silent"]
-
 Progress = Callable[[str, int, int | None], None]
 """progress(stage, done, total); total is None when it is unknown"""
 

@@ -10,8 +10,6 @@ from loka.data.rows import Source
 from loka.data.schema import Schema
 from loka.data.stream import BatchStream, Order
 
-__all__ = ["RankingData", "Split"]
-
 
 @dataclass(frozen=True)
 class Split:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Field", "Schema", "SequenceField"]
-
 
 @dataclass(frozen=True)
 class Field:

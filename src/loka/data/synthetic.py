@@ -34,8 +34,6 @@ from loka.data.ranking import RankingData, Split
 from loka.data.rows import Array, Rows, Windows
 from loka.data.schema import Field, Schema, SequenceField
 
-__all__ = ["Options", "SyntheticSource", "build", "make_schema", "open_synthetic"]
-
 _CHUNK = 4096
 _TABLE = 4096
 _RANK = 8

@@ -24,8 +24,6 @@ import msgspec
 from loka.dispatch.recipe import choice_of
 from loka.records import Interval, Plan, ProbeReport, Site, SitePlan
 
-__all__ = ["Item", "Spent", "Verify", "choose_items", "search", "spend"]
-
 Verify = Callable[[Plan], Interval]  # measures the relative change of the end metric with a whole plan applied
 
 MAX_STATES = 20_000

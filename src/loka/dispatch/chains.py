@@ -12,8 +12,6 @@ from loka.dispatch.choosing import CHAIN, Limits, Looked, SiteLook, make_offers
 from loka.dispatch.recipe import choice_of
 from loka.records import GEMMS, ProbeReport, Site, SitePlan, UnitEvidence, UnitPlan
 
-__all__ = ["GIVEN", "place_chains"]
-
 GIVEN = (
     "static",
     "delayed",

@@ -15,19 +15,6 @@ import msgspec
 from loka.dispatch.recipe import RECIPES, choice_of
 from loka.records import GEMMS, Alarm, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
 
-__all__ = [
-    "CHAIN",
-    "HOPELESS",
-    "Chosen",
-    "Limits",
-    "Looked",
-    "Offer",
-    "SiteLook",
-    "add_in_squares",
-    "make_offers",
-    "split_unit",
-]
-
 CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed already
 HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
 FINER = ("rowwise", "blockwise")

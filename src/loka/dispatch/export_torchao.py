@@ -15,8 +15,6 @@ from torch import nn
 from loka.dispatch.recipe import RECIPES, way_of
 from loka.records import Plan, SitePlan
 
-__all__ = ["ALIGNMENT", "ModuleFilter", "TorchaoExport", "misaligned", "refuse_chains", "to_torchao"]
-
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ALIGNMENT = 16
 ModuleFilter = Callable[[nn.Module, str], bool]

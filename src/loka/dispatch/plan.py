@@ -10,8 +10,6 @@ from loka.kernels import registry
 from loka.measure.site import gemm_shape
 from loka.records import Plan, SitePlan
 
-__all__ = ["check"]
-
 
 def check(plan: Plan, model: nn.Module) -> list[str]:
     """Every way in which a plan does not fit a model on its device, or the device itself.

@@ -24,19 +24,6 @@ from loka.records import Environment, Gemm, Interval, from_json
 from loka.records.bench import KernelBench, KernelRow
 from loka.records.performance import Errors, Origin, PerformanceRow, PerformanceRows
 
-__all__ = [
-    "LINEAR",
-    "Imported",
-    "linear_key",
-    "linear_variant",
-    "machine_here",
-    "origin_of",
-    "rows_of_bench",
-    "rows_of_timings",
-    "shipped",
-    "versions_of",
-]
-
 LINEAR = "linear"
 ABSENT = "absent"
 _DISTRIBUTIONS = {

@@ -24,18 +24,6 @@ from loka.measure.timing import BASELINE
 from loka.records import Candidate, Gemm, ProbeReport, Site
 from loka.records.performance import Origin
 
-__all__ = [
-    "DatabaseSpeeds",
-    "Fastest",
-    "Option",
-    "ProbeSpeeds",
-    "Speeds",
-    "choose_machine",
-    "fastest_backend",
-    "shipped_database",
-]
-
-
 _KEPT_FIRST: tuple[Weights, ...] = ("cached", "dynamic")
 
 

@@ -31,8 +31,6 @@ from loka.measure.site import SiteJob, SiteTiming, Weights, time_jobs
 from loka.records import Environment, ProbeReport
 from loka.records.performance import PerformanceRows, RowGroup
 
-__all__ = ["TuneResult", "jobs_of_report", "key_of", "missing_jobs", "tune"]
-
 Timer = Callable[..., list[list[SiteTiming]]]
 
 

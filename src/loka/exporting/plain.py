@@ -33,8 +33,6 @@ from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear
 from loka.ptq.modules import QuantizedLinear, quantize_weight
 
-__all__ = ["AtenOps", "OnnxOps", "PlainChain", "PlainLinear", "write_out"]
-
 ROWS = 1024  # a product of so many rows stands for all when a kernel is asked whether it can
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from loka.units import Example
 
-__all__ = ["Arguments", "Flat", "take_apart"]
-
 Rebuild = Callable[[Mapping[str, Tensor]], Any]
 
 

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "LEAK", "activate", "activation_slope", "check_activation"]
-
 ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
 LEAK = 0.01  # of leaky_relu below zero, torch's default
 

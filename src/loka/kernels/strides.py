@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["token_columns", "unit_rows"]
-
 
 def unit_rows(x: Tensor) -> Tensor:
     """x with a last stride of one; copied only where it has another."""

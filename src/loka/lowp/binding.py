@@ -18,8 +18,6 @@ from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.scaling import Scaling, check_mode
 from loka.lowp.weight_cache import POLICIES, WeightPolicy
 
-__all__ = ["LinearBinding", "LinearOptions", "Save"]
-
 Save = Literal["auto", "fp8", "high"]
 
 

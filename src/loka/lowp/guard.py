@@ -43,8 +43,6 @@ from loka.lowp.scaling import Scaling
 from loka.nn.wrapping import unwrap
 from loka.records import GEMMS, DriftReport
 
-__all__ = ["Decide", "Guard", "GuardConfig", "GuardEvent"]
-
 Decide = Callable[[str], LinearBinding | None]
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,6 @@ from loka.lowp.chain_function import ChainTensors, Layout, restore_chain, run_fo
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, BlockNorm
 
-__all__ = ["enter_chain", "interactions_of", "place_interaction", "refuse_interaction", "release_interaction"]
-
 _INTERACTION = "loka_interaction"  # on a layer whose interactions are fused: the class it had
 
 

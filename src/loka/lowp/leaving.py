@@ -4,8 +4,6 @@ from typing import NoReturn
 
 import torch
 
-__all__ = ["refuse_export", "refuse_script"]
-
 _WAY_ON = "hint: loka.export(model, example, 'model.onnx') or 'model.pt2' writes a frozen model without this library's code; loka.revert(model) gives the original back"  # fmt: skip
 
 

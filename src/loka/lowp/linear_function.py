@@ -21,8 +21,6 @@ from loka.lowp.binding import LinearBinding
 from loka.lowp.health import BACKWARD, quantization_error, record, sampled_error, turn_of
 from loka.lowp.scaling import delayed_scale, find_amax
 
-__all__ = ["Given", "Layouts", "LinearFunction", "parts_of"]
-
 _OTHER_INPUTS = 4  # binding, dtype, needs, layouts: arguments of the autograd function that are no tensors
 
 Layouts = tuple[Layout | None, Layout | None]  # what W and W^T are laid out for

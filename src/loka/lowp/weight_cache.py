@@ -46,8 +46,6 @@ from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import GemmWay, prepare
 from loka.lowp.witness import Witness, warn_stale
 
-__all__ = ["POLICIES", "StaleWeightError", "WeightCache", "WeightPolicy", "quantize_weight"]
-
 # step: when the weight has changed. fresh: in every forward. manual: by loka.refresh and the optimizer hook alone; a stale use raises.
 WeightPolicy = Literal["step", "fresh", "manual"]
 POLICIES: tuple[str, ...] = get_args(WeightPolicy)

@@ -15,8 +15,6 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["StaleWeightWarning", "Witness", "warn_stale"]
-
 LATTICE = 8  # sampled rows and columns
 FEW_EVERY = {"cpu": 1}  # calls from one comparison of the few to the next, by device
 SUMS_EVERY = {"cpu": 64}

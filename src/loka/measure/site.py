@@ -42,18 +42,6 @@ from loka.measure.isolation import map_isolated
 from loka.measure.timing import BASELINE, Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
 
-__all__ = [
-    "SiteJob",
-    "SiteTiming",
-    "Weights",
-    "decode_timing",
-    "encode_case",
-    "gemm_shape",
-    "time_case",
-    "time_gemms",
-    "time_jobs",
-]
-
 Weights = Literal["dynamic", "cached"]
 OURS = ("torch", "triton", "reference")  # trusted to fail with an exception; all others run in a child process
 JUDGED_ELEMENTS = 1 << 22

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from loka.nn.tables import EmbeddingBag
 
-__all__ = ["dequantize_collection", "take_quantized"]
-
 
 def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, EmbeddingBag]:
     """The tables of a quantised collection as frozen tables of ours.

@@ -24,8 +24,6 @@ from loka.kernels.embedding_update import TRAINABLE, Rule, embedding_update
 from loka.kernels.embedding_update.reference import sum_gradients
 from loka.nn.tables import Lookup, Table, hottest
 
-__all__ = ["TableOptimizer"]
-
 _LIVE = ("data", "scale", "slot", "kept")
 
 

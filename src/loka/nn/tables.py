@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.embedding_update import TRAINABLE
 
-__all__ = ["Embedding", "EmbeddingBag", "Lookup", "Table", "hottest", "quantize_tables", "refusals"]
-
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
 
 

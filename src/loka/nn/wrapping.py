@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["LENT", "WRAPPER_SEGMENTS", "named_sites", "own_parameters", "plain_name", "unwrap"]
-
 # What wrappers register the wrapped module as. `module` alone is a common name in users' models: it counts only where DDP is the parent (see `unwrap`).
 WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
 LENT = "loka_lent"  # on a module: names of parameters that a child computes with in its place, and has registered too

@@ -22,8 +22,6 @@ from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
 from loka.records import Plan, SitePlan
 
-__all__ = ["Bound", "bind_by_plan", "candidates", "spoken_for"]
-
 _EMULATION_HINT = (
     "hint: probe and plan on this machine; or plan for it from measured rows (`loka plan --target`); or convert(..., backend='auto') to run the plan's precisions on this "
     "device's kernels, backend='reference' for emulation on purpose"

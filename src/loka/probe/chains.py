@@ -21,8 +21,6 @@ from loka.probe.weights import is_sharded
 from loka.records import Magnitude, UnitPlan
 from loka.units import Example, describe_chain, discover
 
-__all__ = ["ExampleKeeper", "FoundChains", "find_chains"]
-
 
 class ExampleKeeper:
     """Keeps a copy of the inputs of the first sampled call of a model."""

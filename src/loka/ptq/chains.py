@@ -19,8 +19,6 @@ from loka.records import UnitPlan
 from loka.units import place
 from loka.units.placement import describe_chain
 
-__all__ = ["describe_chains", "restore_chains", "take_weights", "tensors_of"]
-
 
 def describe_chains(model: nn.Module) -> list[UnitPlan]:
     """The chains of a model as units that can be placed again, scales included."""

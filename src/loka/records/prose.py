@@ -6,8 +6,6 @@ if TYPE_CHECKING:
     from loka.records.plan import Choice, Plan, SitePlan
     from loka.records.unit import CollectivePlan, LinkPlan, TablePlan, UnitEvidence, UnitPlan
 
-__all__ = ["diff", "explain", "spell", "spell_part", "spell_unit"]
-
 _SETTINGS = (
     "model",
     "recipe",

@@ -3,8 +3,6 @@
 from loka.records import Interval, ProbeReport, Site
 from loka.report.markup import about, chip, escape, row, table
 
-__all__ = ["write_findings"]
-
 ROWS = 200  # of the table of costs
 _WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # as it runs, then the finest
 

@@ -5,8 +5,6 @@ from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
 from loka.report.tuning import say_tuning
 
-__all__ = ["count_converted", "is_converted", "name_report", "write_headline"]
-
 
 def name_report(results: Results) -> str:
     """Title of the page."""

@@ -18,8 +18,6 @@ from loka.report import kernel_charts, quality_charts, serving_charts, site_char
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
-__all__ = ["CHUNK", "collect", "draw", "dump", "write_chunks"]
-
 CHUNK = 25  # sites parsed together
 PACKED = 200  # sites; above, chunks are deflated
 
@@ -31,6 +29,7 @@ class Words:
         self.known: dict[str, int] = {}
 
     def __call__(self, text: str | None) -> int | None:
+        """The number of a string; None of none."""
         return None if text is None else self.known.setdefault(text, len(self.known))
 
 

@@ -6,8 +6,6 @@ from loka.report.headline import count_converted, is_converted
 from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, row, table
 from loka.report.results import Results
 
-__all__ = ["write_drift", "write_memory", "write_plan", "write_sites"]
-
 STATIC_ROWS = 300  # of the plan, in plain HTML for a reader without JavaScript
 _TABS = (("fprop", "Forward"), ("dgrad", "Input gradient"), ("wgrad", "Weight gradient"))
 

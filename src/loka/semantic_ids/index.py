@@ -26,8 +26,6 @@ from torch import Tensor
 from loka.semantic_ids.quality import Quality, measure_quality
 from loka.semantic_ids.trie import Trie, build_trie
 
-__all__ = ["SemanticIndex", "load_index"]
-
 SCHEMA = 1
 _HEADER = "loka"
 

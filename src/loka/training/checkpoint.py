@@ -24,8 +24,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["DamagedCheckpointError", "Snapshot", "find_checkpoints", "read_best", "read_checkpoint", "write_checkpoint"]
-
 SCHEMA = 1
 _STATE = "state.json"
 _TEMPORARY = ".writing-"

@@ -22,8 +22,6 @@ from torch import nn
 from loka.nn import EmbeddingTables
 from loka.training.config import CompileRequest
 
-__all__ = ["CompileChoice", "compiled", "eager", "find_compilable"]
-
 
 @dataclass(frozen=True)
 class CompileChoice:

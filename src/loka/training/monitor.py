@@ -13,8 +13,6 @@ from typing import Any
 
 from loka.training.config import TrainConfig
 
-__all__ = ["Monitor"]
-
 # Metrics whose better direction needs no asking; any other name needs config.monitor_direction.
 _LOWER_IS_BETTER = frozenset({"loss", "log_loss", "ne"})
 _HIGHER_IS_BETTER = frozenset({"auc", "gauc", "hr", "ndcg", "mrr", "recall"})

@@ -31,8 +31,6 @@ from loka.nn.table_optimizer import TableOptimizer
 from loka.nn.tables import Table
 from loka.training.config import TrainConfig
 
-__all__ = ["Optimizers", "RowwiseAdagrad", "split_parameters"]
-
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 

@@ -17,8 +17,6 @@ import torch
 
 from loka.training.config import PrecisionName
 
-__all__ = ["autocast", "check_precision", "precision_scope", "resolve_device"]
-
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one; anything else is taken literally and must exist."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from loka.training.compilation import CompileChoice
 
-__all__ = ["NonFiniteLossError", "TrainResult"]
-
 
 class NonFiniteLossError(ValueError):
     """The loss (or a weight) became NaN or infinite."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from loka.training.checkpoint import Snapshot, prune, remove_leftovers, write_best, write_checkpoint
 
-__all__ = ["Saver"]
-
 
 class Saver:
     """Asynchronous writer of one run's checkpoints."""

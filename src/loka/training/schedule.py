@@ -15,8 +15,6 @@ import math
 
 from loka.training.config import TrainConfig
 
-__all__ = ["learning_rate_factor"]
-
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:
     """The multiplier of every learning rate for the update that turns step `step` into `step + 1`."""

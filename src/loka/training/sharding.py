@@ -33,8 +33,6 @@ from loka.nn.embedding import EmbeddingTables
 from loka.nn.tables import Table, quantize_tables
 from loka.nn.wrapping import unwrap
 
-__all__ = ["Distribution", "Spread", "plain_state", "spread_model"]
-
 SHARDINGS = ("table", "row", "column")
 DENSE = ("fsdp", "ddp")
 

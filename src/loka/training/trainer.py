@@ -42,8 +42,6 @@ from loka.training.snapshot import find_nonfinite, load_weights, restore_newest,
 from loka.training.stream import EpochStream, TrainData
 from loka.training.window import Window
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """A run in progress; `fit()` drives it to the end. Counters are public and read-only for callbacks."""

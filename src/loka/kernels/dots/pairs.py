@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["check_pairs", "find_fault"]
-
 _FAULTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 HINT = "hint: torch.bmm(x, x.mT)[:, first, second] takes any indices"
 

@@ -25,8 +25,6 @@ from loka.formats import Draw, QTensor, Spec, dequantize, quantize, round_bf16, 
 from loka.formats.format import power_of_two
 from loka.kernels import wire
 
-__all__ = ["Codec", "parse_codec"]
-
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
