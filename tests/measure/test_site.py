@@ -11,7 +11,7 @@ from loka.formats import Spec, relative_l2
 from loka.kernels import registry
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure import site
-from loka.measure.site import SiteJob, gemm_shape, time_case, time_gemms, time_jobs
+from loka.measure.site import SiteJob, gemm_shape, time_case, time_jobs
 from loka.measure.timing import CaptureError, Timing
 
 TENSOR, ROW = Spec.parse("e4m3:tensor"), Spec.parse("e4m3:row")
@@ -26,7 +26,7 @@ def case(gemm: str = "fprop", weights: str = "dynamic", backends: tuple[str, ...
 
 def test_without_a_gpu_nothing_is_measured_and_it_says_so() -> None:
     candidates = [GemmWay(ROW, ROW, backend="torch"), GemmWay(TENSOR, TENSOR, True, "fbgemm")]
-    found = time_gemms("fprop", 64, 32, 16, candidates, "cpu")
+    (found,) = time_jobs([SiteJob("fprop", 64, 32, 16, tuple(candidates))], "cpu")
     assert [timing.candidate for timing in found] == candidates
     assert all(t.refusal == "not measured: no GPU" and t.microseconds is None and t.speedup is None for t in found)
 
@@ -34,7 +34,7 @@ def test_without_a_gpu_nothing_is_measured_and_it_says_so() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_an_error_not_an_answer() -> None:
     with pytest.raises(ValueError, match="no usable GPU"):
-        time_gemms("fprop", 64, 32, 16, [GemmWay(ROW, ROW, backend="torch")], "cuda")
+        time_jobs([SiteJob("fprop", 64, 32, 16, (GemmWay(ROW, ROW, backend="torch"),))], "cuda")
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -242,7 +242,8 @@ def test_on_a_gpu_ours_are_timed(gemm: str) -> None:
     candidates = [GemmWay(s, s, True, b) for s in (TENSOR, ROW) for b in ("torch", "triton")]
     begin = time.monotonic()
     for weights in ("dynamic", "cached"):
-        for timing in time_gemms(gemm, 2048, 1024, 512, candidates, "cuda", weights=weights, distributions=("normal",)):  # type: ignore[arg-type]
+        job = SiteJob(gemm, 2048, 1024, 512, tuple(candidates), weights)  # type: ignore[arg-type]
+        for timing in time_jobs([job], "cuda", distributions=("normal",))[0]:
             assert timing.refusal is None
             assert timing.microseconds is not None
             assert timing.microseconds.value > 0

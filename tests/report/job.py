@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from loka.dispatch import Policy, make_plan
-from loka.dispatch.policy import uniform_plan
 from loka.records import (
     Candidate,
     Cause,
@@ -325,7 +324,7 @@ def make_everything(sites: int = 10) -> Results:
     """Every kind of record a report knows."""
     base = make_results(sites)
     assert base.probe is not None
-    naive = uniform_plan(base.probe, "tensorwise")
+    naive = make_plan(base.probe, Policy(min_speedup=None, overrides={"*": "tensorwise"}))
     return replace(
         base,
         plans=(*base.plans, naive),

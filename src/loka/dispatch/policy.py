@@ -169,29 +169,6 @@ def _overridden(site: Site, policy: Policy) -> str | None:
     return None
 
 
-def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference") -> Plan:
-    """One recipe at every site whatever the evidence says: what "just turn FP8 on" does, for comparison."""
-    chosen = recipe_named(recipe)
-    speeds = ProbeSpeeds(report.environment.device)
-    return Plan(
-        model=report.model,
-        recipe=recipe,
-        target=None,
-        max_error=report.max_mere,
-        max_gradient_error=report.max_gradient_error,
-        min_speedup=None,
-        flops_of=report.flops_of,
-        sites=[
-            _site_plan(
-                site, [_told(site, gemm, chosen, backend, f"{recipe} everywhere", speeds) for gemm in site.gemms]
-            )
-            for site in report.sites
-        ],
-        environment=report.environment,
-        notes=[f"{recipe} at every site, whatever its error"],
-    )
-
-
 def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None) -> tuple[Speeds, list[str]]:
     """Probe's own times for the machine it ran on; the database's for any other, and for the same where one is given."""
     here = report.environment.device
@@ -256,7 +233,7 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> Si
                 policy = replace(policy, recipe=AUTO)
                 break
             recipe = recipe_named(override)
-            return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
+            return _site_plan(site, [_told(site, gemm, recipe, why, speeds) for gemm in site.gemms])
     if site.kept is not None:
         return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
     return _site_plan(
@@ -264,22 +241,18 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> Si
     )
 
 
-def _told(site: Site, gemm: Gemm, recipe: Recipe, backend: str | None, reason: str, speeds: Speeds) -> Choice:
-    """A choice that was not left to the evidence: on the given backend, or on the fastest one that was evaluated."""
-    way = recipe.operands(gemm)
-    if way is None:
+def _told(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -> Choice:
+    """A choice that was not left to the evidence: on the fastest backend that was evaluated."""
+    if recipe.operands(gemm) is None:
         return choice_of(gemm, None, f"{reason}; {recipe.name} keeps {gemm} in high precision")
     options = [
         o for o in speeds.options(site, gemm) if o.candidate.recipe == recipe.name and o.candidate.refusal is None
     ]
-    able = sorted((o for o in options if backend in (None, o.candidate.backend)), key=_rank_by_time)
-    if able:
-        return _choice(able[0], reason, [])
-    if backend is None:
+    if not options:
         raise ValueError(
             f"{site.name} {gemm}: {reason}, but no backend was evaluated with {recipe.name}; probe with it"
         )
-    return choice_of(gemm, way.on(backend), reason)
+    return _choice(min(options, key=_rank_by_time), reason, [])
 
 
 def error_of(candidate: Candidate) -> Interval | None:

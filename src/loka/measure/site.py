@@ -99,24 +99,6 @@ def gemm_shape(gemm: Gemm, m: int, k: int, n: int) -> tuple[int, int, int]:
     return shapes[gemm]
 
 
-def time_gemms(
-    gemm: Gemm,
-    m: int,
-    k: int,
-    n: int,
-    candidates: Sequence[GemmWay],
-    device: torch.device | str,
-    *,
-    weights: Weights = "dynamic",
-    repeats: int = DEFAULT_REPEATS,
-    seconds: float = 60.0,
-    distributions: Sequence[str] = (),
-) -> list[SiteTiming]:
-    """Time candidates for one GEMM of a linear of M rows, K inputs and N outputs beside bf16: `time_jobs` of one job. A timing per candidate, in their order; one that was refused says why."""
-    job = SiteJob(gemm, m, k, n, tuple(candidates), weights)
-    return time_jobs([job], device, repeats=repeats, seconds=seconds, distributions=distributions)[0]
-
-
 def time_jobs(
     jobs: Sequence[SiteJob],
     device: torch.device | str,

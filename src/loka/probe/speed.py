@@ -27,7 +27,7 @@ from loka.kernels.scaled_mm import GemmWay, MatmulCall
 from loka.measure import Candidate as Timed
 from loka.measure import inputs, time_together
 from loka.measure.conformance import baseline_tolerance, judge_runs, law_of_values, tolerance
-from loka.measure.site import SiteTiming, Weights, gemm_shape, time_gemms
+from loka.measure.site import SiteJob, SiteTiming, Weights, gemm_shape, time_jobs
 from loka.measure.timing import CaptureError, Thunk, sets_needed
 from loka.probe.watch import Watch
 from loka.records import Candidate, Gemm
@@ -58,7 +58,8 @@ def time_candidates(
     fresh = [
         key[-1] for key in dict.fromkeys(keys.values()) if key not in timed
     ]  # two recipes may treat one GEMM alike
-    found = time_gemms(gemm, *shape, fresh, watch.device, weights=weights, repeats=repeats, seconds=seconds)
+    job = SiteJob(gemm, *shape, tuple(fresh), weights)
+    (found,) = time_jobs([job], watch.device, repeats=repeats, seconds=seconds)
     answers = timed | {(gemm, shape, weights, t.candidate): t for t in found}
     timed.update({key: answer for key, answer in answers.items() if answer.speedup is not None})
     return [
