@@ -27,7 +27,7 @@ from loka.kernels import registry
 from loka.kernels.grouped_mm import permute, swiglu_quantize
 from loka.kernels.grouped_mm.call import GroupedCall, Permutation
 from loka.kernels.quantize import quantize
-from loka.measure import Candidate, Conformance, judge_backend, snapshot, time_together
+from loka.measure import Conformance, Contender, judge_backend, snapshot, time_together
 from loka.measure.grouped import LoadedCall
 from loka.measure.nearness import judge_near
 from loka.measure.site import SiteJob
@@ -221,12 +221,12 @@ class _Race:
         x, sorting = self._operands()
         law = _run_experts(self.first.on("reference"), x, sorting.offsets, self.dtype)
         checks: dict[tuple[str, bool], Conformance] = {}
-        candidates: dict[tuple[str, bool], Candidate] = {}
+        candidates: dict[tuple[str, bool], Contender] = {}
         for name, fused in ways:
             checks[name, fused] = check = self._judge(name, fused, x, sorting, law)
             if check:
                 thunks = [_thunk(m.on(name, fused=fused), x, sorting.offsets, self.dtype) for m in self.groups]
-                candidates[name, fused] = Candidate(name + " fused" * fused, thunks, check)
+                candidates[name, fused] = Contender(name + " fused" * fused, thunks, check)
         timed = time_together(list(candidates.values()), self.device) if candidates else []
         times = dict(zip(candidates, timed, strict=True))
         rows = {}

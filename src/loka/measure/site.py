@@ -39,7 +39,7 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
-from loka.measure.timing import BASELINE, Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, CaptureError, Contender, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
 
 Weights = Literal["dynamic", "cached"]
@@ -281,9 +281,9 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
     m, k, n = gemm_shape(job.gemm, job.m, job.k, job.n)
     pairs = [_draw(job, s, "normal", device) for s in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     try:
-        base = Candidate(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
+        base = Contender(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
         rivals = [
-            Candidate(_name(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
+            Contender(_name(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
             for c, x in green
         ]
         timings, refused = _time_captured([base, *rivals], device, repeats)
@@ -324,7 +324,7 @@ def _fields(interval: Interval) -> dict[str, float]:
 
 
 def _time_captured(
-    candidates: list[Candidate], device: torch.device, repeats: int
+    candidates: list[Contender], device: torch.device, repeats: int
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time what can be captured in a CUDA graph; the rest gets its reason."""
     refused: dict[str, str] = {}

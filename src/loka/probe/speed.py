@@ -24,8 +24,7 @@ from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm import GemmWay, MatmulCall
-from loka.measure import Candidate as Timed
-from loka.measure import inputs, time_together
+from loka.measure import Contender, inputs, time_together
 from loka.measure.conformance import baseline_tolerance, judge_runs, law_of_values, tolerance
 from loka.measure.site import SiteJob, SiteTiming, Weights, gemm_shape, time_jobs
 from loka.measure.timing import CaptureError, Thunk, sets_needed
@@ -108,7 +107,7 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
         proof = judge_runs(run, law, allowed[name], torch.bfloat16, poison=False)
         if not proof:
             return None
-        rivals.append(Timed(name, [one.thunks[name] for one in sets], proof))
+        rivals.append(Contender(name, [one.thunks[name] for one in sets], proof))
     try:
         timings = {t.name: t.microseconds().value for t in time_together(rivals, device, repeats=repeats)}
     except CaptureError:
