@@ -27,7 +27,7 @@ from loka.models.registry import FAMILIES
 from loka.ptq.chains import restore_chains, take_weights, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
 from loka.ptq.quantizing import Summary
-from loka.records import Quantized, from_json, to_json
+from loka.records import Quantized, from_json, replacing, to_json
 
 SCHEMA = 1
 KIND = "quantized_model"
@@ -53,13 +53,8 @@ def save(
     refuse_unpacked(model, summary)
     header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
               "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        save_file(_narrow(model, dtype), partial, metadata={"loka": json.dumps(header)})
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(Path(path)) as temporary:
+        save_file(_narrow(model, dtype), temporary, metadata={"loka": json.dumps(header)})
 
 
 def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:

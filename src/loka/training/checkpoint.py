@@ -24,6 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
+from loka.records import write_atomically
+
 SCHEMA = 1
 _STATE = "state.json"
 _TEMPORARY = ".writing-"
@@ -138,10 +140,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def write_best(folder: Path, best: dict[str, Any]) -> None:
     """Point to the best checkpoint, atomically."""
-    temporary = folder / f"{_TEMPORARY}best-{os.getpid()}"
-    temporary.write_text(json.dumps(best) + "\n", encoding="utf-8")
-    _flush(temporary)
-    temporary.replace(folder / "best.json")
+    write_atomically(folder / "best.json", (json.dumps(best) + "\n").encode())
     _flush(folder)
 
 
