@@ -1,7 +1,5 @@
 """Jobs: how batches of one kind of data are opened, run through a model, and scored. A built-in ranking or sequence data set, or a user's own batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter, signature
 from typing import Any, Protocol

@@ -8,8 +8,6 @@
 `apply` is a dry run that prints the summary: mods change a model in memory. To train with them, `loka train --mods ...`; in code, `loka.mods.apply`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

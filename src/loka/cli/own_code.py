@@ -3,8 +3,6 @@
 Modules are found from the working folder first, as `python -m` would. stdout is data: what a user's code prints while it is imported, called or iterated goes to stderr.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator

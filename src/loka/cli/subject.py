@@ -16,8 +16,6 @@ Every verb that needs a model opens it here, so that they all understand the sam
 are run and scored in `jobs`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout

@@ -13,8 +13,6 @@ The tree: in round k rank r receives from r + 2^k, where r is a multiple of 2^(k
 Everything here takes and returns bytes: what they mean (a Plan, Probe's statistics, a tuned configuration) is the caller's business.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter

@@ -18,8 +18,6 @@ Efficiencies and latencies are assumed (`Machine`), not fitted. What it does not
 How well it does on published curves is in docs/guides/scale-out.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -15,8 +15,6 @@ no multiple of the codec's block wherever TorchRec does not say where it cuts.
 Not here: TorchRec's own QCommsConfig, which replaces what it cannot do by something else and warns; `refuse_substitutions` raises in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

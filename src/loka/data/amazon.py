@@ -11,8 +11,6 @@ as "<a_146>") are copied into the cache and read on request. Some of them give t
 property of the index, and `read_semantic_ids` does not hide it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

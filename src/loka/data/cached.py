@@ -1,7 +1,5 @@
 """Read a cached ranking data set: the Source over column files. Needs numpy and torch, no preprocessing library."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from pathlib import Path

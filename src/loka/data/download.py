@@ -6,8 +6,6 @@ are as expected gets its final name, so a file without `.part` is complete. A fi
 overwritten: it may be the user's own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import urllib.error

@@ -5,8 +5,6 @@ unusable. So bad rows are counted, the first few are kept with line number and r
 exceeds a threshold (default one in a thousand).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 MAX_BAD = 0.001

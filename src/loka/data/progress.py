@@ -1,7 +1,5 @@
 """How long jobs tell what they are doing: a callable, so that this room knows no progress bar."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int | None], None]

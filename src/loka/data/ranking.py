@@ -1,7 +1,5 @@
 """A ranking data set: a schema and three splits that stream batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

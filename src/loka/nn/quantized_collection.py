@@ -7,8 +7,6 @@ TorchRec's int8 and int4 rows are u * scale + shift, with 16-bit scale and shift
 default; another format is rounded to nearest, and `worst_error` of each table says by how much, beside the largest value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

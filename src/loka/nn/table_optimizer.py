@@ -9,8 +9,6 @@ rule's memory, so that a run resumes bit for bit. Several backward passes before
 Replicas: where a process group is up, every rank's rows and summed gradients are gathered and averaged, in the order of ranks, so that all replicas make the same update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -17,8 +17,6 @@ so that a resumed run goes on bit for bit. A fused optimiser has no use for `.gr
 Not here: `max_norm`, `scale_grad_by_freq`, `mode="max"`, which are refused; sharding, which is TorchRec's business.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any

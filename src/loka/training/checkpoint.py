@@ -12,8 +12,6 @@ the disk, then the folder is renamed; a crash at any point leaves either the who
 compares every file with its checksum; a mismatch is a DamagedCheckpointError naming the file, never a guess.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -18,8 +18,6 @@
 * When a rank is gone the others notice in their next collective, call the roll through the store, and raise a RankError that names who is missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ without one end the run. A watched metric that is missing or NaN is an error, si
 be true.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ There is no loss scaling: bfloat16 has float32's exponent range, so gradients do
 process-wide matmul setting is put back when the run ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

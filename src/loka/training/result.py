@@ -1,7 +1,5 @@
 """How a run ends: with a result, or with a loss that is no number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -15,8 +15,6 @@ line, evaluation or checkpoint, since looking at every loss would stall the devi
 checkpoint both losses and weights are checked.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
