@@ -83,6 +83,7 @@ class Candidate(Part, frozen=True):
     speedup: Interval | None = None  # over bf16
     errors: list[DistributionError] = msgspec.field(default_factory=list)
     speed_note: str | None = None  # why there is no speed-up
+    speed_source: str | None = None  # where it was measured, when it was looked up; None: where the probe ran
     harm: Interval | None = (
         None  # size of the relative change of the loss, as a share: the usual one, and what it may be; verdicts go by `high`
     )
