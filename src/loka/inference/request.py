@@ -75,7 +75,9 @@ def pad_requests(requests: list[Request], config: OneRecConfig, bucket: tuple[in
         lengths[row] = len(recent)
         if static is not None and request.static is not None:
             static[row] = _on_host(request.static.float())
-    return Inputs(torch.from_numpy(codes), torch.from_numpy(lengths), None if static is None else torch.from_numpy(static))
+    return Inputs(
+        torch.from_numpy(codes), torch.from_numpy(lengths), None if static is None else torch.from_numpy(static)
+    )
 
 
 def _on_host(values: Tensor) -> NDArray[Any]:
