@@ -11,9 +11,10 @@ Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
     bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
     loka-tune               `loka.tune`, which chooses between all of these
+    bf16-before             bf16 in the checkout that `--before` names, for the two families of ours (interformer, hstu), which are asked for by name
 
 One process a case; all prepare at once, then are timed one after another, in turns (ABAB), on an idle GPU. Outputs are compared with float32 before anything is timed; in training the gradients
-too. A case that fails is a row with its reason.
+too. A case that fails is a row with its reason. `activations_gib`: the peak of a step above weights, gradients, optimizer state and inputs.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
 
 
@@ -157,6 +159,10 @@ class Encoder(nn.Module):
 
 def make(name, device):
     g = torch.Generator(device=device).manual_seed(1)
+    if name not in ROWS:
+        import zoo_families
+
+        return zoo_families.make(name, device, g)
     b = ROWS[name]
 
     def r(*s):
@@ -175,6 +181,11 @@ def make(name, device):
     raise ValueError(name)
 
 
+def _floats(inputs, do):
+    """What is an activation changes, and lengths and times stay."""
+    return tuple(do(x) if x.is_floating_point() else x for x in inputs)
+
+
 def _is_wide(module, name):
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0 and min(module.in_features, module.out_features) >= 256  # fmt: skip
 
@@ -191,7 +202,7 @@ def run_step(model, inputs, mode):
 
 def prepare(model, way, inputs, mode, facts):
     """The way, through public calls only."""
-    if way == "bf16":
+    if way in ("bf16", "bf16-before"):
         return model
     if way.startswith("torchao"):
         recipe = way.partition("-")[2]
@@ -253,7 +264,7 @@ def case(name, mode, way, barrier, out):
         reference, gradients = _reference(model, inputs, mode)
         if mode == "infer":
             model = model.eval().requires_grad_(False).to(torch.bfloat16)
-            inputs = tuple(x.to(torch.bfloat16) for x in inputs)
+            inputs = _floats(inputs, lambda x: x.to(torch.bfloat16))
         began = time.time()
         model = prepare(model, way, inputs, mode, facts)
         warm_up(model, inputs, mode)
@@ -312,7 +323,7 @@ def _graph(model, run, inputs, mode, facts):
     optimizer = None
     if mode == "train":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
-        inputs = tuple(x.clone().requires_grad_() for x in inputs)
+        inputs = _floats(inputs, lambda x: x.clone().requires_grad_())
 
     def step():
         run_step(run, inputs, mode)
@@ -328,12 +339,29 @@ def _graph(model, run, inputs, mode, facts):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    if optimizer is not None:
+        facts["activations_gib"] = _activations(model, run, inputs)
     torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     graph.replay()
     return graph.replay
+
+
+def _activations(model, run, inputs):
+    """With all gradients there already, what a step still takes is activations and temporaries."""
+    held = (*model.parameters(), *(x for x in inputs if x.requires_grad))
+    for p in held:
+        p.grad = torch.zeros_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_step(run, inputs, "train")
+    torch.cuda.synchronize()
+    for p in held:
+        p.grad = None
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def _profile(go, count=30):
@@ -369,6 +397,7 @@ def main():
     parser.add_argument(
         "--wait", type=float, default=330, help="seconds until cases that are still compiling are given up"
     )
+    parser.add_argument("--before", help="another checkout's src, for the way bf16-before")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--barrier", help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -390,6 +419,8 @@ def main():
             "--out",
             str(work / f"{key}.json"),
         ]
+        if "-before" in c:
+            env["PYTHONPATH"] = os.pathsep.join([a.before, *env.get("PYTHONPATH", "").split(os.pathsep)])
         procs[c] = (subprocess.Popen(command, stdout=log, stderr=log, env=env), key)
 
     def waiting():
@@ -429,7 +460,9 @@ def main():
     Path(a.out).write_text(json.dumps({**head, "rows": rows}, indent=1))
     for row in rows:
         same = [r for r in rows if (r["model"], r["mode"]) == (row["model"], row["mode"]) and "ms" in r]
-        base = min((r["ms"] for r in same if r["way"] in ("bf16", "bf16+max")), default=float("nan"))
+        base = min(
+            (r["ms"] for r in same if r["way"].removesuffix("+max") in ("bf16", "bf16-before")), default=float("nan")
+        )
         label = f"{row['model']:8} {row['mode']:5} {row['way']:22}"
         if "ms" in row:
             gradient = f" grad {row['gradient_error']:.3f}" if "gradient_error" in row else ""
