@@ -28,6 +28,11 @@ def test_rows_on_a_device_begin_at_sixteen_bytes(x: torch.Tensor, kept: bool) ->
         assert found.stride(0) * found.element_size() % 16 == 0
 
 
+def test_compiled_code_is_one_graph() -> None:
+    run = torch.compile(lambda x: aligned_rows(x) + 1, fullgraph=True, backend="eager")
+    assert run(torch.empty(8, 64, device="meta")).stride() == (64, 1)
+
+
 def test_on_a_cpu_nothing_is_copied() -> None:
     x = torch.zeros(8, 65)[:, 1:]
     assert aligned_rows(x) is x
