@@ -4,7 +4,7 @@
     python benchmarks/trained.py --root FOLDER --out x.json --device cpu --size tiny --steps 30 --seeds 2                        dry run, FP8 emulated, nothing timed
 
 The models are plain PyTorch, as a user writes them (benchmarks/zoo.py, behind one embedding table): Wukong with 4 layers, 32 + 32 outputs, k = 24 and 2048-wide MLPs, DLRM with a
-1024-1024-512-256 over arch; batches of 8192, AdamW, learning rate annealed to nearly zero. For every family and data set:
+1024-1024-512-256 over arch; batches of 4096 and 8192, AdamW, learning rate annealed to nearly zero. For every family and data set:
 
     1  bf16 trains a third of seed 0; `loka.tune` takes that model, chooses on training batches and verifies on rows that nobody trains on. Its plan is what the arm `tuned` runs
     2  every arm trains from the same weights on the same batches for the same number of steps, seed by seed:
@@ -32,7 +32,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from multiprocessing import connection, get_context
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import msgspec
@@ -62,7 +62,9 @@ SIZES = {
     "tiny": {"d": 16, "k": 8, "h": 64, "layers": 2, "n": 8, "top": (64, 64, 32)},
 }
 DENSE_VECTORS = 9  # that the dense features become: 39 fields and these are 48 vectors
-HELD = 4  # batches of the training split that nobody trains on, for verifying
+BATCH = {"wukong": 4096, "dlrm": 8192}
+HELD = 32768  # rows of the training split that nobody trains on, for verifying
+BEFORE = Path(__file__).parent / "results" / "h200" / "ablation.json"  # what says how much seeds differ
 TABLE_RATE = 10.0  # learning rate of the table over that of the rest
 GRACE = 25.0  # seconds after the deadline until what still compiles is given up
 TURNS, REPEATS = 5, 8
@@ -75,11 +77,15 @@ class Bench:
     root: Path
     device: str
     size: str
-    batch: int
+    batch: int | None
     steps: int
     learning_rate: float
     tune_seconds: float
     work: Path
+
+    def rows(self, family: str) -> int:
+        """Of a batch."""
+        return self.batch or BATCH[family]
 
 
 class Ranker(nn.Module):
@@ -114,15 +120,15 @@ class Ranker(nn.Module):
 class Data:
     """A data set on the device: batches by index, the same for every arm of a seed."""
 
-    def __init__(self, bench: Bench, name: str) -> None:
+    def __init__(self, bench: Bench, family: str, name: str) -> None:
         self.schema, self.tables = read_tables(bench.root, name, bench.device)
         if self.schema.sequences:
             raise ValueError(f"{name} has sequences; these models take fields and dense features alone")
-        self.batch, self.device = bench.batch, bench.device
+        self.batch, self.device = bench.rows(family), bench.device
         rows = len(self.tables["train"])
-        self.rows = rows - HELD * bench.batch
-        if self.rows < bench.batch:
-            raise ValueError(f"{HELD + 1} batches of {bench.batch} are more than the {rows} training examples")
+        self.rows = rows - HELD
+        if self.rows < self.batch:
+            raise ValueError(f"a batch of {self.batch} and {HELD} rows to verify on are more than {rows} training rows")
 
     def model(self, family: str, size: str, seed: int) -> Ranker:
         torch.manual_seed(seed)
@@ -146,7 +152,7 @@ class Data:
         """Training batches to choose on; as many that were never trained on to verify on."""
         held = torch.arange(self.rows, len(self.tables["train"]), device=self.device).split(self.batch)
         valid = torch.arange(len(self.tables["valid"]), device=self.device).split(self.batch)
-        verify = [self.take("train", i) for i in held]
+        verify = [self.take("train", i) for i in held if len(i) == self.batch]
         verify += [self.take("valid", i) for i in valid if len(i) == self.batch]
         return [*itertools.islice(self.stream(0), len(verify)), *verify]
 
@@ -183,8 +189,8 @@ class Worker:
     def __init__(self, bench: Bench, family: str, data: str, arm: str) -> None:
         torch.set_num_threads(1)
         self.bench, self.family, self.arm, self.device = bench, family, arm, bench.device
-        self.data = Data(bench, data)
-        self.plan = plan_file(bench, family, data, arm == "tuned-mods")
+        self.data = Data(bench, family, data)
+        self.plan = plan_file(bench, family, data, arm.endswith("mods"))
         self.model = self.data.model(family, bench.size, 0)
         self.inputs, self.labels = next(self.data.stream(0))
         wanted = self.reference()
@@ -286,7 +292,7 @@ class Worker:
         self.model.eval()
         table = self.data.tables["test"]
         out = []
-        for index in torch.arange(len(table), device=self.device).split(self.bench.batch):
+        for index in torch.arange(len(table), device=self.device).split(self.data.batch):
             with torch.autocast(self.device, torch.bfloat16):
                 out.append(self.model(*self.data.take("test", index)[0]).float())
         self.model.train()
@@ -339,7 +345,7 @@ def checkpoint_file(plan: Path) -> Path:
 def make_plan(bench: Bench, family: str, data: str, architecture: bool) -> dict[str, Any]:
     """Tune the model that was trained a third; save the plan. Returns what tune found."""
     torch.set_float32_matmul_precision("high")
-    source = Data(bench, data)
+    source = Data(bench, family, data)
     model = source.model(family, bench.size, 0)
     batches = source.for_tuning()
     if architecture:
@@ -497,6 +503,18 @@ class Campaign:
             worker.process.terminate()
 
 
+def find_power(data: str, seeds: int) -> dict[str, Any] | None:
+    """What so many seeds can tell, from how much paired seeds differed in an earlier record of the same data set (a smaller Wukong, planned FP8 beside bf16)."""
+    if not BEFORE.exists():
+        return None
+    runs = {(r["precision"], r["seed"]): r["log_loss"] for r in json.loads(BEFORE.read_text())["runs"] if r["data"] == data and r["variant"] == "none"}  # fmt: skip
+    pairs = [(x, runs["bf16", s]) for (kind, s), x in runs.items() if kind == "planned" and ("bf16", s) in runs]
+    if len(pairs) < 3:
+        return None
+    spread = stdev(ours / theirs - 1 for ours, theirs in pairs)
+    return {"paired_seeds_before": len(pairs), "spread": spread, "seeds": seeds, "standard_error": spread / seeds**0.5, "detectable": 2.8 * spread / seeds**0.5}  # fmt: skip
+
+
 def summarise(runs: dict[str, Any], steps: dict[str, Any]) -> list[dict[str, Any]]:
     """Per family, data set and arm: the change of the loss over paired seeds, step time and memory beside what it is compared with."""
     rows = []
@@ -535,12 +553,12 @@ def main() -> None:
     parser.add_argument("--data", default="census-income-kdd")
     parser.add_argument("--arms", default="bf16,tuned,naive")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--batch", type=int, help=f"instead of {BATCH}")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--size", default="wide", choices=tuple(SIZES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no run after this")
     parser.add_argument("--tune-seconds", type=float, default=75)
     a = parser.parse_args()
     arms, deadline = a.arms.split(","), time.time() + a.seconds
@@ -553,6 +571,7 @@ def main() -> None:
         campaign.body["environment"] = msgspec.to_builtins(
             records.capture_environment(command=" ".join(["trained.py", *sys.argv[1:]]))
         )
+        campaign.body["power"] = {data: find_power(data, a.seeds) for data in a.data.split(",")}
         cells = [f"{family}/{data}" for family in a.families.split(",") for data in a.data.split(",")]
         sources = [(arm, arch) for arm, arch, used in (("bf16", False, ("tuned", "layout")), ("mods", True, ("tuned-mods",))) if any(u in arms for u in used)]  # fmt: skip
         wanted = [(cell, arm, arch) for arm, arch in sources for cell in cells]
