@@ -6,7 +6,10 @@
 Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
 
     bf16                    the model as it is, autocast in training, bf16 weights in inference
-    torchao-RECIPE          torchao's own conversion of linears of 256 and more
+    torchao-RECIPE          torchao's own conversion of linears of 256 and more: tensorwise, rowwise, rowwise_with_gw_hp
+    torchao-auto-RECIPE     the same where torchao's own filter finds it worth it
+    all-BACKEND             `loka.convert` with the one recipe of a library on all of these: all-fbgemm rowwise, all-deepgemm blockwise; refused by name where it is not installed
+    plan-NAME               `loka.convert(model, plan)` with NAME.json of --plans
     loka                    `loka.convert(model, plan)` with the units that `loka.units.discover` finds, after the mods that change nothing but the layout
     bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
@@ -33,6 +36,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+PLANS = "LOKA_ZOO_PLANS"  # in the environment of a case: the folder of --plans
+RECIPE_OF = {"fbgemm": "rowwise", "deepgemm": "blockwise", "torch": "rowwise", "triton": "rowwise"}  # of all-BACKEND
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
 
 
@@ -205,13 +210,17 @@ def prepare(model, way, inputs, mode, facts):
     if way in ("bf16", "bf16-before"):
         return model
     if way.startswith("torchao"):
-        recipe = way.partition("-")[2]
+        recipe, keep = way.rpartition("-")[2], _is_wide
         if mode == "train":
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            convert_to_float8_training(
-                model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=_is_wide
-            )
+            if "-auto-" in way:
+                from torchao.float8 import _auto_filter_for_recipe
+
+                keep = _auto_filter_for_recipe(recipe, filter_fqns=[])
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            convert_to_float8_training(model, config=config, module_filter_fn=keep)
+            facts["converted"] = sum(type(m).__name__ == "Float8Linear" for m in model.modules())
         else:
             from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
 
@@ -221,6 +230,15 @@ def prepare(model, way, inputs, mode, facts):
     import loka
 
     example = inputs if len(inputs) > 1 else inputs[0]
+    if way.startswith("all-"):
+        backend = way.removeprefix("all-")
+        done = loka.convert(model, recipe=RECIPE_OF[backend], backend=backend, module_filter_fn=_is_wide)
+        facts["summary"] = str(done)[:4000]
+        return model
+    if way.startswith("plan-"):
+        plan = loka.Plan.load(Path(os.environ[PLANS]) / f"{way.removeprefix('plan-')}.json")
+        facts["summary"] = str(loka.convert(model, plan, example=example, freeze=mode == "infer"))[:4000]
+        return model
     if way == "bf16-layout":
         facts["summary"] = str(loka.mods.apply(model, list(loka.mods.FREE), example=example))[:4000]
         return model
@@ -412,6 +430,7 @@ def main():
         "--wait", type=float, default=330, help="seconds until cases that are still compiling are given up"
     )
     parser.add_argument("--before", help="another checkout's src, for the way bf16-before")
+    parser.add_argument("--plans", default="", help="folder of the plans that ways name")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--barrier", help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -422,7 +441,7 @@ def main():
     for c in [f"{m}/{k}/{w}" for m in a.models.split(",") for k in a.modes.split(",") for w in a.ways.split(",")]:
         key = c.replace("/", "_")
         log = (work / f"{key}.log").open("w")
-        env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2", PLANS: a.plans}
         command = [
             sys.executable,
             __file__,
