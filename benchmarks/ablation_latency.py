@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from loka import mods
 from loka.lowp import chains_of
 from loka.measure.conformance import Conformance
-from loka.measure.timing import Candidate, sets_needed, time_together
+from loka.measure.timing import Contender, sets_needed, time_together
 from loka.nn import MLP, Style
 from loka.placing import calibrating, convert, freeze_model
 from loka.records import RecordError, capture_environment, load, save
@@ -198,9 +198,9 @@ def serve(pipe: Connection, group: Group) -> None:
     pipe.send([*refused, *measure(group, base, ready)])
 
 
-def prepare_group(group: Group) -> tuple[Candidate | None, list[Candidate], list[RefusedLatency]]:
+def prepare_group(group: Group) -> tuple[Contender | None, list[Contender], list[RefusedLatency]]:
     """The unmodified tower in bf16, the rows that can be timed, and the others with their reasons."""
-    ready: list[Candidate] = []
+    ready: list[Contender] = []
     refused: list[RefusedLatency] = []
 
     def refuse(precision: str, why: str) -> None:
@@ -226,7 +226,7 @@ def say(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def prepare(group: Group, variant: str, precision: str) -> Candidate:
+def prepare(group: Group, variant: str, precision: str) -> Contender:
     """A tower, compiled, run once on every set of weights, and checked."""
     torch.manual_seed(0)
     with torch.device(group.device):
@@ -250,7 +250,7 @@ def prepare(group: Group, variant: str, precision: str) -> Candidate:
     errors = [max(map(differ, step(), truth)) for step in steps]
     error, limit = max(errors), LIMITS[precision]
     reason = "" if error < limit else f"its results differ from float32's by {error:.3f}, more than {limit}"
-    return Candidate(precision, steps, Conformance(not reason, error, limit, reason))
+    return Contender(precision, steps, Conformance(not reason, error, limit, reason))
 
 
 def lower(model: nn.Module, precision: str, x: Tensor) -> None:
@@ -307,11 +307,11 @@ def make_step(model: nn.Module, x: Tensor, dy: Tensor, group: Group) -> Callable
     return infer if group.mode == "infer" else train
 
 
-def measure(group: Group, base: Candidate | None, ready: list[Candidate]) -> Iterator[TowerLatency | RefusedLatency]:
+def measure(group: Group, base: Contender | None, ready: list[Contender]) -> Iterator[TowerLatency | RefusedLatency]:
     """Every row beside the unmodified tower, two at a time."""
     for row in ready:
         assert base is not None
-        pair = [Candidate("baseline", base.thunks, base.conformance), row]
+        pair = [Contender("baseline", base.thunks, base.conformance), row]
         try:
             against, mine = time_together(pair, group.device, repeats=group.repeats)
         except Exception as error:

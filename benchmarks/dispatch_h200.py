@@ -36,12 +36,12 @@ from loka.dispatch.policy import Policy, choose
 from loka.dispatch.recipe import RECIPES, USUAL
 from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_bench, rows_of_timings
 from loka.dispatch.speed import Option
-from loka.formats import Spec
 from loka.kernels import registry
+from loka.kernels.scaled_mm import GemmWay
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import bench
 from loka.measure.device import snapshot
-from loka.measure.site import OURS, GemmCandidate, SiteJob, SiteTiming, decode_timing, encode_case, time_case
+from loka.measure.site import OURS, SiteJob, SiteTiming, decode_timing, encode_case, time_case
 from loka.records import GEMMS, Candidate, Gemm, Interval, load, to_json, write_atomically
 from loka.records.bench import Peaks
 from loka.records.performance import PerformanceRow, PerformanceRows
@@ -61,12 +61,12 @@ BARS = {"oracle": 0.97, "slowdown": 1.03, "shapes": 30}
 POLICIES = {"any gain": Policy(min_speedup=1.0), "default": Policy(min_speedup=1.05)}
 
 
-Candidates = dict[Gemm, tuple[GemmCandidate, ...]]
+Candidates = dict[Gemm, tuple[GemmWay, ...]]
 
 
-def candidates_for(gemm: Gemm, backends: list[str]) -> tuple[GemmCandidate, ...]:
+def candidates_for(gemm: Gemm, backends: list[str]) -> tuple[GemmWay, ...]:
     pairs = dict.fromkeys(o for name in USUAL if (o := RECIPES[name].operands(gemm)) is not None)
-    return tuple(GemmCandidate(o.a, o.b, backend, o.fast_accum) for o in pairs for backend in backends)
+    return tuple(o.on(backend) for o in pairs for backend in backends)
 
 
 def linears_of(family: str, size: str) -> list[tuple[int, int]]:
@@ -162,7 +162,7 @@ class Run:
             timings = self.measure(replace(edge, candidates=tuple(missing)))
             self.database.add(origin_of(self.environment), rows_of_timings(edge, timings, self.machine.versions))
 
-    def find(self, job: SiteJob, c: GemmCandidate) -> PerformanceRow | None:
+    def find(self, job: SiteJob, c: GemmWay) -> PerformanceRow | None:
         variant = linear_variant(job.gemm, str(c.a), str(c.b), fast_accum=c.fast_accum, weights=job.weights)
         where = {"m": bucket_of(job.m), "k": job.k, "n": job.n, "backend": c.backend}
         found = self.database.entries(op=LINEAR, variant=variant, **where, version=self.machine.versions[c.backend])
@@ -213,7 +213,7 @@ def error_under_limit(gemm: Gemm, row: PerformanceRow) -> bool:
     return (errors.mere if gemm == "fprop" else errors.relative_l2) <= policy.limit(gemm)
 
 
-def option_of(gemm: Gemm, c: GemmCandidate, row: PerformanceRow) -> Option:
+def option_of(gemm: Gemm, c: GemmWay, row: PerformanceRow) -> Option:
     recipe = next(r.name for r in RECIPES.values() if (o := r.operands(gemm)) and (o.a, o.b) == (c.a, c.b))
     known = {name: row.errors["normal"] for name in ("normal",) if row.errors}
     error = {k: Interval(value=v, low=v, high=v) for k, v in (("mere", known["normal"].mere), ("relative_l2", known["normal"].relative_l2))} if known else {}  # fmt: skip
@@ -227,9 +227,7 @@ def option_of(gemm: Gemm, c: GemmCandidate, row: PerformanceRow) -> Option:
 
 
 def job_of(case: dict[str, Any]) -> SiteJob:
-    made = [
-        GemmCandidate(Spec.parse(c["a"]), Spec.parse(c["b"]), c["backend"], c["fast_accum"]) for c in case["candidates"]
-    ]
+    made = [GemmWay.parse(c["way"], fast_accum=c["fast_accum"]) for c in case["candidates"]]
     return SiteJob(case["gemm"], case["m"], case["k"], case["n"], tuple(made), case["weights"])
 
 

@@ -9,7 +9,7 @@ from generative_kernels_plan import Plan, say
 
 from loka.formats import QTensor
 from loka.measure.conformance import Conformance
-from loka.measure.timing import Candidate, CaptureError, Timing, time_together
+from loka.measure.timing import CaptureError, Contender, Timing, time_together
 from loka.records.bench import KernelRow
 
 
@@ -17,7 +17,7 @@ def fit(plan: Plan, op: str, call: str, shape: dict[str, int], ways: dict[str, t
         base: str) -> dict[str, Timing]:  # fmt: skip
     """Time together what is green and can be captured; write a row for each way."""
     refused = {name: verdict.reason for name, (_, verdict) in ways.items() if not verdict}
-    candidates = [Candidate(name, thunks, verdict) for name, (thunks, verdict) in ways.items() if verdict]
+    candidates = [Contender(name, thunks, verdict) for name, (thunks, verdict) in ways.items() if verdict]
     timings: list[Timing] = []
     while candidates:
         try:

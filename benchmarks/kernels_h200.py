@@ -32,7 +32,7 @@ from loka.measure.device import peaks, snapshot
 from loka.measure.fused import bf16_layer, compiled
 from loka.measure.layer import GradientOperands, LayerOperands
 from loka.measure.rounding import worst_of
-from loka.measure.timing import Candidate, sets_needed, time_together
+from loka.measure.timing import Contender, sets_needed, time_together
 from loka.records import save
 from loka.records.bench import KernelBench, KernelRow, Peaks
 
@@ -281,7 +281,7 @@ def run_training(plan: Plan, ceilings: Peaks) -> tuple[KernelBench, list[Bar]]:
             ways[name] = step, step.check(steps[0])
         green = {name: way for name, way in ways.items() if way[1]}
         candidates = [
-            Candidate(name, [lambda s=s, run=run: run(s) for s in steps], verdict)
+            Contender(name, [lambda s=s, run=run: run(s) for s in steps], verdict)
             for name, (run, verdict) in green.items()
         ]
         timings = {t.name: t for t in time_together(candidates, plan.device, repeats=plan.repeats)}

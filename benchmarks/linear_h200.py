@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.measure.conformance import Conformance
-from loka.measure.timing import Candidate, sets_needed, time_together
+from loka.measure.timing import Contender, sets_needed, time_together
 from loka.nn import MLP, Style
 from loka.placing import LinearOptions, calibrating, convert, refresh
 
@@ -162,7 +162,7 @@ def measure(case: Case, ways: dict[str, Way], *, compiled: bool, repeats: int, d
             run = case.prepare(way, compiled)
             verdict = case.check(name, run(case.sets[0]))
             row.update(error=verdict.error, peak_bytes=case.peak(run))
-            candidates.append(Candidate(name, [lambda s=s, r=run: r(s) for s in case.sets], verdict))
+            candidates.append(Contender(name, [lambda s=s, r=run: r(s) for s in case.sets], verdict))
         except Exception as error:  # one way must not stop the others
             row["failed"] = f"{type(error).__name__}: {str(error)[:400]}"
     green = []

@@ -29,7 +29,7 @@ def time_pair(backend: str, variant: str, shape: list[int], device: str, repeats
     from loka.measure.adapter import parse_variant
     from loka.measure.conformance import check_scaled_mm
     from loka.measure.inputs import matmul_operands
-    from loka.measure.timing import Candidate, sets_needed, time_together
+    from loka.measure.timing import Contender, sets_needed, time_together
 
     target, kernel = torch.device(device), registry.backend("scaled_mm", backend)
     m, k, n = shape
@@ -48,8 +48,8 @@ def time_pair(backend: str, variant: str, shape: list[int], device: str, repeats
     def thunk(a, b):
         return lambda: kernel.run(a, b, out_dtype=call.out_dtype, fast_accum=call.fast_accum)
 
-    plain = Candidate("plain", [thunk(a, b) for a, b in sets], checked)
-    ready = Candidate("prepared", [thunk(a, registry.prepare_for(kernel, b, call.a)) for a, b in sets], checked)
+    plain = Contender("plain", [thunk(a, b) for a, b in sets], checked)
+    ready = Contender("prepared", [thunk(a, registry.prepare_for(kernel, b, call.a)) for a, b in sets], checked)
     before, after = time_together([plain, ready], target, repeats=repeats)
     times = {t.name: _fields(t.microseconds()) for t in (before, after)}
     return {

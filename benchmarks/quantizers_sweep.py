@@ -28,7 +28,7 @@ from loka.kernels.quantize.call import QuantizeCall
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import Conformance
 from loka.measure.device import snapshot
-from loka.measure.timing import Candidate, Thunk, sets_needed, time_together
+from loka.measure.timing import Contender, Thunk, sets_needed, time_together
 from loka.records import write_atomically
 
 VARIANTS = (
@@ -82,8 +82,8 @@ def measure(shape: tuple[int, int], variant: str, options: argparse.Namespace) -
     if not proved:
         return {**row, "wrong": proved.reason}
     candidates = [
-        Candidate("kernel", [adapter.thunk(backend, call, x) for x in sets], proved),
-        Candidate("copy", [copier(row["bytes"], device) for _ in sets], Conformance(True, 0.0, 0.0)),
+        Contender("kernel", [adapter.thunk(backend, call, x) for x in sets], proved),
+        Contender("copy", [copier(row["bytes"], device) for _ in sets], Conformance(True, 0.0, 0.0)),
     ]
     kernel, copy = time_together(candidates, device, repeats=options.repeats)
     share = kernel.speedup_over(copy)

@@ -35,7 +35,7 @@ from loka.kernels.embedding_bag import Rows, reference, triton
 from loka.kernels.embedding_update import Rule
 from loka.kernels.embedding_update import triton as update
 from loka.kernels.wire.codec import parse_codec
-from loka.measure import Candidate, Conformance, snapshot, time_together
+from loka.measure import Conformance, Contender, snapshot, time_together
 from loka.measure.adapter import adapter_for
 from loka.measure.conformance import poisoned_allocations
 from loka.records import write_atomically
@@ -74,7 +74,7 @@ class Session:
         self.result["seconds"] = time.monotonic() - self.began
         write_atomically(self.o.out, (json.dumps(self.result, indent=1) + "\n").encode())
 
-    def record(self, place: str, candidates: list[Candidate], sizes: dict[str, int], **more: Any) -> None:
+    def record(self, place: str, candidates: list[Contender], sizes: dict[str, int], **more: Any) -> None:
         """Time them together, and append a row for each."""
         if not candidates:
             return
@@ -121,7 +121,7 @@ def copy_bandwidth(session: Session) -> float:
     """Bytes read and written by a copy of 1 GiB, per second."""
     source = torch.zeros(2**16 if session.o.smoke else 2**30, dtype=torch.uint8, device=session.device)
     target = torch.empty_like(source)
-    (timing,) = time_together([Candidate("copy", [lambda: target.copy_(source)], RIGHT)], session.device, repeats=5)
+    (timing,) = time_together([Contender("copy", [lambda: target.copy_(source)], RIGHT)], session.device, repeats=5)
     return 2 * source.numel() / min(timing.seconds)
 
 
@@ -185,11 +185,11 @@ def time_lookups(width: int, session: Session) -> None:
                 lambda i=i, weight=weight: F.embedding_bag(i, weight, offsets, mode="sum", include_last_offset=True)
                 for i in sets
             ]
-            candidates.append(Candidate("F.embedding_bag", torchs, RIGHT))
+            candidates.append(Contender("F.embedding_bag", torchs, RIGHT))
             sizes["F.embedding_bag"] = lookup_bytes(rows, session.o)
         if proved(session, f"lookup {kind} of width {width}", lambda rows=rows: check_lookup(rows, sets[0], offsets)):
             thunks = [lambda i=i, rows=rows: triton.run(rows, i, offsets, out_dtype=torch.bfloat16) for i in sets]
-            candidates.append(Candidate(kind, thunks, RIGHT))
+            candidates.append(Contender(kind, thunks, RIGHT))
             sizes[kind] = lookup_bytes(rows, session.o)
     session.record("lookups", candidates, sizes, width=width)
 
@@ -215,7 +215,7 @@ def sweep_tiles(width: int, session: Session) -> None:
                 for i in sets
             ]
             if not session.late(name):
-                candidates.append(Candidate(name, thunks, RIGHT))
+                candidates.append(Contender(name, thunks, RIGHT))
                 sizes[name] = lookup_bytes(rows, session.o)
         session.record("tiles", candidates, sizes, width=width)
 
@@ -249,7 +249,7 @@ def time_updates(width: int, session: Session) -> None:
         row = width * rows.data.element_size()
         sectors = math.ceil(row / SECTOR) + (rows.scale is not None) + 1
         for name, thunks in ((f"{kind} whole", whole), (f"{kind} rows", alone)):
-            candidates.append(Candidate(name, thunks, RIGHT))
+            candidates.append(Contender(name, thunks, RIGHT))
             sizes[name] = o.bags * o.items * (2 * sectors * SECTOR + 8) + o.bags * width * 4
     session.record("updates", candidates, sizes, width=width)
 
@@ -286,7 +286,7 @@ def time_wire(session: Session) -> None:
         packs = [lambda x=x, codec=codec, now=now: codec.encode(x, draw=now) for x in sets]
         unpacks = [lambda p=p, codec=codec, dtype=dtype: codec.decode(p, elements, dtype) for p in packed]
         for way, thunks in (("pack", packs), ("unpack", unpacks)):
-            candidates.append(Candidate(f"{way} {name}", thunks, RIGHT))
+            candidates.append(Contender(f"{way} {name}", thunks, RIGHT))
             sizes[f"{way} {name}"] = elements * dtype.itemsize + codec.size(elements)
     session.record("wire", candidates, sizes)
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from loka import records
 from loka.cli import app
 
 runner = CliRunner()
@@ -83,7 +84,8 @@ def test_what_is_written(tmp_path: Path) -> None:
                   "--weights", tmp_path / "weights.safetensors", "--out", tmp_path / "out")  # fmt: skip
     found = json.loads(text)
     assert found["low_precision_share"] == pytest.approx(1.0)
-    assert found["loss_before"] != found["loss_after"]
+    before, after = found["notes"][-1].removeprefix("loss of one batch: ").split(" -> ")
+    assert before != after
     assert "e5m2:tensor:delayed" in found["converted"]["0"]
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
@@ -91,6 +93,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     scales = load_file(tmp_path / "out" / "scales.safetensors")
     assert scales["0/x/history"].max() > 0
     assert json.loads((tmp_path / "out" / "conversion.json").read_text()) == found
+    assert records.load(tmp_path / "out" / "conversion.json", records.Conversion).converted == found["converted"]
 
 
 def test_static_scales_are_calibrated(tmp_path: Path) -> None:
@@ -169,8 +172,7 @@ def test_json_is_json_whatever_the_model_prints_or_loses(tmp_path: Path) -> None
     _, text = run("--recipe", "rowwise", "--json", "--out", tmp_path / "out", model="broken")
     for document in (text, (tmp_path / "out" / "conversion.json").read_text()):
         found = json.loads(document, parse_constant=refuse)
-        assert found["loss_before"] is None
-        assert found["loss_after"] is None
+        assert found["notes"][-1] == "loss of one batch: nan -> nan"
 
 
 def test_the_kernel_and_who_refused_are_told() -> None:
@@ -180,4 +182,4 @@ def test_the_kernel_and_who_refused_are_told() -> None:
     assert "refused: torch" in found["notes"][0]
     _, text = run("--recipe", "rowwise", "--backend", "reference")
     assert "/reference" in text
-    assert "note:" not in text
+    assert "note: auto" not in text

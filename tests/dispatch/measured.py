@@ -4,7 +4,8 @@ from typing import Any
 
 from loka.dispatch import rows as rows_module
 from loka.dispatch.database import Machine
-from loka.measure.site import GemmCandidate, SiteJob, SiteTiming
+from loka.kernels.scaled_mm import GemmWay
+from loka.measure.site import SiteJob, SiteTiming
 from loka.records import Interval
 from loka.records.performance import Errors, Origin, PerformanceRow
 
@@ -44,7 +45,7 @@ def fake_timer(microseconds: float = 10.0) -> Any:
     return timer
 
 
-def _timing(candidate: GemmCandidate, microseconds: float) -> SiteTiming:
+def _timing(candidate: GemmWay, microseconds: float) -> SiteTiming:
     return SiteTiming(
         candidate,
         microseconds=interval(microseconds),

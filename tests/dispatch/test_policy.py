@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from loka.dispatch import Policy, make_plan
-from loka.dispatch.policy import uniform_plan
 from loka.records import Choice, Plan
 
 from .evidence import candidate, report, site
@@ -103,17 +102,6 @@ def test_a_target_elsewhere_is_refused() -> None:
 def test_nonsense_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="positive"):
         Policy(**options)  # type: ignore[arg-type]
-
-
-def test_uniform_ignores_the_evidence() -> None:
-    plan = uniform_plan(report(site("a", candidate(error=0.9), candidate(gemm="dgrad"))), "tensorwise")
-    assert [c.a for c in plan.sites[0].choices] == ["e4m3:tensor"] * 2
-    assert plan.recipe == "tensorwise"
-
-
-def test_uniform_keeps_what_the_recipe_keeps() -> None:
-    plan = uniform_plan(report(site("a", candidate(), candidate(gemm="wgrad"))), "rowwise_with_gw_hp")
-    assert [c.quantized for c in plan.sites[0].choices] == [True, False]
 
 
 def test_shares_count_the_gemms_in_low_precision() -> None:

@@ -16,7 +16,8 @@ from loka.dispatch.rows import (
     versions_of,
 )
 from loka.formats import Spec
-from loka.measure.site import NO_GPU, GemmCandidate, SiteJob, SiteTiming
+from loka.kernels.scaled_mm import GemmWay
+from loka.measure.site import NO_GPU, SiteJob, SiteTiming
 from loka.records import load
 from loka.records.bench import KernelBench, KernelRow
 
@@ -43,7 +44,7 @@ def test_versions_name_the_library_and_loka() -> None:
 
 
 def test_a_timing_becomes_a_row_and_what_was_not_tried_does_not() -> None:
-    made = [GemmCandidate(ROW, ROW, backend, True) for backend in ("torch", "triton", "fbgemm", "deepgemm")]
+    made = [GemmWay(ROW, ROW, True, backend) for backend in ("torch", "triton", "fbgemm", "deepgemm")]
     timings = [
         SiteTiming(made[0], interval(10.0), interval(1.5), baseline=interval(15.0), error=0.001, tolerance=0.002, errors={"normal": {"mere": 0.1, "relative_l2": 0.04}}),
         SiteTiming(made[1], refusal="wrong: row 3", error=0.5, tolerance=0.002),

@@ -15,13 +15,14 @@ from loka.dispatch.database import Database
 from loka.dispatch.rows import machine_here
 from loka.dispatch.tune import jobs_of_report, key_of, missing_jobs, tune
 from loka.formats import Spec
-from loka.measure.site import GemmCandidate, SiteJob
+from loka.kernels.scaled_mm import GemmWay
+from loka.measure.site import SiteJob
 
 from .evidence import HERE, candidate, report, site
 from .measured import fake_timer
 
 ROW = Spec.parse("e4m3:row")
-BOTH = (GemmCandidate(ROW, ROW, "torch", True), GemmCandidate(ROW, ROW, "triton", True))
+BOTH = (GemmWay(ROW, ROW, True, "torch"), GemmWay(ROW, ROW, True, "triton"))
 JOB = SiteJob("fprop", 2048, 64, 32, BOTH)
 
 

@@ -16,14 +16,14 @@ from loka.kernels import registry
 from loka.kernels.backend import YES, no
 from loka.lowp import auto
 from loka.lowp.auto import Pick, is_emulation, moved, settle, spell_refusals
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def bound_by(recipe: str, backend: str = "auto") -> LinearBinding:
     operands = recipe_named(recipe).operands
-    return LinearBinding(*(BoundGemm(backend, o) if (o := operands(g)) else None for g in ("fprop", "dgrad", "wgrad")))  # type: ignore[arg-type]
+    return LinearBinding(*(o.on(backend) if (o := operands(g)) else None for g in ("fprop", "dgrad", "wgrad")))  # type: ignore[arg-type]
 
 
 def weight_on(device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

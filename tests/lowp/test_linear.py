@@ -11,10 +11,11 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loka.dispatch import RECIPES, Operands, recipe_named
+from loka.dispatch import RECIPES, recipe_named
 from loka.formats import quantize
 from loka.kernels.backend import UnsupportedError
-from loka.lowp.linear import BoundGemm, Linear, LinearBinding
+from loka.kernels.scaled_mm import GemmWay
+from loka.lowp.linear import Linear, LinearBinding
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SHAPES = [(8, 64, 32), (1, 13, 27), (5, 13, 27), (0, 13, 27), (130, 300, 150)]
@@ -23,8 +24,8 @@ every_recipe = pytest.mark.parametrize("recipe", REPEATABLE)
 
 
 def binding_for(recipe: str, backend: str = "reference") -> LinearBinding:
-    def bound(operands: Operands | None) -> BoundGemm | None:
-        return None if operands is None else BoundGemm(backend, operands)
+    def bound(operands: GemmWay | None) -> GemmWay | None:
+        return None if operands is None else operands.on(backend)
 
     chosen = recipe_named(recipe)
     return LinearBinding(bound(chosen.fprop), bound(chosen.dgrad), bound(chosen.wgrad))
@@ -37,7 +38,7 @@ def make(
     return plain, Linear.replacing(plain, binding_for(recipe))
 
 
-def emulate(a: Tensor, b: Tensor, operands: Operands | None) -> tuple[Tensor, Tensor]:
+def emulate(a: Tensor, b: Tensor, operands: GemmWay | None) -> tuple[Tensor, Tensor]:
     """a [M, K] @ b [N, K]^T in float64 on quantised operands, and the size of its terms."""
     if operands is not None:
         a, b = quantize(a.contiguous(), operands.a).dequantize(), quantize(b.contiguous(), operands.b).dequantize()
@@ -204,7 +205,7 @@ class TestIsStillALinear:
 
     @pytest.mark.parametrize("text", ["e2m1:1x16:e4m3", "int4:1x32", "e4m3:1x32:e8m0"])
     def test_a_deep_copy_keeps_emulated_formats(self, text: str) -> None:
-        bound = BoundGemm("reference", Operands.parse(text, text))
+        bound = GemmWay.parse(f"{text}@{text}/reference")
         linear = Linear.replacing(nn.Linear(64, 32), LinearBinding(bound, bound, bound))
         x = torch.randn(3, 64)
         assert torch.equal(copy.deepcopy(linear)(x), linear(x))
@@ -372,7 +373,7 @@ class TestRefusals:
     )
     def test_scales_that_cannot_be_remembered(self, gemm: str, a: str, b: str, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            LinearBinding(**{gemm: BoundGemm("reference", Operands.parse(a, b))})
+            LinearBinding(**{gemm: GemmWay.parse(f"{a}@{b}/reference")})
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -388,7 +389,7 @@ class TestRefusals:
             dataclasses.replace(binding_for("rowwise_with_gw_hp"), **options)
 
     def test_a_backend_that_cannot_run_raises_in_forward(self) -> None:
-        bound = BoundGemm("triton", Operands.parse("int8:row", "int8:row"))
+        bound = GemmWay.parse("int8:row@int8:row").on("triton")
         linear = Linear.replacing(nn.Linear(16, 16), LinearBinding(fprop=bound))
         with pytest.raises(UnsupportedError, match="scaled_mm backend 'triton' cannot run 2x16x16 int8:row @ int8:row"):
             linear(torch.ones(2, 16))
@@ -416,7 +417,7 @@ class TestRefusals:
 
     def test_an_unknown_backend(self) -> None:
         with pytest.raises(ValueError, match="has no backend 'cutlass'"):
-            BoundGemm("cutlass", Operands.parse("e4m3:row", "e4m3:row"))
+            LinearBinding(GemmWay.parse("e4m3:row@e4m3:row/cutlass"))
 
     def test_second_derivatives(self) -> None:
         """A gradient penalty: without an error its part of the gradient would just be missing."""

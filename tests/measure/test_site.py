@@ -9,8 +9,9 @@ import torch
 from kernels.padding import in_place_of_the_reference
 from loka.formats import Spec, relative_l2
 from loka.kernels import registry
+from loka.kernels.scaled_mm import GemmWay
 from loka.measure import site
-from loka.measure.site import GemmCandidate, SiteJob, gemm_shape, time_case, time_gemms, time_jobs
+from loka.measure.site import SiteJob, gemm_shape, time_case, time_jobs
 from loka.measure.timing import CaptureError, Timing
 
 TENSOR, ROW = Spec.parse("e4m3:tensor"), Spec.parse("e4m3:row")
@@ -18,14 +19,14 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def case(gemm: str = "fprop", weights: str = "dynamic", backends: tuple[str, ...] = ("reference",), **more: Any) -> Any:
-    candidates = [{"a": "e4m3:row", "b": "e4m3:row", "backend": b, "fast_accum": True} for b in backends]
+    candidates = [{"way": f"e4m3:row@e4m3:row/{b}", "fast_accum": True} for b in backends]
     base = {"gemm": gemm, "m": 24, "k": 40, "n": 13, "weights": weights, "candidates": candidates}
     return time_case(**{**base, "device": "cpu", "repeats": 3, "distributions": ["normal"], **more})
 
 
 def test_without_a_gpu_nothing_is_measured_and_it_says_so() -> None:
-    candidates = [GemmCandidate(ROW, ROW, "torch"), GemmCandidate(TENSOR, TENSOR, "fbgemm", True)]
-    found = time_gemms("fprop", 64, 32, 16, candidates, "cpu")
+    candidates = [GemmWay(ROW, ROW, backend="torch"), GemmWay(TENSOR, TENSOR, True, "fbgemm")]
+    (found,) = time_jobs([SiteJob("fprop", 64, 32, 16, tuple(candidates))], "cpu")
     assert [timing.candidate for timing in found] == candidates
     assert all(t.refusal == "not measured: no GPU" and t.microseconds is None and t.speedup is None for t in found)
 
@@ -33,7 +34,7 @@ def test_without_a_gpu_nothing_is_measured_and_it_says_so() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_an_error_not_an_answer() -> None:
     with pytest.raises(ValueError, match="no usable GPU"):
-        time_gemms("fprop", 64, 32, 16, [GemmCandidate(ROW, ROW, "torch")], "cuda")
+        time_jobs([SiteJob("fprop", 64, 32, 16, (GemmWay(ROW, ROW, backend="torch"),))], "cuda")
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -68,7 +69,9 @@ def test_what_cannot_be_captured_is_left_out_by_name(monkeypatch: pytest.MonkeyP
         return [Timing(c.name, (1e-6, 1e-6, 1e-6), "test", 1) for c in candidates]
 
     monkeypatch.setattr(site, "time_together", clock)
-    pair = [{"a": a, "b": b, "backend": "reference", "fast_accum": False} for a, b in (("e4m3:1x128", "e4m3:128x128"), ("e4m3:row", "e4m3:row"))]  # fmt: skip
+    pair = [
+        {"way": f"{pair}/reference", "fast_accum": False} for pair in ("e4m3:1x128@e4m3:128x128", "e4m3:row@e4m3:row")
+    ]
     refused, timed = case(candidates=pair)
     assert "it waits" in refused["refusal"]
     assert timed["speedup"]["value"] == 1.0
@@ -80,7 +83,7 @@ def test_what_is_timed_is_the_gemm_of_a_linear(gemm: str) -> None:
     a, b = site._draw(job, 0, "normal", torch.device("cpu"))
     rows, inner, cols = gemm_shape(gemm, 24, 40, 13)  # type: ignore[arg-type]
     assert (a.shape, b.shape) == ((rows, inner), (cols, inner))
-    out = site._thunk(job, GemmCandidate(ROW, ROW, "reference"), (a, b))()
+    out = site._thunk(job, GemmWay(ROW, ROW, backend="reference"), (a, b))()
     assert out.shape == (rows, cols)
     assert (out.float() - a.float() @ b.float().T).norm() < 0.05 * (a.float() @ b.float().T).norm()
 
@@ -102,7 +105,7 @@ def test_a_cached_weight_is_not_quantised_on_the_clock(monkeypatch: pytest.Monke
     ):
         job = SiteJob(gemm, 24, 40, 13, (), weights)  # type: ignore[arg-type]
         thunk = site._thunk(
-            job, GemmCandidate(ROW, ROW, "reference"), site._draw(job, 0, "normal", torch.device("cpu"))
+            job, GemmWay(ROW, ROW, backend="reference"), site._draw(job, 0, "normal", torch.device("cpu"))
         )
         quantised.clear()
         thunk()
@@ -119,11 +122,11 @@ def test_a_cached_weight_is_laid_out_before_the_clock_starts(monkeypatch: pytest
     ):
         job = SiteJob(gemm, 24, 40, 13, (), weights)  # type: ignore[arg-type]
         pair = site._draw(job, 0, "normal", torch.device("cpu"))
-        thunk = site._thunk(job, GemmCandidate(ROW, ROW, "reference"), pair)
+        thunk = site._thunk(job, GemmWay(ROW, ROW, backend="reference"), pair)
         padding.count = 0
         results = [thunk() for _ in range(3)]
         assert padding.count == expected
-        again = site._thunk(SiteJob(gemm, 24, 40, 13, (), "dynamic"), GemmCandidate(ROW, ROW, "reference"), pair)()  # type: ignore[arg-type]
+        again = site._thunk(SiteJob(gemm, 24, 40, 13, (), "dynamic"), GemmWay(ROW, ROW, backend="reference"), pair)()  # type: ignore[arg-type]
         assert all(torch.equal(result, again) for result in results)
 
 
@@ -201,7 +204,7 @@ def test_jobs_are_answered_in_order_with_children_shared(monkeypatch: pytest.Mon
     monkeypatch.setattr(site, "map_isolated", children)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(site, "time_case", lambda **c: [{"refusal": f"here {c['m']}"}] * len(c["candidates"]))
-    both = (GemmCandidate(ROW, ROW, "fbgemm"), GemmCandidate(ROW, ROW, "torch"))
+    both = (GemmWay(ROW, ROW, backend="fbgemm"), GemmWay(ROW, ROW, backend="torch"))
     jobs = [SiteJob("fprop", m, 8, 8, both) for m in (1, 2)]
     found = [[t.refusal for t in timings] for timings in time_jobs(jobs, "cuda")]
     assert found == [["child 1", "here 1"], ["killed by SIGSEGV", "here 2"]]
@@ -223,11 +226,12 @@ def test_nonsense_is_refused(change: dict[str, Any], message: str) -> None:
 
 
 def test_candidates_are_checked() -> None:
-    with pytest.raises(ValueError, match="brings its own"):
-        GemmCandidate(Spec.parse("e4m3:tensor:static"), TENSOR, "torch")
+    for text in ("e4m3:tensor:static@e4m3:tensor/torch", "e4m3:tensor@e4m3:tensor"):
+        with pytest.raises(ValueError, match="names its backend and computes its scales"):
+            SiteJob("fprop", 8, 8, 8, (GemmWay.parse(text),))
     with pytest.raises(ValueError, match="no backend 'cutlass'"):
-        GemmCandidate(TENSOR, TENSOR, "cutlass")
-    one = GemmCandidate(TENSOR, TENSOR, "torch")
+        SiteJob("fprop", 8, 8, 8, (GemmWay.parse("e4m3:tensor@e4m3:tensor/cutlass"),))
+    one = GemmWay(TENSOR, TENSOR, backend="torch")
     with pytest.raises(ValueError, match="listed twice"):
         SiteJob("fprop", 8, 8, 8, (one, one))
 
@@ -235,10 +239,11 @@ def test_candidates_are_checked() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_on_a_gpu_ours_are_timed(gemm: str) -> None:
-    candidates = [GemmCandidate(s, s, b, True) for s in (TENSOR, ROW) for b in ("torch", "triton")]
+    candidates = [GemmWay(s, s, True, b) for s in (TENSOR, ROW) for b in ("torch", "triton")]
     begin = time.monotonic()
     for weights in ("dynamic", "cached"):
-        for timing in time_gemms(gemm, 2048, 1024, 512, candidates, "cuda", weights=weights, distributions=("normal",)):  # type: ignore[arg-type]
+        job = SiteJob(gemm, 2048, 1024, 512, tuple(candidates), weights)  # type: ignore[arg-type]
+        for timing in time_jobs([job], "cuda", distributions=("normal",))[0]:
             assert timing.refusal is None
             assert timing.microseconds is not None
             assert timing.microseconds.value > 0
@@ -260,6 +265,6 @@ def test_a_transpose_is_never_copied_before_it_is_quantised(monkeypatch: pytest.
     monkeypatch.setattr(site, "quantize_transposed", note)
     job = SiteJob("wgrad", 24, 40, 13, ())
     pair = site._draw(job, 0, "normal", torch.device("cpu"))
-    out = site._thunk(job, GemmCandidate(ROW, ROW, "reference"), pair)()
+    out = site._thunk(job, GemmWay(ROW, ROW, backend="reference"), pair)()
     assert read == [(24, 13), (24, 40)]
     assert relative_l2(out, pair[0].double() @ pair[1].double().T) < 0.06

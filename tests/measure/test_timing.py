@@ -5,8 +5,8 @@ import torch
 
 from loka.measure.conformance import Conformance
 from loka.measure.timing import (
-    Candidate,
     CaptureError,
+    Contender,
     RedKernelError,
     Timing,
     bootstrap_median,
@@ -20,12 +20,12 @@ GREEN = Conformance(True, 0.0, 0.0)
 def test_a_red_kernel_is_not_timed() -> None:
     red = Conformance(False, 1.0, 0.1, "row 3 is wrong")
     with pytest.raises(RedKernelError, match="row 3 is wrong"):
-        Candidate("broken", [lambda: None], red)
+        Contender("broken", [lambda: None], red)
 
 
 def test_the_slower_one_is_slower() -> None:
-    fast = Candidate("fast", [lambda: time.sleep(0.001)], GREEN)
-    slow = Candidate("slow", [lambda: time.sleep(0.01)], GREEN)
+    fast = Contender("fast", [lambda: time.sleep(0.001)], GREEN)
+    slow = Contender("slow", [lambda: time.sleep(0.01)], GREEN)
     timings = time_together([fast, slow], "cpu", repeats=7)
     assert [timing.name for timing in timings] == ["fast", "slow"]
     speedup = timings[0].speedup_over(timings[1])
@@ -38,7 +38,7 @@ def test_the_slower_one_is_slower() -> None:
 def test_repeats_are_interleaved_and_walk_through_all_sets() -> None:
     seen: list[str] = []
     candidates = [
-        Candidate(
+        Contender(
             name, [lambda name=name, s=s: (seen.append(f"{name}{s}"), time.sleep(0.0003)) for s in range(3)], GREEN
         )
         for name in "ab"
@@ -81,8 +81,8 @@ def test_impossible_measurements_are_refused(values: list[float]) -> None:
 
 def test_candidates_need_names_and_something_to_call() -> None:
     with pytest.raises(ValueError, match="nothing to call"):
-        Candidate("empty", [], GREEN)
-    twin = Candidate("twin", [lambda: None], GREEN)
+        Contender("empty", [], GREEN)
+    twin = Contender("twin", [lambda: None], GREEN)
     with pytest.raises(ValueError, match="different names"):
         time_together([twin, twin], "cpu")
 
@@ -94,9 +94,9 @@ def test_one_set_is_enough_without_a_gpu() -> None:
 @pytest.mark.gpu
 def test_graphs_time_a_gpu_and_refuse_what_cannot_be_captured() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    once, twice = Candidate("once", [lambda: x @ x], GREEN), Candidate("twice", [lambda: (x @ x) @ x], GREEN)
+    once, twice = Contender("once", [lambda: x @ x], GREEN), Contender("twice", [lambda: (x @ x) @ x], GREEN)
     timings = time_together([once, twice], "cuda", repeats=9)
     assert 1.6 < timings[0].speedup_over(timings[1]).value < 2.4
     assert sets_needed(1 << 20, torch.device("cuda")) > 8
     with pytest.raises(CaptureError, match="cannot be captured"):
-        time_together([Candidate("syncs", [lambda: float(x.sum())], GREEN)], "cuda", repeats=3)
+        time_together([Contender("syncs", [lambda: float(x.sum())], GREEN)], "cuda", repeats=3)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from loka.dispatch import Operands
+from loka.kernels.scaled_mm import GemmWay
 from loka.probe.cause import find_causes, measure_error
 from loka.probe.engine import Engine
 from loka.probe.evaluate import Trial
@@ -15,7 +15,7 @@ LIMIT = {"fprop": 0.2, "dgrad": 0.1, "wgrad": 0.1}
 
 
 def trial(spec: str = "e4m3:row") -> Trial:
-    return Trial("rowwise", Operands.parse(spec, spec), ENGINE)
+    return Trial("rowwise", GemmWay.parse(f"{spec}@{spec}"), ENGINE)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

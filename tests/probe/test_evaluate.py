@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loka.dispatch import Operands, recipe_named
+from loka.dispatch import recipe_named
 from loka.formats import Spec, mere, relative_l2, saturated_fraction, underflowed_fraction
 from loka.formats import quantize as quantize_by_law
 from loka.kernels.backend import YES, Verdict, no
-from loka.kernels.scaled_mm import reference
+from loka.kernels.scaled_mm import GemmWay, reference
 from loka.probe import problem as problems
 from loka.probe.engine import Engine, Gate
 from loka.probe.evaluate import (
@@ -38,8 +38,8 @@ from loka.probe.row_errors import compare_rows, lost_by_row
 from loka.records import DistributionError, Interval
 
 REFERENCE = Engine.named("reference")
-ROWWISE = Trial("rowwise", Operands.parse("e4m3:row", "e4m3:row"), REFERENCE)
-TENSORWISE = Trial("tensorwise", Operands.parse("e4m3:tensor", "e4m3:tensor"), REFERENCE)
+ROWWISE = Trial("rowwise", GemmWay.parse("e4m3:row@e4m3:row"), REFERENCE)
+TENSORWISE = Trial("tensorwise", GemmWay.parse("e4m3:tensor@e4m3:tensor"), REFERENCE)
 
 
 @dataclass
@@ -231,7 +231,7 @@ def test_operands_are_quantised_once_for_all_candidates_of_a_spec() -> None:
         return quantize_by_law(x, spec)
 
     engine = Engine("counting", quantize, REFERENCE.matmul)
-    trials = [Trial(name, Operands.parse("e4m3:row", "e4m3:row"), engine) for name in ("rowwise", "twin", "third")]
+    trials = [Trial(name, GemmWay.parse("e4m3:row@e4m3:row"), engine) for name in ("rowwise", "twin", "third")]
     measure_rows(make_problem(), trials, 20, generator())
     assert count == 2
 

@@ -46,12 +46,12 @@ def test_what_was_refused_or_is_not_in_the_registry_is_not_timed() -> None:
 def test_times_reach_every_candidate_and_equal_ones_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def fake(gemm: Any, m: int, k: int, n: int, candidates: Any, device: Any, **_: Any) -> list[SiteTiming]:
-        asked.append(len(candidates))
+    def fake(jobs: Any, device: Any, **_: Any) -> list[list[SiteTiming]]:
+        asked.append(len(jobs[0].candidates))
         time = Interval(value=5.0, low=4.0, high=6.0)
-        return [SiteTiming(c, microseconds=time, speedup=time) for c in candidates]
+        return [[SiteTiming(c, microseconds=time, speedup=time) for c in job.candidates] for job in jobs]
 
-    monkeypatch.setattr(speed, "time_gemms", fake)
+    monkeypatch.setattr(speed, "time_jobs", fake)
     found = timed(candidate(), candidate(recipe="rowwise_with_gw_hp"))
     assert asked == [1]
     assert [c.speedup.value for c in found if c.speedup] == [5.0, 5.0]
@@ -63,10 +63,10 @@ def test_times_reach_every_candidate_and_equal_ones_are_timed_once(monkeypatch: 
 def test_what_turns_out_wrong_while_timed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A note about speed would leave it to a plan for accuracy alone."""
 
-    def fake(gemm: Any, m: int, k: int, n: int, candidates: Any, device: Any, **_: Any) -> list[SiteTiming]:
-        return [SiteTiming(c, refusal="wrong: row 7", wrong=True) for c in candidates]
+    def fake(jobs: Any, device: Any, **_: Any) -> list[list[SiteTiming]]:
+        return [[SiteTiming(c, refusal="wrong: row 7", wrong=True) for c in job.candidates] for job in jobs]
 
-    monkeypatch.setattr(speed, "time_gemms", fake)
+    monkeypatch.setattr(speed, "time_jobs", fake)
     (found,) = timed(candidate())
     assert found.refusal == "fails the conformance gate while timed, wrong: row 7"
     assert (found.mere, found.speed_note, found.errors) == (None, None, [])

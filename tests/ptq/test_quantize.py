@@ -54,8 +54,8 @@ def test_experts_per_row_on_request() -> None:
     mixed = make()
     quantize(mixed, "onerec_mixed")
     for part in (mixed.blocks[1].ffn, mixed.blocks[1].ffn.shared):
-        assert (str(part.gate_up.operands.a), str(part.gate_up.operands.b)) == ("e4m3:row", "e4m3:row")
-        assert (str(part.down.operands.a), str(part.down.operands.b)) == ("e4m3:1x128", "e4m3:128x128")
+        assert (str(part.gate_up.bound.a), str(part.gate_up.bound.b)) == ("e4m3:row", "e4m3:row")
+        assert (str(part.down.bound.a), str(part.down.bound.b)) == ("e4m3:1x128", "e4m3:128x128")
     assert str(mixed.blocks[0].ffn.down.activation) == "e4m3:row"  # a dense FFN
     assert rows.blocks[1].ffn.down.weight_scale.shape == (*rows.blocks[1].ffn.down.weight.shape[:2], 1)
 
@@ -271,7 +271,7 @@ class TestPlan:
         }
         experts = make()
         quantize(experts, "rowwise", keep=("*.router",))
-        assert str(experts.blocks[1].ffn.down.operands.b) == str(operands.b)
+        assert str(experts.blocks[1].ffn.down.bound.b) == str(operands.b)
 
 
 class TestFiles:

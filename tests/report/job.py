@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from loka.dispatch import Policy, make_plan
-from loka.dispatch.policy import uniform_plan
 from loka.records import (
     Candidate,
     Cause,
@@ -35,7 +34,6 @@ from loka.records import (
 from loka.records.ab import Overlap
 from loka.records.bench import KernelBench, KernelRow, Peaks
 from loka.records.performance import Origin, PerformanceRow, PerformanceRows, RowGroup
-from loka.records.speeds import SiteSpeed, TargetSpeeds
 from loka.report import Results
 
 HERE = Environment(
@@ -210,24 +208,6 @@ def make_results(sites: int = 10) -> Results:
     )
 
 
-def make_speeds(probe: ProbeReport) -> TargetSpeeds:
-    rows = [
-        SiteSpeed(
-            site=site.name,
-            gemm=c.gemm,
-            recipe=c.recipe,
-            backend="triton",
-            microseconds=around(12.0, 0.1),
-            speedup=around(0.8 + 0.1 * (number % 7), 0.02),
-            source="database row of 2026-01-01, Some GPU",
-        )
-        for number, site in enumerate(probe.sites)
-        for c in site.candidates
-        if number % 2 == 0
-    ]
-    return TargetSpeeds(target="Some GPU", rows=rows, notes=["rows of another machine"])
-
-
 def make_bench() -> KernelBench:
     rows = [
         KernelRow(
@@ -325,13 +305,12 @@ def make_everything(sites: int = 10) -> Results:
     """Every kind of record a report knows."""
     base = make_results(sites)
     assert base.probe is not None
-    naive = uniform_plan(base.probe, "tensorwise")
+    naive = make_plan(base.probe, Policy(min_speedup=None, overrides={"*": "tensorwise"}))
     return replace(
         base,
         plans=(*base.plans, naive),
         drift=make_drift(),
         mods=(make_mods(),),
-        speeds=make_speeds(base.probe),
         benches=(make_bench(),),
         rows=(make_rows(),),
         quantized=(make_quantized(),),

@@ -63,9 +63,6 @@ TOUR = (
     for (const type of ["mousedown", "mouseup", "click"]) point.dispatchEvent(new MouseEvent(type, at));
     await wait(() => page.dataset.site);
     check("clicked", page.dataset.site);
-    document.getElementById("axis-speed").click();
-    await wait(() => document.getElementById("sites-note").textContent.includes("Some GPU"));
-    check("speeds", document.querySelectorAll("#chart-sites .mark-symbol path").length);
     document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
     check("closed", page.hidden);
     check("background", getComputedStyle(document.body).backgroundColor);
@@ -88,7 +85,6 @@ def tour() -> dict[str, Any]:
 
 def test_every_chart_is_drawn(tour: dict[str, Any]) -> None:
     assert all(tour[chart] > 3 for chart in CHARTS), tour
-    assert tour["speeds"] >= 15  # error against speed-up, from rows of another machine
     assert tour["tab"]
 
 

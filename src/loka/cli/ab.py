@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from loka.records import OnlineTest, PairedTest
 
-__all__ = ["ab"]
-
 
 def ab(
     baseline: Annotated[

@@ -20,8 +20,6 @@ import typer
 if TYPE_CHECKING:
     from loka.records import Analysis, ModelStats
 
-__all__ = ["analyze"]
-
 
 def analyze(
     models: Annotated[list[str], typer.Argument(help="Folder, .safetensors file, family:size or pkg.module:factory.")],

@@ -17,9 +17,6 @@ import typer
 
 from loka.cli.kernels import kernels
 
-__all__ = ["app"]
-
-
 app = typer.Typer(invoke_without_command=True)
 app.command("kernels")(kernels)
 

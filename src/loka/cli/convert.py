@@ -5,16 +5,13 @@
     loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'
 
 --out gets three files: model.safetensors, a plain state_dict with the names and values the model had; scales.safetensors, what remembered scales need (absent where all scales are
-dynamic); conversion.json, what was converted, what was kept and why. The loss of one batch before and after is shown beside the summary: a look, not a verdict.
+dynamic); conversion.json, the record of what was converted, what was kept and why. The loss of one batch before and after is a note of it: a look, not a verdict.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-__all__ = ["convert"]
 
 STEPS = 4
 REPORT = "conversion.json"
@@ -42,6 +39,8 @@ def convert(
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Convert a model to low precision, by a plan or by a recipe."""
+    import msgspec
+
     from loka import records
     from loka.cli.subject import load_subject
     from loka.placing import LinearOptions
@@ -68,18 +67,16 @@ def convert(
         raise RuntimeError("the conversion changed the names of the state_dict")
     if scales != "dynamic":
         _remember(subject, scales, steps or STEPS)
-    found = {
-        "model": model,
-        "converted": summary.converted,
-        "kept": summary.kept,
-        "notes": list(summary.notes),
-        "low_precision_share": summary.low_precision_share,
-        "loss_before": before,
-        "loss_after": _lose(subject, batch),
-    }
+    note = f"loss of one batch: {before:.6f} -> {_lose(subject, batch):.6f}"
+    summary = msgspec.structs.replace(summary, notes=[*summary.notes, note])
     if out is not None:
-        _write(subject.model, out, found)
-    _show(summary, found, json_)
+        _write(subject.model, out, summary)
+    if json_:
+        typer.echo(records.to_json(summary).decode())
+        return
+    for name, what in summary.converted.items():
+        typer.echo(f"{name}  {what}")
+    typer.echo(str(summary))
 
 
 def _check_request(plan: Path | None, keep: list[str] | None, scales: str, steps: int | None, out: Path | None) -> None:
@@ -134,11 +131,6 @@ def _lose(subject: Any, batch: Any) -> float:
         return float(subject.loss(batch))
 
 
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no infinity: null."""
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in found.items()}
-
-
 def _remember(subject: Any, scales: str, steps: int) -> None:
     """Run batches so that scales have something to remember; weights stay as they are."""
     from contextlib import nullcontext
@@ -154,11 +146,10 @@ def _remember(subject: Any, scales: str, steps: int) -> None:
         parameter.grad = None
 
 
-def _write(model: Any, out: Path, found: dict[str, Any]) -> None:
-    import json
-
+def _write(model: Any, out: Path, summary: Any) -> None:
     from safetensors.torch import save_file
 
+    from loka import records
     from loka.placing import scale_state
 
     out.mkdir(parents=True, exist_ok=True)
@@ -166,16 +157,4 @@ def _write(model: Any, out: Path, found: dict[str, Any]) -> None:
     save_file(tensors, out / "model.safetensors")
     if state := scale_state(model):
         save_file({name: t.detach().cpu().contiguous() for name, t in state.items()}, out / "scales.safetensors")
-    (out / REPORT).write_text(json.dumps(_finite(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _show(summary: Any, found: dict[str, Any], as_json: bool) -> None:
-    import json
-
-    if as_json:
-        typer.echo(json.dumps(_finite(found), allow_nan=False))
-        return
-    for name, what in summary.converted.items():
-        typer.echo(f"{name}  {what}")
-    typer.echo(str(summary))
-    typer.echo(f"loss of one batch: {found['loss_before']:.6f} -> {found['loss_after']:.6f}")
+    records.save(summary, out / REPORT)

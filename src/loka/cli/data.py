@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from loka.data.cache import Manifest
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Data sets: list, get, info.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="Data set, see `loka data list`.")]

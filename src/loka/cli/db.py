@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from loka.dispatch import Database
     from loka.records.performance import Origin, PerformanceRow
 
-__all__ = ["app"]
-
 app = typer.Typer(name="db", help="The performance database: show, merge, export, prune, tune.", no_args_is_help=True)
 
 DbOption = Annotated[Path | None, typer.Option("--db", help="The database; default: $LOKA_DB, else the user's cache.")]

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from loka.demo.callbacks import Talk
 
-__all__ = ["demo"]
-
 TELL_EVERY = 30.0  # seconds between lines about one station
 _LABELS = {
     "train": "train in float32",

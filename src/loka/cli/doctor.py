@@ -19,8 +19,6 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["doctor"]
-
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 11)
 FP8_CAPABILITY = (8, 9)
 TIMEOUT = 120

@@ -10,14 +10,10 @@ not written. Kernels that are Python cannot be packaged: they are not chosen, or
 stdout carries what was written (with `--json` as JSON). Exit 0: written. 2: it cannot be exported, and why.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-__all__ = ["export"]
 
 
 def export(

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from loka.data.sequences import SequenceData
     from loka.inference import Bundle
 
-__all__ = ["generate"]
-
 
 def generate(
     from_: Annotated[Path | None, typer.Option("--from", help="Folder of a model made before.")] = None,

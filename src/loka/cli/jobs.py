@@ -1,7 +1,5 @@
 """Jobs: how batches of one kind of data are opened, run through a model, and scored. A built-in ranking or sequence data set, or a user's own batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter, signature
 from typing import Any, Protocol
@@ -10,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from loka.cli.own_code import call_with, quietly
-
-__all__ = ["Job", "OwnJob", "RankingJob", "SequenceJob", "per_example"]
 
 Values = Callable[[nn.Module, Any], Tensor]
 

@@ -15,8 +15,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["kernels", "parse_shapes"]
-
 
 def kernels(
     op: Annotated[

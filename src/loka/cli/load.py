@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from loka.records import LoadTest
 
-__all__ = ["load"]
-
 
 def load(
     url: Annotated[str, typer.Argument(help="Of the server: http://host:port.")],

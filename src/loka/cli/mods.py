@@ -8,15 +8,11 @@
 `apply` is a dry run that prints the summary: mods change a model in memory. To train with them, `loka train --mods ...`; in code, `loka.mods.apply`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-__all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="Rewrites that make more of a model safe and fast in low precision.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -3,8 +3,6 @@
 Modules are found from the working folder first, as `python -m` would. stdout is data: what a user's code prints while it is imported, called or iterated goes to stderr.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-__all__ = ["build_own", "call_with", "find_loss", "find_object", "quietly"]
 
 
 def find_object(path: str) -> Any:

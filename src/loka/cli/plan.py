@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from loka.dispatch import Database
     from loka.records import Plan
 
-__all__ = ["diff", "explain", "plan", "translate"]
-
 PlanFile = Annotated[Path, typer.Argument(help="A plan (JSON).")]
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from loka.probe import Probe, Report
     from loka.training import Optimizers
 
-__all__ = ["probe"]
-
 STATE = ".state.safetensors"
 TELL_EVERY = 2.0  # seconds between lines of talk
 

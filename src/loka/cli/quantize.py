@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from loka.ptq import Summary
 
-__all__ = ["quantize"]
-
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder of a recommender, family:size, or pkg.module:factory.")],
@@ -120,6 +118,7 @@ def quantize_network(
     """A built-in or a user's model; measured by the loss of its data."""
     import torch
 
+    from loka.cli.convert import load_weights_from
     from loka.cli.own_code import build_own
     from loka.cli.subject import load_subject
     from loka.ptq import quantize as quantize_model
@@ -139,7 +138,7 @@ def quantize_network(
         torch.manual_seed(seed)
         network = build(family, size) if family in names() else build_own(model, {}, seed=seed)
     if weights is not None:
-        load_weights(network, weights)
+        load_weights_from(network, weights)
     extra: dict[str, Any] = {}
     if measured:
         assert subject is not None  # measured loads it
@@ -150,17 +149,6 @@ def quantize_network(
     summary = quantize_model(network.eval(), **options, **extra)
     save(network, summary, out)
     return network, summary
-
-
-def load_weights(network: nn.Module, file: Path) -> None:
-    """A safetensors file into a model; what does not fit, or cannot be read, is an error that names it."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        network.load_state_dict(load_file(file))
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(f"--weights {file}: {error}") from error
 
 
 def tell(site: str, number: int, total: int) -> None:

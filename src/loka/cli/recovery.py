@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from loka.records import ModSummary, Recovery
     from loka.training import TrainConfig
 
-__all__ = ["Rewrite", "describe", "rewrite"]
-
 METRICS = {"log_loss": True, "ne": True, "auc": False}  # whether lower is better
 
 

@@ -7,15 +7,11 @@
 stdout carries the path of the page. Exit 2: a file that is no record, or is damaged; the message names it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-__all__ = ["report"]
 
 
 def report(

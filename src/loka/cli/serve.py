@@ -23,8 +23,6 @@ import typer
 if TYPE_CHECKING:
     from loka.serving import Server, Split
 
-__all__ = ["parse_seconds", "serve"]
-
 
 def serve(
     bundles: Annotated[list[Path] | None, typer.Argument(help="Folder of a recommender or a ranker; two for an experiment.")] = None,

@@ -5,15 +5,11 @@
 Times are milliseconds that you measured on one GPU, at its share of the batch. stdout has a line for each number of GPUs and codec, or JSON with `--json`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-
-__all__ = ["simulate"]
 
 
 def simulate(

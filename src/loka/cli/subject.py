@@ -16,8 +16,6 @@ Every verb that needs a model opens it here, so that they all understand the sam
 are run and scored in `jobs`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
@@ -30,8 +28,6 @@ from torch import Tensor, nn
 
 from loka.cli.jobs import Job, OwnJob, RankingJob, SequenceJob
 from loka.cli.own_code import build_own, find_loss, find_object
-
-__all__ = ["Subject", "find_device", "load_subject"]
 
 DEFAULT_DATA = "complete-journey"
 SPLITS = ("train", "valid", "test")

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from loka.training.sharding import Distribution
     from loka.training.stream import TrainData
 
-__all__ = ["train"]
-
 
 @dataclass(frozen=True)
 class Recipe:

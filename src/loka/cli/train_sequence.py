@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from loka.training import TrainConfig, Trainer
     from loka.training.sequence import Part, SequenceTask
 
-__all__ = ["FAMILIES", "SequenceJob", "prepare_sequence"]
-
 FAMILIES = ("hstu", "onerec")
 MONITOR = "ndcg@10"
 # `loka generate --train`: seconds on a CPU, enough to look at recommendations, not a statement about quality.

@@ -11,15 +11,11 @@ taken by estimated speeds, labelled so: the plan to try first there. A model is 
 stdout carries the table (with `--json` the record). Exit 0: something was converted. 1: nothing was, and why is on stdout. 2: the request cannot be honoured.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-__all__ = ["tune"]
 
 
 def tune(

@@ -13,8 +13,6 @@ The tree: in round k rank r receives from r + 2^k, where r is a multiple of 2^(k
 Everything here takes and returns bytes: what they mean (a Plan, Probe's statistics, a tuned configuration) is the caller's business.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections import Counter
@@ -25,8 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-__all__ = ["Agreement", "RankError"]
 
 _POLL = 0.02  # seconds between looks at the store
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from loka.formats import Draw
 from loka.kernels.wire.codec import Codec
 
-__all__ = ["Part", "Wire", "all_gather", "all_reduce", "reduce_scatter"]
-
 
 @dataclass(frozen=True)
 class Part:

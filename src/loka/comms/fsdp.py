@@ -25,8 +25,6 @@ from loka.comms.collectives import Part, Wire, all_gather, all_reduce, reduce_sc
 from loka.formats import Draw
 from loka.kernels.wire.codec import Codec, parse_codec
 
-__all__ = ["QuantizedAllGather", "QuantizedReduceScatter", "StepClock", "quantize_ddp", "quantize_fsdp"]
-
 Whole = Callable[[str, torch.Size], bool]
 
 
@@ -154,11 +152,7 @@ def quantize_fsdp(
 
 
 def release_fsdp(model: nn.Module) -> None:
-    """torch's own collectives again, where `quantize_fsdp` put others.
-
-    Args:
-        model: changed in place.
-    """
+    """torch's own collectives again, where `quantize_fsdp` put others."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     for _, module in _sharded_groups(model, is_vector):

@@ -15,8 +15,6 @@ from loka.comms.fsdp import quantize_ddp, quantize_fsdp, release_fsdp
 from loka.kernels.wire.codec import parse_codec
 from loka.records import CollectivePlan
 
-__all__ = ["place", "release", "wire_of"]
-
 _WIRE = "_loka_wire"  # on a model: the count of what its placed collectives send
 
 
@@ -57,11 +55,7 @@ def place(model: nn.Module, collectives: Sequence[CollectivePlan]) -> list[str]:
 
 
 def release(model: nn.Module) -> None:
-    """Send as before. A hook of DistributedDataParallel cannot be taken out: it stays, and averages in float32.
-
-    Args:
-        model: changed in place.
-    """
+    """Send as before. A hook of DistributedDataParallel cannot be taken out: it stays, and averages in float32."""
     wire: Wire | None = model.__dict__.get(_WIRE)
     if wire is None:
         return
@@ -73,14 +67,7 @@ def release(model: nn.Module) -> None:
 
 
 def wire_of(model: nn.Module) -> Wire | None:
-    """The count of what the placed collectives of a model have sent.
-
-    Args:
-        model: that was converted.
-
-    Returns:
-        The count; None where none is placed.
-    """
+    """The count of what the placed collectives of a model have sent; None where none is placed."""
     return model.__dict__.get(_WIRE)
 
 

@@ -16,8 +16,6 @@ from loka.comms.agreement import Agreement
 from loka.probe import Probe
 from loka.records import Plan, from_json, to_json
 
-__all__ = ["plan_together"]
-
 
 def plan_together(
     probe: Probe, judge: Callable[[Probe], Plan] | None = None, *, agreement: Agreement | None = None

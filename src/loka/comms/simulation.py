@@ -18,15 +18,11 @@ Efficiencies and latencies are assumed (`Machine`), not fitted. What it does not
 How well it does on published curves is in docs/guides/scale-out.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from loka.kernels.wire.codec import Codec, parse_codec
-
-__all__ = ["MACHINES", "Machine", "Simulated", "Work", "compare_codecs", "simulate"]
 
 BUCKET = 25e6 / 4  # elements: DistributedDataParallel's 25 MB of float32
 WORTHWHILE = 1.01  # below a hundredth of a step nothing is worth another rounding
@@ -232,17 +228,7 @@ def _coding(work: Work, n: int, sent: Codec, gathered: Codec) -> float:
 def compare_codecs(
     work: Work, machine: Machine, *, gpus: Sequence[int], codecs: Sequence[str] = ("fp32", "bf16", "e4m3:1x128:pow2")
 ) -> list[tuple[int, dict[str, Simulated], str]]:
-    """Simulate a step with several codecs, and say which pays: the first, in the order given, whose step is within 1 % of the shortest.
-
-    Args:
-        work: of one GPU.
-        machine: what connects them.
-        gpus: how many.
-        codecs: to compare, the simplest first.
-
-    Returns:
-        For each number of GPUs: the steps by codec, and the codec that pays.
-    """
+    """Simulate a step with several codecs, and say which pays: the first, in the order given, whose step is within 1 % of the shortest."""
     steps = {codec: list(simulate(work, machine, gpus=gpus, codec=codec)) for codec in codecs}
     result = []
     for i, n in enumerate(gpus):

@@ -15,8 +15,6 @@ no multiple of the codec's block wherever TorchRec does not say where it cuts.
 Not here: TorchRec's own QCommsConfig, which replaces what it cannot do by something else and warns; `refuse_substitutions` raises in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +24,6 @@ from torch import Tensor, nn
 
 from loka.comms.collectives import Wire, gather_tensors
 from loka.kernels.wire.codec import Codec, parse_codec
-
-__all__ = ["distribute_rows", "make_registry", "refuse_rounding", "refuse_substitutions"]
 
 FORWARD, BACKWARD = "e4m3:1x32:e8m0", "e5m2:1x32:e8m0"
 
@@ -288,6 +284,7 @@ def refuse_rounding(data_type: str, *, stochastic: bool, device: torch.device) -
 
 
 def require(module: str) -> Any:
+    """A module of TorchRec, or a ValueError that says how to install it."""
     from importlib import import_module
 
     try:

@@ -11,8 +11,6 @@ as "<a_146>") are copied into the cache and read on request. Some of them give t
 property of the index, and `read_semantic_ids` does not hide it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ from loka.data.cache import CacheWriter
 from loka.data.faults import BadRows, DataError
 from loka.data.progress import Progress
 from loka.data.sequences import write_sequences
-
-__all__ = ["SequenceOptions", "build_sequences", "find_files", "read_semantic_ids"]
 
 _CODE = re.compile(r"<[a-z]+_(\d+)>")
 

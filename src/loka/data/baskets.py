@@ -20,18 +20,6 @@ from loka.data.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = [
-    "FIRST_WEEK",
-    "HOUSEHOLD_FIELDS",
-    "PRODUCT_FIELDS",
-    "SIZES",
-    "Candidates",
-    "Events",
-    "Features",
-    "Options",
-    "sample_candidates",
-]
-
 SIZES: dict[str, dict[str, int | None]] = {
     "small": {"train": 80_000, "valid": 12_000, "test": 30_000},
     "medium": {"train": 320_000, "valid": 40_000, "test": None},

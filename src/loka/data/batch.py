@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Jagged"]
-
 
 @dataclass(frozen=True)
 class Jagged:

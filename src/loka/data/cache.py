@@ -38,8 +38,6 @@ from loka.data.faults import BadRows, DataError
 from loka.data.rows import Array
 from loka.data.schema import Schema
 
-__all__ = ["BUILDING", "VERSION", "CacheWriter", "Manifest", "SourceFile", "describe_source", "open_cache"]
-
 VERSION = 1
 """Raised whenever the layout or the meaning of a cached file changes; other versions are refused"""
 BUILDING = ".building-"

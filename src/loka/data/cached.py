@@ -1,7 +1,5 @@
 """Read a cached ranking data set: the Source over column files. Needs numpy and torch, no preprocessing library."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +13,6 @@ from loka.data.faults import DataError
 from loka.data.ranking import RankingData, Split
 from loka.data.rows import Array, Rows, Windows
 from loka.data.schema import Schema
-
-__all__ = ["CachedSource", "open_ranking"]
 
 _RESIDENT = 64 << 20
 """Sequence values above this size are dropped from memory after every window, so that the map cannot grow"""

@@ -3,13 +3,9 @@
 Adding a data set is one row here and one file that reads it (Options, find_files, build).
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["CATALOG", "Entry", "Remote", "data_root", "find_entry"]
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,6 @@ from loka.data.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["COLUMNS", "Options", "build", "find_files"]
-
 COLUMNS = (
     "age",
     "class_of_worker",

@@ -5,8 +5,6 @@ Reading goes through plain file reads into our own buffers rather than through a
 the process until the kernel takes them back, so a stream over a large map looks unbounded, and under an address-space limit it is.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +15,6 @@ import numpy.typing as npt
 
 from loka.data.faults import DataError
 from loka.data.rows import Array
-
-__all__ = ["Column", "ColumnWriter", "check_column", "map_column", "read_ranges"]
 
 _HEADER = 128
 _MAGIC = b"\x93NUMPY\x01\x00"

@@ -32,8 +32,6 @@ from loka.data.tables import explain_bad, split_lines
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Options", "build", "find_files"]
-
 _INTEGERS = tuple(f"integer_{index}" for index in range(1, 14))
 _CATEGORIES = tuple(f"category_{index}" for index in range(1, 27))
 _COLUMNS = ("click", *_INTEGERS, *_CATEGORIES)

@@ -6,8 +6,6 @@ are as expected gets its final name, so a file without `.part` is complete. A fi
 overwritten: it may be the user's own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import urllib.error
@@ -16,8 +14,6 @@ from pathlib import Path
 
 from loka.data.faults import DataError
 from loka.data.progress import Progress, silent
-
-__all__ = ["download", "sha256_of"]
 
 _PIECE = 1 << 18
 _ATTEMPTS = 4

@@ -5,11 +5,7 @@ unusable. So bad rows are counted, the first few are kept with line number and r
 exceeds a threshold (default one in a thousand).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-
-__all__ = ["KEPT_EXAMPLES", "MAX_BAD", "BadRow", "BadRows", "DataError"]
 
 MAX_BAD = 0.001
 """Default largest share of bad rows that still loads"""

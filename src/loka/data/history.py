@@ -9,13 +9,9 @@ The number of events of key k with time < t is then the distance between two bin
 the left side: an event *at* t is never counted, also not one of the same basket or the same second.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from loka.data.rows import Array
-
-__all__ = ["Past"]
 
 _SHIFT = 32
 

@@ -28,8 +28,6 @@ from loka.data.ranking import RankingData
 if TYPE_CHECKING:
     from loka.data.sequences import SequenceData
 
-__all__ = ["cache_folder", "fetch_raw", "is_cached", "list_caches", "load", "load_sequences"]
-
 
 def load(
     name: str,

@@ -39,8 +39,6 @@ from loka.data.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Options", "SequenceOptions", "build", "build_sequences", "find_files", "read_tables"]
-
 _DAY = 86_400
 _LIKED = 4
 _EPOCH = 788_918_400

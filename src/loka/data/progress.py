@@ -1,10 +1,6 @@
 """How long jobs tell what they are doing: a callable, so that this room knows no progress bar."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-
-__all__ = ["Progress", "silent"]
 
 Progress = Callable[[str, int, int | None], None]
 """progress(stage, done, total); total is None when it is unknown"""

@@ -1,7 +1,5 @@
 """A ranking data set: a schema and three splits that stream batches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 from loka.data.rows import Source
 from loka.data.schema import Schema
 from loka.data.stream import BatchStream, Order
-
-__all__ = ["RankingData", "Split"]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ import torch
 
 from loka.data.batch import Batch, Jagged
 
-__all__ = ["Array", "Rows", "Source", "Windows", "make_batch"]
-
 Array = npt.NDArray[Any]
 
 

@@ -4,11 +4,7 @@ A schema is all a model needs to size its embedding tables: it holds no data. Id
 id 0 is "unknown or missing", so a field with v known values has cardinality v + 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-__all__ = ["Field", "Schema", "SequenceField"]
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,6 @@ from loka.data.columns import read_ranges
 from loka.data.faults import DataError
 from loka.data.rows import Array, Windows
 
-__all__ = ["SequenceBatch", "SequenceData", "SequenceSplit", "SequenceStream", "open_sequences", "write_sequences"]
-
 B = TypeVar("B")
 
 

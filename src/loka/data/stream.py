@@ -24,8 +24,6 @@ import numpy as np
 from loka.data.batch import Batch
 from loka.data.rows import Array, Rows, Source, make_batch
 
-__all__ = ["CHUNK", "WINDOW", "BatchStream", "Order"]
-
 CHUNK = 4096
 WINDOW = 16 * CHUNK
 _CHUNKS_STREAM, _ROWS_STREAM = 0, 1

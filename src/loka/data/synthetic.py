@@ -20,8 +20,6 @@ by 1,000 inside itself), and biases that diverge as the log goes on.
 Chunk k of split s is generated from the seed (seed, s, k) alone: any range can be produced on its own, in any order, exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,8 +31,6 @@ from loka.data.progress import Progress
 from loka.data.ranking import RankingData, Split
 from loka.data.rows import Array, Rows, Windows
 from loka.data.schema import Field, Schema, SequenceField
-
-__all__ = ["Options", "SyntheticSource", "build", "make_schema", "open_synthetic"]
 
 _CHUNK = 4096
 _TABLE = 4096

@@ -16,8 +16,6 @@ from loka.data.faults import BadRows, DataError
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["explain_bad", "read_gzip", "read_parquet", "split_lines"]
-
 
 def read_parquet(path: Path, columns: Sequence[str]) -> pl.DataFrame:
     """Read the named columns of a Parquet file."""

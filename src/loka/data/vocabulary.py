@@ -17,8 +17,6 @@ from loka.data.rows import Array
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Vocabulary"]
-
 
 @dataclass(frozen=True)
 class Vocabulary:

@@ -4,7 +4,7 @@ from loka.dispatch.database import Database, Machine, bucket_of
 from loka.dispatch.export import export
 from loka.dispatch.plan import check
 from loka.dispatch.policy import PREFERENCE, Policy, make_plan
-from loka.dispatch.recipe import MIXTURES, RECIPES, USUAL, Mixture, Operands, mixture_named, recipe_named
+from loka.dispatch.recipe import MIXTURES, RECIPES, USUAL, Mixture, mixture_named, recipe_named, way_of
 from loka.dispatch.tune import jobs_of_report, tune
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Database",
     "Machine",
     "Mixture",
-    "Operands",
     "Policy",
     "bucket_of",
     "check",
@@ -25,4 +24,5 @@ __all__ = [
     "mixture_named",
     "recipe_named",
     "tune",
+    "way_of",
 ]

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from loka.records import Choice, Interval, Plan, ProbeReport, Site, SitePlan
-
-__all__ = ["Item", "Spent", "Verify", "choose_items", "search", "spend"]
+from loka.dispatch.recipe import choice_of
+from loka.records import Interval, Plan, ProbeReport, Site, SitePlan
 
 Verify = Callable[[Plan], Interval]  # measures the relative change of the end metric with a whole plan applied
 
@@ -248,9 +247,9 @@ def _saving(site: Site, planned: SitePlan, *, by_time: bool) -> float:
 
 def _undo(site: SitePlan, why: str) -> SitePlan:
     choices = [
-        Choice(gemm=c.gemm, backend="high", a=None, b=None, reason=why, refusals=[*c.refusals, f"{c.a} @ {c.b} on {c.backend}: {why}"])
+        choice_of(c.gemm, None, why, refusals=[*c.refusals, f"{c.a} @ {c.b} on {c.backend}: {why}"])
         if c.quantized
         else c
         for c in site.choices
-    ]  # fmt: skip
+    ]
     return msgspec.structs.replace(site, choices=choices)

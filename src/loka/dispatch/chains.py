@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loka.dispatch.choosing import CHAIN, Limits, Looked, SiteLook, make_offers
-from loka.records import GEMMS, Choice, ProbeReport, Site, SitePlan, UnitEvidence, UnitPlan
-
-__all__ = ["GIVEN", "place_chains"]
+from loka.dispatch.recipe import choice_of
+from loka.records import GEMMS, ProbeReport, Site, SitePlan, UnitEvidence, UnitPlan
 
 GIVEN = (
     "static",
@@ -94,9 +93,7 @@ def _in_chain(site: SitePlan, inside: Mapping[str, str], out: Mapping[str, str])
     if site.site in inside:
         gemms = [choice.gemm for choice in site.choices] or list(GEMMS)
         reason = f"in the chain {inside[site.site]}"
-        return msgspec.structs.replace(
-            site, choices=[Choice(gemm=gemm, backend="high", a=None, b=None, reason=reason) for gemm in gemms]
-        )
+        return msgspec.structs.replace(site, choices=[choice_of(gemm, None, reason) for gemm in gemms])
     if site.site not in out or not site.choices:
         return site
     first = site.choices[0]

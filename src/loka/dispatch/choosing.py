@@ -12,21 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from loka.dispatch.recipe import RECIPES, Operands
-from loka.records import GEMMS, Alarm, Choice, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
-
-__all__ = [
-    "CHAIN",
-    "HOPELESS",
-    "Chosen",
-    "Limits",
-    "Looked",
-    "Offer",
-    "SiteLook",
-    "add_in_squares",
-    "make_offers",
-    "split_unit",
-]
+from loka.dispatch.recipe import RECIPES, choice_of
+from loka.records import GEMMS, Alarm, Gemm, Interval, LinkPlan, SitePlan, UnitEvidence, UnitPlan
 
 CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed already
 HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
@@ -59,15 +46,7 @@ class SiteLook:
         return 6.0 * self.rows * self.k * self.n
 
     def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
-        """Forward and, in training, both gradient GEMMs: independent errors add in squares.
-
-        Args:
-            recipe: a name of `loka.probe.score.SCORED`.
-            training: whether gradients are computed.
-
-        Returns:
-            The predicted relative change of the loss; None where the forward GEMM was not scored.
-        """
+        """Predicted relative change of the loss, forward and, in training, of both gradient GEMMs: independent errors add in squares. None where the forward GEMM was not scored."""
         gemms: tuple[Gemm, ...] = GEMMS if training else ("fprop",)
         parts = [self.harm[gemm, recipe] for gemm in gemms if (gemm, recipe) in self.harm]
         if ("fprop", recipe) not in self.harm:
@@ -76,14 +55,7 @@ class SiteLook:
 
 
 def add_in_squares(parts: list[Interval]) -> Interval:
-    """The change of several independent errors together.
-
-    Args:
-        parts: each alone.
-
-    Returns:
-        The root of the summed squares, end by end.
-    """
+    """The change of several independent errors together: the root of the summed squares, end by end."""
     return Interval(**{end: sum(getattr(part, end) ** 2 for part in parts) ** 0.5 for end in ("value", "low", "high")})
 
 
@@ -172,16 +144,7 @@ class Chosen:
 
 
 def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
-    """Every unit in the coarsest way that the score lets through.
-
-    Args:
-        looked: what was seen.
-        limits: what the score may say.
-        training: gradients count too.
-
-    Returns:
-        What may be taken, and why the rest is kept.
-    """
+    """Every unit in the coarsest way that the score lets through, and why the rest is kept."""
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     kept = dict(looked.alone)
     offers: list[Offer] = []
@@ -210,31 +173,13 @@ def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offe
 
 
 def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
-    """A part of a chain that was offered, as an offer of its own.
-
-    Args:
-        offer: the chain.
-        unit: the part, from `split_unit`.
-        looked: what was seen.
-        training: gradients count too.
-
-    Returns:
-        The offer.
-    """
+    """A part of a chain that was offered, as an offer of its own."""
     made = _offer(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
     return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
 
 
 def predicted_harm(site: SiteLook, *, training: bool) -> float:
-    """What one scale for the tensor is predicted to cost at a linear.
-
-    Args:
-        site: what was seen there.
-        training: gradients count too.
-
-    Returns:
-        A relative change of the loss; 0 where nothing is known.
-    """
+    """What one scale for the tensor is predicted to cost at a linear, as a relative change of the loss; 0 where nothing is known."""
     harm = site.total_harm("delayed" if training else "static", training=training)
     return 0.0 if harm is None else harm.value
 
@@ -293,15 +238,7 @@ def single(site: SiteLook) -> UnitPlan:
 
 
 def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
-    """What is left of a chain when some of its linears stay in high precision.
-
-    Args:
-        unit: the chain.
-        out: linears that leave it.
-
-    Returns:
-        Its parts, in order; each a chain of its own, its last linear without a norm behind it.
-    """
+    """What is left of a chain when some of its linears leave it: its parts in order, each a chain of its own, its last linear without a norm behind it."""
     if not out:
         yield unit
         return
@@ -323,18 +260,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
 
 
 def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, UnitEvidence], kept: Mapping[str, str], *, training: bool) -> tuple[list[UnitPlan], list[SitePlan]]:  # fmt: skip
-    """The units and single linears of a plan.
-
-    Args:
-        offers: what is taken.
-        looked: what was seen.
-        evidence: what was measured, by unit.
-        kept: why other linears stay.
-        training: whether gradient GEMMs run.
-
-    Returns:
-        Chains, and a site plan for every linear that was seen: in a chain, under a recipe, or kept.
-    """
+    """The chains of a plan, and a site plan for every linear that was seen: in a chain, under a recipe, or kept."""
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     units = [
         msgspec.structs.replace(o.unit, evidence=evidence.get(o.name), reason=o.reason)
@@ -347,16 +273,9 @@ def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, Un
     for name, site in looked.sites.items():
         choices = []
         for gemm in GEMMS if training else GEMMS[:1]:
-            operands: Operands | None = None
-            if name in recipes:
-                operands = RECIPES[recipes[name].way].operands(gemm)
+            way = RECIPES[recipes[name].way].operands(gemm) if name in recipes else None
             reason = recipes[name].reason if name in recipes else "in a chain" if name in chained else kept.get(name, "not taken")  # fmt: skip
-            choices.append(
-                Choice(
-                    gemm=gemm, backend="high" if operands is None else "auto", a=None if operands is None else str(operands.a),
-                    b=None if operands is None else str(operands.b), reason=reason, fast_accum=operands is not None and operands.fast_accum,
-                )
-            )  # fmt: skip
+            choices.append(choice_of(gemm, way, reason))
         sites.append(
             SitePlan(
                 site=name, m=max(site.rows, 1), k=site.k, n=site.n, flops_share=site.flops / total, choices=choices

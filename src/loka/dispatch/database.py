@@ -27,8 +27,6 @@ import msgspec
 from loka.dispatch.store import Store
 from loka.records.performance import Origin, PerformanceRow, PerformanceRows, RowGroup
 
-__all__ = ["Database", "Found", "Key", "Machine", "bucket_of", "default_path"]
-
 SCHEMA = 1
 _KEY = ("op", "variant", "m", "k", "n", "backend", "version", "device", "driver", "torch")
 _COLUMNS = f"""(

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from loka.dispatch.recipe import RECIPES
+from loka.dispatch.recipe import RECIPES, way_of
 from loka.records import Plan, SitePlan
-
-__all__ = ["ALIGNMENT", "ModuleFilter", "TorchaoExport", "misaligned", "refuse_chains", "to_torchao"]
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 ALIGNMENT = 16
@@ -114,8 +112,7 @@ def to_torchao(plan: Plan) -> TorchaoExport:
 
 def _runs(site: SitePlan, recipe: str) -> bool:
     for choice in site.choices:
-        operands = RECIPES[recipe].operands(choice.gemm)
-        wanted = (str(operands.a), str(operands.b), operands.fast_accum) if operands else (None, None, False)
-        if (choice.a, choice.b, choice.fast_accum) != wanted:
+        way = RECIPES[recipe].operands(choice.gemm)
+        if way_of(choice) != (None if way is None else way.on(choice.backend)):
             return False
     return True

@@ -5,13 +5,10 @@ from collections import Counter
 import torch
 from torch import nn
 
-from loka.formats import Spec
+from loka.dispatch.recipe import way_of
 from loka.kernels import registry
-from loka.kernels.scaled_mm import MatmulCall
 from loka.measure.site import gemm_shape
 from loka.records import Plan, SitePlan
-
-__all__ = ["check"]
 
 
 def check(plan: Plan, model: nn.Module) -> list[str]:
@@ -61,16 +58,12 @@ def _check_choices(site: SitePlan, device: torch.device) -> list[str]:
     counts = Counter(choice.gemm for choice in site.choices)
     problems += [f"{site.site} {gemm}: the plan chooses {n} times" for gemm, n in counts.items() if n > 1]
     for choice in site.choices:
-        if choice.a is None or choice.b is None:
-            continue
         place = f"{site.site} {choice.gemm}"
         try:
-            call = MatmulCall(
-                *gemm_shape(choice.gemm, site.m, site.k, site.n),
-                Spec.parse(choice.a),
-                Spec.parse(choice.b),
-                fast_accum=choice.fast_accum,
-            )
+            way = way_of(choice)
+            if way is None:
+                continue
+            call = way.call(*gemm_shape(choice.gemm, site.m, site.k, site.n))
             if choice.backend == "auto":  # settled when it is placed; the reference can run anything
                 continue
             verdict = registry.backend("scaled_mm", choice.backend).supports(call, device)

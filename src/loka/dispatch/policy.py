@@ -26,7 +26,7 @@ from loka.dispatch.budget import Verify, spend
 from loka.dispatch.chains import GIVEN, place_chains
 from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.database import Database
-from loka.dispatch.recipe import RECIPES, Recipe, recipe_named
+from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_of
 from loka.dispatch.speed import DatabaseSpeeds, Option, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
@@ -169,29 +169,6 @@ def _overridden(site: Site, policy: Policy) -> str | None:
     return None
 
 
-def uniform_plan(report: ProbeReport, recipe: str, *, backend: str = "reference") -> Plan:
-    """One recipe at every site whatever the evidence says: what "just turn FP8 on" does, for comparison."""
-    chosen = recipe_named(recipe)
-    speeds = ProbeSpeeds(report.environment.device)
-    return Plan(
-        model=report.model,
-        recipe=recipe,
-        target=None,
-        max_error=report.max_mere,
-        max_gradient_error=report.max_gradient_error,
-        min_speedup=None,
-        flops_of=report.flops_of,
-        sites=[
-            _site_plan(
-                site, [_told(site, gemm, chosen, backend, f"{recipe} everywhere", speeds) for gemm in site.gemms]
-            )
-            for site in report.sites
-        ],
-        environment=report.environment,
-        notes=[f"{recipe} at every site, whatever its error"],
-    )
-
-
 def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None) -> tuple[Speeds, list[str]]:
     """Probe's own times for the machine it ran on; the database's for any other, and for the same where one is given."""
     here = report.environment.device
@@ -246,51 +223,36 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
 
 def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> SitePlan:
     if site.kept is not None and not site.gemms:  # nothing was measured that an override could choose
-        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in GEMMS])
+        return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in GEMMS])
     for pattern, override in policy.overrides.items():
         if fnmatchcase(site.name, pattern):
             why = f"override {pattern!r}: {override}"
             if override == HIGH:
-                return _site_plan(site, [_high(gemm, why, []) for gemm in site.gemms])
+                return _site_plan(site, [choice_of(gemm, None, why) for gemm in site.gemms])
             if override == AUTO:
                 policy = replace(policy, recipe=AUTO)
                 break
             recipe = recipe_named(override)
-            return _site_plan(site, [_told(site, gemm, recipe, None, why, speeds) for gemm in site.gemms])
+            return _site_plan(site, [_told(site, gemm, recipe, why, speeds) for gemm in site.gemms])
     if site.kept is not None:
-        return _site_plan(site, [_high(gemm, site.kept, []) for gemm in site.gemms])
+        return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
     return _site_plan(
         site, [choose(list(speeds.options(site, gemm)), gemm, policy, site, units) for gemm in site.gemms]
     )
 
 
-def _high(gemm: Gemm, reason: str, refusals: list[str]) -> Choice:
-    return Choice(gemm=gemm, backend=HIGH, a=None, b=None, reason=reason, refusals=refusals)
-
-
-def _told(site: Site, gemm: Gemm, recipe: Recipe, backend: str | None, reason: str, speeds: Speeds) -> Choice:
-    """A choice that was not left to the evidence: on the given backend, or on the fastest one that was evaluated."""
-    operands = recipe.operands(gemm)
-    if operands is None:
-        return _high(gemm, f"{reason}; {recipe.name} keeps {gemm} in high precision", [])
+def _told(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -> Choice:
+    """A choice that was not left to the evidence: on the fastest backend that was evaluated."""
+    if recipe.operands(gemm) is None:
+        return choice_of(gemm, None, f"{reason}; {recipe.name} keeps {gemm} in high precision")
     options = [
         o for o in speeds.options(site, gemm) if o.candidate.recipe == recipe.name and o.candidate.refusal is None
     ]
-    able = sorted((o for o in options if backend in (None, o.candidate.backend)), key=_rank_by_time)
-    if not able and backend is None:
+    if not options:
         raise ValueError(
             f"{site.name} {gemm}: {reason}, but no backend was evaluated with {recipe.name}; probe with it"
         )
-    if able:
-        return _choice(able[0], reason, [])
-    return Choice(
-        gemm=gemm,
-        backend=backend or HIGH,
-        a=str(operands.a),
-        b=str(operands.b),
-        reason=reason,
-        fast_accum=operands.fast_accum,
-    )
+    return _choice(min(options, key=_rank_by_time), reason, [])
 
 
 def error_of(candidate: Candidate) -> Interval | None:
@@ -324,22 +286,18 @@ def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | N
     if not passing:
         kept = policy.recipe != AUTO and recipe_named(policy.recipe).operands(gemm) is None
         nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"
-        return _high(gemm, "; ".join(refusals) or nothing, refusals)
+        return choice_of(gemm, None, "; ".join(refusals) or nothing, refusals=refusals)
     best = min(passing, key=_rank_by_preference if policy.min_speedup is None else _rank_by_time)
     return _choice(best, _explain(best, policy, site), refusals)
 
 
 def _choice(option: Option, reason: str, refusals: list[str]) -> Choice:
     candidate = option.candidate
-    operands = RECIPES[candidate.recipe].operands(candidate.gemm) if candidate.recipe in RECIPES else None
     error, speedup, time = error_of(candidate), candidate.speedup, candidate.microseconds
-    return Choice(
-        gemm=candidate.gemm,
-        backend=candidate.backend,
-        a=candidate.a,
-        b=candidate.b,
-        reason=reason,
-        fast_accum=operands.fast_accum if operands else False,
+    return choice_of(
+        candidate.gemm,
+        way_of(candidate),
+        reason,
         expected_error=None if error is None else error.value,
         expected_speedup=None if speedup is None else speedup.value,
         expected_microseconds=None if time is None else time.value,

@@ -34,32 +34,10 @@ what would be safe there:
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
-from loka.formats import Spec
-from loka.records import Gemm
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Specs of the two K-major operands of one GEMM.
-
-    Args:
-        a: of the left one, [M, K].
-        b: of the right one, [N, K].
-        fast_accum: sums may stay in the tensor cores.
-
-    Example:
-        >>> Operands.parse("e4m3:row", "e4m3:row", fast_accum=True)
-    """
-
-    a: Spec
-    b: Spec
-    fast_accum: bool = False
-
-    @classmethod
-    def parse(cls, a: str, b: str, *, fast_accum: bool = False) -> "Operands":
-        """From canonical strings."""
-        return cls(Spec.parse(a), Spec.parse(b), fast_accum)
+from loka.kernels.scaled_mm import GemmWay
+from loka.records import Candidate, Choice, Gemm
 
 
 @dataclass(frozen=True)
@@ -67,26 +45,26 @@ class Recipe:
     """One named way to run a linear in low precision, forward and backward."""
 
     name: str
-    fprop: Operands | None
-    dgrad: Operands | None
-    wgrad: Operands | None
+    fprop: GemmWay | None
+    dgrad: GemmWay | None
+    wgrad: GemmWay | None
     usual: bool = True  # FP8 that Hopper multiplies: what is scored and timed unless others are named
 
-    def operands(self, gemm: Gemm) -> Operands | None:
-        """The operands of one GEMM; None for high precision."""
-        chosen: Operands | None = getattr(self, gemm)
+    def operands(self, gemm: Gemm) -> GemmWay | None:
+        """What one GEMM runs, its backend still open; None for high precision."""
+        chosen: GemmWay | None = getattr(self, gemm)
         return chosen
 
 
-_TENSOR = Operands.parse("e4m3:tensor", "e4m3:tensor", fast_accum=True)
-_ROW = Operands.parse("e4m3:row", "e4m3:row", fast_accum=True)
-_ROW_BY_TENSOR = Operands.parse("e4m3:row", "e4m3:tensor", fast_accum=True)
-_BLOCK = Operands.parse("e4m3:1x128", "e4m3:128x128")
-_BLOCK_BY_BLOCK = Operands.parse("e4m3:1x128", "e4m3:1x128")
-_MX = Operands.parse("e4m3:1x32:e8m0", "e4m3:1x32:e8m0")
-_NV = Operands.parse("e2m1:1x16:e4m3", "e2m1:1x16:e4m3")
-_NV_GRADIENT = Operands.parse("e2m1:1x16:e4m3:stochastic", "e2m1:1x16:e4m3")
-_INT = Operands.parse("int8:row", "int8:row")
+_TENSOR = GemmWay.parse("e4m3:tensor@e4m3:tensor", fast_accum=True)
+_ROW = GemmWay.parse("e4m3:row@e4m3:row", fast_accum=True)
+_ROW_BY_TENSOR = GemmWay.parse("e4m3:row@e4m3:tensor", fast_accum=True)
+_BLOCK = GemmWay.parse("e4m3:1x128@e4m3:128x128")
+_BLOCK_BY_BLOCK = GemmWay.parse("e4m3:1x128@e4m3:1x128")
+_MX = GemmWay.parse("e4m3:1x32:e8m0@e4m3:1x32:e8m0")
+_NV = GemmWay.parse("e2m1:1x16:e4m3@e2m1:1x16:e4m3")
+_NV_GRADIENT = GemmWay.parse("e2m1:1x16:e4m3:stochastic@e2m1:1x16:e4m3")
+_INT = GemmWay.parse("int8:row@int8:row")
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -122,6 +100,38 @@ def recipe_named(name: str) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"no recipe {name!r}; recipes are {', '.join(RECIPES)}")
     return RECIPES[name]
+
+
+def way_of(written: Choice | Candidate) -> GemmWay | None:
+    """What a record says in strings.
+
+    Args:
+        written: one GEMM of a plan, or of a probe's report (where the recipe says how it adds up).
+
+    Returns:
+        What runs; None for high precision.
+
+    Example:
+        >>> str(way_of(plan.sites[0].choices[0]))
+        'e4m3:row@e4m3:row/torch'
+    """
+    if written.a is None or written.b is None:
+        return None
+    if isinstance(written, Choice):
+        fast = written.fast_accum
+    else:
+        recipe = RECIPES.get(written.recipe)
+        way = recipe.operands(written.gemm) if recipe else None
+        fast = way is not None and way.fast_accum
+    return GemmWay.parse(f"{written.a}@{written.b}/{written.backend}", fast_accum=fast)
+
+
+def choice_of(gemm: Gemm, way: GemmWay | None, reason: str, **evidence: Any) -> Choice:
+    """The inverse of `way_of`, as a plan has it; None is high precision, and `evidence` are further fields of the Choice."""
+    if way is None:
+        return Choice(gemm=gemm, backend="high", a=None, b=None, reason=reason, **evidence)
+    a, b = str(way.a), str(way.b)
+    return Choice(gemm=gemm, backend=way.backend, a=a, b=b, fast_accum=way.fast_accum, reason=reason, **evidence)
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,16 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from loka.dispatch.database import Machine, bucket_of
+from loka.dispatch.database import Key, Machine, bucket_of
 from loka.kernels import registry
 from loka.kernels.backend import library_version
+from loka.kernels.scaled_mm import GemmWay
 from loka.measure.device import snapshot
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming, Weights
 from loka.measure.timing import BASELINE
 from loka.records import Environment, Gemm, Interval, from_json
 from loka.records.bench import KernelBench, KernelRow
 from loka.records.performance import Errors, Origin, PerformanceRow, PerformanceRows
-
-__all__ = [
-    "LINEAR",
-    "Imported",
-    "linear_variant",
-    "machine_here",
-    "origin_of",
-    "rows_of_bench",
-    "rows_of_timings",
-    "shipped",
-    "versions_of",
-]
 
 LINEAR = "linear"
 ABSENT = "absent"
@@ -48,6 +37,12 @@ def linear_variant(gemm: Gemm, a: str, b: str, *, fast_accum: bool, weights: Wei
     """The spelling of one GEMM of a Linear."""
     end = "" if gemm == "wgrad" else f", weights {weights}"
     return f"{gemm} {a} @ {b}{' fast' if fast_accum else ''}{end}"
+
+
+def linear_key(gemm: Gemm, way: GemmWay, m: int, k: int, n: int, weights: Weights) -> Key:
+    """Where the time of one GEMM of a Linear with M rows, K inputs and N outputs is filed."""
+    variant = linear_variant(gemm, str(way.a), str(way.b), fast_accum=way.fast_accum, weights=weights)
+    return Key(LINEAR, variant, m, k, n, way.backend)
 
 
 def versions_of(environment: Environment) -> dict[str, str]:
@@ -92,15 +87,15 @@ def was_not_tried(timing: SiteTiming) -> bool:
 
 
 def _row_of_timing(job: SiteJob, timing: SiteTiming, versions: dict[str, str]) -> PerformanceRow:
-    c = timing.candidate
+    key = linear_key(job.gemm, timing.candidate, job.m, job.k, job.n, job.weights)
     return PerformanceRow(
-        op=LINEAR,
-        variant=linear_variant(job.gemm, str(c.a), str(c.b), fast_accum=c.fast_accum, weights=job.weights),
-        m=job.m,
-        k=job.k,
-        n=job.n,
-        backend=c.backend,
-        version=versions[c.backend],
+        op=key.op,
+        variant=key.variant,
+        m=key.m,
+        k=key.k,
+        n=key.n,
+        backend=key.backend,
+        version=versions[key.backend],
         microseconds=_shorten(timing.microseconds),
         speedup=_shorten(timing.speedup),
         baseline=_shorten(timing.baseline),

@@ -15,25 +15,14 @@ from functools import lru_cache
 
 import msgspec
 
-from loka.dispatch.database import Database, Key, Machine, default_path
-from loka.dispatch.recipe import RECIPES, Operands
-from loka.dispatch.rows import LINEAR, linear_variant, machine_here, shipped
+from loka.dispatch.database import Database, Machine, default_path
+from loka.dispatch.recipe import way_of
+from loka.dispatch.rows import linear_key, machine_here, shipped
+from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import Weights
 from loka.measure.timing import BASELINE
 from loka.records import Candidate, Gemm, ProbeReport, Site
 from loka.records.performance import Origin
-
-__all__ = [
-    "DatabaseSpeeds",
-    "Fastest",
-    "Option",
-    "ProbeSpeeds",
-    "Speeds",
-    "choose_machine",
-    "fastest_backend",
-    "shipped_database",
-]
-
 
 _KEPT_FIRST: tuple[Weights, ...] = ("cached", "dynamic")
 
@@ -86,10 +75,10 @@ class DatabaseSpeeds:
 
     def _join(self, site: Site, evidence: Candidate, backend: str) -> Option:
         m = max(1, round(site.m * self.row_factor))
-        operands = RECIPES[evidence.recipe].operands(evidence.gemm) if evidence.recipe in RECIPES else None
-        fast = operands.fast_accum if operands else False
-        variant = linear_variant(evidence.gemm, evidence.a, evidence.b, fast_accum=fast, weights=self.weights)
-        found = self.database.find(Key(LINEAR, variant, m, site.k, site.n, backend), self.machine)
+        way = way_of(evidence)
+        assert way is not None  # a candidate has operands
+        key = linear_key(evidence.gemm, way.on(backend), m, site.k, site.n, self.weights)
+        found = self.database.find(key, self.machine)
         bare = msgspec.structs.replace(evidence, backend=backend, microseconds=None, speedup=None)
         if found.row is None or found.origin is None:
             return Option(bare, missing=f"speed not known: {found.reason}")
@@ -124,13 +113,13 @@ class Fastest:
 
 
 def fastest_backend(
-    gemm: Gemm, operands: Operands, m: int, k: int, n: int, *, databases: Sequence[Database] | None = None, machine: Machine | None = None
+    gemm: Gemm, way: GemmWay, m: int, k: int, n: int, *, databases: Sequence[Database] | None = None, machine: Machine | None = None
 ) -> Fastest | None:  # fmt: skip
     """The fastest backend that was measured on this machine for one GEMM of a linear, in the bucket of its rows.
 
     Args:
         gemm: which one.
-        operands: what it runs on.
+        way: what it runs; its backend does not count.
         m: rows of a call.
         k: inputs of the linear.
         n: outputs of the linear.
@@ -143,9 +132,8 @@ def fastest_backend(
     machine = machine or _this_machine()
     for database in _databases() if databases is None else databases:
         for weights in _KEPT_FIRST:
-            variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights=weights)  # fmt: skip
             names = [name for name in machine.versions if name not in (BASELINE, "reference")]
-            found = [database.find(Key(LINEAR, variant, m, k, n, name), machine) for name in names]
+            found = [database.find(linear_key(gemm, way.on(name), m, k, n, weights), machine) for name in names]
             timed = [
                 (f.row.microseconds.value, f.row, f.origin) for f in found if f.row is not None and f.row.microseconds
             ]

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["Store"]
-
 MEMORY = ":memory:"
 LOCK_SECONDS = 30.0
 

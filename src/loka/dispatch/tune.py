@@ -23,14 +23,13 @@ import torch.distributed as dist
 
 from loka.dispatch.database import Database, Key, Machine, bucket_of
 from loka.dispatch.recipe import USUAL, recipe_named
-from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_timings, was_not_tried
+from loka.dispatch.rows import linear_key, machine_here, origin_of, rows_of_timings, was_not_tried
 from loka.kernels import registry
+from loka.kernels.scaled_mm import GemmWay
 from loka.measure.device import snapshot
-from loka.measure.site import GemmCandidate, SiteJob, SiteTiming, Weights, time_jobs
+from loka.measure.site import SiteJob, SiteTiming, Weights, time_jobs
 from loka.records import Environment, ProbeReport
 from loka.records.performance import PerformanceRows, RowGroup
-
-__all__ = ["TuneResult", "jobs_of_report", "key_of", "missing_jobs", "tune"]
 
 Timer = Callable[..., list[list[SiteTiming]]]
 
@@ -51,11 +50,9 @@ class TuneResult:
         return f"{self.measured} rows measured, {self.known} known{left}"
 
 
-def key_of(job: SiteJob, candidate: GemmCandidate) -> Key:
+def key_of(job: SiteJob, candidate: GemmWay) -> Key:
     """The database's key of one candidate of a job."""
-    c = candidate
-    variant = linear_variant(job.gemm, str(c.a), str(c.b), fast_accum=c.fast_accum, weights=job.weights)
-    return Key(LINEAR, variant, job.m, job.k, job.n, c.backend)
+    return linear_key(job.gemm, candidate, job.m, job.k, job.n, job.weights)
 
 
 def jobs_of_report(
@@ -85,14 +82,14 @@ def jobs_of_report(
     for site in report.sites:
         for gemm in site.gemms:
             pairs = dict.fromkeys(o for recipe in chosen if (o := recipe.operands(gemm)) is not None)
-            made = tuple(GemmCandidate(o.a, o.b, name, o.fast_accum) for o in pairs for name in names)
+            made = tuple(o.on(name) for o in pairs for name in names)
             jobs.append(SiteJob(gemm, site.m, site.k, site.n, made, weights))
     return jobs
 
 
 def missing_jobs(jobs: Sequence[SiteJob], database: Database, machine: Machine) -> tuple[list[SiteJob], int]:
     """Jobs at their buckets' edges with the candidates that have no row, and how many candidates have one."""
-    wanted: dict[SiteJob, list[GemmCandidate]] = {}
+    wanted: dict[SiteJob, list[GemmWay]] = {}
     for job in jobs:
         weights = "dynamic" if job.gemm == "wgrad" else job.weights  # one and the same there
         place = replace(job, m=bucket_of(job.m), candidates=(), weights=weights)

@@ -31,8 +31,6 @@ from loka.kernels import registry
 from loka.nn.wrapping import unwrap
 from loka.units.flow import call_model
 
-__all__ = ["Exported", "Format", "export"]
-
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
 PACKABLE = ("torch", "compiled", "reference")  # backends that are aten and nothing else

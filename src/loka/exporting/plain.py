@@ -33,8 +33,6 @@ from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear
 from loka.ptq.modules import QuantizedLinear, quantize_weight
 
-__all__ = ["AtenOps", "OnnxOps", "PlainChain", "PlainLinear", "write_out"]
-
 ROWS = 1024  # a product of so many rows stands for all when a kernel is asked whether it can
 
 
@@ -357,13 +355,13 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
     bound = module.binding.fprop
     if bound is None:  # only its gradients run in low precision
         return module.restored()
-    spec, scale = bound.operands.a, None
+    spec, scale = bound.a, None
     if spec.mode != "dynamic":
         scale = _known_scale(module, spec)
         if scale is None:
             problems.append(f"{name}: its {spec.mode} scale is not known yet; hint: run batches under loka.placing.calibrating(model)")  # fmt: skip
             return None
-    return _check(name, quantize_weight(module.weight.detach(), bound.operands.b), spec, scale, module.bias, ops, dtype, problems)  # fmt: skip
+    return _check(name, quantize_weight(module.weight.detach(), bound.b), spec, scale, module.bias, ops, dtype, problems)  # fmt: skip
 
 
 def _check(name: str, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, dtype: torch.dtype, problems: list[str]) -> nn.Module | None:  # fmt: skip

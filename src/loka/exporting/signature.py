@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from loka.units import Example
 
-__all__ = ["Arguments", "Flat", "take_apart"]
-
 Rebuild = Callable[[Mapping[str, Tensor]], Any]
 
 
@@ -34,17 +32,7 @@ class Arguments:
 
 
 def take_apart(example: Any) -> Arguments:
-    """Name the tensors of an example.
-
-    Args:
-        example: what the model is called with: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument.
-
-    Returns:
-        The tensors, and how the example is made of them.
-
-    Raises:
-        ValueError: there is no tensor in it.
-    """
+    """Name the tensors of an example: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument. ValueError where there is no tensor in it."""
     found: dict[str, Tensor] = {}
     if isinstance(example, Example) and len(example.args) == 1 and not example.kwargs and not isinstance(example.args[0], (tuple, dict)):  # fmt: skip
         example = example.args[0]
@@ -119,16 +107,7 @@ def _alike(tensor: Tensor, tensors: Mapping[str, Tensor], inputs: Sequence[str])
 
 
 def can_be_made(name: str, tensors: Mapping[str, Tensor], inputs: Sequence[str]) -> bool:
-    """Whether some input has as many rows as a tensor that is not read.
-
-    Args:
-        name: of the tensor.
-        tensors: all of them.
-        inputs: names of those that are given.
-
-    Returns:
-        False where it has to be given although nobody reads it.
-    """
+    """Whether some input has as many rows as a tensor that is not read; otherwise it has to be given although nobody reads it."""
     tensor = tensors[name]
     return any(tensors[n].dim() and tensor.dim() and tensors[n].shape[0] == tensor.shape[0] for n in inputs)
 
@@ -143,14 +122,7 @@ def _call(model: nn.Module, example: Any) -> Any:
 
 
 def flatten_result(result: Any) -> list[Tensor]:
-    """Every tensor of a model's result, in order.
-
-    Args:
-        result: a tensor, or tuples, lists, dicts and dataclasses of them.
-
-    Returns:
-        The tensors.
-    """
+    """Every tensor of a model's result, in order: of tuples, lists, dicts and dataclasses of them."""
     if isinstance(result, Tensor):
         return [result]
     if isinstance(result, Mapping):

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GOLDEN", "ROUNDS", "Draw", "philox", "round_bf16", "uniform_bits"]
-
 ROUNDS = 7
 _WORD = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)

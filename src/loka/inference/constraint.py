@@ -26,7 +26,7 @@ LISTED_SHARE = 4  # list the codes where the fan-out is at most this part of the
 
 
 @dataclass(frozen=True)
-class Choice:
+class Continuations:
     """The k best continuations: scores [R, k], parent beams, codes, and the nodes they lead to where there is a trie."""
 
     scores: Tensor
@@ -41,10 +41,10 @@ class Unconstrained:
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
+    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Continuations:
         """The k best of logits [R, B, V] under beams with scores [R, B]."""
         best, parents, codes = beam_topk(logits, scores, k, backend=self.backend)
-        return Choice(best, parents, codes, None)
+        return Continuations(best, parents, codes, None)
 
 
 class Masked:
@@ -61,7 +61,7 @@ class Masked:
             rows = trie.mask(nodes, level)
             self.table = torch.cat([rows, torch.zeros_like(rows[:1])])
 
-    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
+    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Continuations:
         """As Unconstrained, among valid codes."""
         assert nodes is not None  # a constrained search has them
         if self.table is None:
@@ -71,7 +71,7 @@ class Masked:
         total = self.lse(logits.float().masked_fill(~mask, LOWEST)) if self.valid_only else None
         best, parents, codes = beam_topk(logits, scores, k, mask=mask, lse=total, backend=self.backend)
         reached = self.trie.step(nodes.gather(1, parents), codes)
-        return Choice(best, parents, codes, torch.where(best > float("-inf"), reached, -1))
+        return Continuations(best, parents, codes, torch.where(best > float("-inf"), reached, -1))
 
 
 class Listed:
@@ -80,7 +80,7 @@ class Listed:
     def __init__(self, trie: Trie, level: int, backend: str, lse: Lse, *, valid_only: bool = False) -> None:
         self.trie, self.level, self.backend, self.lse, self.valid_only = trie, level, backend, lse, valid_only
 
-    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Choice:
+    def choose(self, logits: Tensor, scores: Tensor, nodes: Tensor | None, k: int) -> Continuations:
         """As Unconstrained, among valid codes."""
         assert nodes is not None  # a constrained search has them
         codes, children = self.trie.allowed(nodes, self.level)
@@ -93,7 +93,7 @@ class Listed:
         best, at = topk(total, k, backend=self.backend)
         at = torch.where(best > float("-inf"), at, 0)
         reached = torch.where(best > float("-inf"), children.flatten(1).gather(1, at), -1)
-        return Choice(best, at // codes.shape[2], codes.flatten(1).gather(1, at).clamp(min=0), reached)
+        return Continuations(best, at // codes.shape[2], codes.flatten(1).gather(1, at).clamp(min=0), reached)
 
 
 Constraint = Unconstrained | Masked | Listed

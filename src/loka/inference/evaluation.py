@@ -76,19 +76,7 @@ def evaluate_users(
 def make_likelihood_score(
     bundle: Bundle, split: SequenceSplit, users: int
 ) -> Callable[[nn.Module], tuple[Tensor, Tensor | None]]:
-    """A score for `loka.quantize`: the negative log-likelihood of each user's held-out items, of the same users every time.
-
-    Args:
-        bundle: the recommender.
-        split: validation users.
-        users: how many of them, at most.
-
-    Returns:
-        score(model) -> losses, None.
-
-    Raises:
-        ValueError: fewer than two users have a held-out item with an id.
-    """
+    """A score for `loka.quantize`: the negative log-likelihood of each user's held-out items, of the same users every time; ValueError where fewer than two have one with an id."""
     cut = split.cut(np.arange(min(users, len(split))), bundle.model.config.context)
     goals = [torch.unique(t[torch.isin(t, bundle.index.items)]) for t in _rows(cut.targets)]
     keep = [i for i, t in enumerate(goals) if len(t)]

@@ -27,11 +27,10 @@ from loka.kernels import registry
 from loka.kernels.grouped_mm import permute, swiglu_quantize
 from loka.kernels.grouped_mm.call import GroupedCall, Permutation
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import MatmulCall
-from loka.measure import Candidate, Conformance, judge_backend, snapshot, time_together
+from loka.measure import Conformance, Contender, judge_backend, snapshot, time_together
 from loka.measure.grouped import LoadedCall
 from loka.measure.nearness import judge_near
-from loka.measure.site import GemmCandidate, SiteJob
+from loka.measure.site import SiteJob
 from loka.records.performance import PerformanceRow
 
 ROLES = ("query", "cross_out", "qkv", "self_out")
@@ -144,7 +143,7 @@ class Tuning:
                 else:
                     refused[role][candidate.backend] = (row.row.refusal if row.row else None) or row.reason
             bound = next(m.bound for m in linears[role] if m.bound is not None)
-            best = fastest_backend("fprop", bound.operands, rows, job.k, job.n, databases=[self.database], machine=machine)  # fmt: skip
+            best = fastest_backend("fprop", bound, rows, job.k, job.n, databases=[self.database], machine=machine)  # fmt: skip
             if best is not None and best.backend in times:
                 chosen[role] = best.backend
             self.log.append(Tuned(role, rows, chosen.get(role, "auto"), times, refused[role]))
@@ -168,13 +167,13 @@ class Tuning:
 def _job_of(linear: PackedLinear, rows: int, device: torch.device) -> tuple[SiteJob, dict[str, str]]:
     """What to measure for a linear, on the backends that can run it; and why the others cannot."""
     assert linear.bound is not None
-    (n, k), o = linear.weight.shape, linear.bound.operands
-    call = MatmulCall(rows, k, n, o.a, o.b, fast_accum=o.fast_accum)
+    (n, k), way = linear.weight.shape, linear.bound
+    call = way.call(rows, k, n)
     able, refused = [], {}
     for name in registry.BACKENDS["scaled_mm"]:
         verdict = registry.backend("scaled_mm", name).supports(call, device)
         if name != "reference" and verdict:
-            able.append(GemmCandidate(o.a, o.b, name, o.fast_accum))
+            able.append(way.on(name))
         elif name != "reference":
             refused[name] = verdict.reason
     return SiteJob("fprop", rows, k, n, tuple(able), "cached"), refused
@@ -222,12 +221,12 @@ class _Race:
         x, sorting = self._operands()
         law = _run_experts(self.first.on("reference"), x, sorting.offsets, self.dtype)
         checks: dict[tuple[str, bool], Conformance] = {}
-        candidates: dict[tuple[str, bool], Candidate] = {}
+        candidates: dict[tuple[str, bool], Contender] = {}
         for name, fused in ways:
             checks[name, fused] = check = self._judge(name, fused, x, sorting, law)
             if check:
                 thunks = [_thunk(m.on(name, fused=fused), x, sorting.offsets, self.dtype) for m in self.groups]
-                candidates[name, fused] = Candidate(name + " fused" * fused, thunks, check)
+                candidates[name, fused] = Contender(name + " fused" * fused, thunks, check)
         timed = time_together(list(candidates.values()), self.device) if candidates else []
         times = dict(zip(candidates, timed, strict=True))
         rows = {}

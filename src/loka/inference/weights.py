@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.dispatch import Operands
 from loka.formats import QTensor, Spec
 from loka.kernels import grouped_mm
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import prepare, scaled_mm
-from loka.lowp.binding import BoundGemm
+from loka.kernels.scaled_mm import GemmWay, prepare, scaled_mm
 from loka.lowp.linear import Linear
 from loka.models.onerec import LazyBlock, OneRec
 from loka.nn import BlockNorm, GroupedLinear, MixtureOfExperts, SwiGLU
@@ -78,7 +76,7 @@ class PackedLinear:
 
     weight: Operand
     bias: Tensor | None
-    bound: BoundGemm | None
+    bound: GemmWay | None
     quantizer: str
 
     @classmethod
@@ -90,29 +88,29 @@ class PackedLinear:
         bias = None if module.bias is None else placement.place(module.bias)
         if (low := _low(module)) is None:
             return cls(placement.place(module.weight), bias, None, quantizer)
-        weight, operands = low
-        operands = replace(operands, fast_accum=placement.fast_accum and operands.fast_accum)
-        name = placement.backends.get("scaled_mm", "auto")
-        return cls(placement.place_quantized(weight), bias, BoundGemm(name, operands), quantizer).on(name)
+        weight, way = low
+        way = replace(way, fast_accum=placement.fast_accum and way.fast_accum)
+        return cls(placement.place_quantized(weight), bias, way, quantizer).on(
+            placement.backends.get("scaled_mm", "auto")
+        )
 
     @property
     def activation(self) -> Spec | None:
         """The Spec of x, None for high precision."""
-        return None if self.bound is None else self.bound.operands.a
+        return None if self.bound is None else self.bound.a
 
     def on(self, backend: str) -> "PackedLinear":
         """The same linear on a backend, its weight laid out for it; one in high precision as it is."""
         if not isinstance(self.weight, QTensor) or self.bound is None:
             return self
-        bound = BoundGemm(backend, self.bound.operands)
-        return replace(self, bound=bound, weight=prepare(self.weight, bound.operands.a, backend=backend))
+        return replace(self, bound=self.bound.on(backend), weight=prepare(self.weight, self.bound.a, backend=backend))
 
     def __call__(self, x: Operand, dtype: torch.dtype) -> Tensor:
         """x [M, K], quantised already or not -> [M, N]."""
         if isinstance(self.weight, QTensor) and self.bound is not None:
             q = self.prepare(x)
             assert isinstance(q, QTensor)  # prepare quantised it
-            fast = self.bound.operands.fast_accum
+            fast = self.bound.fast_accum
             y = scaled_mm(q, self.weight, out_dtype=dtype, backend=self.bound.backend, fast_accum=fast)
             return y if self.bias is None else y + self.bias
         assert isinstance(x, Tensor)  # a high-precision linear is never handed FP8
@@ -221,16 +219,16 @@ class PackedExperts:
         )  # fmt: skip
 
 
-def _low(module: nn.Module) -> tuple[QTensor, Operands] | None:
+def _low(module: nn.Module) -> tuple[QTensor, GemmWay] | None:
     """The FP8 weight of a module and what its forward GEMM runs on, as `loka.quantize` or `loka.convert` chose it; None for 16 bits."""
     if isinstance(module, QuantizedExperts | QuantizedLinear):
-        return module.qweight, module.operands
+        return module.qweight, module.bound
     if not isinstance(module, Linear) or module.binding.fprop is None:
         return None
-    operands = module.binding.fprop.operands
-    if operands.a.mode != "dynamic":
-        raise ValueError(f"{module.state.name}: {operands.a}: the engine computes scales from its tensors, remembered ones it has not")  # fmt: skip
-    return quantize_weight(module.weight.detach(), operands.b), operands
+    way = module.binding.fprop
+    if way.a.mode != "dynamic":
+        raise ValueError(f"{module.state.name}: {way.a}: the engine computes scales from its tensors, remembered ones it has not")  # fmt: skip
+    return quantize_weight(module.weight.detach(), way.b), way
 
 
 def _foldable(module: MixtureOfExperts) -> bool:

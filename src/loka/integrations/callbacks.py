@@ -8,8 +8,6 @@ from typing import Any
 
 from loka.integrations.during import TuneDuringTraining
 
-__all__ = ["hf_callback", "lightning_callback"]
-
 
 def hf_callback(tuning: TuneDuringTraining) -> Any:
     """A `transformers.TrainerCallback`.

@@ -28,8 +28,6 @@ from loka.records import Plan
 from loka.tuning import Tuned, tune
 from loka.units import Example, capture_example
 
-__all__ = ["TuneDuringTraining"]
-
 log = logging.getLogger(__name__)
 Step = Callable[[nn.Module, Any], Tensor]
 

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ACTIVATIONS", "LEAK", "activate", "activation_slope", "check_activation"]
-
 ACTIVATIONS = ("none", "relu", "silu", "hard_swish", "gelu", "gelu_tanh", "tanh", "sigmoid", "leaky_relu")
 LEAK = 0.01  # of leaky_relu below zero, torch's default
 
@@ -37,20 +35,7 @@ def check_activation(name: str) -> None:
 
 
 def activate(z: Tensor, name: str, slope: float = LEAK) -> Tensor:
-    """The activation of z, in z's own type.
-
-    Args:
-        z: any floating tensor.
-        name: one of ACTIVATIONS.
-        slope: of leaky_relu below zero.
-
-    Returns:
-        A fresh tensor, also for "none".
-
-    Example:
-        >>> activate(torch.tensor([-1.0, 2.0]), "relu")
-        tensor([0., 2.])
-    """
+    """The activation of z by its name in ACTIVATIONS, in z's own type: a fresh tensor, also for "none"."""
     return F.leaky_relu(z, slope) if name == "leaky_relu" else _VALUES[name](z)
 
 

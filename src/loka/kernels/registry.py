@@ -90,11 +90,7 @@ def load(op: str) -> None:
 
 @contextmanager
 def offering(names: Collection[str]) -> Iterator[None]:
-    """Inside this block no other backends exist: `auto` does not see them, and asking for one by name raises.
-
-    Args:
-        names: of backends, of any op; an op that has none of them keeps its own.
-    """
+    """Inside this block no other backends exist: `auto` does not see them, and asking for one by name raises. An op that has none of them keeps its own."""
     before = dict(BACKENDS)
     kept = {op: tuple(name for name in found if name in names) for op, found in before.items()}
     BACKENDS.update({op: found for op, found in kept.items() if found})

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["GRANULE", "aligned_rows", "token_columns", "unit_rows"]
-
 GRANULE = 16  # bytes
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from loka.dispatch.speed import fastest_backend
 from loka.kernels import registry
-from loka.kernels.scaled_mm import ROWS, MatmulCall
+from loka.kernels.scaled_mm import ROWS, GemmWay
 from loka.kernels.scaled_mm.call import OUT_DTYPES
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 from loka.measure.site import gemm_shape
 from loka.records import GEMMS, Gemm
 
@@ -52,10 +52,10 @@ def settle(binding: LinearBinding, weight: Tensor, rows: int = ROWS) -> tuple[Li
     """The binding with what auto picks for this weight written into its GEMMs; nothing is picked where there is no device yet."""
     if weight.device.type == "meta":
         return binding, []
-    bound: dict[str, BoundGemm] = {}
+    bound: dict[str, GemmWay] = {}
     picks: list[Pick] = []
     for gemm in GEMMS:
-        now: BoundGemm | None = getattr(binding, gemm)
+        now: GemmWay | None = getattr(binding, gemm)
         if now is not None and now.backend == "auto":
             pick = _pick(gemm, now, weight, rows)
             bound[gemm] = replace(now, picked=str(pick), kernels=pick.by_dtype)
@@ -74,15 +74,15 @@ def moved(binding: LinearBinding, weight: Tensor, before: torch.device) -> Linea
     return binding
 
 
-def _pick(gemm: Gemm, bound: BoundGemm, weight: Tensor, rows: int) -> Pick:
+def _pick(gemm: Gemm, bound: GemmWay, weight: Tensor, rows: int) -> Pick:
     n, k = weight.shape
     own = weight.dtype if weight.dtype in OUT_DTYPES else torch.bfloat16
     dtypes = [own] if gemm == "wgrad" or own != torch.float32 else [own, torch.bfloat16]
-    shape, operands = gemm_shape(gemm, rows, k, n), bound.operands
-    fastest = fastest_backend(gemm, operands, rows, k, n) if weight.device.type == "cuda" else None
+    shape = gemm_shape(gemm, rows, k, n)
+    fastest = fastest_backend(gemm, bound, rows, k, n) if weight.device.type == "cuda" else None
     found = {
         dtype: registry.first(
-            "scaled_mm", MatmulCall(*shape, operands.a, operands.b, dtype, operands.fast_accum), weight.device,
+            "scaled_mm", bound.call(*shape, dtype), weight.device,
             prefer=None if fastest is None else fastest.backend,
         )
         for dtype in dtypes

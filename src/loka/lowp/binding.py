@@ -12,53 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-
-from loka.dispatch.recipe import Operands
 from loka.formats import FORMATS, TENSOR, Format, Spec
 from loka.kernels import registry
+from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.scaling import Scaling, check_mode
-from loka.lowp.weight_cache import POLICIES, Form, WeightPolicy
-
-__all__ = ["BoundGemm", "LinearBinding", "LinearOptions", "Save"]
+from loka.lowp.weight_cache import POLICIES, WeightPolicy
 
 Save = Literal["auto", "fp8", "high"]
-
-
-@dataclass(frozen=True)
-class BoundGemm:
-    """A GEMM in low precision: on which backend, with which operands.
-
-    picked: what `auto` came to where it was bound (`loka.lowp.auto`), in words. kernels: the same as what runs, by the type that is written.
-    """
-
-    backend: str
-    operands: Operands
-    picked: str | None = field(default=None, compare=False)
-    kernels: tuple[tuple[torch.dtype, str], ...] = field(default=(), compare=False)
-
-    def __post_init__(self) -> None:
-        if self.backend != "auto":
-            registry.backend("scaled_mm", self.backend)  # an unknown name raises here, not in the first forward
-        registry.load("quantize")
-        registry.load("scaled_mm")
-
-    def preferred(self, dtype: torch.dtype) -> str | None:
-        """The backend that `auto` was bound to for results of a type; None where it was not, or where a backend is named."""
-        for known, name in self.kernels:
-            if known == dtype:
-                return name
-        return None
-
-    @property
-    def weight_form(self) -> Form:
-        """What this GEMM wants of a weight that is its second operand; for the kernel that `auto` was bound to, under autocast where that is another."""
-        backend = self.kernels[-1][1] if self.backend == "auto" and self.kernels else self.backend
-        return Form(self.operands.b, self.operands.a, backend)
-
-    def __str__(self) -> str:
-        backend = self.backend if self.picked is None else f"{self.backend} ({self.picked})"
-        return f"{self.operands.a}@{self.operands.b}/{backend}"
 
 
 @dataclass(frozen=True)
@@ -70,9 +30,9 @@ class LinearBinding:
     weights: when weights are quantised, see `loka.lowp.weight_cache`. quantizer: the backend of `kernels.quantize`.
     """
 
-    fprop: BoundGemm | None = None
-    dgrad: BoundGemm | None = None
-    wgrad: BoundGemm | None = None
+    fprop: GemmWay | None = None
+    dgrad: GemmWay | None = None
+    wgrad: GemmWay | None = None
     save: Save = "auto"
     weights: WeightPolicy = "step"
     scaling: Scaling = field(default_factory=Scaling)
@@ -83,6 +43,11 @@ class LinearBinding:
             raise ValueError(f"save={self.save!r}: expected auto, fp8 or high")
         if self.weights not in POLICIES:
             raise ValueError(f"weights={self.weights!r}: expected {', '.join(POLICIES)}")
+        for op in ("quantize", "scaled_mm"):
+            registry.load(op)  # not in the first forward, which may be compiled
+        for way in (self.fprop, self.dgrad, self.wgrad):
+            if way is not None and way.backend != "auto":
+                registry.backend("scaled_mm", way.backend)
         if self.quantizer != "auto":
             registry.backend("quantize", self.quantizer)
         for name, spec in self.weight_specs.items():
@@ -119,19 +84,19 @@ class LinearBinding:
     def weight_specs(self) -> dict[str, Spec]:
         """Specs of W and W^T, by the GEMM that reads them."""
         bound = {"fprop b": self.fprop, "dgrad b": self.dgrad}
-        return {name: gemm.operands.b for name, gemm in bound.items() if gemm is not None}
+        return {name: gemm.b for name, gemm in bound.items() if gemm is not None}
 
     @property
     def x_specs(self) -> dict[str, Spec]:
         """Specs of x and x^T."""
-        found = {"fprop a": self.fprop.operands.a} if self.fprop is not None else {}
-        return {**found, "wgrad b": self.wgrad.operands.b} if self.wgrad is not None else found
+        found = {"fprop a": self.fprop.a} if self.fprop is not None else {}
+        return {**found, "wgrad b": self.wgrad.b} if self.wgrad is not None else found
 
     @property
     def dy_specs(self) -> dict[str, Spec]:
         """Specs of dy and dy^T."""
-        found = {"dgrad a": self.dgrad.operands.a} if self.dgrad is not None else {}
-        return {**found, "wgrad a": self.wgrad.operands.a} if self.wgrad is not None else found
+        found = {"dgrad a": self.dgrad.a} if self.dgrad is not None else {}
+        return {**found, "wgrad a": self.wgrad.a} if self.wgrad is not None else found
 
     def with_scales(self, mode: str) -> "LinearBinding":
         """The same GEMMs with delayed scales for x and dy, or static ones for x; each must be scaled per tensor."""
@@ -173,10 +138,10 @@ def _same(spec: Spec) -> Spec:
     return spec
 
 
-def _changed(gemm: BoundGemm | None, a: Callable[[Spec], Spec], b: Callable[[Spec], Spec]) -> BoundGemm | None:
+def _changed(gemm: GemmWay | None, a: Callable[[Spec], Spec], b: Callable[[Spec], Spec]) -> GemmWay | None:
     if gemm is None:
         return None
-    return replace(gemm, operands=replace(gemm.operands, a=a(gemm.operands.a), b=b(gemm.operands.b)))
+    return replace(gemm, a=a(gemm.a), b=b(gemm.b))
 
 
 @dataclass(frozen=True)

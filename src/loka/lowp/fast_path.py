@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from loka.lowp.chain import chain_of
 from loka.lowp.linear import Linear
 
-__all__ = ["close_fast_paths", "open_fast_paths"]
-
 _NESTED = "loka_used_nested_tensor"  # on an encoder: what `use_nested_tensor` was
 
 

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from loka.dispatch.recipe import Operands
+from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.auto import settle
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 from loka.lowp.chain import Chain, chains_of
 from loka.lowp.health import BACKWARD, FIELDS, FORWARD, clear, new_health
 from loka.lowp.interaction import interactions_of, release_interaction
@@ -42,8 +42,6 @@ from loka.lowp.linear import Linear, linears_of
 from loka.lowp.scaling import Scaling
 from loka.nn.wrapping import unwrap
 from loka.records import GEMMS, DriftReport
-
-__all__ = ["Decide", "Guard", "GuardConfig", "GuardEvent"]
 
 Decide = Callable[[str], LinearBinding | None]
 log = logging.getLogger(__name__)
@@ -403,9 +401,9 @@ def _spell(binding: LinearBinding) -> dict[str, Any]:
     spelled: dict[str, Any] = {name: getattr(binding, name) for name in ("save", "weights", "quantizer")}
     spelled["scaling"] = {"history": binding.scaling.history, "margin": binding.scaling.margin}
     for gemm in GEMMS:
-        bound: BoundGemm | None = getattr(binding, gemm)
+        bound: GemmWay | None = getattr(binding, gemm)
         spelled[gemm] = None if bound is None else {
-            "backend": bound.backend, "a": str(bound.operands.a), "b": str(bound.operands.b), "fast_accum": bound.operands.fast_accum
+            "backend": bound.backend, "a": str(bound.a), "b": str(bound.b), "fast_accum": bound.fast_accum
         }  # fmt: skip
     return spelled
 
@@ -413,11 +411,9 @@ def _spell(binding: LinearBinding) -> dict[str, Any]:
 def _parse(spelled: Mapping[str, Any]) -> LinearBinding:
     """The inverse."""
 
-    def bound(gemm: str) -> BoundGemm | None:
+    def bound(gemm: str) -> GemmWay | None:
         g = spelled[gemm]
-        return (
-            None if g is None else BoundGemm(g["backend"], Operands.parse(g["a"], g["b"], fast_accum=g["fast_accum"]))
-        )
+        return None if g is None else GemmWay.parse(f"{g['a']}@{g['b']}/{g['backend']}", fast_accum=g["fast_accum"])
 
     fprop, dgrad, wgrad = (bound(gemm) for gemm in GEMMS)
     rest = {name: spelled[name] for name in ("save", "weights", "quantizer")}

@@ -24,20 +24,6 @@ for it is the quantisation of dy's sampled rows.
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BACKWARD",
-    "FIELDS",
-    "FORWARD",
-    "clear",
-    "new_health",
-    "quantization_error",
-    "record",
-    "row_error",
-    "sampled_error",
-    "sampled_rows",
-    "turn_of",
-]
-
 FIELDS = ("calls", "bad_in", "bad_weight", "bad_out", "error", "turn")
 FORWARD, BACKWARD = 0, len(FIELDS)
 ROWS, COLUMNS = 16, 64

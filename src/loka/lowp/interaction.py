@@ -27,8 +27,6 @@ from loka.lowp.chain_function import ChainTensors, Layout, restore_chain, run_fo
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, BlockNorm
 
-__all__ = ["enter_chain", "interactions_of", "place_interaction", "refuse_interaction", "release_interaction"]
-
 _INTERACTION = "loka_interaction"  # on a layer whose interactions are fused: the class it had
 
 
@@ -161,14 +159,7 @@ def _tower_of(layer: Any) -> Chain | None:
 
 
 def place_interaction(layer: nn.Module) -> None:
-    """Fuse the interactions of a layer around its chain, in place.
-
-    Args:
-        layer: a Wukong layer whose tower is a chain already.
-
-    Raises:
-        ValueError: it is something else; the message says what.
-    """
+    """Fuse the interactions of a Wukong layer around its tower, a chain already, in place; ValueError where it is something else."""
     chain = _tower_of(layer)
     linears, bounded = ([], False) if chain is None else (list(chain.linears), chain.bounded_input)
     if reason := refuse_interaction(layer, linears, bounded_input=bounded):
@@ -181,11 +172,7 @@ def place_interaction(layer: nn.Module) -> None:
 
 
 def release_interaction(layer: nn.Module) -> None:
-    """The layer runs its own forward again.
-
-    Args:
-        layer: one that `place_interaction` changed; any other is left as it is.
-    """
+    """A layer that `place_interaction` changed runs its own forward again; any other is left as it is."""
     if _INTERACTION in layer.__dict__:
         if (chain := _tower_of(layer)) is not None:
             chain.around = None
@@ -193,28 +180,12 @@ def release_interaction(layer: nn.Module) -> None:
 
 
 def interactions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer whose interactions are fused, by name.
-
-    Args:
-        model: converted or not.
-
-    Returns:
-        Pairs of name and layer.
-    """
+    """Every layer whose interactions are fused, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, _Fused))
 
 
 def refuse_interaction(layer: Any, linears: Sequence[nn.Module], *, bounded_input: bool) -> str | None:
-    """Why a layer's interactions cannot be fused around a chain, its size on a GPU included.
-
-    Args:
-        layer: any module.
-        linears: those of the chain, first to last.
-        bounded_input: whether the chain reads what a BlockNorm made.
-
-    Returns:
-        The reason, or None where they can.
-    """
+    """Why a layer's interactions cannot be fused around the linears of a chain, its size on a GPU included; None where they can."""
     mix, fmb, norm = (getattr(layer, name, None) for name in ("mix", "fmb", "norm"))
     if not isinstance(mix, FeatureMix) or fmb is None or norm is None or not isinstance(getattr(fmb, "mlp", None), nn.Module):  # fmt: skip
         return "it has no children mix, fmb with a tower mlp, and norm"

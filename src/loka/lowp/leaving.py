@@ -4,32 +4,16 @@ from typing import NoReturn
 
 import torch
 
-__all__ = ["refuse_export", "refuse_script"]
-
 _WAY_ON = "hint: loka.export(model, example, 'model.onnx') or 'model.pt2' writes a frozen model without this library's code; loka.revert(model) gives the original back"  # fmt: skip
 
 
 def refuse_script(name: str) -> NoReturn:
-    """torch.jit.script compiles Python sources, and those of a converted module are no TorchScript.
-
-    Args:
-        name: of the module.
-
-    Raises:
-        ValueError: always.
-    """
+    """torch.jit.script compiles Python sources, and those of a converted module are no TorchScript."""
     raise ValueError(f"{name or 'a linear'} is converted: TorchScript cannot compile it; {_WAY_ON}")
 
 
 def refuse_export(name: str) -> None:
-    """torch.onnx.export and torch.export fail far from here, with a message about a type or a constant that is written to.
-
-    Args:
-        name: of the module that runs.
-
-    Raises:
-        ValueError: the model is being exported.
-    """
+    """torch.onnx.export and torch.export fail far from here, with a message about a type or a constant that is written to."""
     if _is_exporting():
         raise ValueError(
             f"{name or 'a linear'} is converted: torch.onnx.export and torch.export cannot take its scales and casts; {_WAY_ON}"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from loka.kernels.prepared import layout_of
 from loka.lowp.auto import moved
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 from loka.lowp.chain import chains_of
 from loka.lowp.health import FORWARD, record, sampled_error, turn_of
 from loka.lowp.leaving import refuse_export, refuse_script
@@ -32,7 +32,7 @@ from loka.lowp.scaling import AmaxState, find_amax
 from loka.lowp.step import file_magnitudes, follow, unfollow
 from loka.lowp.weight_cache import WeightCache, quantize_weight
 
-__all__ = ["BoundGemm", "Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "refuse"]
+__all__ = ["Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "refuse"]
 
 
 class Linear(nn.Linear):
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
         in_features: as nn.Linear, and so are the others; it is not made like this.
 
     Example:
-        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(BoundGemm("auto", recipe_named("rowwise").fprop)))
+        >>> Linear.replacing(nn.Linear(64, 64), LinearBinding(recipe_named("rowwise").fprop))
     """
 
     binding: LinearBinding
@@ -155,7 +155,7 @@ class Linear(nn.Linear):
         if binding.weights == "fresh" or not can_cache(weight, binding):
             return
         assert weight is not None
-        w, w_t = (None if gemm is None else gemm.weight_form for gemm in (binding.fprop, binding.dgrad))
+        w, w_t = (None if gemm is None else gemm.of_weight for gemm in (binding.fprop, binding.dgrad))
         if w_t is not None and not self.training:
             w_t = None  # inference never needs the transpose; `train()` makes it
         if w is not None or w_t is not None:
@@ -204,8 +204,8 @@ class Linear(nn.Linear):
     ) -> tuple[Given, Layouts]:
         """Everything that is known before the GEMM: the quantised weight, how it is laid out, and remembered scales."""
         binding, state = self.binding, self.state
-        w_spec = None if binding.fprop is None else binding.fprop.operands.b
-        t_spec = binding.dgrad.operands.b if binding.dgrad is not None and needs[0] else None
+        w_spec = None if binding.fprop is None else binding.fprop.b
+        t_spec = binding.dgrad.b if binding.dgrad is not None and needs[0] else None
         w = w_t = None
         if state.weights is not None:
             w, w_t = state.weights.get(weight, training=self.training)
@@ -233,7 +233,7 @@ class Linear(nn.Linear):
         if self.training:
             amax.observe(now)
         gemms = (self.binding.fprop, self.binding.wgrad)
-        specs = [None if g is None else (g.operands.a, g.operands.b)[i] for i, g in enumerate(gemms)]
+        specs = [None if g is None else (g.a, g.b)[i] for i, g in enumerate(gemms)]
         return amax.scale_for(specs[0], now), amax.scale_for(specs[1], now)
 
     def extra_repr(self) -> str:

@@ -15,13 +15,11 @@ from loka.formats import QTensor, Spec
 from loka.kernels import prepared, registry
 from loka.kernels.prepared import Layout
 from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
-from loka.kernels.scaled_mm import MatmulCall, scaled_mm
+from loka.kernels.scaled_mm import GemmWay, scaled_mm
 from loka.kernels.scaled_mm.call import OUT_DTYPES
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 from loka.lowp.health import BACKWARD, quantization_error, record, sampled_error, turn_of
 from loka.lowp.scaling import delayed_scale, find_amax
-
-__all__ = ["Given", "Layouts", "LinearFunction", "parts_of"]
 
 _OTHER_INPUTS = 4  # binding, dtype, needs, layouts: arguments of the autograd function that are no tensors
 
@@ -73,18 +71,19 @@ def _pair(
     return None, quantize_transposed(x, transpose, scale=scale_t, backend=quantizer)
 
 
-def _gemm(a: QTensor, b: QTensor, bound: BoundGemm, dtype: torch.dtype) -> Tensor:
-    prefer = bound.preferred(dtype) if bound.backend == "auto" else None
-    return scaled_mm(a, b, out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum, prefer=prefer)
+def _gemm(a: QTensor, b: QTensor, bound: GemmWay, dtype: torch.dtype) -> Tensor:
+    return scaled_mm(
+        a, b, out_dtype=dtype, backend=bound.backend, fast_accum=bound.fast_accum, prefer=bound.preferred(dtype)
+    )
 
 
-def _gradient_dtype(shape: tuple[int, int, int], bound: BoundGemm, dtype: torch.dtype, wanted: torch.dtype, device: torch.device) -> torch.dtype:  # fmt: skip
+def _gradient_dtype(shape: tuple[int, int, int], bound: GemmWay, dtype: torch.dtype, wanted: torch.dtype, device: torch.device) -> torch.dtype:  # fmt: skip
     """The parameter's own type where the backend can write it, so that a float32 gradient is neither rounded nor cast afterwards."""
     if wanted == dtype or wanted not in OUT_DTYPES:
         return dtype
     if bound.backend == "auto":
         return wanted
-    call = MatmulCall(*shape, bound.operands.a, bound.operands.b, wanted, bound.operands.fast_accum)
+    call = bound.call(*shape, wanted)
     return wanted if registry.backend("scaled_mm", bound.backend).supports(call, device) else dtype
 
 
@@ -101,10 +100,10 @@ class LinearFunction(torch.autograd.Function):
         if fprop is None:
             y = torch.matmul(x.to(dtype), weight.to(dtype).T)
         else:
-            transpose = wgrad.operands.b if keeps_fp8 and wgrad is not None else None
-            q, x_t = _pair(x, fprop.operands.a, transpose, given.x_scale, given.xt_scale, binding.quantizer)
+            transpose = wgrad.b if keeps_fp8 and wgrad is not None else None
+            q, x_t = _pair(x, fprop.a, transpose, given.x_scale, given.xt_scale, binding.quantizer)
             assert q is not None
-            w = _whole(given[:4], fprop.operands.b, weight.shape, layouts[0])
+            w = _whole(given[:4], fprop.b, weight.shape, layouts[0])
             y = _gemm(q, w, fprop, dtype)
         kept_x = x if needs[1] and not keeps_fp8 else None
         kept_weight = weight if needs[0] and (dgrad is None or given.health is not None) else None
@@ -134,21 +133,21 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x, *xt, xt_scale, weight, wt, wt_made, wt_laid, wt_two, largest = ctx.saved_tensors
     binding: LinearBinding = ctx.binding
     dgrad, wgrad = (binding.dgrad if ctx.needs[0] else None), (binding.wgrad if ctx.needs[1] else None)
-    spec = None if dgrad is None else dgrad.operands.a
-    transpose = None if wgrad is None else wgrad.operands.a
+    spec = None if dgrad is None else dgrad.a
+    transpose = None if wgrad is None else wgrad.a
     scales = _dy_scales(dy, (spec, transpose), (largest, ctx.pending), 2.0**binding.scaling.margin)
     q, q_t = _pair(dy, spec, transpose, *scales, binding.quantizer)
     dx = dw = None
     if ctx.needs[0]:
         dx = torch.matmul(dy.to(ctx.dtype), weight.to(ctx.dtype)) if dgrad is None or q is None else (
-            _gemm(q, _whole((wt, wt_made, wt_laid, wt_two), dgrad.operands.b, ctx.transposed, ctx.layout), dgrad, ctx.dtype)
+            _gemm(q, _whole((wt, wt_made, wt_laid, wt_two), dgrad.b, ctx.transposed, ctx.layout), dgrad, ctx.dtype)
         )  # fmt: skip
     if ctx.needs[1]:
         if wgrad is None or q_t is None:
             dw = torch.matmul(dy.to(ctx.dtype).T, x.to(ctx.dtype))
         else:
-            x_t = _whole((xt[0], xt[1], None, xt[3]), wgrad.operands.b) if x is None else _pair(
-                x, None, wgrad.operands.b, None, xt_scale, binding.quantizer)[1]  # fmt: skip
+            x_t = _whole((xt[0], xt[1], None, xt[3]), wgrad.b) if x is None else _pair(
+                x, None, wgrad.b, None, xt_scale, binding.quantizer)[1]  # fmt: skip
             assert x_t is not None
             shape = (q_t.shape[0], q_t.shape[1], x_t.shape[0])
             dw = _gemm(q_t, x_t, wgrad, _gradient_dtype(shape, wgrad, ctx.dtype, ctx.types[1], dy.device))

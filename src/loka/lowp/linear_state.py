@@ -9,8 +9,6 @@ from loka.lowp.binding import LinearBinding
 from loka.lowp.scaling import AmaxState
 from loka.lowp.weight_cache import WeightCache
 
-__all__ = ["LinearState", "can_cache"]
-
 
 class LinearState:
     """What a Linear remembers beside its parameters. A plain object: no buffer, so no state_dict, no DDP broadcast."""

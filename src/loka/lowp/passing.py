@@ -18,8 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from loka.kernels.activation import LEAK
 
-__all__ = ["CALLS", "HandOn", "Handing", "spell_call"]
-
 CALLS = "loka_calls"  # on a caller: the mode its forward runs under
 _RELU = (F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_, F.relu_)
 _SILU = (F.silu,)

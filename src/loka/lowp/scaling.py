@@ -23,9 +23,6 @@ from torch import Tensor
 
 from loka.formats import TENSOR, Spec, scale_from_amax
 
-__all__ = ["AmaxState", "Scaling", "check_mode", "delayed_scale", "find_amax", "finish_step"]
-
-
 _GIVEN = Spec.parse("e4m3:tensor:static")
 
 

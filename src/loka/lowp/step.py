@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from loka.lowp.linear import Linear
     from loka.lowp.scaling import AmaxState
 
-__all__ = ["file_magnitudes", "follow", "unfollow"]
-
 _FOLLOWED: "weakref.WeakSet[Linear | Chain]" = weakref.WeakSet()
 _HOOKS: list[Any] = []
 _LOCK = threading.Lock()  # a model may be converted while another one trains

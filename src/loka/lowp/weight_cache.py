@@ -43,10 +43,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from loka.formats import QTensor, Spec
 from loka.kernels.prepared import assemble, layout_of, parts_of
 from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
-from loka.kernels.scaled_mm import prepare
+from loka.kernels.scaled_mm import GemmWay, prepare
 from loka.lowp.witness import Witness, warn_stale
-
-__all__ = ["POLICIES", "Form", "StaleWeightError", "WeightCache", "WeightPolicy", "quantize_weight"]
 
 # step: when the weight has changed. fresh: in every forward. manual: by loka.refresh and the optimizer hook alone; a stale use raises.
 WeightPolicy = Literal["step", "fresh", "manual"]
@@ -92,26 +90,6 @@ _CAPTURED: set[int] = set()  # ids of weights whose buffers a CUDA graph reads
 _SITES: dict[int, str] = {}  # names, for whoever must name a weight: layers that share compiled code share no name
 _UNSEEN: set[int] = set()  # weights that were changed unseen: quantised in every forward
 _SERIAL = count(1)
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a GEMM wants of a weight: the weight's Spec, the Spec of the operand it meets, and the backend that multiplies them."""
-
-    spec: Spec
-    a: Spec
-    backend: str
-
-    def __str__(self) -> str:
-        return f"{self.spec} {self.a} {self.backend}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Form | None":
-        """The inverse of `str`; None of nothing."""
-        if not text:
-            return None
-        spec, a, backend = text.split()
-        return cls(Spec.parse(spec), Spec.parse(a), backend)
 
 
 def _storage_of(weight: Tensor) -> StorageWeakRef:
@@ -184,7 +162,7 @@ def quantize_weight(
 
 
 def _refresh(
-    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, manual: bool, training: bool, changed: bool
+    weight: Tensor, buffers: Buffers, stamp: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str, manual: bool, training: bool, changed: bool
 ) -> None:  # fmt: skip
     """Bring the buffers up to date, or leave them where they are; `changed`: they are not, whatever the counters say."""
     capturing = _is_capturing(weight)
@@ -202,12 +180,10 @@ def _refresh(
 
 
 def _make(
-    weight: Tensor, form: Form | None, form_t: Form | None, quantizer: str
+    weight: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str
 ) -> tuple[QTensor | None, QTensor | None]:
     """W and W^T, quantised and laid out for the GEMMs that read them."""
-    q, q_t = quantize_weight(
-        weight, None if form is None else form.spec, None if form_t is None else form_t.spec, quantizer
-    )
+    q, q_t = quantize_weight(weight, None if form is None else form.b, None if form_t is None else form_t.b, quantizer)
     return (
         None if q is None or form is None else prepare(q, form.a, backend=form.backend),
         None if q_t is None or form_t is None else prepare(q_t, form_t.a, backend=form_t.backend),
@@ -219,7 +195,7 @@ def _tensors(q: QTensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | 
 
 
 def _write(
-    weight: Tensor, buffers: Buffers, stamp: Tensor, form: Form | None, form_t: Form | None, quantizer: str, *, kept: bool
+    weight: Tensor, buffers: Buffers, stamp: Tensor, form: GemmWay | None, form_t: GemmWay | None, quantizer: str, *, kept: bool
 ) -> None:  # fmt: skip
     with torch.no_grad():
         q, q_t = _make(weight, form, form_t, quantizer)
@@ -227,6 +203,10 @@ def _write(
             if buffer is not None and value is not None:
                 buffer.copy_(value)
         _set_stamp(weight, stamp, kept=kept)
+
+
+def _parse(text: str) -> GemmWay | None:
+    return GemmWay.parse(text) if text else None
 
 
 @torch.library.custom_op(
@@ -239,7 +219,7 @@ def refresh_weight(
     """`_refresh` for compiled code."""
     buffers = [data, scale, laid, data_t, scale_t, laid_t]
     changed = _was_changed_unseen(weight, stamp, manual=manual)
-    _refresh(weight, buffers, stamp, Form.parse(form), Form.parse(form_t), quantizer, manual, training, changed)
+    _refresh(weight, buffers, stamp, _parse(form), _parse(form_t), quantizer, manual, training, changed)
 
 
 @refresh_weight.register_fake
@@ -248,10 +228,17 @@ def _(weight, data, scale, laid, data_t, scale_t, laid_t, stamp, form, form_t, q
 
 
 class WeightCache:
-    """The forms of one weight in buffers; None for a form nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
+    """The forms of one weight in buffers: as the forward GEMM wants it, and transposed as the backward one does; None for what nobody asked for. `laid` are scales laid out apart from `scale`, where a backend wants them."""
 
     def __init__(
-        self, weight: Tensor, form: Form | None, form_t: Form | None, *, quantizer: str, manual: bool, site: str = ""
+        self,
+        weight: Tensor,
+        form: GemmWay | None,
+        form_t: GemmWay | None,
+        *,
+        quantizer: str,
+        manual: bool,
+        site: str = "",
     ) -> None:
         self.form, self.form_t, self.quantizer, self.manual = form, form_t, quantizer, manual
         _SITES[id(weight)] = site
@@ -289,9 +276,9 @@ class WeightCache:
         (n, k), (data, scale, laid, data_t, scale_t, laid_t) = weight.shape, buffers
         q = q_t = None
         if self.form is not None and data is not None and scale is not None:
-            q = assemble(data, scale, laid, self.form.spec, (n, k), self.layouts[0])
+            q = assemble(data, scale, laid, self.form.b, (n, k), self.layouts[0])
         if self.form_t is not None and data_t is not None and scale_t is not None:
-            q_t = assemble(data_t, scale_t, laid_t, self.form_t.spec, (k, n), self.layouts[1])
+            q_t = assemble(data_t, scale_t, laid_t, self.form_t.b, (k, n), self.layouts[1])
         return q, q_t
 
     def rewrite(self, weight: Tensor, *, kept: bool = True) -> None:

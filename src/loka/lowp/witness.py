@@ -15,8 +15,6 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["StaleWeightWarning", "Witness", "warn_stale"]
-
 LATTICE = 8  # sampled rows and columns
 FEW_EVERY = {"cpu": 1}  # calls from one comparison of the few to the next, by device
 SUMS_EVERY = {"cpu": 64}
@@ -80,11 +78,7 @@ def _sums(weight: Tensor) -> Tensor:
 
 
 def warn_stale(site: str) -> None:
-    """Say that a site ran on an old weight, and what happens from now on.
-
-    Args:
-        site: its name.
-    """
+    """Say that a site ran on an old weight, and what happens from now on."""
     warnings.warn(
         f"{site or 'a converted linear'}: the weight was changed after it was quantised, by a write that nothing announces (`.data`, a NumPy view, a collective; any write to a frozen chain). "
         "Calls since then may have used the old one. From now on it is quantised in every forward; hint: loka.refresh(model) after such a change keeps it quantised once",

@@ -3,11 +3,11 @@
 from loka.measure.conformance import Conformance, check_scaled_mm
 from loka.measure.device import snapshot
 from loka.measure.gate import judge_backend, judge_quantizer
-from loka.measure.timing import Candidate, RedKernelError, time_together
+from loka.measure.timing import Contender, RedKernelError, time_together
 
 __all__ = [
-    "Candidate",
     "Conformance",
+    "Contender",
     "RedKernelError",
     "check_scaled_mm",
     "judge_backend",

@@ -26,7 +26,7 @@ from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
 from loka.measure.op import Op
-from loka.measure.timing import BASELINE, DEFAULT_REPEATS, Candidate, CaptureError, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, DEFAULT_REPEATS, CaptureError, Contender, Timing, sets_needed, time_together
 from loka.records import Interval
 from loka.records.bench import KernelBench, KernelRow, Peaks
 
@@ -218,20 +218,20 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
     count = sets_needed(adapter.bytes_moved(described), target)
     sets = [adapter.operands(described, seed=s, distribution="normal", device=target) for s in range(count)]
     thunks = [adapter.baseline(described, operands) for operands in sets]
-    candidates = [Candidate(BASELINE, thunks, adapter.check_baseline(described, sets[0]))]
+    candidates = [Contender(BASELINE, thunks, adapter.check_baseline(described, sets[0]))]
     answers: dict[str, Any] = {}
     for name in backends:
         kernel = registry.backend(op, name)
         result = adapter.check(kernel, described, sets[0])
         if result:
             candidates.append(
-                Candidate(name, [adapter.thunk(kernel, described, operands) for operands in sets], result)
+                Contender(name, [adapter.thunk(kernel, described, operands) for operands in sets], result)
             )
         else:
             answers[name] = {"refusal": f"wrong in the process that times: {result.reason}"}
     for name, rival, result in adapter.rivals(described, sets):
         if result:
-            candidates.append(Candidate(name, rival, result))
+            candidates.append(Contender(name, rival, result))
         else:
             answers[name] = {"refusal": f"wrong: {result.reason}"}
     timings, refused = _captured(candidates, target, repeats)
@@ -252,7 +252,7 @@ def _fields(interval: Interval) -> dict[str, float]:
     return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
-def _captured(candidates: list[Candidate], device: torch.device, repeats: int) -> tuple[list[Timing], dict[str, str]]:
+def _captured(candidates: list[Contender], device: torch.device, repeats: int) -> tuple[list[Timing], dict[str, str]]:
     """Time what can be captured; leave out, with the reason, what cannot."""
     refused: dict[str, str] = {}
     while candidates:

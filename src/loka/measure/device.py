@@ -21,7 +21,7 @@ from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.conformance import Conformance
 from loka.measure.inputs import draw, matmul_operands
-from loka.measure.timing import Candidate, time_together
+from loka.measure.timing import Contender, time_together
 from loka.records import Environment
 from loka.records.bench import Peaks
 
@@ -134,5 +134,5 @@ def _fp8_seconds(size: int, device: torch.device, repeats: int) -> float | None:
 
 def _seconds(name: str, thunk: Callable[[], Any], device: torch.device, repeats: int) -> float:
     trusted = Conformance(True, 0.0, 0.0)  # a ceiling is a rate, not a result
-    (timing,) = time_together([Candidate(name, [thunk], trusted)], device, repeats=repeats)
+    (timing,) = time_together([Contender(name, [thunk], trusted)], device, repeats=repeats)
     return timing.microseconds().value * 1e-6

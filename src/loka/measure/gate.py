@@ -55,8 +55,6 @@ from loka.measure.conformance import (
 )
 from loka.measure.stress import MATMUL_SETS, QUANTIZE_SETS, OperandSet, matmul_set, quantize_set
 
-__all__ = ["Round", "allow", "forget_answers", "judge_backend", "judge_quantizer"]
-
 KEPT = 1 << 25  # elements of exact results kept between rounds
 ANSWERS = 4096
 OTHER_SETS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows")

@@ -83,17 +83,7 @@ class Op(Generic[C]):
 
 
 def read_variant(text: str, head: str, flags: Sequence[str], spelled: str) -> tuple[re.Match[str], set[str], torch.dtype]:  # fmt: skip
-    """Take `HEAD|option|option|dtype` apart.
-
-    Args:
-        text: the variant.
-        head: a regular expression of what stands first.
-        flags: options that may follow.
-        spelled: how a variant is written, for the refusal.
-
-    Returns:
-        The match of the head, the flags that are set, and the type, bfloat16 where none is named.
-    """
+    """Take `HEAD|option|option|dtype` apart: the match of the head, the flags that are set, and the type, bfloat16 where none is named. `spelled` says in a refusal how a variant is written."""
     first, *options = text.split("|")
     match, kinds = re.fullmatch(head, first), [option for option in options if option in DTYPES]
     if match is None or set(options) - {*flags, *kinds} or len(kinds) > 1:

@@ -34,26 +34,13 @@ from torch import Tensor
 from loka.formats import QTensor, Spec, mere, relative_l2
 from loka.kernels import registry
 from loka.kernels.quantize import quantize, quantize_transposed
-from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.scaled_mm.call import GemmWay, MatmulCall
 from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
-from loka.measure.timing import BASELINE, Candidate, CaptureError, Thunk, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, CaptureError, Contender, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
-
-__all__ = [
-    "GemmCandidate",
-    "SiteJob",
-    "SiteTiming",
-    "Weights",
-    "decode_timing",
-    "encode_case",
-    "gemm_shape",
-    "time_case",
-    "time_gemms",
-    "time_jobs",
-]
 
 Weights = Literal["dynamic", "cached"]
 OURS = ("torch", "triton", "reference")  # trusted to fail with an exception; all others run in a child process
@@ -64,31 +51,10 @@ TARGET = "loka.measure.site:time_case"
 
 
 @dataclass(frozen=True)
-class GemmCandidate:
-    """One way to run a GEMM: Specs of its operands, the backend, and how it accumulates."""
-
-    a: Spec
-    b: Spec
-    backend: str
-    fast_accum: bool = False
-
-    def __post_init__(self) -> None:
-        for spec in (self.a, self.b):
-            if spec.mode != "dynamic":
-                raise ValueError(f"a candidate computes its scales from its operands; {spec} brings its own")
-        if self.backend not in registry.BACKENDS["scaled_mm"]:
-            known = ", ".join(registry.BACKENDS["scaled_mm"])
-            raise ValueError(f"scaled_mm has no backend {self.backend!r}; backends are {known}")
-
-    def __str__(self) -> str:
-        return f"{self.a} @ {self.b} on {self.backend}{', fast accumulation' if self.fast_accum else ''}"
-
-
-@dataclass(frozen=True)
 class SiteTiming:
     """What a candidate cost, or why that is not known."""
 
-    candidate: GemmCandidate
+    candidate: GemmWay
     microseconds: Interval | None = None  # quantisation included
     speedup: Interval | None = None  # over the bf16 GEMM timed with it, paired by repeat
     refusal: str | None = None
@@ -109,7 +75,7 @@ class SiteJob:
     m: int
     k: int
     n: int
-    candidates: tuple[GemmCandidate, ...]
+    candidates: tuple[GemmWay, ...]
     weights: Weights = "dynamic"
 
     def __post_init__(self) -> None:
@@ -119,6 +85,10 @@ class SiteJob:
             raise ValueError(f"M, K and N must be positive, got {self.m} x {self.k} x {self.n}")
         if self.weights not in get_args(Weights):
             raise ValueError(f"weights={self.weights!r}, expected one of {', '.join(get_args(Weights))}")
+        for way in self.candidates:
+            if way.backend == "auto" or any(spec.mode != "dynamic" for spec in (way.a, way.b)):
+                raise ValueError(f"a candidate names its backend and computes its scales from its operands, got {way}")
+            registry.backend("scaled_mm", way.backend)
         if len(set(self.candidates)) != len(self.candidates):
             raise ValueError(f"{self.gemm} {self.m} x {self.k} x {self.n}: a candidate is listed twice")
 
@@ -127,44 +97,6 @@ def gemm_shape(gemm: Gemm, m: int, k: int, n: int) -> tuple[int, int, int]:
     """Rows, contracted length and columns of one GEMM of a linear with M rows, K inputs and N outputs."""
     shapes: dict[Gemm, tuple[int, int, int]] = {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (n, m, k)}
     return shapes[gemm]
-
-
-def time_gemms(
-    gemm: Gemm,
-    m: int,
-    k: int,
-    n: int,
-    candidates: Sequence[GemmCandidate],
-    device: torch.device | str,
-    *,
-    weights: Weights = "dynamic",
-    repeats: int = DEFAULT_REPEATS,
-    seconds: float = 60.0,
-    distributions: Sequence[str] = (),
-) -> list[SiteTiming]:
-    """Time candidates for one GEMM of a linear beside bf16: quantisation included, each judged right before it is timed.
-
-    Args:
-        gemm: fprop, dgrad or wgrad.
-        m: rows of a call.
-        k: inputs of the linear.
-        n: its outputs.
-        candidates: ways to run it.
-        device: where.
-        weights: quantised in every call ("dynamic"), or before ("cached").
-        repeats: of the timing.
-        seconds: for all of them together.
-        distributions: also measure errors on inputs of these names (`loka.measure.inputs`).
-
-    Returns:
-        A timing per candidate, in their order; one that was refused says why.
-
-    Example:
-        >>> rowwise = GemmCandidate(Spec.parse("e4m3:row"), Spec.parse("e4m3:row"), "torch", True)
-        >>> time_gemms("fprop", 4096, 1024, 1024, [rowwise], "cuda")[0].speedup
-    """
-    job = SiteJob(gemm, m, k, n, tuple(candidates), weights)
-    return time_jobs([job], device, repeats=repeats, seconds=seconds, distributions=distributions)[0]
 
 
 def time_jobs(
@@ -183,7 +115,7 @@ def time_jobs(
     if not torch.cuda.is_available():
         raise ValueError("device cuda was asked for and this machine has no usable GPU")
     end = time.monotonic() + seconds
-    found: list[dict[GemmCandidate, SiteTiming]] = [{} for _ in jobs]
+    found: list[dict[GemmWay, SiteTiming]] = [{} for _ in jobs]
     options = {"device": str(device), "repeats": repeats, "distributions": list(distributions)}
     for group in ((*OURS,), tuple(b for b in registry.BACKENDS["scaled_mm"] if b not in OURS)):
         chosen = [[c for c in job.candidates if c.backend in group] for job in jobs]
@@ -201,14 +133,14 @@ def time_jobs(
     return [[answers[c] for c in job.candidates] for job, answers in zip(jobs, found, strict=True)]
 
 
-def encode_case(job: SiteJob, candidates: Sequence[GemmCandidate], options: dict[str, Any]) -> dict[str, Any]:
+def encode_case(job: SiteJob, candidates: Sequence[GemmWay], options: dict[str, Any]) -> dict[str, Any]:
     """A job as JSON values, for a child process."""
-    encoded = [{"a": str(c.a), "b": str(c.b), "backend": c.backend, "fast_accum": c.fast_accum} for c in candidates]
+    encoded = [{"way": str(c), "fast_accum": c.fast_accum} for c in candidates]
     shape = {"gemm": job.gemm, "m": job.m, "k": job.k, "n": job.n, "weights": job.weights}
     return {**shape, "candidates": encoded, **options}
 
 
-def decode_timing(candidate: GemmCandidate, fields: dict[str, Any]) -> SiteTiming:
+def decode_timing(candidate: GemmWay, fields: dict[str, Any]) -> SiteTiming:
     """One answer of `time_case`."""
     values: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     for name in ("microseconds", "speedup", "baseline"):
@@ -230,28 +162,10 @@ def time_case(
     distributions: Sequence[str],
     seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """One job in this process, JSON in and out: what a child process runs for `time_jobs`. On a CPU too, where its times are good for tests only.
-
-    Args:
-        gemm: fprop, dgrad or wgrad.
-        m: rows of a call.
-        k: inputs of the linear.
-        n: its outputs.
-        weights: quantised in every call ("dynamic"), or before ("cached").
-        candidates: each with a, b (Specs), backend and fast_accum.
-        device: where.
-        repeats: of the timing.
-        distributions: inputs to measure errors on.
-        seconds: after so many nothing new is begun.
-
-    Returns:
-        An answer per candidate: microseconds and speedup, or a refusal.
-
-    Example:
-        >>> time_case("fprop", 64, 128, 128, "dynamic", [{"a": "e4m3:row", "b": "e4m3:row", "backend": "reference", "fast_accum": False}], "cpu", 3, ["normal"])
-    """
+    """One job in this process, JSON in and out: what a child process runs for `time_jobs`; a candidate is its way (`a@b/backend`) and fast_accum, an answer microseconds and speedup, or a
+    refusal. On a CPU too, where its times are good for tests only; after so many seconds nothing new is begun."""
     target, end = torch.device(device), time.monotonic() + seconds
-    parsed = [GemmCandidate(Spec.parse(c["a"]), Spec.parse(c["b"]), c["backend"], c["fast_accum"]) for c in candidates]
+    parsed = [GemmWay.parse(c["way"], fast_accum=c["fast_accum"]) for c in candidates]
     job = SiteJob(gemm, m, k, n, tuple(parsed), weights)
     answers: list[dict[str, Any]] = [_gate(job, c, target, distributions, end) for c in parsed]
     green = [(c, answer) for c, answer in zip(parsed, answers, strict=True) if "refusal" not in answer]
@@ -280,7 +194,7 @@ def _quantize(x: Tensor, spec: Spec) -> QTensor:
     return quantize(x, spec) if x.is_contiguous() else quantize_transposed(x.T, spec)
 
 
-def _thunk(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) -> Thunk:
+def _thunk(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> Thunk:
     """Quantise and multiply, as Linear does; a cached weight is quantised and prepared here, outside the clock."""
     a, b = pair
     backend = registry.backend("scaled_mm", candidate.backend)
@@ -298,12 +212,12 @@ def _thunk(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) 
 
 
 def _gate(
-    job: SiteJob, candidate: GemmCandidate, device: torch.device, distributions: Sequence[str], end: float
+    job: SiteJob, candidate: GemmWay, device: torch.device, distributions: Sequence[str], end: float
 ) -> dict[str, Any]:
     """Whether a candidate may be timed, and its errors on named inputs."""
     if time.monotonic() > end:
         return {"refusal": "not timed: the time box was used up"}
-    call = MatmulCall(*gemm_shape(job.gemm, job.m, job.k, job.n), candidate.a, candidate.b, torch.bfloat16, candidate.fast_accum)  # fmt: skip
+    call = candidate.call(*gemm_shape(job.gemm, job.m, job.k, job.n))
     backend = registry.backend("scaled_mm", candidate.backend)
     verdict = backend.supports(call, device)
     if not verdict:
@@ -330,7 +244,7 @@ def _finite(name: str, value: float) -> dict[str, float]:
     return {name: value} if math.isfinite(value) else {}
 
 
-def _check(job: SiteJob, candidate: GemmCandidate, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
+def _check(job: SiteJob, candidate: GemmWay, call: MatmulCall, pair: tuple[Tensor, Tensor]) -> Conformance:
     """The quantiser against the law bit for bit, then the product against the law of those operands, twice."""
     quantized: list[QTensor] = []
     for x, spec in zip(pair, (candidate.a, candidate.b), strict=True):
@@ -353,7 +267,7 @@ def _judged_rows(m: int, n: int) -> Tensor:
     return torch.linspace(0, m - 1, count, dtype=torch.float64).round().long()
 
 
-def _errors(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor]) -> dict[str, float]:
+def _errors(job: SiteJob, candidate: GemmWay, pair: tuple[Tensor, Tensor]) -> dict[str, float]:
     """Against the float64 product of the unquantised operands."""
     a, b = pair
     rows = _judged_rows(a.shape[0], b.shape[0]).to(a.device)
@@ -362,31 +276,35 @@ def _errors(job: SiteJob, candidate: GemmCandidate, pair: tuple[Tensor, Tensor])
     return {"mere": mere(out, expected), "relative_l2": relative_l2(out, expected)}
 
 
-def _time(job: SiteJob, green: list[tuple[GemmCandidate, dict[str, Any]]], device: torch.device, repeats: int) -> None:
+def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: torch.device, repeats: int) -> None:
     """Time what is green together with bf16; writes into the answers."""
     m, k, n = gemm_shape(job.gemm, job.m, job.k, job.n)
     pairs = [_draw(job, s, "normal", device) for s in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     try:
-        base = Candidate(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
+        base = Contender(BASELINE, [_multiply(a, b) for a, b in pairs], _check_baseline(pairs[0]))
         rivals = [
-            Candidate(str(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
+            Contender(_name(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
             for c, x in green
         ]
         timings, refused = _time_captured([base, *rivals], device, repeats)
     except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        timings, refused = {}, dict.fromkeys([BASELINE, *(str(c) for c, _ in green)], reason)
+        timings, refused = {}, dict.fromkeys([BASELINE, *(_name(c) for c, _ in green)], reason)
     baseline = _fields(timings[BASELINE].microseconds()) if BASELINE in timings else None
     for candidate, answer in green:
-        if str(candidate) in refused:
-            answer["refusal"] = refused[str(candidate)]
+        if _name(candidate) in refused:
+            answer["refusal"] = refused[_name(candidate)]
         elif BASELINE in refused:
             answer["refusal"] = f"not timed: {refused[BASELINE]}"
         else:
-            timing, bf16 = timings[str(candidate)], timings[BASELINE]
+            timing, bf16 = timings[_name(candidate)], timings[BASELINE]
             answer["microseconds"] = _fields(timing.microseconds())
             answer["speedup"] = _fields(timing.speedup_over(bf16))
             answer["baseline"] = baseline
+
+
+def _name(way: GemmWay) -> str:
+    return f"{way}{' fast' * way.fast_accum}"
 
 
 def _multiply(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
@@ -406,7 +324,7 @@ def _fields(interval: Interval) -> dict[str, float]:
 
 
 def _time_captured(
-    candidates: list[Candidate], device: torch.device, repeats: int
+    candidates: list[Contender], device: torch.device, repeats: int
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time what can be captured in a CUDA graph; the rest gets its reason."""
     refused: dict[str, str] = {}

@@ -51,17 +51,7 @@ class OperandSet:
 
 
 def matmul_set(call: MatmulCall, name: str, *, seed: int, device: torch.device) -> OperandSet:
-    """One set of operands for a call.
-
-    Args:
-        call: shapes, Specs and output type.
-        name: one of MATMUL_SETS.
-        seed: the set is a function of call, name and seed on a kind of device.
-        device: where the operands are made.
-
-    Returns:
-        Quantised operands with values and scales that differ from those of every other set.
-    """
+    """One set of operands for a call, by its name in MATMUL_SETS: a function of call, name and seed on a kind of device, with values and scales that differ from those of every other set."""
     if name in ("turned", "rescaled"):
         return _vary(matmul_set(call, "flat", seed=seed, device=device), name)
     generator = torch.Generator(device=device).manual_seed(seed + 1000 * MATMUL_SETS.index(name))
@@ -300,18 +290,7 @@ def _bytes(data: Tensor) -> Tensor:
 
 
 def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An input for a quantiser.
-
-    Args:
-        name: one of QUANTIZE_SETS; the kinds of the module's table, in the values themselves. The extreme one has a NaN.
-        rows, cols: shape of the input.
-        seed: the set is a function of all arguments on a kind of device.
-        dtype: of the input.
-        device: where it is made.
-
-    Returns:
-        x [rows, cols].
-    """
+    """An input [rows, cols] for a quantiser, by its name in QUANTIZE_SETS: the kinds of the module's table, in the values themselves. The extreme one has a NaN."""
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator, device=device)
     factor = torch.exp(4 * torch.rand((), generator=generator, device=device) - 2)

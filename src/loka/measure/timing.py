@@ -49,8 +49,8 @@ class CaptureError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Something to time. What is not proven right is refused here.
+class Contender:
+    """Something to time beside others, whatever it is (a way to run a GEMM is a `GemmWay`). What is not proven right is refused here.
 
     Args:
         name: in the result.
@@ -58,7 +58,7 @@ class Candidate:
         conformance: the proof that it is right.
 
     Example:
-        >>> Candidate("triton", [lambda: run(a, b)], check_scaled_mm(backend, call, a, b))
+        >>> Contender("triton", [lambda: run(a, b)], check_scaled_mm(backend, call, a, b))
     """
 
     name: str
@@ -112,7 +112,7 @@ def sets_needed(bytes_per_set: int, device: torch.device) -> int:
 
 
 def time_together(
-    candidates: Sequence[Candidate], device: torch.device | str, *, repeats: int = DEFAULT_REPEATS, seed: int = 0
+    candidates: Sequence[Contender], device: torch.device | str, *, repeats: int = DEFAULT_REPEATS, seed: int = 0
 ) -> list[Timing]:
     """Time candidates on the same operands in interleaved repeats.
 
@@ -150,7 +150,7 @@ def _calls(seconds_per_call: float, sets: int) -> int:
     return sets * max(1, math.ceil(wanted / sets))
 
 
-def _graph(candidate: Candidate, device: torch.device) -> Callable[[], float]:
+def _graph(candidate: Contender, device: torch.device) -> Callable[[], float]:
     """Capture enough calls; the runner replays them once and returns seconds per call."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -170,7 +170,7 @@ def _graph(candidate: Candidate, device: torch.device) -> Callable[[], float]:
     return _capture(candidate, device, stream, calls=calls)
 
 
-def _capture(candidate: Candidate, device: torch.device, stream: Any, *, calls: int) -> Callable[[], float]:
+def _capture(candidate: Contender, device: torch.device, stream: Any, *, calls: int) -> Callable[[], float]:
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
@@ -192,7 +192,7 @@ def _capture(candidate: Candidate, device: torch.device, stream: Any, *, calls: 
     return replay
 
 
-def _loop(candidate: Candidate) -> Callable[[], float]:
+def _loop(candidate: Contender) -> Callable[[], float]:
     """The CPU form: a plain loop."""
     candidate.thunks[0]()
     begin = time.perf_counter()

@@ -25,8 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Metric", "all_reduce"]
-
 Result = TypeVar("Result")
 _CONFIG = "config"
 

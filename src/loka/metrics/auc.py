@@ -21,8 +21,6 @@ from torch import Tensor
 
 from loka.metrics.binary import BinaryMetric, Nonfinite
 
-__all__ = ["AUC", "GAUC", "GroupedAUC"]
-
 
 class AUC(BinaryMetric[float]):
     """Exact AUC with ties counted one half; memory grows with the data (9 bytes per example).

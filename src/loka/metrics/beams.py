@@ -19,8 +19,6 @@ from torch import Tensor
 
 from loka.metrics.accumulator import Metric
 
-__all__ = ["BeamOverlap", "BeamOverlapResult"]
-
 
 @dataclass(frozen=True)
 class BeamOverlapResult:

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from loka.metrics.accumulator import Metric
 
-__all__ = ["BinaryMetric", "Inputs", "Nonfinite", "log_losses"]
-
 Inputs = Literal["logits", "probabilities"]
 Nonfinite = Literal["raise", "count"]
 Result = TypeVar("Result")

@@ -27,8 +27,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_UNITS", "Method", "estimate_interval", "find_t_quantile", "standard_error"]
-
 Method = Literal["bca", "percentile", "student"]
 MAX_UNITS = 10_000
 _CHUNK = 4_000_000  # random indices drawn at once: 32 MB

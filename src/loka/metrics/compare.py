@@ -36,8 +36,6 @@ from torch import Tensor
 
 from loka.metrics.bootstrap import Method, estimate_interval, find_t_quantile, standard_error
 
-__all__ = ["Comparison", "Verdict", "compare_paired", "decide", "minimum_detectable_effect"]
-
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]
 FEW_UNITS = 30  # below this, "auto" takes Student's t: the bootstrap is too narrow
 

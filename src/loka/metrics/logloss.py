@@ -17,8 +17,6 @@ from torch import Tensor
 
 from loka.metrics.binary import BinaryMetric, Inputs, Nonfinite, log_losses
 
-__all__ = ["LogLoss", "NormalizedEntropy", "relative_change"]
-
 
 def relative_change(candidate: float, baseline: float) -> float:
     """100 (candidate / baseline - 1), in percent; NaN when the baseline is 0 or either is NaN."""

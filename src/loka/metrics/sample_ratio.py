@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["SampleRatio", "check_sample_ratio"]
-
 
 @dataclass(frozen=True)
 class SampleRatio:

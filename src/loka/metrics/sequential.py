@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from loka.metrics.compare import Verdict, decide
 
-__all__ = ["LEAST", "Moments", "SequentialComparison", "check_ratio_anytime", "compare_anytime"]
-
 LEAST = 100  # units an arm, before which nothing is said
 CONCENTRATION = 100.0  # of the mixture over sample ratios: how near to the asked ratio it looks
 WEAK = 0.25  # relative error of the baseline's mean above which a relative change means nothing

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from loka.metrics.accumulator import Metric
 
-__all__ = ["TopK", "TopKResult", "rank_target"]
-
 
 @dataclass(frozen=True)
 class TopKResult:

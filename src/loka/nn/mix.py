@@ -130,17 +130,7 @@ class FeatureMix(nn.Module):
 
 
 def multiply_pairs(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) -> Tensor:
-    """Products of chosen pairs of an example's vectors: `torch.bmm(x, x.mT)[:, first, second]` in one kernel.
-
-    Args:
-        x: [B, n, d].
-        first: [P] int64, indices into n.
-        second: [P] int64.
-        head: [B, m, d], vectors in front of x's.
-
-    Returns:
-        [B, P] in the type a product of x has, under autocast too.
-    """
+    """Products [B, P] of chosen pairs of an example's vectors [B, n, d], under autocast too: `torch.bmm(x, x.mT)[:, first, second]` in one kernel. `head`: vectors in front of x's."""
     x = x.to(compute_dtype(x))
     with torch.autocast(x.device.type, enabled=False):
         return dots(x, first, second, head=None if head is None else head.to(x.dtype))

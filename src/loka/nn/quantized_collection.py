@@ -7,16 +7,12 @@ TorchRec's int8 and int4 rows are u * scale + shift, with 16-bit scale and shift
 default; another format is rounded to nearest, and `worst_error` of each table says by how much, beside the largest value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from loka.nn.tables import EmbeddingBag
-
-__all__ = ["dequantize_collection", "take_quantized"]
 
 
 def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, EmbeddingBag]:
@@ -50,14 +46,7 @@ def take_quantized(collection: Any, *, rows: str = "float32") -> dict[str, Embed
 
 
 def dequantize_collection(collection: Any) -> dict[str, Tensor]:
-    """The values of a quantised collection's tables, float32, by name.
-
-    Args:
-        collection: as `take_quantized` takes it.
-
-    Returns:
-        [rows, width] for each table.
-    """
+    """The values of the tables of a quantised collection, as `take_quantized` takes it: float32 [rows, width] by name."""
     modules = getattr(collection, "_emb_modules", None)
     if modules is None or not all(hasattr(module, "split_embedding_weights") for module in modules):
         raise ValueError(

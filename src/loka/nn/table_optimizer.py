@@ -9,8 +9,6 @@ rule's memory, so that a run resumes bit for bit. Several backward passes before
 Replicas: where a process group is up, every rank's rows and summed gradients are gathered and averaged, in the order of ranks, so that all replicas make the same update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,8 +21,6 @@ from loka.formats import Draw
 from loka.kernels.embedding_update import TRAINABLE, Rule, embedding_update
 from loka.kernels.embedding_update.reference import sum_gradients
 from loka.nn.tables import Lookup, Table, hottest
-
-__all__ = ["TableOptimizer"]
 
 _LIVE = ("data", "scale", "slot", "kept")
 

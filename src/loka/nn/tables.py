@@ -17,8 +17,6 @@ so that a resumed run goes on bit for bit. A fused optimiser has no use for `.gr
 Not here: `max_norm`, `scale_grad_by_freq`, `mode="max"`, which are refused; sharding, which is TorchRec's business.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +26,6 @@ from torch import Tensor, nn
 
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.embedding_update import TRAINABLE
-
-__all__ = ["Embedding", "EmbeddingBag", "Lookup", "Table", "hottest", "quantize_tables", "refusals"]
 
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
 
@@ -98,11 +94,7 @@ class Table(nn.Module):
         return self.kind in TRAINABLE and self.anchor.requires_grad
 
     def keep_high(self, rows: Tensor) -> None:
-        """Keep these rows in float32 from now on, and no others; the others are rounded to nearest.
-
-        Args:
-            rows: their numbers, int64.
-        """
+        """Keep these rows in float32 from now on, and no others; the others are rounded to nearest."""
         weight = self.weight
         if self.slot is not None and self.kept is not None:  # back into the table
             leaving = (self.slot >= 0).nonzero().squeeze(1)
@@ -295,15 +287,7 @@ def _positive(padding_idx: int | None, rows: int) -> int | None:
 
 
 def hottest(counts: Tensor, share: float) -> Tensor:
-    """The numbers of the most frequent rows, ascending; of equally frequent ones the first.
-
-    Args:
-        counts: of each row, [N].
-        share: of the rows.
-
-    Returns:
-        int64 [round(share N)].
-    """
+    """The numbers of the most frequent rows, ascending; of equally frequent ones the first."""
     wanted = round(share * len(counts))
     return counts.sort(descending=True, stable=True).indices[:wanted].sort().values
 
@@ -348,15 +332,7 @@ def quantize_tables(
 
 
 def refusals(module: nn.Embedding | nn.EmbeddingBag, model: nn.Module) -> list[str]:
-    """What a table asks for that low-precision rows cannot do.
-
-    Args:
-        module: the table.
-        model: it is in.
-
-    Returns:
-        Reasons; none where it can be swapped.
-    """
+    """What a table asks for that low-precision rows cannot do; nothing where it can be swapped."""
     problems = []
     if module.max_norm is not None:
         problems.append("max_norm rescales rows when they are looked up")

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["LENT", "WRAPPER_SEGMENTS", "named_sites", "own_parameters", "plain_name", "unwrap"]
-
 # What wrappers register the wrapped module as. `module` alone is a common name in users' models: it counts only where DDP is the parent (see `unwrap`).
 WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_dmp_wrapped_module")
 LENT = "loka_lent"  # on a module: names of parameters that a child computes with in its place, and has registered too
@@ -102,14 +100,7 @@ def _without_ddp(model: nn.Module, name: str) -> str:
 
 
 def own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters that a module itself computes with, so that one met in two modules is shared.
-
-    Args:
-        module: any module; its children are not looked at.
-
-    Returns:
-        What is registered on it, less what it has lent to a child (`LENT`).
-    """
+    """The parameters that a module itself computes with, less what it has lent to a child (`LENT`), so that one met in two modules is shared. Children are not looked at."""
     lent = getattr(module, LENT, ())
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in lent:

@@ -29,7 +29,7 @@ from loka import mods
 from loka.dispatch import RECIPES, recipe_named
 from loka.kernels.registry import BACKENDS
 from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
-from loka.lowp.binding import BoundGemm, LinearBinding, LinearOptions
+from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import Chain, chains_of
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.interaction import interactions_of, release_interaction
@@ -39,7 +39,7 @@ from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
-from loka.records import GEMMS, Conversion, KernelBucket, Plan, UnitPlan, capture_environment
+from loka.records import Conversion, KernelBucket, Plan, UnitPlan, capture_environment
 from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
 
 __all__ = [
@@ -178,15 +178,7 @@ def _apply_mods(model: nn.Module, spelled: Sequence[str], example: Any, undo: Ex
 
 
 def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
-    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's.
-
-    Args:
-        units: of a plan.
-        backend: for all of their kernels; None is what each names.
-
-    Returns:
-        The units with their kernels.
-    """
+    """The units as they will run: on the backend that is asked for beside the plan, otherwise on the plan's."""
     if backend is None:
         return list(units)
     ops = [op for op in ("fused_linear", "scaled_mm", "quantize") if backend in BACKENDS[op]]
@@ -310,8 +302,9 @@ def _bind_by_recipe(
     model: nn.Module, name: str, keep: ModuleFilter | None, backend: str, options: LinearOptions
 ) -> Bound:
     recipe = recipe_named(name)
-    gemms = {g: BoundGemm(backend, o) if (o := recipe.operands(g)) is not None else None for g in GEMMS}
-    binding = options.apply(LinearBinding(gemms.get("fprop"), gemms.get("dgrad"), gemms.get("wgrad")))
+    named = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    fprop, dgrad, wgrad = (None if way is None else way.on(backend) for way in named)
+    binding = options.apply(LinearBinding(fprop, dgrad, wgrad))
     bound, taken = Bound(), spoken_for(model)
     for site, module in candidates(model):
         if keep is not None and not keep(module, site):

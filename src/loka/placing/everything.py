@@ -14,8 +14,6 @@ from loka.units import discover, measuring
 from loka.units.flow import call_model
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["plan_everything"]
-
 
 def plan_everything(
     model: nn.Module,

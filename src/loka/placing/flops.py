@@ -18,8 +18,6 @@ from torch.utils.flop_counter import flop_registry
 from loka.lowp.binding import LinearBinding
 from loka.units.flow import call_model
 
-__all__ = ["low_precision_share"]
-
 
 def low_precision_share(
     model: nn.Module, example: Any, bindings: Mapping[str, LinearBinding], whole: Collection[str] = ()

@@ -14,15 +14,13 @@ import msgspec
 import torch
 from torch import nn
 
-from loka.dispatch import Operands, check
+from loka.dispatch import check, way_of
 from loka.lowp.auto import is_emulation
-from loka.lowp.binding import BoundGemm, LinearBinding, LinearOptions
+from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
-from loka.records import Choice, Plan, SitePlan
-
-__all__ = ["Bound", "bind_by_plan", "candidates", "spoken_for"]
+from loka.records import Plan, SitePlan
 
 _EMULATION_HINT = (
     "hint: probe and plan on this machine; or plan for it from measured rows (`loka plan --target`); or convert(..., backend='auto') to run the plan's precisions on this "
@@ -121,14 +119,10 @@ def _emulated(site: SitePlan, device: torch.device) -> list[str]:
 
 
 def _bind(site: SitePlan, backend: str | None) -> LinearBinding:
-    bound = {choice.gemm: _bind_gemm(choice, backend) for choice in site.choices}
-    return LinearBinding(bound.get("fprop"), bound.get("dgrad"), bound.get("wgrad"))
-
-
-def _bind_gemm(choice: Choice, backend: str | None) -> BoundGemm | None:
-    if choice.a is None or choice.b is None:
-        return None
-    return BoundGemm(backend or choice.backend, Operands.parse(choice.a, choice.b, fast_accum=choice.fast_accum))
+    ways = {
+        choice.gemm: way if backend is None else way.on(backend) for choice in site.choices if (way := way_of(choice))
+    }
+    return LinearBinding(ways.get("fprop"), ways.get("dgrad"), ways.get("wgrad"))
 
 
 def _checkable(plan: Plan, backend: str) -> Plan:

@@ -20,8 +20,6 @@ from loka.probe.rows import choose_clusters
 from loka.probe.seeing import NO_TICKET, Tap, enroll, inside_backward, probe_see
 from loka.probe.watch import Watch
 
-__all__ = ["ChainTap", "attach", "detach"]
-
 
 class _Unsaved:
     """A copy of a model, or a saved one, is not watched."""

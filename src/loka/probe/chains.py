@@ -21,8 +21,6 @@ from loka.probe.weights import is_sharded
 from loka.records import Magnitude, UnitPlan
 from loka.units import Example, describe_chain, discover
 
-__all__ = ["ExampleKeeper", "FoundChains", "find_chains"]
-
 
 class ExampleKeeper:
     """Keeps a copy of the inputs of the first sampled call of a model."""
@@ -61,17 +59,7 @@ class FoundChains:
 
 
 def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapping[str, Watch]) -> FoundChains:
-    """The chains of a model.
-
-    Args:
-        model: unwrapped; it is left as it was.
-        kept: what was seen.
-        given: an example of the user's; None for what was kept.
-        watches: what is known of the linears, by name.
-
-    Returns:
-        Chains that are placed, or could be. Nothing is raised: what stands in the way is the reason.
-    """
+    """The chains of a model that are placed, or could be. Nothing is raised: what stands in the way is the reason."""
     placed = [describe_chain(model, chain) for _, chain in chains_of(model)]
     if placed:
         return FoundChains(placed)

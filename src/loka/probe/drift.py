@@ -180,19 +180,3 @@ def _walk(site: str, role: Role, feature: Feature, series: list[tuple[int, Tenso
             )
             since, reference = step, values
     return moves
-
-
-def describe_drift(report: DriftReport) -> str:
-    """As text: one line per move, then what it means for the verdicts."""
-    lines = [
-        f"{move.site} {move.role}: {move.feature} {move.before:.3g} -> {move.after:.3g} at step {move.step}"
-        + ("" if move.sigmas is None else f" ({move.sigmas:.0f} standard errors)")
-        for move in report.moves
-    ]
-    lines = lines or [f"nothing moved at {report.sites} sites over {report.steps} steps"]
-    if report.too_short:
-        lines.append(f"too early to say: {', '.join(report.too_short)}")
-    lines += [f"verdict of {change.site}: {change.before} -> {change.after}" for change in report.changes]
-    if report.judged and not report.changes:
-        lines.append("no verdict would change")
-    return "\n".join(lines)

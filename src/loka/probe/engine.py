@@ -20,12 +20,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from loka.dispatch import Operands
 from loka.formats import QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.quantize import QuantizeCall, quantize
-from loka.kernels.scaled_mm import MatmulCall
+from loka.kernels.scaled_mm import GemmWay
 from loka.measure.gate import judge_backend, judge_quantizer
 
 GATE_DTYPES = (torch.float32, torch.bfloat16)  # what Probe's samples are, and what a model hands on
@@ -54,7 +53,7 @@ class Engine:
         quantizer = partial(quantize, backend="reference" if name == "reference" else "auto")
         return cls(name, quantizer, registry.backend("scaled_mm", name))
 
-    def multiply(self, qa: QTensor, qb: QTensor, operands: Operands) -> Tensor:
+    def multiply(self, qa: QTensor, qb: QTensor, operands: GemmWay) -> Tensor:
         """The product alone."""
         out: Tensor = self.matmul.run(qa, qb, out_dtype=out_dtype(qa.device), fast_accum=operands.fast_accum)
         return out
@@ -69,21 +68,11 @@ class Gate:
     """Asks `loka.measure.gate` about engines, which judges every kernel on every call once."""
 
     def refuse(
-        self, engine: Engine, operands: Operands, shape: tuple[int, int, int], device: torch.device
+        self, engine: Engine, operands: GemmWay, shape: tuple[int, int, int], device: torch.device
     ) -> str | None:
-        """Why a candidate may not run a GEMM, or None.
-
-        Args:
-            engine: the candidate's quantiser and product.
-            operands: the Specs of a and b, and how their product is added up.
-            shape: rows, contracted length and columns, as they will be run.
-            device: where.
-
-        Returns:
-            The reason, in words, whether the backend declines the call itself or is wrong on it.
-        """
+        """Why a candidate may not run a GEMM of that shape, whether the backend declines the call itself or is wrong on it; or None."""
         m, k, n = shape
-        call = MatmulCall(m, k, n, operands.a, operands.b, out_dtype(device), operands.fast_accum)
+        call = operands.call(m, k, n, out_dtype(device))
         verdict = engine.matmul.supports(call, device)
         if not verdict:
             return verdict.reason

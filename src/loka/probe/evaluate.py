@@ -36,9 +36,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from loka.dispatch import Operands, recipe_named
+from loka.dispatch import recipe_named
 from loka.dispatch.policy import error_of
 from loka.formats import QTensor, Spec
+from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
@@ -66,7 +67,7 @@ class Trial:
     """One candidate for one GEMM."""
 
     recipe: str
-    operands: Operands
+    operands: GemmWay
     engine: Engine
 
     def describe(self, gemm: Gemm, refusal: str | None = None) -> Candidate:

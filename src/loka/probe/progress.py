@@ -9,19 +9,7 @@ Progress = Callable[[str, int, int], None]
 
 @contextmanager
 def telling(progress: Progress | None, what: str = "evaluate") -> Iterator[Progress]:
-    """What to call with (name, done, total).
-
-    Args:
-        progress: the caller's own; it is handed back as it is.
-        what: heads the bar.
-
-    Returns:
-        A context that gives the function; leaving it clears the bar.
-
-    Example:
-        >>> with telling(None) as tell:
-        ...     tell("bottom.0", 0, 8)
-    """
+    """What to call with (name, done, total): the caller's own, or a bar that is cleared at the end."""
     if progress is not None or not sys.stderr.isatty():
         yield progress or _say_nothing
         return

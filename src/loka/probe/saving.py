@@ -4,16 +4,15 @@ A crash leaves the last complete file. The copy is the only part training waits 
 error of the thread is raised by the next save, or by `wait`.
 """
 
-import os
-import secrets
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from loka.records import replacing
 
 FORMAT = "loka probe 1"
 
@@ -41,17 +40,11 @@ class Saver:
             raise ValueError(f"the probe's state could not be saved: {error}") from error
 
     def _write(self, state: dict[str, Tensor], path: Path) -> None:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(state, temporary, metadata={"format": FORMAT})
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            with replacing(path) as temporary:
+                save_file(state, temporary, metadata={"format": FORMAT})
         except BaseException as error:
             self._error = error
-            with suppress(OSError):
-                temporary.unlink()
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:

@@ -48,8 +48,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loka.dispatch import RECIPES, USUAL, Operands
+from loka.dispatch import RECIPES, USUAL
 from loka.formats import Spec
+from loka.kernels.scaled_mm import GemmWay
 from loka.probe.shown import HEADROOM, RoundedOperands, Shown
 from loka.records import GEMMS, Gemm, Interval
 
@@ -77,10 +78,10 @@ SURE = 1.96
 OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
-_STATIC = Operands.parse("e4m3:tensor:static", "e4m3:tensor", fast_accum=True)
-_DELAYED = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor", fast_accum=True)
-_DELAYED_BOTH = Operands.parse("e4m3:tensor:delayed", "e4m3:tensor:delayed", fast_accum=True)
-GIVEN_SCALES: dict[str, dict[Gemm, Operands]] = {
+_STATIC = GemmWay.parse("e4m3:tensor:static@e4m3:tensor", fast_accum=True)
+_DELAYED = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor", fast_accum=True)
+_DELAYED_BOTH = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor:delayed", fast_accum=True)
+GIVEN_SCALES: dict[str, dict[Gemm, GemmWay]] = {
     "static": {"fprop": _STATIC},
     "delayed": {"fprop": _DELAYED, "dgrad": _DELAYED, "wgrad": _DELAYED_BOTH},
 }
@@ -88,20 +89,8 @@ GIVEN_SCALES: dict[str, dict[Gemm, Operands]] = {
 SCORED = (*USUAL, *GIVEN_SCALES)
 
 
-def operands_of(recipe: str, gemm: Gemm) -> Operands | None:
-    """What a recipe quantises the operands of a GEMM to.
-
-    Args:
-        recipe: a name of `loka.dispatch.RECIPES`, or "static" or "delayed".
-        gemm: fprop, dgrad or wgrad.
-
-    Returns:
-        The two Specs; None where the recipe leaves the GEMM in high precision.
-
-    Example:
-        >>> str(operands_of("delayed", "wgrad").a)
-        'e4m3:tensor:delayed'
-    """
+def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
+    """What a recipe, or "static" or "delayed", quantises the operands of a GEMM to; None where it leaves the GEMM in high precision."""
     if recipe in GIVEN_SCALES:
         return GIVEN_SCALES[recipe].get(gemm)
     if recipe not in RECIPES:
@@ -110,19 +99,7 @@ def operands_of(recipe: str, gemm: Gemm) -> Operands | None:
 
 
 def share_of_margin(margin: float, units: int) -> float:
-    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units).
-
-    Args:
-        margin: relative change of the loss that the whole model may have.
-        units: sites that may run in low precision together.
-
-    Returns:
-        The share of one unit.
-
-    Example:
-        >>> share_of_margin(0.0002, 4)
-        0.0001
-    """
+    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units)."""
     return margin / math.sqrt(max(units, 1))
 
 
@@ -151,14 +128,14 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
     if shown.dy is None:
         return {}
     operands, found = RoundedOperands(shown), {}
-    known: dict[tuple[Gemm, Operands], Tensor] = {}
+    known: dict[tuple[Gemm, GemmWay], Tensor] = {}
     pulled = _product(operands.plain("dy"), operands.plain("w"))  # dx, and g W
     for gemm in GEMMS:
         for recipe in recipes:
             chosen = operands_of(recipe, gemm)
             if chosen is None:
                 continue
-            key = (gemm, Operands(_given(chosen.a), _given(chosen.b)))
+            key = (gemm, GemmWay(_given(chosen.a), _given(chosen.b)))
             if key not in known:
                 known[key] = _MEASURES[gemm](operands, key[1], pulled, shown)
             found[gemm, recipe] = known[key]
@@ -167,15 +144,7 @@ def score_look(shown: Shown, recipes: Sequence[str] = SCORED) -> dict[tuple[Gemm
 
 @torch.no_grad()
 def score_operands(operands: RoundedOperands, shown: Shown) -> dict[Gemm, Tensor]:
-    """What operands that were rounded already do in the three GEMMs of one look, as `score_look` has it.
-
-    Args:
-        operands: the rows, with a low-precision side that does not depend on a Spec.
-        shown: the same rows.
-
-    Returns:
-        gemm -> float32 [4].
-    """
+    """What operands that were rounded already do in the three GEMMs of one look, as `score_look` has it."""
     pulled = _product(operands.plain("dy"), operands.plain("w"))
     return {gemm: _MEASURES[gemm](operands, _STATIC, pulled, shown) for gemm in GEMMS}
 
@@ -185,7 +154,7 @@ def _given(spec: Spec) -> Spec:
     return spec if spec.mode == "dynamic" else replace(spec, mode="static")
 
 
-def _score_fprop(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+def _score_fprop(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, shown: Shown) -> Tensor:
     x, xq = operands.plain("x"), operands.low("x", chosen.a)
     key = f"bent {chosen.b}"
     if key not in operands.kept:
@@ -215,12 +184,12 @@ def _per_example(rows: Tensor, shown: Shown) -> Tensor:
     return mean.sign() * second.clamp(min=0).sqrt()
 
 
-def _score_dgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+def _score_dgrad(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, shown: Shown) -> Tensor:
     low = _product(operands.low("dy", chosen.a), operands.low("w", chosen.b, transposed=True))
     return _gradient_sums(_lost(pulled, low), _reweighed(pulled, low))
 
 
-def _score_wgrad(operands: RoundedOperands, chosen: Operands, pulled: Tensor, shown: Shown) -> Tensor:
+def _score_wgrad(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, shown: Shown) -> Tensor:
     every = max(1, -(-shown.weight.shape[0] // WGRAD_OUTPUTS))  # some of the rows of dW say what all of them would
     if "exact" not in operands.kept:
         operands.kept["exact"] = _product(operands.plain("dy")[:, ::every].T, operands.plain("x"))
@@ -279,19 +248,7 @@ _MEASURES = {"fprop": _score_fprop, "dgrad": _score_dgrad, "wgrad": _score_wgrad
 
 
 def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval, float] | None:
-    """From sums over looks to the harm and the drift.
-
-    Args:
-        gemm: what the sums are of.
-        sums: float64 [looks, 4] of `score_look`, the looks that shall count.
-        nats: mean loss of an example; 1 where the loss is no likelihood.
-
-    Returns:
-        (harm, mean of r): relative change of the loss; None where nothing was counted.
-
-    Example:
-        >>> harm, drift = harm_from("fprop", sums[None])
-    """
+    """(harm, mean of r) from sums over looks, float64 [looks, 4] of `score_look`: relative change of the loss; None where nothing was counted. `nats`: mean loss of an example, 1 where it is no likelihood."""
     sums = sums[sums[:, 0] > 0]
     if not len(sums):
         return None
@@ -334,7 +291,7 @@ def harm(
     weight: Tensor,
     bias: Tensor | None,
     dy: Tensor,
-    recipe: str | Operands,
+    recipe: str | GemmWay,
     *,
     loss: float | Tensor,
     gemm: Gemm = "fprop",

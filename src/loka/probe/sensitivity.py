@@ -27,7 +27,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from loka.dispatch import Operands, recipe_named
+from loka.dispatch import recipe_named
+from loka.kernels.scaled_mm import GemmWay
 from loka.nn.wrapping import named_sites
 from loka.probe.engine import Engine
 from loka.probe.report import Report
@@ -99,7 +100,7 @@ def fake_units(model: nn.Module, recipes: SiteRecipes, *, backend: str = "refere
     return units
 
 
-def _make_hook(engine: Engine, operands: Operands) -> Callable[..., Tensor]:
+def _make_hook(engine: Engine, operands: GemmWay) -> Callable[..., Tensor]:
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         x: Tensor = args[0] if args else kwargs["input"]
         rows = x.detach().reshape(-1, x.shape[-1]).contiguous()

@@ -17,24 +17,23 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from loka.dispatch import recipe_named
+from loka.dispatch import way_of
 from loka.dispatch.policy import error_of
-from loka.formats import QTensor, Spec
+from loka.formats import QTensor
 from loka.kernels import registry
 from loka.kernels.backend import Backend
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import MatmulCall
-from loka.measure import Candidate as Timed
-from loka.measure import inputs, time_together
+from loka.kernels.scaled_mm import GemmWay, MatmulCall
+from loka.measure import Contender, inputs, time_together
 from loka.measure.conformance import baseline_tolerance, judge_runs, law_of_values, tolerance
-from loka.measure.site import GemmCandidate, SiteTiming, Weights, gemm_shape, time_gemms
+from loka.measure.site import SiteJob, SiteTiming, Weights, gemm_shape, time_jobs
 from loka.measure.timing import CaptureError, Thunk, sets_needed
 from loka.probe.watch import Watch
 from loka.records import Candidate, Gemm
 
 JUDGED_ROWS = 256  # of a product that is taken apart: enough to know that it is the right one
 UNKNOWN_BACKEND = "not measured: the backend is not in the registry"
-TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmCandidate]  # what a time depends on, on one device
+TimingKey = tuple[Gemm, tuple[int, int, int], Weights, GemmWay]  # what a time depends on, on one device
 
 
 def time_candidates(
@@ -49,7 +48,8 @@ def time_candidates(
 ) -> list[Candidate]:
     """The candidates with their times, or with the reason why there are none; `timed` remembers them for the next site of the same shape."""
     known = registry.BACKENDS["scaled_mm"]
-    asked = {i: describe(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
+    able = {i: way_of(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
+    asked = {i: way for i, way in able.items() if way is not None}
     if not asked:
         return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
     timed, shape = {} if timed is None else timed, (watch.largest, watch.k, watch.n)
@@ -57,20 +57,14 @@ def time_candidates(
     fresh = [
         key[-1] for key in dict.fromkeys(keys.values()) if key not in timed
     ]  # two recipes may treat one GEMM alike
-    found = time_gemms(gemm, *shape, fresh, watch.device, weights=weights, repeats=repeats, seconds=seconds)
+    job = SiteJob(gemm, *shape, tuple(fresh), weights)
+    (found,) = time_jobs([job], watch.device, repeats=repeats, seconds=seconds)
     answers = timed | {(gemm, shape, weights, t.candidate): t for t in found}
     timed.update({key: answer for key, answer in answers.items() if answer.speedup is not None})
     return [
         _add(c, answers[keys[i]]) if i in asked else (c if c.refusal else _note(c, UNKNOWN_BACKEND))
         for i, c in enumerate(candidates)
     ]
-
-
-def describe(candidate: Candidate) -> GemmCandidate:
-    """A candidate as `measure` knows it."""
-    operands = recipe_named(candidate.recipe).operands(candidate.gemm)
-    fast = operands is not None and operands.fast_accum
-    return GemmCandidate(Spec.parse(candidate.a), Spec.parse(candidate.b), candidate.backend, fast)
 
 
 def _note(candidate: Candidate, note: str) -> Candidate:
@@ -96,10 +90,11 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
     """Where the time of a candidate goes, in words; None where that cannot be measured."""
     if candidate.microseconds is None or candidate.speedup is None:
         return None
-    asked = describe(candidate)
+    asked = way_of(candidate)
+    assert asked is not None  # it was timed
     m, k, n = gemm_shape(candidate.gemm, watch.largest, watch.k, watch.n)
     device = watch.device
-    call = MatmulCall(m, k, n, asked.a, asked.b, torch.bfloat16, asked.fast_accum)
+    call = asked.call(m, k, n)
     backend = registry.backend("scaled_mm", asked.backend)
     sets = [_make_set(call, backend, seed, device) for seed in range(sets_needed(2 * (m * k + k * n + m * n), device))]
     few = min(m, JUDGED_ROWS)
@@ -112,7 +107,7 @@ def explain_slow(watch: Watch, candidate: Candidate, *, repeats: int) -> str | N
         proof = judge_runs(run, law, allowed[name], torch.bfloat16, poison=False)
         if not proof:
             return None
-        rivals.append(Timed(name, [one.thunks[name] for one in sets], proof))
+        rivals.append(Contender(name, [one.thunks[name] for one in sets], proof))
     try:
         timings = {t.name: t.microseconds().value for t in time_together(rivals, device, repeats=repeats)}
     except CaptureError:

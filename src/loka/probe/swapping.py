@@ -27,8 +27,6 @@ from loka.probe.progress import Progress, telling
 from loka.probe.score import MARGIN, share_of_margin
 from loka.records import Interval
 
-__all__ = ["COARSE_MARGIN", "Allowance", "Swapped", "Switchable", "allow", "compare_losses", "furthest", "swap"]
-
 COARSE_MARGIN = 0.001
 NEVER = 1e9  # a change that is within no margin; records hold no infinity
 Metric = Callable[[nn.Module, Any], Tensor]

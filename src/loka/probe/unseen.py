@@ -49,16 +49,7 @@ class UnseenWatch:
 
 
 def find_unseen(model: nn.Module, watched: Collection[int], outside: Collection[int]) -> list[UnseenWatch]:
-    """What holds a matrix and is neither watched nor left out by the user.
-
-    Args:
-        model: any module.
-        watched: ids of modules that are sites.
-        outside: ids of modules that would be sites and were filtered out.
-
-    Returns:
-        One watch for each, outermost first; what lies inside one is counted with it.
-    """
+    """What holds a matrix and is neither watched nor left out by the user: one watch for each, outermost first; what lies inside one is counted with it."""
     found: list[UnseenWatch] = []
     covered = {*watched, *outside}
     for name, module in named_sites(model):

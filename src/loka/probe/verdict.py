@@ -14,8 +14,6 @@ about it, and how far the error falls without it. For a slow one it says where t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from loka.dispatch.policy import error_of
 from loka.probe.cause import MODS, NAMES, OPERANDS
 from loka.probe.score import GIVEN_SCALES, share_of_margin
@@ -82,84 +80,46 @@ def judge(
         >>> judge("fprop", site.candidates, site.tensors, allowed, min_speedup=1.05, outputs=site.n).safety
         'safe'
     """
-    found = _judge(gemm, candidates, stats, allowed, min_speedup, outputs, unscored, explain, explain_slow)
-    if not alarms:
-        return found
-    named = "; ".join(f"{alarm.text}; what helps: {alarm.help}" for alarm in alarms)
-    return replace(found, reason=f"{found.reason}; {named}")
-
-
-def _judge(
-    gemm: Gemm,
-    candidates: Sequence[Candidate],
-    stats: Sequence[TensorStats],
-    allowed: Allowed,
-    min_speedup: float,
-    outputs: int,
-    unscored: str | None,
-    explain: Explain | None,
-    explain_slow: ExplainSlow | None,
-) -> GemmVerdict:
     measured = [
         (c, error)
         for c in candidates
         if c.gemm == gemm and c.recipe not in GIVEN_SCALES and (error := error_of(c)) is not None
     ]
+    named = "".join(f"; {alarm.text}; what helps: {alarm.help}" for alarm in alarms)
     if not measured:
-        return _judge_nothing(gemm, candidates)
+        return _judge_nothing(gemm, candidates, named)
     scored = [(c, c.harm) for c, _ in measured if c.harm is not None]
-    if not scored:
-        return _judge_by_error(gemm, measured, stats, allowed, min_speedup, outputs, unscored, explain, explain_slow)
-    safe = [(c, harm) for c, harm in scored if harm.high <= allowed.share]
-    best, harm = min(safe or scored, key=lambda pair: pair[1].high)
-    seen = f"{_name(best)}: {spell_harm(harm)}"
-    speed, speed_reason, slow_mod = _judge_speed([c for c, _ in safe or scored], min_speedup, explain_slow)
-    error = error_of(best)
-    beside = f"; {_spell(gemm, error)}{_spell_origin(best)}" if error is not None else ""
-    if safe:
-        others = list(dict.fromkeys(_name(c) for c, _ in safe if c is not best))
-        also = f"; also within it: {', '.join(others)}" if others else ""
-        reason = f"{seen}; {allowed.spell()}{also}{beside}{speed_reason}"
-        return GemmVerdict(gemm=gemm, safety="safe", speed=speed, reason=reason, suggested_mod=slow_mod)
-    causes = explain(best) if explain is not None else []
-    words = [*(_spell_cause(c) for c in causes), *_side_notes(gemm, best, stats)]
-    because = f": {'; '.join(words)}" if words else ""
-    reason = f"the best, {seen}; {allowed.spell()}{beside}{because}{speed_reason}"
-    mod = _suggest_mod(causes, outputs)
-    return GemmVerdict(gemm=gemm, safety="unsafe", speed=speed, reason=reason, suggested_mod=mod, causes=causes)
-
-
-def _judge_by_error(
-    gemm: Gemm,
-    measured: Sequence[tuple[Candidate, Interval]],
-    stats: Sequence[TensorStats],
-    allowed: Allowed,
-    min_speedup: float,
-    outputs: int,
-    unscored: str | None,
-    explain: Explain | None,
-    explain_slow: ExplainSlow | None,
-) -> GemmVerdict:
-    """No harm is known: too large an error is unsafe, a small one says nothing about the loss."""
-    under = [(c, error) for c, error in measured if error.high <= allowed.error]
-    best, error = min(under or measured, key=lambda pair: pair[1].high)
-    seen = f"{_name(best)}: {_spell(gemm, error)}{_spell_origin(best)}"
-    speed, speed_reason, slow_mod = _judge_speed([c for c, _ in under or measured], min_speedup, explain_slow)
-    if under:
-        others = list(dict.fromkeys(_name(c) for c, _ in under if c is not best))
-        also = f"; also under it: {', '.join(others)}" if others else ""
-        reason = f"{seen}, limit {allowed.error:g}{also}; what that does to the loss was not measured: {unscored or 'no step was scored'}"
-        return GemmVerdict(
-            gemm=gemm, safety="not measured", speed=speed, reason=f"{reason}{speed_reason}", suggested_mod=slow_mod
-        )
-    causes = explain(best) if explain is not None else []
-    words = [*(_spell_cause(c) for c in causes), *_side_notes(gemm, best, stats)]
-    if explain is not None and not causes:
-        words.insert(0, "none of the tested causes explains it alone")
-    reason = f"the best, {seen}, exceeds {allowed.error:g}" + (f": {'; '.join(words)}" if words else "") + speed_reason
-    unsafe: Safety = "unsafe"
-    mod = _suggest_mod(causes, outputs)
-    return GemmVerdict(gemm=gemm, safety=unsafe, speed=speed, reason=reason, suggested_mod=mod, causes=causes)
+    tried, limit = (
+        (scored, allowed.share) if scored else (measured, allowed.error)
+    )  # a small error says nothing about the loss
+    passing = [(c, size) for c, size in tried if size.high <= limit]
+    best, size = min(passing or tried, key=lambda pair: pair[1].high)
+    speed, speed_reason, mod = _judge_speed([c for c, _ in passing or tried], min_speedup, explain_slow)
+    safety: Safety = "unsafe"
+    causes: list[Cause] = []
+    found = f"{_spell(gemm, error_of(best))}{_spell_origin(best)}"
+    if scored:
+        held, beside = f"{spell_harm(size)}; {allowed.spell()}", f"; {found}"
+    elif passing:
+        held = f"{found}, limit {limit:g}"
+        beside = f"; what that does to the loss was not measured: {unscored or 'no step was scored'}"
+    else:
+        held, beside = f"{found}, exceeds {limit:g}", ""
+    if passing:
+        others = list(dict.fromkeys(_name(c) for c, _ in passing if c is not best))
+        also = f"; also {'within' if scored else 'under'} it: {', '.join(others)}" if others else ""
+        reason = f"{_name(best)}: {held}{also}{beside}"
+        safety = "safe" if scored else "not measured"
+    else:
+        causes = explain(best) if explain is not None else []
+        words = [*(_spell_cause(c) for c in causes), *_side_notes(gemm, best, stats)]
+        if not scored and explain is not None and not causes:
+            words.insert(0, "none of the tested causes explains it alone")
+        because = f": {'; '.join(words)}" if words else ""
+        reason = f"the best, {_name(best)}: {held}{beside}{because}"
+        mod = _suggest_mod(causes, outputs)
+    reason = f"{reason}{speed_reason}{named}"
+    return GemmVerdict(gemm=gemm, safety=safety, speed=speed, reason=reason, suggested_mod=mod, causes=causes)
 
 
 def spell_share(value: float) -> str:
@@ -172,19 +132,22 @@ def spell_harm(harm: Interval) -> str:
     return f"may change the loss by {spell_share(harm.value)}, at most {spell_share(harm.high)}"
 
 
-def _judge_nothing(gemm: Gemm, candidates: Sequence[Candidate]) -> GemmVerdict:
+def _judge_nothing(gemm: Gemm, candidates: Sequence[Candidate], named: str) -> GemmVerdict:
     refusals = sorted({c.refusal for c in candidates if c.gemm == gemm and c.refusal})
     reason = "; ".join(refusals) if refusals else "no candidate was evaluated"
     misaligned = any(word in reason for word in ALIGNMENT_WORDS)
     mod = MODS["align_shapes"] if misaligned else None
-    return GemmVerdict(gemm=gemm, safety="not measured", speed="not measured", reason=reason, suggested_mod=mod)
+    return GemmVerdict(
+        gemm=gemm, safety="not measured", speed="not measured", reason=f"{reason}{named}", suggested_mod=mod
+    )
 
 
 def _name(candidate: Candidate) -> str:
     return candidate.recipe if candidate.backend == "reference" else f"{candidate.recipe} on {candidate.backend}"
 
 
-def _spell(gemm: Gemm, error: Interval) -> str:
+def _spell(gemm: Gemm, error: Interval | None) -> str:
+    assert error is not None  # it was measured
     metric = "MERE" if gemm == "fprop" else "relative L2"
     return f"{metric} {error.value:.3g} [{error.low:.3g}, {error.high:.3g}]"
 

@@ -19,8 +19,6 @@ from loka.records import UnitPlan
 from loka.units import place
 from loka.units.placement import describe_chain
 
-__all__ = ["describe_chains", "restore_chains", "take_weights", "tensors_of"]
-
 
 def describe_chains(model: nn.Module) -> list[UnitPlan]:
     """The chains of a model as units that can be placed again, scales included."""
@@ -48,16 +46,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def take_weights(tensors: dict[str, Tensor], units: Sequence[UnitPlan], dtype: torch.dtype) -> dict[str, QTensor]:
-    """The FP8 weights of chains out of a file's tensors, which hold them in `dtype` afterwards, as the model's own modules do.
-
-    Args:
-        tensors: changed in place.
-        units: whose weights.
-        dtype: of the model.
-
-    Returns:
-        The weights by the linear's name.
-    """
+    """The FP8 weights of chains out of a file's tensors, which hold them in `dtype` afterwards, as the model's own modules do."""
     taken = {}
     for name in (name for unit in units for name in unit.linears):
         data, scale = tensors.get(f"{name}.weight"), tensors.pop(f"{name}.weight_scale", None)
@@ -69,14 +58,7 @@ def take_weights(tensors: dict[str, Tensor], units: Sequence[UnitPlan], dtype: t
 
 
 def restore_chains(model: nn.Module, units: Sequence[UnitPlan], weights: dict[str, QTensor], backend: str) -> None:
-    """Place frozen chains on the weights they were saved with.
-
-    Args:
-        model: its tensors are loaded already.
-        units: what `describe_chains` returned.
-        weights: what `take_weights` returned.
-        backend: runs their kernels.
-    """
+    """Place frozen chains on the weights they were saved with."""
     for unit in fit_units(units, backend):
         chain = place(model, unit)
         device = chain.device

@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from loka import mods
-from loka.dispatch import Operands
+from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.chain import chains_of
 from loka.models.registry import FAMILIES
 from loka.ptq.chains import restore_chains, take_weights, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
 from loka.ptq.quantizing import Summary
-from loka.records import Quantized, from_json, to_json
+from loka.records import Quantized, from_json, replacing, to_json
 
 SCHEMA = 1
 KIND = "quantized_model"
@@ -53,23 +53,12 @@ def save(
     refuse_unpacked(model, summary)
     header = {"schema": SCHEMA, "kind": KIND, "dtype": str(dtype).removeprefix("torch."), "family": _family_of(model),
               "config": _plain(getattr(model, "config", None)), "record": to_json(summary.record).decode()}  # fmt: skip
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        save_file(_narrow(model, dtype), partial, metadata={"loka": json.dumps(header)})
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(Path(path)) as temporary:
+        save_file(_narrow(model, dtype), temporary, metadata={"loka": json.dumps(header)})
 
 
 def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:
-    """Refuse what runs in FP8 and has no FP8 weights that a file can hold.
-
-    Args:
-        model: what `quantize` returned the summary of.
-        summary: what was done to it.
-        chains: whether the file can hold chains.
-    """
+    """Refuse what runs in FP8 and has no FP8 weights that a file can hold; `chains`: whether it can hold chains."""
     modules = dict(model.named_modules())
     frozen = {link.linear for _, chain in chains_of(model) if chain.frozen is not None for link in chain.links}
     recorded = {name for unit in summary.record.units for name in unit.linears}
@@ -152,7 +141,7 @@ def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, ba
             seen = tuple(found[name].weight.shape)
             raise ValueError(f"{path}: {name} has a weight of {tuple(site.shape)}, the model's is {seen}")
         if site.activation is not None and site.weight is not None and name not in chained:
-            operands = Operands.parse(site.activation, site.weight, fast_accum=site.fast_accum)
+            operands = GemmWay.parse(f"{site.activation}@{site.weight}", fast_accum=site.fast_accum)
             new[name] = quantize_module(found[name], operands, backend=backend)
     put(model, new)
 

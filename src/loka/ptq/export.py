@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from loka.dispatch import Operands
 from loka.formats import E4M3, ROW, Block
+from loka.kernels.scaled_mm import GemmWay
 from loka.ptq.checkpoint import refuse_unpacked
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear
 from loka.ptq.quantizing import Summary
@@ -56,7 +56,7 @@ def quantization_config(model: nn.Module, summary: Summary) -> dict[str, Any]:
     groups: dict[tuple[Block, Block], list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear | QuantizedExperts):
-            key = _scheme(name, module.operands)
+            key = _scheme(name, module.bound)
             experts = module.experts if isinstance(module, QuantizedExperts) else None
             groups.setdefault(key, []).extend([name] if experts is None else [f"{name}.{e}" for e in range(experts)])
     return {
@@ -71,7 +71,7 @@ def quantization_config(model: nn.Module, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _scheme(name: str, operands: Operands) -> tuple[Block, Block]:
+def _scheme(name: str, operands: GemmWay) -> tuple[Block, Block]:
     key = (operands.a.block, operands.b.block)
     plain = all(
         s.format == E4M3 and s.scale == "f32" and s.mode == "dynamic" and s.rounding == "nearest"

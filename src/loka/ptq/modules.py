@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.dispatch import Operands
 from loka.formats import QTensor, Spec, scale_shape
 from loka.formats import quantize as quantize_by_law
 from loka.kernels import grouped_mm, registry
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import prepare, scaled_mm
+from loka.kernels.scaled_mm import GemmWay, prepare, scaled_mm
 from loka.lowp.auto import settle
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 from loka.nn import GroupedLinear
 from loka.nn.mix import compute_dtype
 
@@ -44,7 +43,7 @@ class _Quantized(nn.Module):
 
     def __init__(self, weight: QTensor, activation: Spec, backend: str, fast_accum: bool) -> None:
         super().__init__()
-        self.bound = BoundGemm(backend, Operands(activation, weight.spec, fast_accum))
+        self.bound = GemmWay(activation, weight.spec, fast_accum, backend)
         self.register_buffer("weight", weight.data)
         self.register_buffer("weight_scale", weight.scale)
         self._make_ready()
@@ -72,19 +71,14 @@ class _Quantized(nn.Module):
         return QTensor(self.weight, self.weight_scale, self.weight_spec)
 
     @property
-    def operands(self) -> Operands:
-        """What the GEMM runs on."""
-        return self.bound.operands
-
-    @property
     def activation(self) -> Spec:
         """The Spec of what comes in."""
-        return self.bound.operands.a
+        return self.bound.a
 
     @property
     def weight_spec(self) -> Spec:
         """The Spec of the weight."""
-        return self.bound.operands.b
+        return self.bound.b
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "_Quantized":
         before = {name: self._buffers[name] for name in ("weight", "weight_scale")}
@@ -129,7 +123,7 @@ class QuantizedLinear(_Quantized):
         registry.load("quantize")
 
     def _prepare(self) -> QTensor:
-        return prepare(self.qweight, self.activation, backend=self.bound.weight_form.backend)
+        return prepare(self.qweight, self.activation, backend=self.bound.of_weight.backend)
 
     def _make_ready(self) -> None:
         bound = settle(LinearBinding(self.bound), self.weight)[0].fprop  # what `auto` is where the weight is now
@@ -146,8 +140,8 @@ class QuantizedLinear(_Quantized):
         q = quantize(flat, self.activation)
         bound = self.bound
         y = scaled_mm(
-            q, self._current(), out_dtype=dtype, backend=bound.backend, fast_accum=bound.operands.fast_accum,
-            prefer=bound.preferred(dtype) if bound.backend == "auto" else None,
+            q, self._current(), out_dtype=dtype, backend=bound.backend, fast_accum=bound.fast_accum,
+            prefer=bound.preferred(dtype),
         )  # fmt: skip
         if self.bias is not None:
             y = y + self.bias.to(dtype)
@@ -185,7 +179,7 @@ class QuantizedExperts(_Quantized):
             offsets,
             out_dtype=dtype,
             backend=self.bound.backend,
-            fast_accum=self.operands.fast_accum,
+            fast_accum=self.bound.fast_accum,
         )
 
 
@@ -220,12 +214,12 @@ def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:
     return QTensor(data, scale, spec)
 
 
-def quantize_module(module: Site, operands: Operands, *, backend: str = "auto") -> nn.Module:
+def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.Module:
     """The quantised stand-in of a linear or of a layer of experts; of a module without storage, one to be filled from a file.
 
     Args:
         module: the original, which stays as it is.
-        operands: Specs of activation and weight.
+        way: Specs of activation and weight, and how products are added up.
         backend: runs the product.
 
     Returns:
@@ -234,11 +228,11 @@ def quantize_module(module: Site, operands: Operands, *, backend: str = "auto") 
     Example:
         >>> quantize_module(nn.Linear(64, 32), recipe_named("rowwise").fprop)
     """
-    weight = quantize_weight(module.weight.detach(), operands.b)
-    how: dict[str, Any] = {"backend": backend, "fast_accum": operands.fast_accum}
+    weight = quantize_weight(module.weight.detach(), way.b)
+    how: dict[str, Any] = {"backend": backend, "fast_accum": way.fast_accum}
     if isinstance(module, GroupedLinear):
-        return QuantizedExperts(weight, operands.a, **how)
-    return QuantizedLinear(weight, operands.a, module.bias, **how)
+        return QuantizedExperts(weight, way.a, **how)
+    return QuantizedLinear(weight, way.a, module.bias, **how)
 
 
 def put(model: nn.Module, replacements: dict[str, nn.Module]) -> None:

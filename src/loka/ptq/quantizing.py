@@ -25,11 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from loka import mods
-from loka.dispatch import Mixture, Operands, mixture_named, recipe_named
+from loka.dispatch import Mixture, mixture_named, recipe_named
 from loka.dispatch.budget import Item, search
+from loka.dispatch.recipe import choice_of
 from loka.formats import QTensor, relative_l2
+from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.auto import ROWS
-from loka.lowp.binding import BoundGemm, LinearBinding
+from loka.lowp.binding import LinearBinding
 from loka.lowp.linear import linears_of, refuse
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
@@ -39,7 +41,7 @@ from loka.placing.linears import spoken_for
 from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module, sites
-from loka.records import Choice, Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
+from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
 from loka.units.flow import call_model
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -88,9 +90,9 @@ class Summary:
 class _Decided:
     """What runs how, every site's reason, and how those that the mixture keeps out of caution would run."""
 
-    operands: dict[str, Operands]
+    operands: dict[str, GemmWay]
     reasons: dict[str, str]
-    cautious: dict[str, Operands]
+    cautious: dict[str, GemmWay]
 
 
 @torch.no_grad()
@@ -144,7 +146,7 @@ def quantize(
     total, notes = None, list[str]()
     plan: Plan | None
     if isinstance(recipe, Plan):
-        name, plan, experts, reasons = recipe.recipe, recipe, dict[str, Operands](), dict[str, str]()
+        name, plan, experts, reasons = recipe.recipe, recipe, dict[str, GemmWay](), dict[str, str]()
     else:
         mixture = _find_mixture(inner, recipe)
         decided = _decide(inner, found, mixture, keep, module_filter_fn)
@@ -156,7 +158,7 @@ def quantize(
     done = _place(inner, plan, batches, backend)
     if isinstance(recipe, Plan):
         found = dict(sites(inner))  # its mods may have made others
-    running = {n: gemm.operands for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None}
+    running = {n: gemm for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None}
     _pack(inner, found, experts, backend or "auto")
     _explain(reasons, found, done)
     now = dict(inner.named_modules())
@@ -305,14 +307,14 @@ def _say(change: Interval, bound: float | None, picked: bool) -> str:
 
 
 def _plan_of(
-    model: nn.Module, found: dict[str, Site], operands: dict[str, Operands], recipe: str, scales: str
+    model: nn.Module, found: dict[str, Site], operands: dict[str, GemmWay], recipe: str, scales: str
 ) -> Plan | None:
     """The linears among the choices as a plan for `convert`; None where there is none."""
     linears = {}
     for name, o in operands.items():
-        gemm = LinearBinding(BoundGemm("auto", o)).with_scales(scales).fprop
+        gemm = LinearBinding(o).with_scales(scales).fprop
         if gemm is not None and isinstance(found[name], nn.Linear):
-            linears[name] = gemm.operands
+            linears[name] = gemm
     total = sum(m.weight.numel() for m in found.values())
     return None if not linears else Plan(
         model=type(model).__name__,
@@ -326,7 +328,7 @@ def _plan_of(
             SitePlan(
                 site=name, m=ROWS, k=found[name].weight.shape[1], n=found[name].weight.shape[0],
                 flops_share=found[name].weight.numel() / total,
-                choices=[Choice(gemm="fprop", backend="auto", a=str(o.a), b=str(o.b), fast_accum=o.fast_accum, reason=recipe)],
+                choices=[choice_of("fprop", o, recipe)],
             )
             for name, o in linears.items()
         ],
@@ -352,15 +354,15 @@ def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend:
     return done
 
 
-def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, Operands], backend: str) -> None:
+def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str) -> None:
     """Modules with FP8 weights alone in the place of frozen linears and of experts. A linear with fixed scales stays: they are its own."""
     new: dict[str, nn.Module] = {}
     for name, linear in list(linears_of(model)):
         gemm = linear.binding.fprop
-        if gemm is None or gemm.operands.a.mode == "dynamic":
+        if gemm is None or gemm.a.mode == "dynamic":
             plain = linear.release()
             if gemm is not None:
-                new[name] = quantize_module(plain, gemm.operands, backend=gemm.backend)
+                new[name] = quantize_module(plain, gemm, backend=gemm.backend)
     new |= {name: quantize_module(found[name], operands, backend=backend) for name, operands in experts.items()}
     put(model, new)
 
@@ -376,12 +378,12 @@ def _explain(reasons: dict[str, str], found: dict[str, Site], done: Conversion |
 
 
 def _describe(
-    name: str, old: Site, new: nn.Module, running: Operands | None, reason: str, change: Interval | None
+    name: str, old: Site, new: nn.Module, running: GemmWay | None, reason: str, change: Interval | None
 ) -> QuantizedSite:
     packed = new if isinstance(new, QuantizedLinear | QuantizedExperts) else None
-    operands = running if packed is None else packed.operands
+    operands = running if packed is None else packed.bound
     if operands is None and reason.startswith("in chain "):
-        operands = Operands.parse("e4m3:tensor", "e4m3:tensor")
+        operands = GemmWay.parse("e4m3:tensor@e4m3:tensor")
     error = None
     if packed is not None and old.weight.device.type != "meta":
         error = _weight_error(old.weight, packed.qweight)

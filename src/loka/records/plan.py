@@ -19,7 +19,8 @@ from loka.records.unit import CollectivePlan, TablePlan, UnitPlan, upgrade_units
 
 
 class Choice(Part, frozen=True):
-    """What one GEMM will run. `a` and `b` are canonical Specs; both None means high precision."""
+    """What one GEMM will run, and why: a `GemmWay` in strings (`loka.dispatch.way_of` reads it) with the evidence it was chosen by. `a` and `b` are canonical Specs; both None means
+    high precision. Other than a `Candidate` it was decided for."""
 
     gemm: Gemm
     backend: str

@@ -59,7 +59,7 @@ class DistributionError(Part, frozen=True):
 
 
 class Candidate(Part, frozen=True):
-    """One way to run one GEMM of a site, and how it did.
+    """One way to run one GEMM of a site, and how it did: tried, and not yet chosen (`Choice`).
 
     `harm` is what it is judged by: the error weighed by the gradient (`loka.probe.score`). `errors` has one entry per origin of the operands. `mere` to
     `underflowed` repeat the worst of those that count (`ProbeReport.judged_on`), which `distribution` names. The recipes "static" and "delayed" (chains: one

@@ -6,8 +6,6 @@ if TYPE_CHECKING:
     from loka.records.plan import Choice, Plan, SitePlan
     from loka.records.unit import CollectivePlan, LinkPlan, TablePlan, UnitEvidence, UnitPlan
 
-__all__ = ["diff", "explain", "spell", "spell_part", "spell_unit"]
-
 _SETTINGS = (
     "model",
     "recipe",
@@ -64,14 +62,7 @@ def _diff_units(before: "Plan", after: "Plan") -> list[str]:
 
 
 def spell_unit(unit: "UnitPlan") -> str:
-    """A unit in one line: `chain top.0 relu -> top.2, delayed scales, delayed gradients`.
-
-    Args:
-        unit: of a plan.
-
-    Returns:
-        What runs, without the evidence.
-    """
+    """A unit in one line: `chain top.0 relu -> top.2, delayed scales, delayed gradients`."""
     links = " -> ".join(_spell_link(link) for link in unit.links)
     kernels = "".join(
         f", up to {b.rows} rows: {' '.join(f'{op}={name}' for op, name in b.kernels.items())}" for b in unit.kernels
@@ -81,14 +72,7 @@ def spell_unit(unit: "UnitPlan") -> str:
 
 
 def spell_part(part: "TablePlan | CollectivePlan") -> str:
-    """A table or a collective in one line: `table of 1000 x 64 in int8:row, 0.27 of float32's bytes`.
-
-    Args:
-        part: of a plan.
-
-    Returns:
-        What runs, without the evidence.
-    """
+    """A table or a collective in one line: `table of 1000 x 64 in int8:row, 0.27 of float32's bytes`."""
     share = f"{part.bytes / max(part.float32_bytes, 1):.2f} of float32's bytes"
     if part.kind == "table":
         return f"table of {part.count} x {part.width} in {part.rows}, {share}"

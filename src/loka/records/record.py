@@ -18,6 +18,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -222,6 +223,35 @@ def load(path: str | Path, kind: type[R]) -> R:
     return from_json(_read(path), kind, source=str(path))
 
 
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Where to write what shall become a file: when the block ends it replaces the file in one step, on the disk; where it raises nothing changes.
+
+    Args:
+        path: of the file; its folder is made where it is missing.
+
+    Returns:
+        A context with the path of a temporary file beside it.
+
+    Example:
+        >>> with replacing("model.safetensors") as temporary:
+        ...     save_file(tensors, temporary)
+    """
+    path = Path(path).resolve()  # through a symbolic link: the link stays
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")  # not mkstemp, whose files nobody else may read
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Replace a file's content in one step: readers see the old or the new, never a part.
 
@@ -232,20 +262,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     Example:
         >>> write_atomically("result.json", b"{}")
     """
-    path = Path(path).resolve()  # through a symbolic link: the link stays
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
-    try:
-        with temporary.open("xb") as file:  # not mkstemp, whose files nobody else may read
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _read(path: str | Path) -> bytes:

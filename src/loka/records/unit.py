@@ -52,7 +52,7 @@ class Magnitude(Part, frozen=True):
 
 
 class KernelBucket(Part, frozen=True):
-    """What runs for batches of up to so many rows."""
+    """The backends of a chain's kernels for batches of up to so many rows, by op. A chain runs several ops in one scale regime; what a linear's GEMM runs alone is a `Choice`."""
 
     rows: int
     kernels: dict[str, str]  # op -> backend

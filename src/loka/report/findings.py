@@ -3,21 +3,12 @@
 from loka.records import Interval, ProbeReport, Site
 from loka.report.markup import about, chip, escape, row, table
 
-__all__ = ["write_findings"]
-
 ROWS = 200  # of the table of costs
 _WAYS = ("chain", "rowwise", "blockwise", "tensorwise")  # as it runs, then the finest
 
 
 def write_findings(probe: ProbeReport) -> str:
-    """Tables of costs and of what a reader must know before trusting them.
-
-    Args:
-        probe: the record.
-
-    Returns:
-        HTML; empty where there is nothing to say.
-    """
+    """Tables of costs and of what a reader must know before trusting them; empty where there is nothing to say."""
     return _write_costs(probe) + _write_warnings(probe)
 
 

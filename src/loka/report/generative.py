@@ -5,8 +5,6 @@ from loka.report.markup import about, capitalise, chart, chip, escape, notice, p
 from loka.report.quality import GOOD
 from loka.report.results import Results
 
-__all__ = ["write_generative"]
-
 
 def write_generative(results: Results) -> str:
     """What quantising for serving did, where such records are."""

@@ -5,8 +5,6 @@ from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
 from loka.report.tuning import say_tuning
 
-__all__ = ["count_converted", "is_converted", "name_report", "write_headline"]
-
 
 def name_report(results: Results) -> str:
     """Title of the page."""
@@ -159,11 +157,10 @@ def _tile_speed(results: Results) -> str:
         )
     there = results.target_plan
     if there is not None:
-        known = len({row.site for row in results.speeds.rows}) if results.speeds else 0
         return _tile(
             f"Faster on {there.target}",
             f"{count_converted(there)} of {len(there.sites)}",
-            f"linears; {known} have a row of their shape measured there. Here FP8 is emulated",
+            "linears, by rows measured there. Here FP8 is emulated",
         )
     best = _find_best(results)
     if best is not None:

@@ -21,8 +21,6 @@ from loka.report.vega import (
     zero_line,
 )
 
-__all__ = ["draw_layers", "draw_roofline", "draw_rows", "draw_waterfall"]
-
 
 def draw_roofline(bench: KernelBench) -> Spec | None:
     """FLOP rate against FLOPs per byte, under the roofs measured on the same device. Bytes are those of operands and result, once each."""

@@ -5,8 +5,6 @@ from loka.records.performance import PerformanceRows
 from loka.report.markup import about, capitalise, chart, chip, escape, row, table, times
 from loka.report.results import Results
 
-__all__ = ["write_kernels"]
-
 SHOWN = 60
 _NUMERIC = range(2, 6)
 

@@ -4,8 +4,6 @@ from loka.records import Environment
 from loka.report.markup import about, escape
 from loka.report.results import Results
 
-__all__ = ["write_environment"]
-
 
 def write_environment(results: Results) -> str:
     """Every environment with its command."""

@@ -51,9 +51,8 @@
   const TINY = 1e-3;
   const asked = (name, otherwise) => document.querySelector(`input[name="${name}"]:checked`)?.value || otherwise;
 
-  function pointsOf(gemm, speed) {
-    const rows = speed && data.elsewhere[gemm] ? data.elsewhere[gemm] : data.points[gemm] || [];
-    return rows.map(([site, recipe, backend, error, low, high, speedup, slow, fast]) => ({
+  function pointsOf(gemm) {
+    return (data.points[gemm] || []).map(([site, recipe, backend, error, low, high, speedup, slow, fast]) => ({
       site: data.names[site], index: site, recipe: word(recipe), backend: word(backend), error, low, high, limit: data.limits[gemm],
       at: Math.max(error, TINY), from: Math.max(low, TINY), to: Math.max(high, TINY),
       ...(speedup === undefined ? {} : { speedup, slow, fast }),
@@ -64,20 +63,18 @@
     const element = byId("chart-sites");
     if (!element) return;
     const gemm = asked("gemm", "fprop");
-    const speed = data.charts.speeds && (!data.charts.sites || asked("axis", "place") === "speed");
-    const values = pointsOf(gemm, speed), note = byId("sites-note");
+    const values = pointsOf(gemm), note = byId("sites-note");
     note.textContent = "";
     if (!values.length) {
       views.get(element)?.finalize();
       element.replaceChildren();
-      note.textContent = speed ? `No row of ${data.target} has the shape of any of these products: nothing to draw.` : "Nothing was measured for this GEMM.";
+      note.textContent = "Nothing was measured for this GEMM.";
       return;
     }
-    if (speed && data.target && data.charts.sites) note.textContent = `Speed-ups: rows measured on ${data.target} for products of the same shape. Errors: measured here.`;
     if (values.some((row) => row.error < TINY)) note.textContent += ` Errors under ${TINY} are drawn at ${TINY}.`;
-    await draw(element, { ...data.charts[speed ? "speeds" : "sites"], data: { values } }, values.length);
+    await draw(element, { ...(data.charts.speeds || data.charts.sites), data: { values } }, values.length);
   }
-  document.querySelectorAll('input[name="gemm"], input[name="axis"]').forEach((input) => input.addEventListener("change", drawSites));
+  document.querySelectorAll('input[name="gemm"]').forEach((input) => input.addEventListener("change", drawSites));
 
   // A site's page. Details lie in chunks, parsed when one of their sites is first asked for.
 

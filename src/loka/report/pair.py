@@ -13,8 +13,6 @@ from loka.report.render import fill_page
 from loka.report.results import Results
 from loka.report.vega import ACCENT, Spec, make_chart
 
-__all__ = ["Pair", "render_pair", "write_pair"]
-
 SHOWN = 200  # differences listed
 TINY = 1e-3  # smaller errors, of products that are exact but for the last bit, are drawn here
 

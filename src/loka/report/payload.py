@@ -18,8 +18,6 @@ from loka.report import kernel_charts, quality_charts, serving_charts, site_char
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
-__all__ = ["CHUNK", "collect", "draw", "dump", "write_chunks"]
-
 CHUNK = 25  # sites parsed together
 PACKED = 200  # sites; above, chunks are deflated
 
@@ -31,6 +29,7 @@ class Words:
         self.known: dict[str, int] = {}
 
     def __call__(self, text: str | None) -> int | None:
+        """The number of a string; None of none."""
         return None if text is None else self.known.setdefault(text, len(self.known))
 
 
@@ -60,14 +59,12 @@ def collect(results: Results) -> dict[str, Any]:
     data = {
         "names": [site.name for site in sites] or [site.site for site in planned.values()],
         "points": {gemm: _points(probe, gemm, words) for gemm in GEMMS} if probe else {},
-        "elsewhere": _elsewhere(results, words),
         "table": table,
         "words": [],
         "formats": msgspec.to_builtins(probe.formats) if probe else [],
         "limits": {g: probe.max_mere if g == "fprop" else probe.max_gradient_error for g in GEMMS} if probe else {},
         "flopsOf": "model's" if probe and probe.flops_of == "model" else "probed",
         "hasPlan": plan is not None,
-        "target": results.speeds.target if results.speeds else None,
         "chunk": CHUNK,
         "charts": draw(results),
     }
@@ -92,27 +89,6 @@ def _points(probe: ProbeReport, gemm: Gemm, words: Words) -> list[list[Any]]:
             values = [float(f"{v:.4g}") for v in (error.value, error.low, error.high, *speed)]
             rows.append([number, words(c.recipe), words(c.backend), *values])
     return rows
-
-
-def _elsewhere(results: Results, words: Words) -> dict[str, list[list[Any]]]:
-    """Errors measured here with speed-ups of rows measured elsewhere, in the form of `_points`."""
-    if results.probe is None or results.speeds is None:
-        return {}
-    numbers = {site.name: i for i, site in enumerate(results.probe.sites)}
-    errors = {
-        (site.name, c.gemm, c.recipe): error
-        for site in results.probe.sites
-        for c in site.candidates
-        if (error := judged(c)) is not None
-    }
-    found: dict[str, list[list[Any]]] = {gemm: [] for gemm in GEMMS}
-    for row in results.speeds.rows:
-        error = errors.get((row.site, row.gemm, row.recipe))
-        if error is not None:
-            s = row.speedup
-            values = [float(f"{v:.4g}") for v in (error.value, error.low, error.high, s.value, s.low, s.high)]
-            found[row.gemm].append([numbers[row.site], words(row.recipe), words(row.backend), *values])
-    return found
 
 
 def _table_row(
@@ -207,6 +183,4 @@ def _draw_sites(results: Results, probe: ProbeReport) -> dict[str, Any]:
         drawn["speeds"] = site_charts.draw_speeds(recipes, probe.environment.device, least)
     else:
         drawn["sites"] = site_charts.draw_sites(recipes, len(probe.sites))
-        if results.speeds and results.speeds.rows:
-            drawn["speeds"] = site_charts.draw_speeds(recipes, results.speeds.target, least)
     return drawn

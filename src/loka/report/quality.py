@@ -4,8 +4,6 @@ from loka.records import Comparison, ModSummary, Recovery
 from loka.report.markup import about, capitalise, chart, chip, escape, notice, percent, row, signed, span_of, table
 from loka.report.results import Results
 
-__all__ = ["GOOD", "write_mods", "write_quality"]
-
 GOOD = {"equivalent": "good", "better": "good", "worse": "bad", "inconclusive": ""}
 _NUMERIC = range(2, 9)
 

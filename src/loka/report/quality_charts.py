@@ -3,8 +3,6 @@
 from loka.records import Comparison, Run
 from loka.report.vega import PERCENT, SERIES, Spec, colour_by, draw, make_chart, number, point, tooltip, zero_line
 
-__all__ = ["draw_comparisons", "draw_curves", "draw_gaps"]
-
 
 def draw_comparisons(comparisons: tuple[Comparison, ...]) -> Spec:
     """One row per run: the change of the metric with its interval, over the band that does not matter."""

@@ -26,7 +26,6 @@ from loka.records import (
 )
 from loka.records.bench import KernelBench
 from loka.records.performance import PerformanceRows
-from loka.records.speeds import TargetSpeeds
 from loka.records.tuning import SizeEstimates, Tuning
 
 _ALL: tuple[type[Record], ...] = (
@@ -36,7 +35,6 @@ _ALL: tuple[type[Record], ...] = (
     Comparison,
     DriftReport,
     ModSummary,
-    TargetSpeeds,
     KernelBench,
     PerformanceRows,
     Quantized,
@@ -85,7 +83,6 @@ class Results:
     comparisons: tuple[Comparison, ...] = ()
     drift: DriftReport | None = None
     mods: tuple[ModSummary, ...] = ()
-    speeds: TargetSpeeds | None = None  # of a machine elsewhere
     benches: tuple[KernelBench, ...] = ()
     rows: tuple[PerformanceRows, ...] = ()
     quantized: tuple[Quantized, ...] = ()
@@ -108,7 +105,7 @@ class Results:
 
     @classmethod
     def of(cls, found: Sequence[Record], name: str = "these records") -> "Results":
-        """Records by kind; at most one probe report, one drift report and one set of speeds make a report."""
+        """Records by kind; at most one probe report and one drift report make a report."""
         return cls(
             probe=_one(found, ProbeReport, name, "probe reports"),
             plans=tuple(sorted(_every(found, Plan), key=_place_of_plan)),
@@ -116,7 +113,6 @@ class Results:
             comparisons=_every(found, Comparison),
             drift=_one(found, DriftReport, name, "drift reports"),
             mods=_every(found, ModSummary),
-            speeds=_one(found, TargetSpeeds, name, "sets of speeds elsewhere"),
             benches=_every(found, KernelBench),
             rows=_every(found, PerformanceRows),
             quantized=_every(found, Quantized),

@@ -5,8 +5,6 @@ from loka.report.markup import about, chart, chip, escape, notice, percent, row,
 from loka.report.quality import GOOD
 from loka.report.results import Results
 
-__all__ = ["write_serving"]
-
 
 def write_serving(results: Results) -> str:
     """Load tests first, then experiments."""

@@ -3,8 +3,6 @@
 from loka.records import LoadTest
 from loka.report.vega import ACCENT, SECOND, Spec, colour_by, draw, make_chart, number, tooltip, zero_line
 
-__all__ = ["draw_load"]
-
 
 def draw_load(test: LoadTest) -> Spec | None:
     """p50 and p99 of what was answered, by when it was due."""

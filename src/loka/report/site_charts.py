@@ -20,8 +20,6 @@ from loka.report.vega import (
     zero_line,
 )
 
-__all__ = ["draw_drift", "draw_histogram", "draw_sensitivity", "draw_sites", "draw_speeds"]
-
 MANY = 60  # sites; above, one line each would be a wall
 
 _ERROR = number(log=12, ticks=5)

@@ -6,8 +6,6 @@ from loka.report.headline import count_converted, is_converted
 from loka.report.markup import about, capitalise, chart, chip, count, escape, notice, percent, row, table
 from loka.report.results import Results
 
-__all__ = ["write_drift", "write_memory", "write_plan", "write_sites"]
-
 STATIC_ROWS = 300  # of the plan, in plain HTML for a reader without JavaScript
 _TABS = (("fprop", "Forward"), ("dgrad", "Input gradient"), ("wgrad", "Weight gradient"))
 
@@ -22,22 +20,15 @@ def write_sites(results: Results) -> str:
         f'<label class="tab" for="gemm-{gemm}">{label}</label>'
         for gemm, label in _TABS
     )
-    views = ""
-    if results.speeds is not None and results.speeds.rows and not _timed(probe):
-        views = (
-            '<fieldset aria-label="Vertical axis"><input type="radio" name="axis" id="axis-place" value="place" checked>'
-            '<label class="tab" for="axis-place">by site</label><input type="radio" name="axis" id="axis-speed" value="speed">'
-            f'<label class="tab" for="axis-speed">by speed-up on {escape(results.speeds.target)}</label></fieldset>'
-        )
     return (
         about(
             f"Error of each linear's product when its operands are quantised, judged on {_say_sources(probe)} kept from "
             f"{probe.sampled_steps} sampled steps of {probe.steps:,}; lines are 95 % intervals, the dashed line is the limit "
-            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). {_say_speed(results)} "
+            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). {_say_speed(probe)} "
             "Choose a point, or a site in the table below, for its page."
         )
         + _write_counts(probe)
-        + f'<div class="controls"><fieldset aria-label="GEMM">{tabs}</fieldset>{views}</div>'
+        + f'<div class="controls"><fieldset aria-label="GEMM">{tabs}</fieldset></div>'
         + chart("sites", "Error of every linear under every recipe, with the limit; the table below has the same sites")
         + '<p class="facts" id="sites-note" role="status"></p>'
         + _write_sensitivity(results)
@@ -62,10 +53,6 @@ _GLOSSARY = (
 )
 
 
-def _timed(probe: ProbeReport) -> bool:
-    return any(c.speedup for site in probe.sites for c in site.candidates)
-
-
 _SOURCES = {"rows": "real rows", "copula": "a copula", "gaussian": "a Gaussian", "normal": "N(0, 1)"}
 
 
@@ -78,17 +65,10 @@ def _say_sources(probe: ProbeReport) -> str:
     return f"the worst of {rows} and {fitted}," if rows else f"{fitted},"
 
 
-def _say_speed(results: Results) -> str:
-    assert results.probe is not None
-    if _timed(results.probe):
-        return f"Speed-ups over bf16 were measured on {escape(results.probe.environment.device)}."
-    if results.speeds is None or not results.speeds.rows:
-        return "Speed was not measured on this machine, so the vertical axis is the place in the model."
-    sites = len({row.site for row in results.speeds.rows})
-    return (
-        f"Speed was not measured on this machine. Speed-ups, where shown, are rows measured on {escape(results.speeds.target)} "
-        f"for products of the same shape; {sites} of {len(results.probe.sites)} sites have such rows."
-    )
+def _say_speed(probe: ProbeReport) -> str:
+    if any(c.speedup for site in probe.sites for c in site.candidates):
+        return f"Speed-ups over bf16 were measured on {escape(probe.environment.device)}."
+    return "Speed was not measured on this machine, so the vertical axis is the place in the model."
 
 
 def _write_counts(probe: ProbeReport) -> str:

@@ -6,8 +6,6 @@ from loka.records.tuning import SizeEstimates, TunedUnit, Tuning
 from loka.report.markup import about, chip, escape, notice, percent, row, signed, span_of, table, times
 from loka.report.results import Results
 
-__all__ = ["say_tuning", "write_tuning"]
-
 _GLOSSARY = (
     "<p class=about><b>Unit</b>: what one decision is about, a linear or a chain of them that hands FP8 on from one to the next. "
     "<b>Predicted</b>: the relative change of the loss that the score expects of the unit's rounding. <b>Swapped</b>: the change that was measured with this unit alone in FP8, on held-out "
@@ -16,14 +14,7 @@ _GLOSSARY = (
 
 
 def say_tuning(tuning: Tuning) -> str:
-    """The headline of a tuning.
-
-    Args:
-        tuning: the record.
-
-    Returns:
-        One sentence that claims no more than was measured.
-    """
+    """The headline of a tuning: one sentence that claims no more than was measured."""
     return f"{tuning.model}: {tuning.verdict}"
 
 

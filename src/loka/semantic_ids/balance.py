@@ -17,8 +17,6 @@ from torch import Tensor
 
 from loka.semantic_ids.kmeans import CHUNK, Clustering, average_clusters, check_points, fit_kmeans, measure_distances
 
-__all__ = ["assign_balanced", "fit_balanced_kmeans"]
-
 # Both relative to the mean squared distance. On 4,344 points and 256 codes with no place to spare, an auction took 31
 # passes at 1.0, 203 at 0.3 and 723 at 0.1, for totals of 1164, 1070 and 972. After six rounds of averaging the rough
 # value ended 8 % above 0.3, so only the last two rounds are fine.

@@ -19,8 +19,6 @@ from torch import Tensor
 from loka.semantic_ids.index import SemanticIndex
 from loka.semantic_ids.kmeans import measure_distances
 
-__all__ = ["Resolution", "resolve_collisions"]
-
 Resolution = Literal["level", "nearest"]
 
 

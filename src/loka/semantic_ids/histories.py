@@ -14,8 +14,6 @@ torch alone does the work; the matrix stays sparse. The same seed gives the same
 import torch
 from torch import Tensor
 
-__all__ = ["embed_histories"]
-
 
 def embed_histories(
     items: Tensor, offsets: Tensor, n_items: int, *, dimensions: int = 64, window: int = 3, seed: int = 0

@@ -23,10 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loka.records import replacing
 from loka.semantic_ids.quality import Quality, measure_quality
 from loka.semantic_ids.trie import Trie, build_trie
-
-__all__ = ["SemanticIndex", "load_index"]
 
 SCHEMA = 1
 _HEADER = "loka"
@@ -112,20 +111,12 @@ class SemanticIndex:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file; an existing file is replaced only once the new one is complete."""
-        target = Path(path)
         header = {"schema": SCHEMA, "kind": "semantic_index", "codebook_sizes": list(self.codebook_sizes)}
         tensors = {"codes": self.codes, "items": self.items}
         tensors.update({f"centroids.{level}": table for level, table in enumerate(self.centroids)})
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            save_file(
-                {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
-                partial,
-                metadata={_HEADER: json.dumps(header)},
-            )
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        with replacing(Path(path)) as temporary:
+            save_file(copies, temporary, metadata={_HEADER: json.dumps(header)})
 
     @cached_property
     def _sorted_items(self) -> tuple[Tensor, Tensor]:

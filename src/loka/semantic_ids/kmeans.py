@@ -22,8 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Clustering", "assign_nearest", "average_clusters", "fit_kmeans"]
-
 CHUNK = 1 << 24  # distances held at once: 64 MB in float32
 _SEED_POINTS = 16_384  # k-means++ looks at this many points, or 8 per cluster if that is more
 _WEIGHT_LEVELS = 2**30  # resolution of the integer sampling weights

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LevelQuality", "Quality", "measure_quality"]
-
 
 @dataclass(frozen=True)
 class LevelQuality:

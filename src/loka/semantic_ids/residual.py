@@ -22,8 +22,6 @@ from loka.semantic_ids.collisions import resolve_collisions
 from loka.semantic_ids.index import SemanticIndex
 from loka.semantic_ids.kmeans import assign_nearest, fit_kmeans
 
-__all__ = ["ResidualKMeans", "encode", "fit_semantic_ids"]
-
 
 @dataclass(frozen=True)
 class ResidualKMeans:

@@ -14,8 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["embed_text"]
-
 
 def embed_text(
     texts: Sequence[str],

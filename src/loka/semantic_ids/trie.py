@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Trie", "build_trie"]
-
 
 @dataclass(frozen=True, eq=False)
 class Trie:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from loka.training.result import TrainResult
     from loka.training.trainer import Trainer
 
-__all__ = ["Callback", "CallbackState", "LogLine"]
-
 
 @dataclass(frozen=True)
 class LogLine:

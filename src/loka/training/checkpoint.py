@@ -12,8 +12,6 @@ the disk, then the folder is renamed; a crash at any point leaves either the who
 compares every file with its checksum; a mismatch is a DamagedCheckpointError naming the file, never a guess.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -24,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["DamagedCheckpointError", "Snapshot", "find_checkpoints", "read_best", "read_checkpoint", "write_checkpoint"]
+from loka.records import write_atomically
 
 SCHEMA = 1
 _STATE = "state.json"
@@ -140,10 +138,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def write_best(folder: Path, best: dict[str, Any]) -> None:
     """Point to the best checkpoint, atomically."""
-    temporary = folder / f"{_TEMPORARY}best-{os.getpid()}"
-    temporary.write_text(json.dumps(best) + "\n", encoding="utf-8")
-    _flush(temporary)
-    temporary.replace(folder / "best.json")
+    write_atomically(folder / "best.json", (json.dumps(best) + "\n").encode())
     _flush(folder)
 
 

@@ -10,8 +10,6 @@ names, state_dict and hooks stay as they are, and the original comes back when t
 eagerly (a tail batch of evaluation, a step whose hooks somebody wants to see fire) use `eager()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ from torch import nn
 
 from loka.nn import EmbeddingTables
 from loka.training.config import CompileRequest
-
-__all__ = ["CompileChoice", "compiled", "eager", "find_compilable"]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-__all__ = ["TrainConfig"]
-
 PrecisionName = Literal["fp32", "tf32", "bf16"]
 CompileRequest = Literal["off", "on", "auto"]
 ScheduleName = Literal["constant", "linear", "cosine"]

@@ -18,8 +18,6 @@
 * When a rank is gone the others notice in their next collective, call the roll through the store, and raise a RankError that names who is missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -80,16 +78,7 @@ def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[No
 
 
 def share_of(batch: Any, rank: int, world: int) -> Any:
-    """One rank's examples of a batch: the r-th of `world` equal stretches.
-
-    Args:
-        batch: a dataclass of tensors, Jagged rows, dictionaries of these, and None.
-        rank: whose.
-        world: of how many; must divide the batch's size.
-
-    Returns:
-        A batch of the same type.
-    """
+    """One rank's examples of a batch, a dataclass of tensors, Jagged rows, dictionaries of these, and None: the r-th of `world` equal stretches."""
     if batch.size % world:
         raise ValueError(f"a batch of {batch.size} examples cannot be shared equally by {world} ranks")
     size = batch.size // world
@@ -114,14 +103,7 @@ def _cut(value: Any, start: int, stop: int) -> Any:
 
 def share_loss(task: SequenceTask) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
     """A task's loss for one of many ranks. Ragged shares have different numbers of predictions, so a rank counts by how many it has: the mean over ranks is then the mean over the
-    whole batch, and the run is that of one process.
-
-    Args:
-        task: of a sequence model.
-
-    Returns:
-        A `loss_fn` of DistributedTrainer.
-    """
+    whole batch, and the run is that of one process."""
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         value, predictions = task.loss(model, batch)

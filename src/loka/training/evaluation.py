@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from loka.metrics import Metric
     from loka.training.stream import Split
 
-__all__ = ["LossFn", "evaluate", "ranking_loss"]
-
 LossFn = Callable[[nn.Module, Any], tuple[Tensor, Tensor | None]]
 
 

@@ -18,8 +18,6 @@ from loka.training.callbacks import Callback, CallbackState, LogLine
 if TYPE_CHECKING:
     from loka.training.trainer import Trainer
 
-__all__ = ["GuardCallback"]
-
 
 class GuardCallback(Callback):
     """Runs a Guard over a training; `events` is what happened so far."""

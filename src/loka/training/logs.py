@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from loka.training.result import TrainResult
     from loka.training.trainer import Trainer
 
-__all__ = ["Curve", "JsonlLog", "Progress", "TensorBoard"]
-
 
 class Curve(Callback):
     """The log lines of the whole run, resumed parts included."""

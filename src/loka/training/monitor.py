@@ -5,15 +5,11 @@ without one end the run. A watched metric that is missing or NaN is an error, si
 be true.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from loka.training.config import TrainConfig
-
-__all__ = ["Monitor"]
 
 # Metrics whose better direction needs no asking; any other name needs config.monitor_direction.
 _LOWER_IS_BETTER = frozenset({"loss", "log_loss", "ne"})

@@ -17,8 +17,6 @@ parameter is dense. Weight decay applies to dense parameters with two or more di
 touches tables: a sparse gradient has no cheap global norm, and Adagrad divides by each row's own history already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,8 +28,6 @@ from loka.kernels.embedding_update import Rule
 from loka.nn.table_optimizer import TableOptimizer
 from loka.nn.tables import Table
 from loka.training.config import TrainConfig
-
-__all__ = ["Optimizers", "RowwiseAdagrad", "split_parameters"]
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 

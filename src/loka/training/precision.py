@@ -8,16 +8,12 @@ There is no loss scaling: bfloat16 has float32's exponent range, so gradients do
 process-wide matmul setting is put back when the run ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from loka.training.config import PrecisionName
-
-__all__ = ["autocast", "check_precision", "precision_scope", "resolve_device"]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Ranks"]
-
 
 @dataclass(frozen=True)
 class Ranks:

@@ -1,14 +1,10 @@
 """How a run ends: with a result, or with a loss that is no number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loka.training.compilation import CompileChoice
-
-__all__ = ["NonFiniteLossError", "TrainResult"]
 
 
 class NonFiniteLossError(ValueError):

@@ -5,14 +5,10 @@ in flight, so a slow disk costs waiting and never unbounded memory. An error of 
 next save or at the end. The thread is not a daemon: when the loop fails, what it handed over is still written.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
 from loka.training.checkpoint import Snapshot, prune, remove_leftovers, write_best, write_checkpoint
-
-__all__ = ["Saver"]
 
 
 class Saver:

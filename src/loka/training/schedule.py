@@ -9,13 +9,9 @@ With w warm-up steps, T steps in all, f the final fraction and t = (s - w) / (T 
     cosine:     f + (1 - f) (1 + cos(pi t)) / 2
 """
 
-from __future__ import annotations
-
 import math
 
 from loka.training.config import TrainConfig
-
-__all__ = ["learning_rate_factor"]
 
 
 def learning_rate_factor(config: TrainConfig, step: int) -> float:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from loka.metrics import TopK
     from loka.semantic_ids import SemanticIndex
 
-__all__ = ["NextIdTask", "NextItemTask", "SequenceTask", "embed_items"]
-
 Part = Literal["valid", "test"]
 
 

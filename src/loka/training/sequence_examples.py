@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from loka.data.batch import Jagged
     from loka.data.sequences import SequenceSplit, SequenceStream
 
-__all__ = [
-    "SequenceExampleBatch",
-    "SequenceExamples",
-    "cut_histories",
-    "cut_prefixes",
-    "cut_targets",
-]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -33,8 +33,6 @@ from loka.nn.embedding import EmbeddingTables
 from loka.nn.tables import Table, quantize_tables
 from loka.nn.wrapping import unwrap
 
-__all__ = ["Distribution", "Spread", "plain_state", "spread_model"]
-
 SHARDINGS = ("table", "row", "column")
 DENSE = ("fsdp", "ddp")
 
@@ -162,12 +160,7 @@ def spread_model(
 
 
 def shard_dense(model: nn.Module, *, whole: bool = False) -> None:
-    """Shard everything but tables, each larger block on its own, then the rest.
-
-    Args:
-        model: changed in place.
-        whole: everything as one unit, for a model that reads a block's parameters outside of its forward.
-    """
+    """Shard everything but tables, each larger block on its own, then the rest; `whole`: as one unit, for a model that reads a block's parameters outside of its forward."""
     from torch.distributed.fsdp import fully_shard
 
     kept = set(_table_parameters(model))
@@ -402,14 +395,7 @@ def _fill(dmp: nn.Module, values: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state under the plain model's keys, on every rank: for a model that fits one.
-
-    Args:
-        model: what `Spread.module` is.
-
-    Returns:
-        Plain tensors; the tables of a Ranker stacked again under `table.weight`.
-    """
+    """The whole state under the plain model's keys, on every rank: for a model that fits one. The tables of a Ranker are stacked again under `table.weight`."""
     result: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if hasattr(value, "local_shards"):

@@ -26,8 +26,6 @@ from loka.training.config import TrainConfig
 if TYPE_CHECKING:
     from loka.training.trainer import Trainer
 
-__all__ = ["find_nonfinite", "load_weights", "restore_newest", "restore_snapshot", "seed_everything", "take_snapshot"]
-
 COUNTERS = ("step", "examples", "batches", "bad_batches", "train_seconds")
 
 

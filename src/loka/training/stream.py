@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-__all__ = ["EpochStream", "Split", "TrainData"]
-
 
 class Batches(Protocol):
     """One epoch of batches with a position."""

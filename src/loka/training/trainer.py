@@ -15,8 +15,6 @@ line, evaluation or checkpoint, since looking at every loss would stall the devi
 checkpoint both losses and weights are checked.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +39,6 @@ from loka.training.schedule import learning_rate_factor
 from loka.training.snapshot import find_nonfinite, load_weights, restore_newest, seed_everything, take_snapshot
 from loka.training.stream import EpochStream, TrainData
 from loka.training.window import Window
-
-__all__ = ["Trainer"]
 
 
 class Trainer:

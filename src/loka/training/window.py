@@ -8,15 +8,11 @@ The training NE of a window is its mean loss over the entropy of the window's ow
 a rough gauge for the progress bar; the NE of an evaluation is exact.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-__all__ = ["Window"]
 
 
 @dataclass

@@ -7,39 +7,19 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["check_pairs", "find_fault"]
-
 _FAULTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 HINT = "hint: torch.bmm(x, x.mT)[:, first, second] takes any indices"
 
 
 def check_pairs(first: Tensor, second: Tensor, n: int) -> None:
-    """Refuse pairs that the kernels would not multiply as asked.
-
-    Args:
-        first: [P] int64, from 0 to n - 1.
-        second: [P] int64.
-        n: vectors of an example.
-
-    Raises:
-        ValueError: not two lists of equal length of int64, out of range, or a pair that occurs twice.
-    """
+    """Refuse pairs that the kernels would not multiply as asked: not two equally long lists of int64 from 0 to n - 1, or a pair that occurs twice."""
     fault = find_fault(first, second, n)
     if fault is not None:
         raise ValueError(f"dots: {fault}; {HINT}")
 
 
 def find_fault(first: Tensor, second: Tensor, n: int) -> str | None:
-    """What is wrong with pairs, or None; `check_pairs` says what is right.
-
-    Args:
-        first: [P] int64.
-        second: [P] int64.
-        n: vectors of an example.
-
-    Returns:
-        What was seen and what was expected.
-    """
+    """What is wrong with pairs, or None; `check_pairs` says what is right."""
     for name, index in (("first", first), ("second", second)):
         if index.dim() != 1 or index.dtype != torch.int64:
             return f"{name} is {tuple(index.shape)} of {index.dtype}, expected [P] of torch.int64"

@@ -81,6 +81,3 @@ def dots_gradient(dy: Tensor, x: Tensor, place: Tensor) -> Tensor:
             dy, x, place, dx, n, d, dy.shape[1], size, width, x.dtype == torch.float32, num_warps=2 if size <= 32 else 4
         )
     return dx
-
-
-__all__ = ["dots", "dots_gradient"]

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from loka.formats import FORMATS, INT4, ROW, QTensor, Spec, dequantize, quantize
 
-__all__ = ["FLOATS", "Rows", "parse_rows"]
-
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -1,7 +1,5 @@
 """An update of an embedding table, described without tensors; and the rules of optimisation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

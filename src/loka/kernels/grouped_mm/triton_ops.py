@@ -52,10 +52,7 @@ def _(h, fp8, whole, pow2):  # type: ignore[no-untyped-def]
     return _quantized(h, h.shape[0], h.shape[1] // 2, fp8, whole, h.dtype)
 
 
-@torch.library.custom_op("loka::permute", mutates_args=())
-def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """order, offsets, inverse."""
-    return kernels.permute(ids, experts)
+permute = torch.library.custom_op("loka::permute", kernels.permute, mutates_args=())
 
 
 @permute.register_fake
@@ -65,10 +62,7 @@ def _(ids, experts):  # type: ignore[no-untyped-def]
     return ids.new_empty(visits, **long), ids.new_empty(experts + 1, dtype=torch.int32), ids.new_empty(visits, **long)
 
 
-@torch.library.custom_op("loka::gather_rows", mutates_args=())
-def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Rows and their scales."""
-    return kernels.gather(x, scale, order, top)
+gather = torch.library.custom_op("loka::gather_rows", kernels.gather, mutates_args=())
 
 
 @gather.register_fake
@@ -79,10 +73,7 @@ def _(x, scale, order, top):  # type: ignore[no-untyped-def]
     return out, x.new_empty(groups, rows, dtype=torch.float32).T
 
 
-@torch.library.custom_op("loka::combine", mutates_args=())
-def combine(y: Tensor, inverse: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
-    """The weighted sum of each token's rows."""
-    return kernels.combine(y, inverse, weights, add)
+combine = torch.library.custom_op("loka::combine", kernels.combine, mutates_args=())
 
 
 @combine.register_fake

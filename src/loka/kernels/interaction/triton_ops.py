@@ -36,10 +36,7 @@ def _(following, tower, residual, rstd, n_f):  # type: ignore[no-untyped-def]
     return None
 
 
-@torch.library.custom_op("loka::interact_norm_gradient", mutates_args=())
-def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
-    """The gradient of what was normalised."""
-    return kernels.norm_gradient(g, following, rstd)
+norm_gradient = torch.library.custom_op("loka::interact_norm_gradient", kernels.norm_gradient, mutates_args=())
 
 
 @norm_gradient.register_fake

@@ -57,7 +57,9 @@ def quantize_transposed(
 ) -> QTensor:
     """Quantise the transpose [K, M], contiguous, of x [M, K], without a transposed copy in x's own precision."""
     chosen = pick("quantize", backend, QuantizeCall.of(x, None, spec), x.device)
-    _, q_t = chosen.backend.run(_as_it_may_lie(x, chosen.backend), None, transpose=spec, transpose_scale=scale, generator=generator)
+    _, q_t = chosen.backend.run(
+        _as_it_may_lie(x, chosen.backend), None, transpose=spec, transpose_scale=scale, generator=generator
+    )
     return cast(QTensor, q_t)
 
 

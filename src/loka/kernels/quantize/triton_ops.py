@@ -141,10 +141,7 @@ def _pair(spec: Spec) -> tuple[bool, bool]:
     return spec.format == E5M2, spec.scale in ("pow2", "e8m0")
 
 
-@torch.library.custom_op("loka::transpose_fp8", mutates_args=())
-def transpose(data: Tensor) -> Tensor:
-    """[K, M] whose rows start at multiples of 16 bytes."""
-    return kernels.transpose(data)
+transpose = torch.library.custom_op("loka::transpose_fp8", kernels.transpose, mutates_args=())
 
 
 @transpose.register_fake

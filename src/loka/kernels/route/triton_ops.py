@@ -1,23 +1,13 @@
 """The Triton routers as torch ops, so that torch.compile sees calls and not Python."""
 
 import torch
-from torch import Tensor
 
 from loka.kernels.route import triton_kernels as kernels
 
-
-@torch.library.custom_op("loka::route", mutates_args=())
-def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
-    """See `triton_kernels.route`."""
-    return kernels.route(x, weight, balance, top, always)
+route = torch.library.custom_op("loka::route", kernels.route, mutates_args=())
 
 
-@torch.library.custom_op("loka::route_sorted", mutates_args=())
-def route_sorted(
-    x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `triton_kernels.route_sorted`."""
-    return kernels.route_sorted(x, weight, balance, top, always)
+route_sorted = torch.library.custom_op("loka::route_sorted", kernels.route_sorted, mutates_args=())
 
 
 @route_sorted.register_fake

@@ -6,10 +6,10 @@ from torch import Tensor, dtype
 
 from loka.formats import QTensor, Spec
 from loka.kernels import registry
-from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.scaled_mm.call import GemmWay, MatmulCall
 from loka.kernels.strides import aligned_rows
 
-__all__ = ["ROWS", "MatmulCall", "prepare", "scaled_mm"]
+__all__ = ["ROWS", "GemmWay", "MatmulCall", "prepare", "scaled_mm"]
 
 ROWS = 1024  # `auto` is asked for a batch of this size where nobody knows it; the choice hardly ever depends on it
 

@@ -1,6 +1,6 @@
-"""The GEMM of quantised operands, described without tensors."""
+"""The GEMM of quantised operands, described without tensors: how it runs, and one call of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -10,8 +10,63 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
+class GemmWay:
+    """What one GEMM runs, the same from the recipe table to the kernel: the Specs of its K-major operands, how it adds up, and its backend. Records carry it as strings.
+
+    Args:
+        a: Spec of the left operand, [M, K].
+        b: of the right one, [N, K].
+        fast_accum: sums may stay in the tensor cores.
+        backend: by name, checked where it is bound; `auto` is chosen for when a module is placed (`loka.lowp.auto`) and stays `auto`: a module that moves is chosen for again.
+        picked: what `auto` came to, in words.
+        kernels: the same as what runs, by the type that is written.
+
+    Example:
+        >>> str(GemmWay.parse("e4m3:row@e4m3:row", fast_accum=True).on("torch"))
+        'e4m3:row@e4m3:row/torch'
+    """
+
+    a: Spec
+    b: Spec
+    fast_accum: bool = False
+    backend: str = "auto"
+    picked: str | None = field(default=None, compare=False)
+    kernels: tuple[tuple[torch.dtype, str], ...] = field(default=(), compare=False)
+
+    @classmethod
+    def parse(cls, text: str, *, fast_accum: bool = False) -> "GemmWay":
+        """From `a@b`, or `a@b/backend`."""
+        operands, _, backend = text.partition("/")
+        a, _, b = operands.partition("@")
+        return cls(Spec.parse(a), Spec.parse(b), fast_accum, backend or "auto")
+
+    def on(self, backend: str) -> "GemmWay":
+        """The same on a backend; nothing is picked yet."""
+        return GemmWay(self.a, self.b, self.fast_accum, backend)
+
+    def preferred(self, dtype: torch.dtype) -> str | None:
+        """What `auto` came to for results of a type; None where it was not asked, or where a backend is named."""
+        for known, name in self.kernels:
+            if known == dtype:
+                return name
+        return None
+
+    @property
+    def of_weight(self) -> "GemmWay":
+        """The way a weight that is the second operand is laid out for: the kernel that `auto` came to, under autocast where that is another."""
+        return self.on(self.kernels[-1][1]) if self.backend == "auto" and self.kernels else self.on(self.backend)
+
+    def call(self, m: int, k: int, n: int, out_dtype: torch.dtype = torch.bfloat16) -> "MatmulCall":
+        """The call it makes of a shape."""
+        return MatmulCall(m, k, n, self.a, self.b, out_dtype, self.fast_accum)
+
+    def __str__(self) -> str:
+        return f"{self.a}@{self.b}/{self.backend}" + (f" ({self.picked})" if self.picked else "")
+
+
+@dataclass(frozen=True)
 class MatmulCall:
-    """out[M, N] = a[M, K] @ b[N, K]^T. Both operands are K-major, as FP8 tensor cores want them."""
+    """One call: out[M, N] = a[M, K] @ b[N, K]^T. Both operands are K-major, as FP8 tensor cores want them. What backends are asked whether they can; a `GemmWay` has no shape yet."""
 
     m: int
     k: int

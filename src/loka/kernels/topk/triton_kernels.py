@@ -36,7 +36,6 @@ LARGEST_K = SELECTED // 2
 WIDEST = 16384  # most codes of a beam whose log-sum-exp is taken in the same pass
 KEYS, SCORES, BEAMS = 0, 1, 2
 _KEYS = tl.constexpr(0)
-_SCORES = tl.constexpr(1)
 _BEAMS = tl.constexpr(2)
 _ABSENT = tl.constexpr(-2147483648)
 

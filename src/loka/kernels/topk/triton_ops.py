@@ -1,15 +1,10 @@
 """The Triton selections as torch ops, so that torch.compile sees a call and not Python."""
 
 import torch
-from torch import Tensor
 
 from loka.kernels.topk import triton_kernels as kernels
 
-
-@torch.library.custom_op("loka::topk", mutates_args=())
-def topk(scores: Tensor, k: int, in_order: bool) -> tuple[Tensor, Tensor]:
-    """values, indices [R, k]."""
-    return kernels.topk(scores, k, in_order)
+topk = torch.library.custom_op("loka::topk", kernels.topk, mutates_args=())
 
 
 @topk.register_fake
@@ -18,12 +13,7 @@ def _(scores, k, in_order):  # type: ignore[no-untyped-def]
     return scores.new_empty(rows, k), scores.new_empty(rows, k, dtype=torch.int64)
 
 
-@torch.library.custom_op("loka::beam_topk", mutates_args=())
-def beam_topk(
-    logits: Tensor, beam_scores: Tensor, k: int, mask: Tensor | None, lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """values, beams, codes [R, k]."""
-    return kernels.beam_topk(logits, beam_scores, k, mask, lse)
+beam_topk = torch.library.custom_op("loka::beam_topk", kernels.beam_topk, mutates_args=())
 
 
 @beam_topk.register_fake

@@ -15,7 +15,7 @@ as a NaN scale (255 in E8M0).
 Stochastic codecs round with `loka.formats.philox`: the numbers depend on the step, the stream and the block's place, not on what was encoded before.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,6 @@ from torch import Tensor
 from loka.formats import Draw, QTensor, Spec, dequantize, quantize, round_bf16, uniform_bits
 from loka.formats.format import power_of_two
 from loka.kernels import wire
-
-__all__ = ["Codec", "parse_codec"]
 
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -196,12 +194,6 @@ class Codec:
             return nibbles
         signed: Tensor = nibbles.to(torch.int8)
         return torch.where(signed > 7, signed - 16, signed)
-
-    def replace_rounding(self, stochastic: bool) -> "Codec":
-        """The same codec, rounding otherwise."""
-        if self.spec is None:
-            return replace(self, stochastic=stochastic)
-        return replace(self, spec=replace(self.spec, rounding="stochastic" if stochastic else "nearest"))
 
     def __str__(self) -> str:
         if self.spec is not None:
