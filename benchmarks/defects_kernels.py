@@ -19,6 +19,7 @@ from torch import Tensor
 from loka.formats import E4M3, QTensor, Spec, decode, expand_scale, quantize
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.strides import GRANULE
 
 SPECS = (
     ("e4m3:row", "e4m3:row"),
@@ -192,12 +193,14 @@ def show_nearly_the_same(kernel: Kernel, call: MatmulCall, seed: int) -> tuple[T
 
 
 def show_moved(shift_a: int, shift_b: int, stride: int) -> Callable[[Kernel, MatmulCall, int], tuple[Tensor, Pair]]:
-    """Operands that begin some bytes into their storage, with rows farther apart."""
+    """Operands that begin some bytes into their storage, with rows farther apart; on a GPU by multiples of 16 bytes, since `scaled_mm` hands kernels nothing else there."""
 
     def move(q: QTensor, shift: int) -> QTensor:
         rows, cols = q.shape
-        storage = torch.zeros(rows * (cols + stride) + shift, dtype=torch.uint8)
-        view = storage.as_strided((rows, cols), (cols + stride, 1), shift)
+        unit = 1 if q.device.type == "cpu" else GRANULE
+        apart, shift = cols + -cols % unit + unit * stride, unit * shift
+        storage = torch.zeros(rows * apart + shift, dtype=torch.uint8, device=q.device)
+        view = storage.as_strided((rows, cols), (apart, 1), shift)
         view.copy_(q.data.view(torch.uint8))
         return replace(q, data=view.view(q.data.dtype))
 

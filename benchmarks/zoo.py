@@ -6,14 +6,18 @@
 Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
 
     bf16                    the model as it is, autocast in training, bf16 weights in inference
-    torchao-RECIPE          torchao's own conversion of linears of 256 and more
+    torchao-RECIPE          torchao's own conversion of linears of 256 and more: tensorwise, rowwise, rowwise_with_gw_hp
+    torchao-auto-RECIPE     the same where torchao's own filter finds it worth it
+    all-BACKEND             `loka.convert` with the one recipe of a library on all of these: all-fbgemm rowwise, all-deepgemm blockwise; refused by name where it is not installed
+    plan-NAME               `loka.convert(model, plan)` with NAME.json of --plans
     loka                    `loka.convert(model, plan)` with the units that `loka.units.discover` finds, after the mods that change nothing but the layout
     bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
     loka-tune               `loka.tune`, which chooses between all of these
+    bf16-before             bf16 in the checkout that `--before` names, for the two families of ours (interformer, hstu), which are asked for by name
 
 One process a case; all prepare at once, then are timed one after another, in turns (ABAB), on an idle GPU. Outputs are compared with float32 before anything is timed; in training the gradients
-too. A case that fails is a row with its reason.
+too. A case that fails is a row with its reason. `activations_gib`: the peak of a step above weights, gradients, optimizer state and inputs.
 """
 
 import argparse
@@ -31,6 +35,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+PLANS = "LOKA_ZOO_PLANS"  # in the environment of a case: the folder of --plans
+RECIPE_OF = {"fbgemm": "rowwise", "deepgemm": "blockwise", "torch": "rowwise", "triton": "rowwise"}  # of all-BACKEND
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
 
 
@@ -157,6 +164,10 @@ class Encoder(nn.Module):
 
 def make(name, device):
     g = torch.Generator(device=device).manual_seed(1)
+    if name not in ROWS:
+        import zoo_families
+
+        return zoo_families.make(name, device, g)
     b = ROWS[name]
 
     def r(*s):
@@ -175,6 +186,11 @@ def make(name, device):
     raise ValueError(name)
 
 
+def _floats(inputs, do):
+    """What is an activation changes, and lengths and times stay."""
+    return tuple(do(x) if x.is_floating_point() else x for x in inputs)
+
+
 def _is_wide(module, name):
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0 and min(module.in_features, module.out_features) >= 256  # fmt: skip
 
@@ -191,16 +207,20 @@ def run_step(model, inputs, mode):
 
 def prepare(model, way, inputs, mode, facts):
     """The way, through public calls only."""
-    if way == "bf16":
+    if way in ("bf16", "bf16-before"):
         return model
     if way.startswith("torchao"):
-        recipe = way.partition("-")[2]
+        recipe, keep = way.rpartition("-")[2], _is_wide
         if mode == "train":
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            convert_to_float8_training(
-                model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=_is_wide
-            )
+            if "-auto-" in way:
+                from torchao.float8 import _auto_filter_for_recipe
+
+                keep = _auto_filter_for_recipe(recipe, filter_fqns=[])
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            convert_to_float8_training(model, config=config, module_filter_fn=keep)
+            facts["converted"] = sum(type(m).__name__ == "Float8Linear" for m in model.modules())
         else:
             from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, PerTensor, quantize_
 
@@ -210,6 +230,15 @@ def prepare(model, way, inputs, mode, facts):
     import loka
 
     example = inputs if len(inputs) > 1 else inputs[0]
+    if way.startswith("all-"):
+        backend = way.removeprefix("all-")
+        done = loka.convert(model, recipe=RECIPE_OF[backend], backend=backend, module_filter_fn=_is_wide)
+        facts["summary"] = str(done)[:4000]
+        return model
+    if way.startswith("plan-"):
+        plan = loka.Plan.load(Path(os.environ[PLANS]) / f"{way.removeprefix('plan-')}.json")
+        facts["summary"] = str(loka.convert(model, plan, example=example, freeze=mode == "infer"))[:4000]
+        return model
     if way == "bf16-layout":
         facts["summary"] = str(loka.mods.apply(model, list(loka.mods.FREE), example=example))[:4000]
         return model
@@ -250,10 +279,10 @@ def case(name, mode, way, barrier, out):
     try:
         with torch.device(device):
             model, inputs = make(name, device)
-        reference, gradients = _reference(model, inputs, mode)
+        reference, gradients = _when_there_is_room(lambda: _reference(model, inputs, mode))
         if mode == "infer":
             model = model.eval().requires_grad_(False).to(torch.bfloat16)
-            inputs = tuple(x.to(torch.bfloat16) for x in inputs)
+            inputs = _floats(inputs, lambda x: x.to(torch.bfloat16))
         began = time.time()
         model = prepare(model, way, inputs, mode, facts)
         warm_up(model, inputs, mode)
@@ -296,6 +325,20 @@ def case(name, mode, way, barrier, out):
 TURNS, REPEATS = 3, 12
 
 
+def _when_there_is_room(do, tries=8):
+    """All cases compute in float32 at the start, and not all of them fit on one card at once."""
+    for left in reversed(range(tries)):
+        try:
+            return do()
+        except torch.OutOfMemoryError:
+            if not left:
+                raise
+        finally:
+            torch.cuda.empty_cache()
+        time.sleep(4)
+    raise AssertionError("tries is positive")
+
+
 def _reference(model, inputs, mode):
     """float32 outputs and gradients."""
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -312,7 +355,7 @@ def _graph(model, run, inputs, mode, facts):
     optimizer = None
     if mode == "train":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=True)
-        inputs = tuple(x.clone().requires_grad_() for x in inputs)
+        inputs = _floats(inputs, lambda x: x.clone().requires_grad_())
 
     def step():
         run_step(run, inputs, mode)
@@ -328,12 +371,29 @@ def _graph(model, run, inputs, mode, facts):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    if optimizer is not None:
+        facts["activations_gib"] = _activations(model, run, inputs)
     torch.cuda.reset_peak_memory_stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     graph.replay()
     return graph.replay
+
+
+def _activations(model, run, inputs):
+    """With all gradients there already, what a step still takes is activations and temporaries."""
+    held = (*model.parameters(), *(x for x in inputs if x.requires_grad))
+    for p in held:
+        p.grad = torch.zeros_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_step(run, inputs, "train")
+    torch.cuda.synchronize()
+    for p in held:
+        p.grad = None
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def _profile(go, count=30):
@@ -369,6 +429,8 @@ def main():
     parser.add_argument(
         "--wait", type=float, default=330, help="seconds until cases that are still compiling are given up"
     )
+    parser.add_argument("--before", help="another checkout's src, for the way bf16-before")
+    parser.add_argument("--plans", default="", help="folder of the plans that ways name")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--barrier", help=argparse.SUPPRESS)
     a = parser.parse_args()
@@ -379,7 +441,7 @@ def main():
     for c in [f"{m}/{k}/{w}" for m in a.models.split(",") for k in a.modes.split(",") for w in a.ways.split(",")]:
         key = c.replace("/", "_")
         log = (work / f"{key}.log").open("w")
-        env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        env = {**os.environ, "OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2", PLANS: a.plans}
         command = [
             sys.executable,
             __file__,
@@ -390,6 +452,8 @@ def main():
             "--out",
             str(work / f"{key}.json"),
         ]
+        if "-before" in c:
+            env["PYTHONPATH"] = os.pathsep.join([a.before, *env.get("PYTHONPATH", "").split(os.pathsep)])
         procs[c] = (subprocess.Popen(command, stdout=log, stderr=log, env=env), key)
 
     def waiting():
@@ -429,7 +493,9 @@ def main():
     Path(a.out).write_text(json.dumps({**head, "rows": rows}, indent=1))
     for row in rows:
         same = [r for r in rows if (r["model"], r["mode"]) == (row["model"], row["mode"]) and "ms" in r]
-        base = min((r["ms"] for r in same if r["way"] in ("bf16", "bf16+max")), default=float("nan"))
+        base = min(
+            (r["ms"] for r in same if r["way"].removesuffix("+max") in ("bf16", "bf16-before")), default=float("nan")
+        )
         label = f"{row['model']:8} {row['mode']:5} {row['way']:22}"
         if "ms" in row:
             gradient = f" grad {row['gradient_error']:.3f}" if "gradient_error" in row else ""

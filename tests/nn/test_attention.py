@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from loka.nn import DotProductAttention, SelfAttention
-from loka.nn.attention import rotate
+from loka.nn.attention import Rotary
 
 
 def attend(q, k, v, seen):
@@ -41,24 +41,37 @@ def test_causal_sees_no_later_key():
 def test_rotary_turns_pairs_and_depends_on_distance_only():
     torch.manual_seed(0)
     q, k = torch.randn(2, 8, dtype=torch.float64)
+    rotate, close = Rotary(8, 12), {"rtol": 1e-6, "atol": 1e-6}
     turned_q = rotate(q.expand(1, 1, 10, 8))[0, 0]
     turned_k = rotate(k.expand(1, 1, 10, 8))[0, 0]
     by_hand = torch.polar(torch.ones(4, dtype=torch.float64), 3 * 10_000.0 ** (-torch.arange(4).double() / 4))
     expected = torch.complex(q[:4], q[4:]) * by_hand
-    torch.testing.assert_close(turned_q[3], torch.cat([expected.real, expected.imag]))
-    torch.testing.assert_close(turned_q[7] @ turned_k[4], turned_q[5] @ turned_k[2])
+    torch.testing.assert_close(turned_q[3], torch.cat([expected.real, expected.imag]), **close)
+    torch.testing.assert_close(turned_q[7] @ turned_k[4], turned_q[5] @ turned_k[2], **close)
+    with pytest.raises(ValueError, match="13 positions"):
+        rotate(torch.zeros(1, 1, 13, 8))
     with pytest.raises(ValueError, match="even"):
-        rotate(torch.zeros(1, 1, 2, 3))
+        Rotary(3, 2)
 
 
-@pytest.mark.parametrize("rotary", [False, True])
+def test_rotary_keeps_its_angles_in_16_bits_and_after_an_empty_start():
+    table = Rotary(8, 12).table
+    assert torch.equal(Rotary(8, 12).to(torch.bfloat16).table, table)
+    with torch.device("meta"):
+        made = Rotary(8, 12)
+    made.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(made.table, table)
+    assert not made.state_dict()
+
+
+@pytest.mark.parametrize("rotary", [0, 7])
 def test_self_attention(rotary):
     torch.manual_seed(0)
     layer = SelfAttention(8, 2, rotary=rotary, bias=True).double()
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     q, k, v = (x @ layer.qkv.weight.T + layer.qkv.bias).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
     if rotary:
-        q, k = rotate(q), rotate(k)
+        q, k = layer.rotary(q), layer.rotary(k)
     mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
     out = attend(q, k, v, lambda b, _t, s: bool(mask[b, s])).transpose(1, 2).reshape(2, 5, 8)
     torch.testing.assert_close(layer(x, mask), out @ layer.out.weight.T + layer.out.bias)

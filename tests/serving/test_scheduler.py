@@ -292,3 +292,19 @@ def test_goodput_at_twice_the_capacity_is_that_at_capacity() -> None:
         rates[load] = sum(at <= entry.deadline + 1e-9 for entry, at in seen["done"]) / 20.0
     assert rates[2.0] >= 0.95 * rates[1.0]
     assert rates[5.0] >= 0.95 * rates[1.0]
+
+
+def test_time_that_answers_take_to_leave_comes_off_the_deadline() -> None:
+    scheduler = make({(1, 16): 0.020}, reserve=0.002)
+    admit(scheduler, 0.0)
+    scheduler.start(now=0.0)
+    admit(scheduler, 0.0)  # ends at 40 of 50 ms
+    for now in (0.020, 0.040):
+        for _ in range(20):
+            scheduler.learn_sending(0.020)
+        scheduler.finish(now=now)
+        scheduler.start(now=now)
+    assert scheduler.reserve == pytest.approx(0.0125)  # a quarter of the SLA at most
+    admit(scheduler, 0.050)
+    scheduler.start(now=0.050)
+    assert isinstance(scheduler.offer("late", now=0.050), Shed)  # 40 ms to run and 12.5 to leave

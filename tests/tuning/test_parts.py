@@ -115,6 +115,17 @@ def test_gradients_count_in_training_alone() -> None:
     assert make_offers(sites, limits=LIMITS, training=False).offers
 
 
+def test_a_linear_whose_weight_gradient_alone_fails_keeps_that_in_16_bits() -> None:
+    bad = predicted(1e-5) | {("wgrad", "delayed"): 0.5, ("wgrad", "rowwise"): 0.5}
+    bad |= {("fprop", "rowwise_with_gw_hp"): 1e-5, ("dgrad", "rowwise_with_gw_hp"): 1e-5}
+    sites = looked_at(a=bad)
+    (offer,) = make_offers(sites, limits=LIMITS, training=True).offers
+    assert offer.way == "rowwise_with_gw_hp"
+    assert "wgrad" in offer.reason
+    _, (site,) = to_plan_parts([offer], sites, {}, {}, training=True)
+    assert [choice.backend == "high" for choice in site.choices] == [False, False, True]
+
+
 def test_without_a_gradient_nothing_is_predicted_and_nothing_offered() -> None:
     chosen = make_offers(looked_at(a={}), limits=LIMITS, training=True)
     assert "no gradient reached it" in chosen.kept["a"]

@@ -6,8 +6,11 @@ many were left out is told, never silent. Codes outside their codebook raise and
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from loka.inference.decoder import Inputs
@@ -58,40 +61,45 @@ def check_request(request: Request, config: OneRecConfig, place: int) -> None:
 
 
 def pad_requests(requests: list[Request], config: OneRecConfig, bucket: tuple[int, int]) -> Inputs:
-    """The batch on the host, newest items first, padded to the bucket; empty places are requests without history."""
+    """The batch on the host, newest items first, padded to the bucket; empty places are requests without history.
+
+    In numpy, as `split_found` is: between two batches the GPU waits for this, and a torch operation per request gives the interpreter away to a busy server each time.
+    """
     rows, length = bucket
-    codes = torch.zeros(rows, length, config.history_width, dtype=torch.int64)
-    lengths = torch.zeros(rows, dtype=torch.int64)
-    static = torch.zeros(rows, config.static) if config.static else None
-    places = codes.numpy()  # reversed in numpy: torch's flip of a few thousand codes takes longer than a decoding step
+    codes = np.zeros((rows, length, config.history_width), np.int64)
+    lengths = np.zeros(rows, np.int64)
+    static = np.zeros((rows, config.static), np.float32) if config.static else None
     for row, request in enumerate(requests):
-        recent = request.history[-length:].cpu().numpy()[::-1]
-        places[row, : len(recent)] = recent
+        recent = _on_host(request.history)[-length:][::-1]
+        codes[row, : len(recent)] = recent
         lengths[row] = len(recent)
         if static is not None and request.static is not None:
-            static[row] = request.static.float().cpu()
-    return Inputs(codes, lengths, static)
+            static[row] = _on_host(request.static.float())
+    return Inputs(
+        torch.from_numpy(codes), torch.from_numpy(lengths), None if static is None else torch.from_numpy(static)
+    )
+
+
+def _on_host(values: Tensor) -> NDArray[Any]:
+    found: NDArray[Any] = (values if values.device.type == "cpu" else values.cpu()).numpy()
+    return found
 
 
 def split_found(
     codes: Tensor, scores: Tensor, items: Tensor | None, requests: list[Request], length: int
 ) -> list[Recommendation]:
-    """One recommendation per request; beams that are no id are left out."""
-    alive = scores > float("-inf")
+    """One recommendation per request, of tensors on the host; beams that are no id are left out."""
+    parts = [codes.numpy(), scores.numpy()] + ([] if items is None else [items.numpy()])
+    alive = parts[1] > -np.inf
     if items is not None:
-        alive &= items >= 0
-    whole = alive.all(1).tolist()
+        alive &= parts[2] >= 0
+    whole = alive.all(1)
     out = []
     for row, request in enumerate(requests):
         kept = slice(None) if whole[row] else alive[row]
-        out.append(
-            Recommendation(
-                codes=codes[row][kept],
-                scores=scores[row][kept],
-                items=None if items is None else items[row][kept],
-                cut=max(0, request.history.shape[0] - length),
-            )
-        )
+        each = [torch.from_numpy(part[row][kept]) for part in parts]
+        cut = max(0, request.history.shape[0] - length)
+        out.append(Recommendation(codes=each[0], scores=each[1], items=None if items is None else each[2], cut=cut))
     return out
 
 

@@ -58,6 +58,8 @@ def no(reason: str) -> Verdict:
 class Backend(Protocol):
     """What the registry hands out: a module with these two functions, and `prepare` where it has one (`registry.prepare` knows).
 
+    On a GPU its operands have rows at multiples of 16 bytes, unless it says `any_alignment = True`: then it gets them as they lie, and is judged so.
+
     Example:
         >>> registry.backend("scaled_mm", "reference").supports(call, torch.device("cpu"))
     """

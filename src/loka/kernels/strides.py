@@ -1,12 +1,31 @@
-"""What every kernel asks of its operands: rows, or columns, that lie in memory without gaps between their numbers."""
+"""What kernels ask of their operands: rows, or columns, that lie in memory without gaps between their numbers, and begin where 16 bytes can be read at once."""
 
 import torch
 from torch import Tensor
+
+GRANULE = 16  # bytes
 
 
 def unit_rows(x: Tensor) -> Tensor:
     """x with a last stride of one; copied only where it has another."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """x [M, K] on a GPU with all its rows at multiples of 16 bytes; copied only where they lie elsewhere.
+
+    Kernel libraries may demand it, be wrong or fault without, and the gate (loka.measure.gate) tries them at such addresses alone; so nothing else may reach them. Storage begins at more than
+    that, so offset and stride decide. In compiled code operands are made by the quantiser before, at the start of their storage, and an offset cannot be asked for: it would break the graph.
+    """
+    if x.device.type == "cpu" or x.numel() == 0 or x.stride(1) != 1:
+        return x
+    size = x.element_size()
+    begins = torch.compiler.is_compiling() or x.storage_offset() * size % GRANULE == 0
+    if begins and (x.shape[0] == 1 or x.stride(0) * size % GRANULE == 0):
+        return x
+    each = max(1, GRANULE // size)
+    made = torch.empty(x.shape[0], -(-x.shape[1] // each) * each, dtype=x.dtype, device=x.device)[:, : x.shape[1]]
+    return made.copy_(x)
 
 
 def token_columns(v: Tensor) -> Tensor:

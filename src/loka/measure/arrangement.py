@@ -8,7 +8,8 @@ fresh contiguous operands and wrong elsewhere.
     shifted   contiguous rows that begin some elements into their storage
     slices    rows inside a wider buffer, as a slice of a concatenation has them, which begins some elements into its storage
 
-On a GPU shifts and strides are whole multiples of 16 bytes: libraries may demand that, and a fault there ends the process instead of the call.
+On a GPU shifts and strides are whole multiples of 16 bytes: libraries may demand that, a fault there ends the process instead of the call, and the fronts of kernels copy
+what lies elsewhere (loka.kernels.strides). A backend that says `any_alignment = True` is handed everything as it lies, and tried at every element.
 """
 
 from dataclasses import replace
@@ -18,15 +19,20 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor
+from loka.kernels.strides import GRANULE
 
 Place = Literal["fresh", "reused", "shifted", "slices"]
-GRANULE = 16  # bytes: what FP8 tensor cores ask of addresses and strides
 
 
 class Arrangement:
-    """Puts operands in places; `number` chooses among the shifts, so that consecutive calls see different ones."""
+    """Puts operands in places; `number` chooses among the shifts, so that consecutive calls see different ones.
 
-    def __init__(self) -> None:
+    Args:
+        exact: shift by elements on a GPU too, not by 16 bytes.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def put(self, x: Tensor, place: Place, number: int, *, role: str) -> Tensor:
@@ -61,7 +67,7 @@ class Arrangement:
             key = (role, x.dtype, tuple(x.shape))
             buffer = self._buffers.setdefault(key, torch.empty(x.shape, dtype=x.dtype, device=x.device))
             return buffer.copy_(x)
-        unit = 1 if x.device.type == "cpu" else max(1, GRANULE // x.element_size())
+        unit = 1 if self.exact or x.device.type == "cpu" else max(1, GRANULE // x.element_size())
         shift = unit * choose_shift(number)
         if place == "shifted":
             return torch.empty(x.numel() + shift, dtype=x.dtype, device=x.device)[shift:].view(x.shape).copy_(x)

@@ -240,7 +240,7 @@ class _Matmul:
     def __init__(self, backend: Any, call: MatmulCall, device: torch.device) -> None:
         self.backend, self.call, self.device = backend, call, device
         self.allowed = allow(call)
-        self.arrangement = Arrangement()
+        self.arrangement = Arrangement(exact=getattr(backend, "any_alignment", False))
         keep = len(MATMUL_SETS) * call.m * call.n <= KEPT
         names = {name for _, _, name in _steps(backend, MATMUL_SETS)}
         self.sets = {name: matmul_set(call, name, seed=0, device=device) for name in MATMUL_SETS if name in names}
@@ -302,7 +302,10 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Confo
 @torch.no_grad()
 def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> Conformance:
     call = _as_judged(backend, call)
-    arrangement, options_of = Arrangement(), Quantize()._options
+    arrangement, options_of = (
+        Arrangement(exact=getattr(backend, "any_alignment", False)),
+        Quantize()._options,
+    )
     names = {name for _, _, name in _steps(backend, QUANTIZE_SETS)}
     inputs_ = {
         name: quantize_set(name, call.m, call.k, seed=seed, dtype=call.in_dtype, device=device)

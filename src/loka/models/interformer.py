@@ -185,7 +185,7 @@ class InterFormerLayer(nn.Module):
         d, style = config.d, config.style
         self.backbone = Backbone(config)
         self.pffn = PersonalFeedForward(config)
-        self.mha = SelfAttention(d, config.heads, rotary=True, bias=style.bias)
+        self.mha = SelfAttention(d, config.heads, rotary=config.cls + config.length, bias=style.bias)
         self.residual = config.residual
         if config.residual:
             self.x_norm = make_norm(style.norm, d, bias=style.bias)

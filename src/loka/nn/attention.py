@@ -3,8 +3,8 @@
     out = softmax(Q K^T / sqrt(d_head) + mask) V,     heads of Q in groups that share a K and V head (GQA)
 
 The projections are `nn.Linear` children (`qkv`, `out`); the two batched products live in DotProductAttention, so a tool that looks for heavy
-computation finds three names. Queries, keys and values of one input are one GEMM. Rotary angles are made from positions in forward: there is no
-table to go stale.
+computation finds three names. Queries, keys and values of one input are one GEMM. Rotary angles are a table: made from positions in forward, a compiler makes them again for every
+element of every query and key, a third of an InterFormer's step.
 
 Not here: the SiLU attention of HSTU (`silu_attention`), dropout of attention weights, caches.
 """
@@ -49,6 +49,51 @@ class DotProductAttention(nn.Module):
         return f"causal={self.causal}"
 
 
+class Rotary(nn.Module):
+    """Rotary positions: pair (i, i + d/2) of position t is turned by the angle t * base^(-2i/d). x [B, H, T, d] -> the same shape.
+
+    Args:
+        d: width of a head, even.
+        length: positions there are.
+        base: of the angles.
+
+    Example:
+        >>> Rotary(32, 260)(torch.randn(2, 4, 256, 32)).shape
+        torch.Size([2, 4, 256, 32])
+    """
+
+    table: Tensor
+
+    def __init__(self, d: int, length: int, *, base: float = 10_000.0) -> None:
+        super().__init__()
+        if d % 2:
+            raise ValueError(f"rotary positions pair features, so the head width must be even, got {d}")
+        self.d, self.length, self.base = d, length, base
+        # as bits: a model that is put into 16 bits keeps its angles
+        self.register_buffer("table", torch.empty(2, length, d // 2, dtype=torch.int32), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Make the cosines and sines, where the module is: after `to_empty` too."""
+        wide, device = torch.float64, self.table.device
+        rates = self.base ** (-torch.arange(0, self.d, 2, device=device, dtype=wide) / self.d)
+        angles = torch.arange(self.length, device=device, dtype=wide)[:, None] * rates
+        self.table.copy_(torch.stack([angles.cos(), angles.sin()]).float().view(torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rotate, in float32 at least."""
+        if x.shape[-2] > self.length or x.shape[-1] != self.d:
+            raise ValueError(f"x has {x.shape[-2]} positions of {x.shape[-1]}; the table {self.length} of {self.d}")
+        cos, sin = self.table[:, : x.shape[-2]].view(torch.float32).unbind()
+        a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Positions and width."""
+        return f"{self.d}, length={self.length}"
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention over x [B, T, d].
 
@@ -56,7 +101,7 @@ class SelfAttention(nn.Module):
         d: features.
         heads: that divide them.
         causal: a token sees those before it.
-        rotary: positions rotate queries and keys.
+        rotary: how many positions there are to rotate queries and keys by; 0 rotates none.
         bias: of the linears.
 
     Example:
@@ -64,10 +109,11 @@ class SelfAttention(nn.Module):
         torch.Size([2, 5, 64])
     """
 
-    def __init__(self, d: int, heads: int, *, causal: bool = False, rotary: bool = False, bias: bool = False) -> None:
+    def __init__(self, d: int, heads: int, *, causal: bool = False, rotary: int = 0, bias: bool = False) -> None:
         super().__init__()
         check_heads(d, heads)
-        self.heads, self.rotary = heads, rotary
+        self.heads = heads
+        self.rotary = Rotary(d // heads, rotary) if rotary else None
         self.qkv = nn.Linear(d, 3 * d, bias=bias)
         self.attention = DotProductAttention(causal=causal)
         self.out = nn.Linear(d, d, bias=bias)
@@ -75,17 +121,15 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x [B, T, d], mask [B, T] (True: a real token) -> [B, T, d]."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
-        if self.rotary:
-            q, k = rotate(q), rotate(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
         out: Tensor = self.out(merge_heads(self.attention(q, k, v, mask)))
         return out
 
     def extend(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """One more position, x [B, 1, d], after the keys and values of the earlier ones; returns them with its own appended."""
-        if self.rotary or x.shape[1] != 1:
-            raise ValueError(
-                f"extend takes one position without rotary angles, got {x.shape[1]} and rotary={self.rotary}"
-            )
+        if self.rotary is not None or x.shape[1] != 1:
+            raise ValueError(f"extend takes one position without rotary angles, got {x.shape[1]} with {self.rotary}")
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
@@ -107,16 +151,3 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """[B, H, T, d] -> [B, T, H d]."""
     return x.transpose(1, 2).flatten(2)
-
-
-def rotate(x: Tensor, *, base: float = 10_000.0) -> Tensor:
-    """Rotary positions: pair (i, i + d/2) of position t is turned by the angle t * base^(-2i/d). x [B, H, T, d], d even."""
-    length, d = x.shape[-2], x.shape[-1]
-    if d % 2:
-        raise ValueError(f"rotary positions pair features, so the head width must be even, got {d}")
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rates = base ** (-torch.arange(0, d, 2, device=x.device, dtype=wide) / d)
-    angles = torch.arange(length, device=x.device, dtype=wide)[:, None] * rates
-    cos, sin = angles.cos(), angles.sin()
-    a, b = x.to(wide).chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)

@@ -129,6 +129,7 @@ class Front:
             **msgspec.structs.asdict(answer),
         }  # fmt: skip
         await self._send(call, 200, body, ticket=ticket)
+        runner.sent(ticket)
 
     def _breathe(self) -> None:
         """Shed before reading anything while the event loop itself is later than the SLA: on a starved machine even refusing must be cheap."""

@@ -15,7 +15,7 @@ class Policy:
 
     Args:
         sla: seconds from arrival to answer.
-        reserve: seconds of it kept for reading, writing and waking up.
+        reserve: seconds of it kept for reading, writing and waking up, at least: a scheduler keeps more where answers take longer to leave.
         queue: most requests that may wait; one more is shed.
         quantile: of the learned times, for planning.
 
@@ -41,7 +41,7 @@ class Policy:
 
     @property
     def budget(self) -> float:
-        """Seconds of the SLA that waiting and running may use."""
+        """Seconds of the SLA that waiting and running may use, as long as answers leave within the reserve."""
         return round(self.sla - self.reserve, 9)
 
 

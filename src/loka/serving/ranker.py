@@ -113,14 +113,18 @@ class RankingModel:
         """Scores [rows, labels] of the parts, run in a bucket of `size` rows."""
         graph, static, out = self._prepare(size)
         used = sum(part.count for part in parts)
-        row_of = torch.from_numpy(np.repeat(np.arange(len(parts)), [part.count for part in parts])).to(self.device)
+        counts = [part.count for part in parts]
+        row_of = None if len(parts) == 1 else torch.from_numpy(np.repeat(np.arange(len(parts)), counts)).to(self.device)
         for name in ("dense", "categorical"):
             target = getattr(static, name)
+            if target.shape[1] == 0:  # between two batches the GPU waits for every launch here
+                continue
             joined = join([getattr(part, name) for part in parts])
             same, places, varying = (torch.from_numpy(a).to(self.device) for a in (joined.same, joined.places, joined.varying))  # fmt: skip
-            target[:used] = same[row_of]
+            target[:used] = same if row_of is None else same[row_of]
             target[:used].index_copy_(1, places, varying)
-            target[used:] = 0
+            if used < size:
+                target[used:] = 0
         batch = static
         if self.schema.sequences:
             empty = [np.empty(0, np.int64)] * (size - used)

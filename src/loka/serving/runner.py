@@ -55,6 +55,7 @@ class Ticket:
     entry: Entry | None = None
     model: Servable | None = None
     batch: Batch | None = None
+    ended: float | None = None  # when its batch had run
 
 
 def rehearse(model: Servable, *, times: BatchTimes | None = None) -> BatchTimes:
@@ -224,6 +225,11 @@ class Runner:
             self.recorded.append(request)
         return ticket
 
+    def sent(self, ticket: Ticket) -> None:
+        """The answer has left: how long that took is time that the next ones do not have."""
+        if self.scheduler is not None and ticket.ended is not None:
+            self.scheduler.learn_sending(self.clock() - ticket.ended)
+
     def cancel(self, ticket: Ticket) -> None:
         """The client went away."""
         with self._changed:
@@ -241,7 +247,7 @@ class Runner:
         if error is None:
             for entry, answer in zip(batch.entries, answers, strict=True):
                 ticket = entry.job
-                ticket.batch = batch
+                ticket.batch, ticket.ended = batch, now
                 if not ticket.future.done():
                     ticket.future.set_result(answer)
         else:

@@ -19,13 +19,15 @@ a ranker). Every request has a deadline, by default its arrival plus the service
     leaving     a cancelled request leaves its queue; one whose batch runs is finished with it
 
 q is a high quantile of the learned times (loka.serving.times). A batch that has run past its quantile is expected to take as long again as it is late, so an
-engine that hangs sheds everybody who would wait for it. Time never goes back: an earlier `now` counts as the latest one seen.
+engine that hangs sheds everybody who would wait for it. The reserve is learned too: what answers need to leave after their batch. Time never goes back: an earlier
+`now` counts as the latest one seen.
 
 There are no threads and no sleeping here: `offer`, `start`, `finish`, `cancel` and `now` are all there is, so that every rule can be tested on a virtual clock.
 """
 
 import bisect
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +36,8 @@ from loka.serving.times import BatchTimes, Bucket
 
 MEDIAN = 0.5
 TRIAL = 10
+SENT = 256  # answers whose way out is remembered
+MOST = 0.25  # of the SLA, for the reserve: beyond it the machine is overloaded, and waiting less does not help
 
 
 class Scheduler:
@@ -59,7 +63,8 @@ class Scheduler:
         self.buckets = sorted(set(buckets), key=lambda b: (b[1], b[0]))
         if not self.buckets:
             raise ValueError("a scheduler needs at least one bucket")
-        self.policy, self.times = policy, times
+        self.policy, self.times, self.reserve = policy, times, policy.reserve
+        self._sent: deque[float] = deque(maxlen=SENT)
         self.sizes = {c: [b for b in self.buckets if b[1] == c] for c in sorted({c for _, c in self.buckets})}
         self.contexts = list(self.sizes)
         self.running: Batch | None = None
@@ -147,10 +152,17 @@ class Scheduler:
             raise ValueError("no batch is running")
         if learn:
             self.times.learn(self.running.bucket, now - self.running.started)
+            if self._sent:
+                usual = sorted(self._sent)[math.ceil(self.policy.quantile * len(self._sent)) - 1]
+                self.reserve = max(self.policy.reserve, min(usual + self.policy.reserve / 2, MOST * self.policy.sla))
             self._refresh()
         for entry in self.running.entries:
             entry.state = "done"
         self.running = None
+
+    def learn_sending(self, seconds: float) -> None:
+        """How long after its batch an answer had left. On a busy machine that is more than any constant, and all of it is taken from the deadline."""
+        self._sent.append(seconds)
 
     def forecast(self, entry: Entry, *, now: float) -> float:
         """When a request that waits, or would, is expected to be finished."""
@@ -171,7 +183,7 @@ class Scheduler:
         """The buckets of each context that the SLA allows, at least the smallest; and the quickest way through a queue."""
         least = max(self._plan(sizes[0]) for sizes in self.sizes.values())
         for context, sizes in self.sizes.items():
-            fitting = [b for b in sizes if self._plan(b) + max(self._plan(b), least) <= self.policy.budget]
+            fitting = [b for b in sizes if self._plan(b) + max(self._plan(b), least) <= self.policy.sla - self.reserve]
             self._caps[context] = sizes[: max(1, sizes.index(fitting[-1]) + 1 if fitting else 1)]
             self._ways[context] = self._find_ways(self._caps[context])
 
@@ -193,7 +205,7 @@ class Scheduler:
 
     def _judge(self, entry: Entry, now: float) -> Shed | None:
         end, late = self._play(self._queues, entry, now)
-        limit = entry.deadline - self.policy.reserve
+        limit = entry.deadline - self.reserve
         if end > limit:
             return None if self._try(entry, now, limit) else Shed("late", end - limit)
         if late and late > self._play(self._queues, None, now)[1]:
@@ -237,7 +249,7 @@ class Scheduler:
             now_or_never = False
             for entry in entries:
                 queues.remove(entry)
-                late += at > entry.deadline - self.policy.reserve
+                late += at > entry.deadline - self.reserve
                 if entry is newcomer:
                     end = at
         return end, late
@@ -260,7 +272,7 @@ class Scheduler:
         head = queues.first()
         if head is None:
             return None
-        left = head.deadline - self.policy.reserve - now
+        left = head.deadline - self.reserve - now
         wanted = self._quickest(queues, head)
         chosen = self._gather(queues, head, wanted)
         if self._plan(chosen[0]) > left:
@@ -275,7 +287,7 @@ class Scheduler:
         rest, end = queues.copy(), now + self._plan(chosen[0])
         for entry in chosen[1]:
             rest.remove(entry)
-        own = sum(end > entry.deadline - self.policy.reserve for entry in chosen[1])
+        own = sum(end > entry.deadline - self.reserve for entry in chosen[1])
         return own + self._play(rest, None, end, begun=True)[1]
 
     def _gather(self, queues: Queues, head: Entry, bucket: Bucket) -> tuple[Bucket, list[Entry]]:

@@ -72,6 +72,21 @@ def raise_amax(amax_ptr, largest):
 
 
 @triton.jit
+def _largest(y, row, M, EVEN: tl.constexpr, PREROUND: tl.constexpr):
+    """max |y| over the finite values of the rows below M (EVEN: all of them); columns beyond K are zero. A maximum skips NaN, so one instruction an element finds it, and only a program that meets an
+    Inf looks again."""
+    if not EVEN:  # rows beyond M hold the bias
+        y = tl.where((row < M)[:, None], y, 0.0)
+    if PREROUND:
+        largest = tl.max(tl.max(finite_magnitude(y), 1))
+    else:
+        largest = tl.max(tl.max(tl.abs(y), 1))
+        if largest == float("inf"):
+            largest = tl.max(tl.max(finite_magnitude(y), 1))
+    return largest
+
+
+@triton.jit
 def _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE: tl.constexpr, NORM: tl.constexpr):
     if NORM == _BLOCK:
         block = tl.arange(0, WIDE // _WIDTH)
@@ -113,7 +128,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
              M, K, blocks, stride_x, stride_r, stride_q, eps,
              ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_x, stride_r = (
         K // ALIGN * ALIGN,
         stride_x // ALIGN * ALIGN,
@@ -127,6 +142,10 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
         inside = (row < M)[:, None] & (column < K)[None, :]
     offset = row[:, None] * K + column[None, :]
     h = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], inside, other=0.0)
+    if WEIGHT:  # asked for before the sums, which wait for x: 3 of 36 us of a row of 3072
+        w = tl.load(w_ptr + column, column < K, other=0.0)
+    if BIAS:
+        b = tl.load(b_ptr + column, column < K, other=0.0)
     if RESIDUAL:
         kind = h.dtype
         h = h.to(tl.float32) + tl.load(r_ptr + row[:, None] * stride_r + column[None, :], inside, other=0.0).to(
@@ -138,21 +157,21 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
     if NORM == _LAYER:
         mean = _mean(h, K, ROWS, WIDE, NORM)
         tl.store(mean_ptr + row, mean, row < M)
-        h = h - mean[:, None] if FULL else tl.where(inside, h - mean[:, None], 0.0)
+        h = h - mean[:, None] if FULL else tl.where((column < K)[None, :], h - mean[:, None], 0.0)
     rstd = tl.rsqrt(_mean(h * h, K, ROWS, WIDE, NORM) + eps)
     _store_rstd(rstd_ptr, rstd, row, M, blocks, WIDE, NORM)
     y = h * _spread(rstd, ROWS, WIDE, NORM)
     if WEIGHT:
-        y *= tl.load(w_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+        y *= w.to(tl.float32)[None, :]
     if BIAS:
-        y += tl.load(b_ptr + column, column < K, other=0.0).to(tl.float32)[None, :]
+        y += b.to(tl.float32)[None, :]
     y = activate(y, ACTIVATION, PREROUND)
     if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
         y = tl.where(inside, y, 0.0)
     if OUT:
         tl.store(y_ptr + offset, y, inside)
     if AMAX:
-        raise_amax(amax_ptr, tl.max(tl.max(finite_magnitude(tl.where(inside, y, 0.0)), 1)))
+        raise_amax(amax_ptr, _largest(y, row, M, EVEN, PREROUND))
     if SCALE != _UNSCALED:
         q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
         tl.store(
@@ -258,7 +277,7 @@ def forward(
     _forward[(triton.cdiv(m, rows),)](
         x, x_scale, residual, h, weight, bias, q, scale, y, mean, rstd, amax, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
         0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, alignment(x, residual), INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
     )  # fmt: skip
     return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from loka.formats import TENSOR, QTensor, Spec
 from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.registry import pick
+from loka.kernels.strides import aligned_rows
 
 __all__ = ["QuantizeCall", "quantize", "quantize_both", "quantize_transposed", "transpose"]
 
@@ -22,7 +23,7 @@ def quantize(
 ) -> QTensor:
     """Quantise a 2-D tensor."""
     chosen = pick("quantize", backend, QuantizeCall.of(x, spec), x.device)
-    q, _ = chosen.backend.run(x, spec, scale=scale, generator=generator)
+    q, _ = chosen.backend.run(_as_it_may_lie(x, chosen.backend), spec, scale=scale, generator=generator)
     return cast(QTensor, q)
 
 
@@ -39,6 +40,7 @@ def quantize_both(
     """Quantise x [M, K] under `spec` and its transpose [K, M], contiguous, under `transpose`."""
     call = QuantizeCall.of(x, spec, transpose)
     chosen = pick("quantize", backend, call, x.device)
+    x = _as_it_may_lie(x, chosen.backend)
     result = chosen.backend.run(
         x, spec, scale=scale, transpose=transpose, transpose_scale=transpose_scale, generator=generator
     )
@@ -55,8 +57,14 @@ def quantize_transposed(
 ) -> QTensor:
     """Quantise the transpose [K, M], contiguous, of x [M, K], without a transposed copy in x's own precision."""
     chosen = pick("quantize", backend, QuantizeCall.of(x, None, spec), x.device)
-    _, q_t = chosen.backend.run(x, None, transpose=spec, transpose_scale=scale, generator=generator)
+    _, q_t = chosen.backend.run(
+        _as_it_may_lie(x, chosen.backend), None, transpose=spec, transpose_scale=scale, generator=generator
+    )
     return cast(QTensor, q_t)
+
+
+def _as_it_may_lie(x: Tensor, backend: Any) -> Tensor:
+    return x if getattr(backend, "any_alignment", False) else aligned_rows(x)
 
 
 def transpose(q: QTensor, *, backend: str = "auto") -> QTensor:

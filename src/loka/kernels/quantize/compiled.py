@@ -23,6 +23,7 @@ from loka.kernels.quantize.call import QuantizeCall, check_scale
 
 ALIGNED = 16
 COMPILE_TO_TIME = True  # its speed is that of the compiled code
+any_alignment = True  # x is read as it lies
 
 
 def supports(call: QuantizeCall, device: torch.device) -> Verdict:

@@ -8,6 +8,8 @@ from loka.formats import quantize as quantize_by_law
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.quantize.call import QuantizeCall
 
+any_alignment = True  # x is read as it lies
+
 
 def supports(call: QuantizeCall, device: torch.device) -> Verdict:
     """Everything: this is plain torch."""

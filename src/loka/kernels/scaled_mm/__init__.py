@@ -1,10 +1,13 @@
 """scaled_mm: out = (a * scale_a) @ (b * scale_b)^T, the GEMM of two quantised operands."""
 
+from dataclasses import replace
+
 from torch import Tensor, dtype
 
 from loka.formats import QTensor, Spec
 from loka.kernels import registry
 from loka.kernels.scaled_mm.call import GemmWay, MatmulCall
+from loka.kernels.strides import aligned_rows
 
 __all__ = ["ROWS", "GemmWay", "MatmulCall", "prepare", "scaled_mm"]
 
@@ -29,8 +32,14 @@ def scaled_mm(
     chosen = registry.pick("scaled_mm", backend, call, a.device, prefer=prefer)
     adds = bias is not None and (can := getattr(chosen.backend, "adds_bias", None)) is not None and can(call)
     given = {} if bias is None or not adds else {"bias": bias.to(out_dtype)}
+    a, b = _aligned(a), _aligned(b)
     result: Tensor = chosen.backend.run(a, b, out_dtype=out_dtype, fast_accum=fast_accum, **given)
     return result if bias is None or adds else result + bias.to(out_dtype)
+
+
+def _aligned(q: QTensor) -> QTensor:
+    data = aligned_rows(q.data)
+    return q if data is q.data else replace(q, data=data)
 
 
 def prepare(weight: QTensor, a: Spec, *, backend: str = "auto") -> QTensor:
