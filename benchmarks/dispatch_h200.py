@@ -42,8 +42,7 @@ from loka.measure import bench
 from loka.measure.device import snapshot
 from loka.measure.site import OURS, SiteJob, SiteTiming, decode_timing, encode_case, time_case
 from loka.records import GEMMS, Candidate, Gemm, Interval, load, to_json, write_atomically
-from loka.records.bench import Peaks
-from loka.records.performance import PerformanceRow, PerformanceRows
+from loka.records.performance import Peaks, PerformanceRow, PerformanceRows
 
 SHAPES = [
     (8192, 1024, 1024), (2048, 2048, 2048), (64, 1024, 1024), (32768, 1024, 1024), (8192, 479, 1024), (512, 256, 256),
