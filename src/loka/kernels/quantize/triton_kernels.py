@@ -149,55 +149,19 @@ def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, s_stride, s_stride_k, 
 
 
 @triton.jit
-def _row_inverse(
-    largest,
-    s_ptr,
-    row,
-    M,
-    tile_k,
-    stride_m,
-    stride_k,
-    square,
-    SCALE: tl.constexpr,
-    E5M2: tl.constexpr,
-    POW2: tl.constexpr,
-):
-    """Inverse scales of some rows of a tile, made and stored where they belong to the tile."""
+def _inverses(largest, s_ptr, index, count, tile, stride, stride_k, square,
+              SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, DOWN: tl.constexpr):  # fmt: skip
+    """Inverse scales of some rows of a tile (DOWN), or of its columns, which are rows of the transpose; made and stored where they belong to the tile."""
     if SCALE == _SCALAR:
         return inverse(tl.load(s_ptr))
     elif SCALE == _VECTOR:
-        return inverse(tl.load(s_ptr + row, row < M, other=1.0))[:, None]
+        made = inverse(tl.load(s_ptr + index, index < count, other=1.0))
+        return made[:, None] if DOWN else made[None, :]
     elif SCALE == _GROUPED:
         scale = scale_of(largest, E5M2, POW2)
-        tl.store(s_ptr + row * stride_m + tile_k * stride_k, scale, row < M)
-        return inverse(scale)[:, None]
-    else:
-        return inverse(scale_of(square, E5M2, POW2))
-
-
-@triton.jit
-def _column_inverse(
-    largest,
-    s_ptr,
-    column,
-    K,
-    tile_m,
-    stride_m,
-    stride_k,
-    square,
-    SCALE: tl.constexpr,
-    E5M2: tl.constexpr,
-    POW2: tl.constexpr,
-):
-    """The same for the columns: rows of the transpose."""
-    if SCALE == _SCALAR:
-        return inverse(tl.load(s_ptr))
-    elif SCALE == _VECTOR:
-        return inverse(tl.load(s_ptr + column, column < K, other=1.0))[None, :]
-    elif SCALE == _GROUPED:
-        scale = scale_of(largest, E5M2, POW2)
-        tl.store(s_ptr + column * stride_m + tile_m * stride_k, scale, column < K)
-        return inverse(scale)[None, :]
+        tl.store(s_ptr + index * stride + tile * stride_k, scale, index < count)
+        made = inverse(scale)
+        return made[:, None] if DOWN else made[None, :]
     else:
         return inverse(scale_of(square, E5M2, POW2))
 
@@ -249,13 +213,13 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
     if TSCALE == _SQUARE:
         tl.store(st_ptr + tile_k * st_stride + tile_m * st_stride_k, scale_of(square, T_E5M2, T_POW2))
     if SCALE != _NOTHING:
-        i0 = _row_inverse(r0, s_ptr, row0, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-        i1 = _row_inverse(r1, s_ptr, row1, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-        i2 = _row_inverse(r2, s_ptr, row2, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
-        i3 = _row_inverse(r3, s_ptr, row3, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2)
+        i0 = _inverses(r0, s_ptr, row0, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2, True)
+        i1 = _inverses(r1, s_ptr, row1, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2, True)
+        i2 = _inverses(r2, s_ptr, row2, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2, True)
+        i3 = _inverses(r3, s_ptr, row3, M, tile_k, s_stride, s_stride_k, square, SCALE, E5M2, POW2, True)
     if RELOAD:
-        inv = _column_inverse(
-            per_column, st_ptr, column, K, tile_m, st_stride, st_stride_k, square, TSCALE, T_E5M2, T_POW2
+        inv = _inverses(
+            per_column, st_ptr, column, K, tile_m, st_stride, st_stride_k, square, TSCALE, T_E5M2, T_POW2, False
         )
         x0 = _load_rows(x_ptr, row0, column, M, K, stride_x)
         x1 = _load_rows(x_ptr, row1, column, M, K, stride_x)
@@ -275,8 +239,8 @@ def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, 
             q_ptr, _prepared(x3, FAST), i3, row3, column, M, K, stride_q, seed, E5M2, STOCHASTIC, PREROUND, FAST
         )
     if not RELOAD:
-        inv = _column_inverse(
-            per_column, st_ptr, column, K, tile_m, st_stride, st_stride_k, square, TSCALE, T_E5M2, T_POW2
+        inv = _inverses(
+            per_column, st_ptr, column, K, tile_m, st_stride, st_stride_k, square, TSCALE, T_E5M2, T_POW2, False
         )
     if FAST:
         packed = pack_rows(
