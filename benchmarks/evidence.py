@@ -55,6 +55,11 @@ class Job:
         return [*LOKA, *words[1:]] if words[0] == "loka" else [sys.executable, str(BENCHMARKS / words[0]), *words[1:]]
 
 
+def spell_command() -> str:
+    """How this process was called, for a record: file names without the folders of one machine."""
+    return " ".join(Path(word).name if "/" in word else word for word in sys.argv)
+
+
 def gpu(name: str, records: str, command: str, seconds: float) -> Job:
     return Job(name, tuple(f"h200/{record}.json" for record in records.split()), command, seconds)
 

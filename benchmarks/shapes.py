@@ -24,6 +24,9 @@ from typing import Any
 import msgspec
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from evidence import spell_command
+
 from loka.dispatch.recipe import RECIPES
 from loka.kernels import registry
 from loka.kernels.scaled_mm.call import MatmulCall
@@ -144,7 +147,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
     if "peaks" not in body:
         body["peaks"] = msgspec.to_builtins(peaks(device))
-    command = " ".join(["shapes.py", *sys.argv[1:]])
+    command = spell_command()
     body |= {"rule": RULE, "refused": refused, "data_sheet_flops": DATA_SHEET.get(name), "environment": msgspec.to_builtins(capture_environment(command=command, device=name))}  # fmt: skip
     shapes = make_shapes()
     for shape in [*shapes[:1], *shapes[-1:], *shapes[1:-1:2], *shapes[2:-1:2]][: a.shapes]:

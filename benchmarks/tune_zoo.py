@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
+from evidence import spell_command
 
 
 def teacher(shapes, device, seed=7):
@@ -244,7 +245,7 @@ def tune_all(a):
     device = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
     out = Path(a.out)
     body = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    body |= {"command": " ".join(sys.argv), "environment": msgspec.to_builtins(records.capture_environment(device=device))}  # fmt: skip
+    body |= {"command": spell_command(), "environment": msgspec.to_builtins(records.capture_environment(device=device))}  # fmt: skip
     rows = body["rows"] = [row for row in body["rows"] if "failed" not in row]
     known, end = {(row["model"], row["target"]) for row in rows}, time.time() + a.limit
     for name in a.models.split(","):

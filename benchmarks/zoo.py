@@ -34,6 +34,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parent))
+from evidence import spell_command
+
 PLANS = "LOKA_ZOO_PLANS"  # in the environment of a case: the folder of --plans
 RECIPE_OF = {"fbgemm": "rowwise", "deepgemm": "blockwise", "torch": "rowwise", "triton": "rowwise"}  # of all-BACKEND
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
@@ -444,7 +447,7 @@ def main():
     environment = records.capture_environment(device=torch.cuda.get_device_name())
     import msgspec
 
-    head = {"command": " ".join(sys.argv), "environment": msgspec.to_builtins(environment)}
+    head = {"command": spell_command(), "environment": msgspec.to_builtins(environment)}
     Path(a.out).write_text(json.dumps({**head, "rows": rows}, indent=1))
     for row in rows:
         same = [r for r in rows if (r["model"], r["mode"]) == (row["model"], row["mode"]) and "ms" in r]
