@@ -29,6 +29,7 @@ from evidence import spell_command
 
 from loka.dispatch.recipe import RECIPES
 from loka.kernels import registry
+from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.conformance import Conformance
 from loka.measure.device import peaks
@@ -81,8 +82,8 @@ def time_bare(shape: tuple[int, int, int], some: list[GemmCandidate], device: to
         backend = registry.backend("scaled_mm", c.backend)
         thunks = []
         for s in sets:
-            a = registry.backend("quantize", "reference").run(draw(m, k, seed=2 * s, device=device, dtype=torch.bfloat16), c.a)[0]  # fmt: skip
-            b = registry.backend("quantize", "reference").run(draw(n, k, seed=2 * s + 1, device=device, dtype=torch.bfloat16), c.b)[0]  # fmt: skip
+            a = quantize(draw(m, k, seed=2 * s, device=device, dtype=torch.bfloat16), c.a)  # fmt: skip
+            b = quantize(draw(n, k, seed=2 * s + 1, device=device, dtype=torch.bfloat16), c.b)  # fmt: skip
             kept = registry.prepare_for(backend, b, c.a)
             thunks.append(lambda a=a, b=kept, run=backend.run, fast=c.fast_accum: run(a, b, out_dtype=torch.bfloat16, fast_accum=fast))  # fmt: skip
         timed.append(Candidate(str(c), thunks, Conformance(True, 0.0, 0.0)))  # judged with its quantisation just before

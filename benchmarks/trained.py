@@ -451,8 +451,7 @@ class Campaign:
                     self.body["runs"][key] = answer
                 if "error" in answer:
                     print(f"{worker.name} {key}: {answer['error']}", flush=True)
-                    if "TimeoutError" in answer["error"] or not key:
-                        worker.todo.clear()
+                    worker.todo.clear()  # the next call tries again; another seed would most likely fail alike
                 self.write()
                 if worker.todo and time.time() < self.deadline:
                     worker.send()

@@ -14,6 +14,7 @@ change of the loss says whether tune could have taken it.
 
 import argparse
 import copy
+import gc
 import json
 import math
 import subprocess
@@ -120,6 +121,7 @@ def describe(model, batch, target, device):
     inputs, labels = batch
     facts = {"modules": {name: type(module).__name__ for name, module in model.named_modules()}}
     if device == "cuda":
+        gc.collect()  # models of earlier rows
         torch.cuda.empty_cache()
         facts["model_gib"] = (torch.cuda.memory_allocated() - sum(x.nbytes for x in (*inputs, labels))) / 2**30
         torch.cuda.reset_peak_memory_stats()
@@ -169,9 +171,8 @@ def again(row, weights, device):
         model = model.eval().to(torch.bfloat16)
         first = (tuple(x.to(torch.bfloat16) for x in first[0]), first[1])
     twin = copy.deepcopy(model).cpu()  # for the other ways; not in the memory that is measured
-    done = (
-        loka.convert(model, plan, example=first[0], freeze=serving) if plan.units or plan.mods or plan.sites else None
-    )
+    converts = plan.units or plan.mods or any(site.low_precision_share for site in plan.sites)
+    done = loka.convert(model, plan, example=first[0], freeze=serving) if converts else None
     facts = {"after": describe(model, first, target, device)}
     facts |= compare(row, done, facts["after"])
     held = held_out(name, target, device)

@@ -11,6 +11,7 @@ Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
     all-BACKEND             `loka.convert` with the one recipe of a library on all of these: all-fbgemm rowwise, all-deepgemm blockwise; refused by name where it is not installed
     plan-NAME               `loka.convert(model, plan)` with NAME.json of --plans
     loka                    `loka.convert(model, plan)` with the units that `loka.units.discover` finds, after the mods that change nothing but the layout
+    loka-towers             the same units without those mods: chains of linears in FP8 and nothing else
     bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
     loka-tune               `loka.tune`, which chooses between all of these
@@ -242,6 +243,7 @@ def prepare(model, way, inputs, mode, facts):
         facts["summary"] = str(tuned)[:6000]
         return tuned.model
     mods = [*(["no_bias", "block_norm", "hard_swish"] if way == "loka-mods" else []), *loka.mods.FREE]
+    mods = [] if way == "loka-towers" else mods
     plan = loka.placing.plan_everything(model, example, mods=mods, serving=mode == "infer", linears=256)
     conversion = loka.convert(model, plan, example=example, freeze=mode == "infer")
     facts["summary"] = str(conversion)[:4000]
