@@ -24,8 +24,12 @@ from typing import Any
 import msgspec
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from evidence import spell_command
+
 from loka.dispatch.recipe import RECIPES
 from loka.kernels import registry
+from loka.kernels.quantize import quantize
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.conformance import Conformance
 from loka.measure.device import peaks
@@ -78,8 +82,8 @@ def time_bare(shape: tuple[int, int, int], some: list[GemmCandidate], device: to
         backend = registry.backend("scaled_mm", c.backend)
         thunks = []
         for s in sets:
-            a = registry.backend("quantize", "reference").run(draw(m, k, seed=2 * s, device=device, dtype=torch.bfloat16), c.a)[0]  # fmt: skip
-            b = registry.backend("quantize", "reference").run(draw(n, k, seed=2 * s + 1, device=device, dtype=torch.bfloat16), c.b)[0]  # fmt: skip
+            a = quantize(draw(m, k, seed=2 * s, device=device, dtype=torch.bfloat16), c.a)  # fmt: skip
+            b = quantize(draw(n, k, seed=2 * s + 1, device=device, dtype=torch.bfloat16), c.b)  # fmt: skip
             kept = registry.prepare_for(backend, b, c.a)
             thunks.append(lambda a=a, b=kept, run=backend.run, fast=c.fast_accum: run(a, b, out_dtype=torch.bfloat16, fast_accum=fast))  # fmt: skip
         timed.append(Candidate(str(c), thunks, Conformance(True, 0.0, 0.0)))  # judged with its quantisation just before
@@ -144,7 +148,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
     if "peaks" not in body:
         body["peaks"] = msgspec.to_builtins(peaks(device))
-    command = " ".join(["shapes.py", *sys.argv[1:]])
+    command = spell_command()
     body |= {"rule": RULE, "refused": refused, "data_sheet_flops": DATA_SHEET.get(name), "environment": msgspec.to_builtins(capture_environment(command=command, device=name))}  # fmt: skip
     shapes = make_shapes()
     for shape in [*shapes[:1], *shapes[-1:], *shapes[1:-1:2], *shapes[2:-1:2]][: a.shapes]:
