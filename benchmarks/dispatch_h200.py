@@ -35,7 +35,6 @@ from loka.dispatch.database import Database, bucket_of
 from loka.dispatch.policy import Policy, choose
 from loka.dispatch.recipe import RECIPES, USUAL
 from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_bench, rows_of_timings
-from loka.dispatch.speed import Option
 from loka.kernels import registry
 from loka.kernels.scaled_mm import GemmWay
 from loka.kernels.scaled_mm.call import MatmulCall
@@ -43,8 +42,7 @@ from loka.measure import bench
 from loka.measure.device import snapshot
 from loka.measure.site import OURS, SiteJob, SiteTiming, decode_timing, encode_case, time_case
 from loka.records import GEMMS, Candidate, Gemm, Interval, load, to_json, write_atomically
-from loka.records.bench import Peaks
-from loka.records.performance import PerformanceRow, PerformanceRows
+from loka.records.performance import Peaks, PerformanceRow, PerformanceRows
 
 SHAPES = [
     (8192, 1024, 1024), (2048, 2048, 2048), (64, 1024, 1024), (32768, 1024, 1024), (8192, 479, 1024), (512, 256, 256),
@@ -213,16 +211,13 @@ def error_under_limit(gemm: Gemm, row: PerformanceRow) -> bool:
     return (errors.mere if gemm == "fprop" else errors.relative_l2) <= policy.limit(gemm)
 
 
-def option_of(gemm: Gemm, c: GemmWay, row: PerformanceRow) -> Option:
+def option_of(gemm: Gemm, c: GemmWay, row: PerformanceRow) -> Candidate:
     recipe = next(r.name for r in RECIPES.values() if (o := r.operands(gemm)) and (o.a, o.b) == (c.a, c.b))
     known = {name: row.errors["normal"] for name in ("normal",) if row.errors}
     error = {k: Interval(value=v, low=v, high=v) for k, v in (("mere", known["normal"].mere), ("relative_l2", known["normal"].relative_l2))} if known else {}  # fmt: skip
-    return Option(
-        Candidate(
-            gemm=gemm, recipe=recipe, backend=c.backend, a=str(c.a), b=str(c.b), refusal=row.refusal,
-            microseconds=row.microseconds, speedup=row.speedup, **error,
-        ),
-        "this run",
+    return Candidate(
+        gemm=gemm, recipe=recipe, backend=c.backend, a=str(c.a), b=str(c.b), refusal=row.refusal,
+        microseconds=row.microseconds, speedup=row.speedup, speed_source="this run", **error,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from loka.formats import Spec
 from loka.measure.device import snapshot
 from loka.records import save
-from loka.records.bench import KernelBench, KernelRow
+from loka.records.performance import KernelBench, KernelRow
 
 GROUP, SQUARE = Spec.parse("e4m3:1x128"), Spec.parse("e4m3:128x128")
 BLOCKS, ROWS, PLAIN = "e4m3:1x128@e4m3:128x128", "e4m3:row@e4m3:row", "bfloat16"

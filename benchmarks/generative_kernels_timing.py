@@ -10,7 +10,7 @@ from generative_kernels_plan import Plan, say
 from loka.formats import QTensor
 from loka.measure.conformance import Conformance
 from loka.measure.timing import CaptureError, Contender, Timing, time_together
-from loka.records.bench import KernelRow
+from loka.records.performance import KernelRow
 
 
 def fit(plan: Plan, op: str, call: str, shape: dict[str, int], ways: dict[str, tuple[list[Callable[[], Any]], Conformance]],

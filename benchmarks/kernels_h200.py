@@ -34,7 +34,7 @@ from loka.measure.layer import GradientOperands, LayerOperands
 from loka.measure.rounding import worst_of
 from loka.measure.timing import Contender, sets_needed, time_together
 from loka.records import save
-from loka.records.bench import KernelBench, KernelRow, Peaks
+from loka.records.performance import KernelBench, KernelRow, Peaks
 
 STATIC, DELAYED = "e4m3:tensor:static", "e4m3:tensor:delayed"
 QUANTIZE = [

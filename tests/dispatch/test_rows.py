@@ -19,7 +19,7 @@ from loka.formats import Spec
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming
 from loka.records import load
-from loka.records.bench import KernelBench, KernelRow
+from loka.records.performance import KernelBench, KernelRow
 
 from .evidence import HERE
 from .measured import interval

@@ -17,7 +17,7 @@ from loka.lowp.health import sampled_error
 from loka.lowp.linear import Linear, LinearBinding
 from loka.placing import LinearOptions, Scaling, convert, load_scale_state, refresh, revert, scale_state
 from loka.records import DriftReport
-from loka.records.drift import Move, VerdictChange
+from loka.records.probe import Move, VerdictChange
 
 
 def make(recipe: str = "rowwise", **options: object) -> nn.Sequential:

@@ -8,7 +8,7 @@ from loka.kernels.scaled_mm import reference
 from loka.measure import bench
 from loka.measure.adapter import ADAPTERS, adapter_for, parse_variant
 from loka.records import from_json, to_json
-from loka.records.bench import KernelBench, KernelRow, Peaks
+from loka.records.performance import KernelBench, KernelRow, Peaks
 
 SMALL = {"device": "cpu", "repeats": 3, "isolate": False, "seconds": 60.0}
 

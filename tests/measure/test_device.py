@@ -4,7 +4,7 @@ import torch
 
 from loka.measure.device import peaks, snapshot
 from loka.records import to_json
-from loka.records.bench import KernelBench
+from loka.records.performance import KernelBench
 
 
 def test_a_snapshot_says_where_numbers_come_from() -> None:

@@ -11,7 +11,7 @@ from loka.kernels import registry
 from loka.measure.adapter import adapter_for
 from loka.measure.grouped import group_offsets
 from loka.records import load
-from loka.records.bench import KernelBench
+from loka.records.performance import KernelBench
 
 CPU = torch.device("cpu")
 SHAPES = {"grouped_mm": (60, 256, 128), "beam_attention": (2, 9, 40), "topk": (3, 600, 20)}

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from loka.cli.kernels import kernels, parse_shapes
 from loka.records import load
-from loka.records.bench import KernelBench
+from loka.records.performance import KernelBench
 
 app = typer.Typer()
 app.command()(kernels)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from loka.records import load
-from loka.records.bench import KernelBench
+from loka.records.performance import KernelBench
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels_h200.py"
 

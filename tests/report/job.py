@@ -32,8 +32,7 @@ from loka.records import (
     VerdictChange,
 )
 from loka.records.ab import Overlap
-from loka.records.bench import KernelBench, KernelRow, Peaks
-from loka.records.performance import Origin, PerformanceRow, PerformanceRows, RowGroup
+from loka.records.performance import KernelBench, KernelRow, Origin, Peaks, PerformanceRow, PerformanceRows, RowGroup
 from loka.report import Results
 
 HERE = Environment(

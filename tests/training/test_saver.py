@@ -3,9 +3,9 @@ import time
 
 import pytest
 
+from loka.training import checkpoint as module
 from loka.training import find_checkpoints
-from loka.training import saver as module
-from loka.training.saver import Saver
+from loka.training.checkpoint import Saver
 
 from .test_checkpoint import make_snapshot
 

@@ -91,12 +91,14 @@ def look(
 
 def look_at_run(folder: Path, batches: int, root: Path | None, source: Path | None) -> ModelStats:
     """The best weights of a `loka train` run, on training batches of its data."""
-    from loka.cli.train import Recipe, prepare
+    from loka.cli.train import Order, Recipe, prepare
     from loka.ptq import analyze_model
+    from loka.training import TrainConfig
     from loka.training.checkpoint import read_best
 
     recipe = Recipe(**json.loads((folder / "model.json").read_text(encoding="utf-8")))
-    data, network = prepare(recipe, 0, None, root, source, read_best(folder / "checkpoints"))
+    order = Order(recipe, TrainConfig(), root=root, source=source, weights=read_best(folder / "checkpoints"))
+    data, network = prepare(order)
 
     def run(model: Any) -> None:
         for number, batch in enumerate(data.train.batches(512, shuffle=True, seed=0)):

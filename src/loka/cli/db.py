@@ -108,8 +108,7 @@ def _merge(database: "Database", file: Path) -> tuple[int, dict[str, int]]:
     from loka.dispatch import Database
     from loka.dispatch.rows import rows_of_bench
     from loka.records import RecordError, from_json
-    from loka.records.bench import KernelBench
-    from loka.records.performance import PerformanceRows
+    from loka.records.performance import KernelBench, PerformanceRows
 
     try:
         data = file.read_bytes()

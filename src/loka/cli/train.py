@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +50,23 @@ class Recipe:
     data: str
     data_options: dict[str, Any]
     mods: str | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run as it was asked for: what is built, how it is trained, from what and to where."""
+
+    recipe: Recipe
+    settings: TrainConfig
+    threads: int | None = None
+    root: Path | None = None
+    source: Path | None = None
+    weights: Path | None = None  # to start from
+    out: Path | None = None
+    plan: Path | None = None
+    fp8: str | None = None  # a recipe at every linear instead
+    resume: bool = False
+    fallback: bool = False
 
 
 def train(
@@ -164,7 +181,8 @@ def train(
             keep=keep,
             max_bad_batches=max_bad_batches,
         )
-        check_request(resume, from_, out, tensorboard, distributed=distributed)
+        order = Order(recipe, settings, threads, data_root, source, from_, out, plan, fp8, resume, fallback)
+        check_request(order, tensorboard, distributed=distributed)
         how = read_distribution(
             distributed, rows=rows, collectives=collectives, sharding=sharding, dense=dense, embeddings=embeddings
         )
@@ -175,19 +193,15 @@ def train(
                 "--plan and --recipe convert ranking models; sequence models take loka.convert in a script"
             )
         if how is not None:
-            run_distributed(
-                recipe, settings, threads, data_root, source, from_, out, how, plan, fp8, resume=resume, fallback=fallback, as_json=json_
-            )  # fmt: skip
+            run_distributed(order, how, as_json=json_)
             return
         changed = converted = None
         if is_sequence:
-            job = train_sequence.prepare_sequence(
-                recipe, settings, threads, data_root, source, from_, out, resume=resume, progress=_tell_stage()
-            )
+            job = train_sequence.prepare_sequence(order, progress=_tell_stage())
             trainer, curve = make_trainer(job.network, job.task, settings, out, tensorboard, **job.hooks())
             test = job.test
         else:
-            dataset, network = prepare(recipe, seed, threads, data_root, source, None if mods else from_)
+            dataset, network = prepare(replace(order, weights=None) if mods else order)
             changed = rewrite(network, mods, dataset, from_, settings) if mods else None
             if rows is not None:
                 quantize_tables(network, rows=rows)
@@ -230,20 +244,14 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def check_request(
-    resume: bool,
-    from_: Path | None,
-    out: Path | None,
-    tensorboard: bool,
-    *,
-    distributed: bool = False,
-) -> None:
+def check_request(order: Order, tensorboard: bool, *, distributed: bool) -> None:
     """Refuse what contradicts itself, before anything is loaded."""
     import os
 
-    if resume and from_ is not None:
+    resume = order.resume
+    if resume and order.weights is not None:
         raise ValueError("--resume continues a run and --from starts a new one: choose one")
-    if out is None and (resume or tensorboard):
+    if order.out is None and (resume or tensorboard):
         raise ValueError(f"{'--resume' if resume else '--tensorboard'} needs the folder of the run: give --out")
     if distributed and tensorboard:
         raise ValueError("--tensorboard is not part of --distributed; log.jsonl has the curve")
@@ -287,22 +295,7 @@ def read_distribution(distributed: bool, *, rows: str | None, **options: str | N
     return Distribution(rows=rows or "float32", embeddings=pair, **given)
 
 
-def run_distributed(
-    recipe: Recipe,
-    settings: TrainConfig,
-    threads: int | None,
-    root: Path | None,
-    source: Path | None,
-    weights: Path | None,
-    out: Path | None,
-    how: Distribution,
-    plan: Path | None,
-    fp8: str | None,
-    *,
-    resume: bool,
-    fallback: bool,
-    as_json: bool,
-) -> None:
+def run_distributed(order: Order, how: Distribution, *, as_json: bool) -> None:
     """The same run as one of many processes; rank 0 alone speaks and writes."""
     from loka import records
     from loka.cli import train_sequence
@@ -313,26 +306,25 @@ def run_distributed(
         import torch.distributed as dist
 
         hooks: dict[str, Any] = {}
-        if recipe.model in train_sequence.FAMILIES:
-            job = train_sequence.prepare_sequence(
-                recipe, settings, threads, root, source, weights, out, resume=resume, progress=_tell_stage()
-            )
+        out = order.out
+        if order.recipe.model in train_sequence.FAMILIES:
+            job = train_sequence.prepare_sequence(order, progress=_tell_stage())
             data: Any = job.task
             network: nn.Module = job.network
             test: Callable[[Trainer], dict[str, float]] = job.test
             hooks = {**job.hooks(), "loss_fn": share_loss(job.task), "whole": True}
         else:
-            data, network = prepare(recipe, settings.seed, threads, root, source, weights)
+            data, network = prepare(order)
             test = partial(Trainer.evaluate, split=data.test)
         curve = Curve()
         callbacks: list[Callback] = [curve] if out is None else [curve, JsonlLog(out / "log.jsonl")]
+        plan = None if order.plan is None else records.Plan.load(order.plan)
         trainer = DistributedTrainer(
-            network, data, settings, how, plan=None if plan is None else records.Plan.load(plan), recipe=fp8, out=out, callbacks=callbacks,
-            **hooks,
-        )  # fmt: skip
-        result = trainer.fit(resume=resume, fallback=fallback)
+            network, data, order.settings, how, plan=plan, recipe=order.fp8, out=out, callbacks=callbacks, **hooks
+        )
+        result = trainer.fit(resume=order.resume, fallback=order.fallback)
         first = dist.get_rank() == 0
-        run = finish(trainer, result, recipe, test, curve, out, trainer.conversion, write=first)
+        run = finish(trainer, result, order.recipe, test, curve, out, trainer.conversion, write=first)
         if first:
             if trainer.conversion is not None:
                 typer.echo(f"{trainer.conversion}; no guard watches it: --guard is for one process", err=True)
@@ -344,9 +336,7 @@ def run_distributed(
             tell(result, run, None, as_json=as_json)
 
 
-def prepare(
-    recipe: Recipe, seed: int, threads: int | None, root: Path | None, source: Path | None, weights: Path | None
-) -> tuple[RankingData, Ranker]:
+def prepare(order: Order) -> tuple[RankingData, Ranker]:
     """Data and model, seeded."""
     import torch
 
@@ -354,13 +344,14 @@ def prepare(
     from loka.models import build_ranker
     from loka.training import load_weights, seed_everything
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    dataset = load(recipe.data, root=root, source=source, progress=_tell_stage(), **recipe.data_options)
-    seed_everything(seed)
+    recipe = order.recipe
+    if order.threads is not None:
+        torch.set_num_threads(order.threads)
+    dataset = load(recipe.data, root=order.root, source=order.source, progress=_tell_stage(), **recipe.data_options)
+    seed_everything(order.settings.seed)
     network = build_ranker(dataset.schema, recipe.model, recipe.config, sparse=True, **recipe.model_options)
-    if weights is not None:
-        load_weights(network, weights)
+    if order.weights is not None:
+        load_weights(network, order.weights)
     return dataset, network
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from loka.cli.train import Recipe
+    from loka.cli.train import Order, Recipe
     from loka.data import SequenceData
     from loka.inference import Bundle
     from loka.semantic_ids import SemanticIndex
@@ -79,18 +79,7 @@ def check_request(model: str, compile_: bool | None, mods: str | None) -> None:
         raise ValueError(f"--mods recovers ranking models only, not {model}: use loka.mods in Python")
 
 
-def prepare_sequence(
-    recipe: Recipe,
-    settings: TrainConfig,
-    threads: int | None,
-    root: Path | None,
-    source: Path | None,
-    weights: Path | None,
-    out: Path | None,
-    *,
-    resume: bool,
-    progress: Any,
-) -> SequenceJob:
+def prepare_sequence(order: Order, *, progress: Any = None) -> SequenceJob:
     """Data, ids, model and task, seeded."""
     import torch
 
@@ -100,13 +89,14 @@ def prepare_sequence(
     from loka.training import load_weights, seed_everything
     from loka.training.sequence import NextIdTask, NextItemTask
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    recipe = order.recipe
+    if order.threads is not None:
+        torch.set_num_threads(order.threads)
     options = dict(recipe.model_options)
     users = options.pop("evaluate_users", None)
     if users is not None and (type(users) is not int or users < 1):
         raise ValueError(f"evaluate_users={users!r}, expected a positive number of users")
-    data = load_sequences(recipe.data, root=root, source=source, progress=progress, **recipe.data_options)
+    data = load_sequences(recipe.data, root=order.root, source=order.source, progress=progress, **recipe.data_options)
     task: SequenceTask
     if recipe.model == "hstu":
         config = configure("hstu", recipe.config, **options | {"items": data.n_items + 1})
@@ -116,14 +106,15 @@ def prepare_sequence(
         if "items" in options:
             options["items"] = data.n_items + 1 if options["items"] else 0
         config = configure("onerec", recipe.config, **options)
-        index = find_index(data, name, config.codebooks, None if out is None else out / INDEX, resume=resume)
+        kept = None if order.out is None else order.out / INDEX
+        index = find_index(data, name, config.codebooks, kept, resume=order.resume)
         config = configure("onerec", recipe.config, **options | {"codebooks": index.codebook_sizes})
         task = NextIdTask(data, index, length=config.context, beams=beams)
-    seed_everything(settings.seed)
+    seed_everything(order.settings.seed)
     network = build(config)
-    if weights is not None:
-        load_weights(network, weights)
-    return SequenceJob(network, task, settings, users)
+    if order.weights is not None:
+        load_weights(network, order.weights)
+    return SequenceJob(network, task, order.settings, users)
 
 
 def make_bundle(job: SequenceJob, trainer: Trainer, recipe: Recipe, *, loss: float | None) -> Bundle | None:
@@ -153,7 +144,7 @@ def train_small(data: str, out: Path, *, steps: int, seed: int, root: Path | Non
     """A small OneRec for a data set's sequences, in a folder; no evaluation, no checkpoints."""
     import typer
 
-    from loka.cli.train import Recipe
+    from loka.cli.train import Order, Recipe
     from loka.inference import save_bundle
     from loka.training import Progress, TrainConfig, Trainer
 
@@ -162,7 +153,7 @@ def train_small(data: str, out: Path, *, steps: int, seed: int, root: Path | Non
         steps=steps, batch_size=128, seed=seed, learning_rate=2e-3, weight_decay=0.01, schedule="cosine",
         warmup_steps=min(50, steps), evaluate_every=0, compile="off", monitor=MONITOR,
     )  # fmt: skip
-    job = prepare_sequence(recipe, settings, None, root, source, None, None, resume=False, progress=None)
+    job = prepare_sequence(Order(recipe, settings, root=root, source=source))
     trainer = Trainer(job.network, job.task, settings, callbacks=[Progress()], **job.hooks())
     result = trainer.fit()
     bundle = make_bundle(job, trainer, recipe, loss=result.loss)

@@ -27,7 +27,7 @@ from loka.dispatch.chains import GIVEN, place_chains
 from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.database import Database
 from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_of
-from loka.dispatch.speed import DatabaseSpeeds, Option, ProbeSpeeds, Speeds, choose_machine, shipped_database
+from loka.dispatch.speed import DatabaseSpeeds, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
@@ -192,7 +192,7 @@ def _find_speeds(report: ProbeReport, policy: Policy, database: Database | None)
 def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str]:
     if policy.min_speedup is None:
         return ["made for accuracy only: no speed was considered"]
-    timed = any(o.candidate.speedup for site in report.sites for gemm in site.gemms for o in speeds.options(site, gemm))
+    timed = any(c.speedup for site in report.sites for gemm in site.gemms for c in speeds.options(site, gemm))
     if timed:
         return []
     if isinstance(speeds, DatabaseSpeeds):
@@ -245,9 +245,7 @@ def _told(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -
     """A choice that was not left to the evidence: on the fastest backend that was evaluated."""
     if recipe.operands(gemm) is None:
         return choice_of(gemm, None, f"{reason}; {recipe.name} keeps {gemm} in high precision")
-    options = [
-        o for o in speeds.options(site, gemm) if o.candidate.recipe == recipe.name and o.candidate.refusal is None
-    ]
+    options = [c for c in speeds.options(site, gemm) if c.recipe == recipe.name and c.refusal is None]
     if not options:
         raise ValueError(
             f"{site.name} {gemm}: {reason}, but no backend was evaluated with {recipe.name}; probe with it"
@@ -260,7 +258,9 @@ def error_of(candidate: Candidate) -> Interval | None:
     return candidate.mere if candidate.gemm == "fprop" else candidate.relative_l2
 
 
-def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | None = None, units: int = 1) -> Choice:
+def choose(
+    options: Sequence[Candidate], gemm: Gemm, policy: Policy, site: Site | None = None, units: int = 1
+) -> Choice:
     """The choice for one GEMM among its options; high precision where none passes.
 
     Args:
@@ -273,16 +273,15 @@ def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | N
     Returns:
         What runs, why, and what was refused.
     """
-    passing: list[Option] = []
+    passing: list[Candidate] = []
     refusals: list[str] = []
-    alone = [o for o in options if o.candidate.recipe not in GIVEN]
-    allowed = [o for o in alone if policy.recipe in (AUTO, o.candidate.recipe)]
-    for option in allowed:
-        refusal = _refuse(option, policy, site, units)
+    alone = [c for c in options if c.recipe not in GIVEN]
+    for candidate in (c for c in alone if policy.recipe in (AUTO, c.recipe)):
+        refusal = _refuse(candidate, policy, site, units)
         if refusal is None:
-            passing.append(option)
+            passing.append(candidate)
         else:
-            refusals.append(f"{option.candidate.recipe} on {option.candidate.backend}: {refusal}")
+            refusals.append(f"{candidate.recipe} on {candidate.backend}: {refusal}")
     if not passing:
         kept = policy.recipe != AUTO and recipe_named(policy.recipe).operands(gemm) is None
         nothing = f"{policy.recipe} keeps {gemm} in high precision" if kept else "no candidate was evaluated"
@@ -291,8 +290,7 @@ def choose(options: Sequence[Option], gemm: Gemm, policy: Policy, site: Site | N
     return _choice(best, _explain(best, policy, site), refusals)
 
 
-def _choice(option: Option, reason: str, refusals: list[str]) -> Choice:
-    candidate = option.candidate
+def _choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
     error, speedup, time = error_of(candidate), candidate.speedup, candidate.microseconds
     return choice_of(
         candidate.gemm,
@@ -301,14 +299,13 @@ def _choice(option: Option, reason: str, refusals: list[str]) -> Choice:
         expected_error=None if error is None else error.value,
         expected_speedup=None if speedup is None else speedup.value,
         expected_microseconds=None if time is None else time.value,
-        speed_source=option.source,
+        speed_source=candidate.speed_source,
         refusals=refusals,
     )
 
 
-def _refuse(option: Option, policy: Policy, site: Site | None, units: int) -> str | None:
+def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
     """Why a candidate is out, or None."""
-    candidate = option.candidate
     if candidate.refusal is not None:
         return candidate.refusal
     if (refusal := _refuse_by_harm(candidate, policy, site, units)) is not None:
@@ -316,7 +313,8 @@ def _refuse(option: Option, policy: Policy, site: Site | None, units: int) -> st
     if policy.min_speedup is None:
         return None
     if candidate.speedup is None:
-        return option.missing
+        note = candidate.speed_note or "not measured"
+        return f"speed {note}" if note.startswith("not ") else f"speed not measured ({note})"
     if candidate.speedup.low <= policy.min_speedup:
         return f"speed-up of at least {candidate.speedup.low:.3g} does not exceed {policy.min_speedup:g}"
     if candidate.speedup.low <= 1:
@@ -354,19 +352,19 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
     return f"error up to {error.high:.3g} exceeds {limit:g}" if error.high > limit else None
 
 
-def _rank_by_preference(option: Option) -> tuple[int, float]:
-    recipe, error = option.candidate.recipe, error_of(option.candidate)
+def _rank_by_preference(candidate: Candidate) -> tuple[int, float]:
+    recipe, error = candidate.recipe, error_of(candidate)
     place = PREFERENCE.index(recipe) if recipe in PREFERENCE else len(PREFERENCE)
     return place, error.high if error else float("inf")
 
 
-def _rank_by_time(option: Option) -> tuple[float, float]:
-    speedup = option.candidate.speedup.value if option.candidate.speedup else 0.0
-    return -speedup, _rank_by_preference(option)[1]
+def _rank_by_time(candidate: Candidate) -> tuple[float, float]:
+    speedup = candidate.speedup.value if candidate.speedup else 0.0
+    return -speedup, _rank_by_preference(candidate)[1]
 
 
-def _explain(best: Option, policy: Policy, site: Site | None) -> str:
-    candidate, error = best.candidate, error_of(best.candidate)
+def _explain(candidate: Candidate, policy: Policy, site: Site | None) -> str:
+    error = error_of(candidate)
     if _was_swapped(candidate, site):
         assert site is not None
         assert site.metric_change is not None

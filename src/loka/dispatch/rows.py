@@ -21,8 +21,7 @@ from loka.measure.device import snapshot
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming, Weights
 from loka.measure.timing import BASELINE
 from loka.records import Environment, Gemm, Interval, from_json
-from loka.records.bench import KernelBench, KernelRow
-from loka.records.performance import Errors, Origin, PerformanceRow, PerformanceRows
+from loka.records.performance import Errors, KernelBench, KernelRow, Origin, PerformanceRow, PerformanceRows
 
 LINEAR = "linear"
 ABSENT = "absent"

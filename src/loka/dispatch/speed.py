@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -28,28 +29,17 @@ _KEPT_FIRST: tuple[Weights, ...] = ("cached", "dynamic")
 
 
 @dataclass(frozen=True)
-class Option:
-    """A candidate with where its speed was measured; None: it was not."""
-
-    candidate: Candidate
-    source: str | None = None
-    missing: str = "speed not measured"  # what to say when there is none
-
-
-@dataclass(frozen=True)
 class ProbeSpeeds:
     """Times Probe took itself, on the machine it ran on."""
 
     device: str
 
-    def options(self, site: Site, gemm: Gemm) -> Iterator[Option]:
+    def options(self, site: Site, gemm: Gemm) -> Iterator[Candidate]:
         """Every candidate as it was measured."""
         for candidate in site.candidates:
             if candidate.gemm == gemm:
-                missing = (
-                    f"speed not measured ({candidate.speed_note})" if candidate.speed_note else "speed not measured"
-                )
-                yield Option(candidate, f"Probe on {self.device}" if candidate.speedup else None, missing)
+                source = f"Probe on {self.device}" if candidate.speedup else None
+                yield msgspec.structs.replace(candidate, speed_source=source)
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ class DatabaseSpeeds:
     weights: Weights = "dynamic"
     row_factor: float = 1.0
 
-    def options(self, site: Site, gemm: Gemm) -> Iterator[Option]:
+    def options(self, site: Site, gemm: Gemm) -> Iterator[Candidate]:
         """Every recipe that has an error, on every backend that was measured on the machine; then what Probe refused throughout."""
         backends = [name for name in self.machine.versions if name not in (BASELINE, "reference")]
         recipes = dict.fromkeys(c.recipe for c in site.candidates if c.gemm == gemm)
@@ -69,24 +59,26 @@ class DatabaseSpeeds:
             tried = [c for c in site.candidates if c.gemm == gemm and c.recipe == recipe]
             measured = [c for c in tried if c.refusal is None]
             if not measured:
-                yield from (Option(c) for c in tried)
+                yield from tried
             for backend in backends if measured else ():
                 yield self._join(site, _evidence_for(measured, backend), backend)
 
-    def _join(self, site: Site, evidence: Candidate, backend: str) -> Option:
+    def _join(self, site: Site, evidence: Candidate, backend: str) -> Candidate:
         m = max(1, round(site.m * self.row_factor))
         way = way_of(evidence)
         assert way is not None  # a candidate has operands
         key = linear_key(evidence.gemm, way.on(backend), m, site.k, site.n, self.weights)
         found = self.database.find(key, self.machine)
-        bare = msgspec.structs.replace(evidence, backend=backend, microseconds=None, speedup=None)
-        if found.row is None or found.origin is None:
-            return Option(bare, missing=f"speed not known: {found.reason}")
-        row = found.row
-        if row.refusal is not None:
-            return Option(msgspec.structs.replace(bare, refusal=f"on {self.machine.device}: {row.refusal}"))
-        joined = msgspec.structs.replace(bare, microseconds=row.microseconds, speedup=row.speedup)
-        return Option(joined, _cite(found.origin, row.m, m, self.weights), "the row has no bf16 time to compare with")
+        row, speed = found.row, dict[str, Any](microseconds=None, speedup=None)
+        if row is None or found.origin is None:
+            speed["speed_note"] = f"not known: {found.reason}"
+        elif row.refusal is not None:
+            speed["refusal"] = f"on {self.machine.device}: {row.refusal}"
+        else:
+            speed = {"microseconds": row.microseconds, "speedup": row.speedup}
+            speed["speed_source"] = _cite(found.origin, row.m, m, self.weights)
+            speed["speed_note"] = None if row.speedup else "not known: the row has no bf16 time to compare with"
+        return msgspec.structs.replace(evidence, backend=backend, **speed)
 
 
 Speeds = ProbeSpeeds | DatabaseSpeeds

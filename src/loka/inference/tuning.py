@@ -29,7 +29,7 @@ from loka.kernels.grouped_mm.call import GroupedCall, Permutation
 from loka.kernels.quantize import quantize
 from loka.measure import Conformance, Contender, judge_backend, snapshot, time_together
 from loka.measure.grouped import LoadedCall
-from loka.measure.nearness import judge_near
+from loka.measure.rounding import judge_near
 from loka.measure.site import SiteJob
 from loka.records.performance import PerformanceRow
 

@@ -21,9 +21,8 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import ULP, Conformance, Law
 from loka.measure.fused import compiled, judge_twice
 from loka.measure.inputs import Shape
-from loka.measure.nearness import as_share, judge_near
 from loka.measure.op import Op, read_variant, spell_variant
-from loka.measure.rounding import worst_of
+from loka.measure.rounding import as_share, judge_near, worst_of
 from loka.measure.timing import Thunk
 
 FLAGS = ("even", "plain", "gradient")

@@ -28,7 +28,7 @@ from loka.measure.isolation import Outcome, map_isolated
 from loka.measure.op import Op
 from loka.measure.timing import BASELINE, DEFAULT_REPEATS, CaptureError, Contender, Timing, sets_needed, time_together
 from loka.records import Interval
-from loka.records.bench import KernelBench, KernelRow, Peaks
+from loka.records.performance import KernelBench, KernelRow, Peaks
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from loka.measure.conformance import Conformance
 from loka.measure.inputs import draw, matmul_operands
 from loka.measure.timing import Contender, time_together
 from loka.records import Environment
-from loka.records.bench import Peaks
+from loka.records.performance import Peaks
 
 
 def snapshot(command: str | None = None) -> Environment:

@@ -21,9 +21,8 @@ from loka.measure import inputs
 from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
 from loka.measure.fused import FLOAT32, block_norm, compiled, judge_twice
 from loka.measure.inputs import Shape
-from loka.measure.nearness import as_share, judge_near
 from loka.measure.op import Op, read_variant, spell_variant
-from loka.measure.rounding import judge_rounded, worst_of
+from loka.measure.rounding import as_share, judge_near, judge_rounded, worst_of
 from loka.measure.timing import Thunk
 
 _COUNTS = r"(\d+)/(\d+)\+(\d+)"

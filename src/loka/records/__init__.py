@@ -2,8 +2,7 @@
 
 from loka.records.ab import BundleInfo, Overlap, PairedMetric, PairedTest, SplitCheck
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
-from loka.records.conversion import Conversion
-from loka.records.drift import DriftReport, Feature, Move, VerdictChange
+from loka.records.conversion import Conversion, Quantized, QuantizedSite
 from loka.records.measurement import Environment, Interval, capture_environment
 from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
 from loka.records.plan import Choice, Plan, SitePlan
@@ -14,10 +13,13 @@ from loka.records.probe import (
     Candidate,
     Cause,
     DistributionError,
+    DriftReport,
+    Feature,
     FlopsOf,
     FormatRange,
     Gemm,
     GemmVerdict,
+    Move,
     ProbeReport,
     Role,
     Safety,
@@ -26,8 +28,8 @@ from loka.records.probe import (
     Speed,
     TensorStats,
     Unseen,
+    VerdictChange,
 )
-from loka.records.quantized import Quantized, QuantizedSite
 from loka.records.record import (
     Part,
     Record,

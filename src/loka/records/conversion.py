@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from loka.records.measurement import Environment
+from loka.records.measurement import Environment, Interval
 from loka.records.probe import FlopsOf
-from loka.records.record import Record
+from loka.records.record import Part, Record
 from loka.records.unit import UnitPlan, upgrade_units
 
 
@@ -58,3 +58,40 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
         mods = f"\n  mods: {', '.join(self.mods)}" if self.mods else ""
         notes = "".join(f"\n  note: {note}" for note in self.notes)
         return f"{len(self.converted)} of {total} linears converted{chains}, {len(self.kept)} kept{share}{mods}{kept}{notes}"
+
+
+class QuantizedSite(Part, frozen=True):
+    """One linear or layer of experts. `activation` and `weight` are canonical Specs, None for 16 bits."""
+
+    name: str
+    type: str
+    shape: list[int]  # of the weight
+    activation: str | None
+    weight: str | None
+    reason: str
+    weight_error: float | None = None  # relative L2 of the rounding of the weight
+    metric_change: Interval | None = None  # relative change of the end metric with this site alone quantised
+    fast_accum: bool = False  # sums stay in the tensor cores
+
+
+class Quantized(Record, frozen=True, tag="quantized"):
+    """A quantised model."""
+
+    model: str
+    recipe: str
+    sites: list[QuantizedSite]
+    bytes_before: int  # of the checkpoint with every floating tensor in 16 bits
+    bytes_after: int
+    environment: Environment
+    metric: str | None = None  # what was measured, on what; None where nothing was
+    bound: float | None = None  # largest accepted relative change of it
+    change: Interval | None = None  # of the whole quantised model
+    notes: list[str] = msgspec.field(default_factory=list)  # what `auto` came to; sets of sites that were given up
+    plan: str | None = None  # the seal of the plan it came from; None for a recipe
+    mods: list[str] = msgspec.field(default_factory=list)  # rewrites the model had, as spelled
+    units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains, with the magnitudes their scales come from
+
+    @property
+    def ratio(self) -> float:
+        """Size after over size before."""
+        return self.bytes_after / self.bytes_before

@@ -83,6 +83,7 @@ class Candidate(Part, frozen=True):
     speedup: Interval | None = None  # over bf16
     errors: list[DistributionError] = msgspec.field(default_factory=list)
     speed_note: str | None = None  # why there is no speed-up
+    speed_source: str | None = None  # where it was measured, when it was looked up; None: where the probe ran
     harm: Interval | None = (
         None  # size of the relative change of the loss, as a share: the usual one, and what it may be; verdicts go by `high`
     )
@@ -187,3 +188,40 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     )  # linears that could run in FP8 from one to the next, or do
     alone: dict[str, str] = msgspec.field(default_factory=dict)  # linears that are in no chain, and why
     no_chains: str | None = None  # why none were looked for
+
+
+Feature = Literal["absmax", "std", "tail", "kurtosis", "zeros", "histogram"]
+
+
+class Move(Part, frozen=True):
+    """One operand of a site that is no longer what it was."""
+
+    site: str
+    role: Role
+    feature: Feature  # absmax, std, tail (absmax / std), kurtosis + 3: log2; zeros: a share; histogram: mean |log2 x|
+    since: int  # step from which the comparison window starts
+    step: int  # step at which the window that differs starts
+    before: float
+    after: float
+    sigmas: float | None  # change over its standard error; None where windows hold too few looks to know it
+
+
+class VerdictChange(Part, frozen=True):
+    """A site whose candidates are judged differently on its latest rows than on its first."""
+
+    site: str
+    before: str
+    after: str
+
+
+class DriftReport(Record, frozen=True, tag="drift"):
+    """Windows of training compared, site by site."""
+
+    model: str
+    steps: int
+    window_steps: int  # length of a window now; windows double when there are many
+    sites: int  # compared
+    too_short: list[str]  # sites without two complete windows: nothing can be said of them yet
+    moves: list[Move]
+    judged: bool  # whether verdicts were compared; if not, `changes` says nothing
+    changes: list[VerdictChange]

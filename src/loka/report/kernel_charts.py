@@ -1,8 +1,7 @@
 """Charts of kernels and of quantised models: rooflines, speed by size, waterfalls of sensitivity, layers beside published values."""
 
 from loka.records import Analysis, Quantized
-from loka.records.bench import KernelBench, KernelRow
-from loka.records.performance import PerformanceRows
+from loka.records.performance import KernelBench, KernelRow, PerformanceRows
 from loka.report.vega import (
     ACCENT,
     DASHED,

@@ -1,7 +1,6 @@
 """Kernels: what each one cost beside bf16 and the roofline, and the rows of machines elsewhere."""
 
-from loka.records.bench import KernelBench, KernelRow
-from loka.records.performance import PerformanceRows
+from loka.records.performance import KernelBench, KernelRow, PerformanceRows
 from loka.report.markup import about, capitalise, chart, chip, escape, row, table, times
 from loka.report.results import Results
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from loka.records import GEMMS, Candidate, Choice, Gemm, ProbeReport, Site, SitePlan
-from loka.report import kernel_charts, quality_charts, serving_charts, site_charts
+from loka.report import kernel_charts, quality_charts, serving, site_charts
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
 
@@ -167,7 +167,7 @@ def draw(results: Results) -> dict[str, Any]:
     for number, analysis in enumerate(results.analyses):
         drawn[f"layers-{number}"] = kernel_charts.draw_layers(analysis)
     for number, test in enumerate(results.loads):
-        drawn[f"load-{number}"] = serving_charts.draw_load(test)
+        drawn[f"load-{number}"] = serving.draw_load(test)
     return {name: spec for name, spec in drawn.items() if spec is not None}
 
 

@@ -5,6 +5,7 @@ of single sites need it. A content security policy in the page forbids every net
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,18 @@ from loka.report import generative, headline, kernels, origin, quality, serving,
 from loka.report.markup import escape
 from loka.report.payload import collect, dump, write_chunks
 from loka.report.results import Results
-from loka.report.runtime import load_runtime
+
+
+@cache  # making the bundle takes two seconds
+def load_runtime() -> str:
+    """The JavaScript that draws the charts (Vega, Vega-Lite, vega-embed), safe between <script> tags. vl-convert carries it: nothing is downloaded, here or in the reader's browser."""
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise ValueError("the report embeds its charting library; install it: pip install 'loka[report]'") from error
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
 
 Section = tuple[str, str, Callable[[Results], str]]
 SECTIONS: tuple[Section, ...] = (

@@ -24,8 +24,7 @@ from loka.records import (
     Run,
     load,
 )
-from loka.records.bench import KernelBench
-from loka.records.performance import PerformanceRows
+from loka.records.performance import KernelBench, PerformanceRows
 from loka.records.tuning import SizeEstimates, Tuning
 
 _ALL: tuple[type[Record], ...] = (

@@ -10,12 +10,11 @@
 from loka.training.callbacks import Callback, CallbackState, LogLine
 from loka.training.checkpoint import DamagedCheckpointError, Snapshot, find_checkpoints, read_best, read_checkpoint
 from loka.training.compilation import CompileChoice
-from loka.training.config import TrainConfig
+from loka.training.config import TrainConfig, learning_rate_factor
 from loka.training.evaluation import evaluate, ranking_loss
 from loka.training.logs import Curve, JsonlLog, Progress, TensorBoard
 from loka.training.optimizers import Optimizers, RowwiseAdagrad, split_parameters
 from loka.training.result import NonFiniteLossError, TrainResult
-from loka.training.schedule import learning_rate_factor
 from loka.training.sequence import NextIdTask, NextItemTask, embed_items
 from loka.training.snapshot import load_weights, seed_everything
 from loka.training.trainer import Trainer

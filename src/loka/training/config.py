@@ -7,6 +7,7 @@ is trained and what watches it are arguments of the Trainer: they are code, not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -25,7 +26,7 @@ class TrainConfig:
     """Settings of one run; `0` switches a periodic action off, `None` an optional limit.
 
     One optimiser step consumes `accumulate` batches of `batch_size` examples per rank. Learning rates are the peak
-    values; the schedule multiplies both by the same factor (`loka.training.schedule`).
+    values; the schedule multiplies both by the same factor (`loka.training.config`).
     """
 
     steps: int = 1000
@@ -113,3 +114,20 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": get_args(ScheduleName),
     "monitor_direction": get_args(Direction),
 }
+
+
+def learning_rate_factor(config: TrainConfig, step: int) -> float:
+    """The multiplier of every learning rate for the update that turns step `step` into `step + 1`: a pure function, since a schedule without state cannot be restored wrongly.
+
+    With w warm-up steps, T steps in all, f the final fraction and t = (s - w) / (T - w):
+
+        s < w:      (s + 1) / w            linear:     1 - (1 - f) t
+        constant:   1                      cosine:     f + (1 - f) (1 + cos(pi t)) / 2
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    shape = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.final_fraction + (1 - config.final_fraction) * shape

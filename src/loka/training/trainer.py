@@ -25,17 +25,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from loka.training.callbacks import Callback, LogLine
-from loka.training.checkpoint import find_checkpoints, read_best
+from loka.training.checkpoint import Saver, find_checkpoints, read_best
 from loka.training.compilation import CompileChoice, compiled, eager
-from loka.training.config import TrainConfig
+from loka.training.config import TrainConfig, learning_rate_factor
 from loka.training.evaluation import LossFn, evaluate, ranking_loss
 from loka.training.monitor import Monitor
 from loka.training.optimizers import Optimizers
 from loka.training.precision import autocast, check_precision, precision_scope, resolve_device
 from loka.training.ranks import Ranks, keep_local, unwrap
 from loka.training.result import NonFiniteLossError, TrainResult
-from loka.training.saver import Saver
-from loka.training.schedule import learning_rate_factor
 from loka.training.snapshot import find_nonfinite, load_weights, restore_newest, seed_everything, take_snapshot
 from loka.training.stream import EpochStream, TrainData
 from loka.training.window import Window
