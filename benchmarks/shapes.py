@@ -34,8 +34,8 @@ from loka.kernels.scaled_mm.call import GemmWay, MatmulCall
 from loka.measure.conformance import Conformance
 from loka.measure.device import peaks
 from loka.measure.inputs import draw
-from loka.measure.site import encode_case, time_case
 from loka.measure.site import SiteJob as Job
+from loka.measure.site import encode_case, time_case
 from loka.measure.timing import Contender, sets_needed, time_together
 from loka.records import capture_environment, write_atomically
 
