@@ -79,11 +79,14 @@ def serve(
         "batch_invariant": batch_invariant,
     }
     if on == "ray":
-        given = {"--split": split, "--salt": salt, "--events": events, "--shadow": shadow or None, "--log": log,
-                 "--admin-port": admin_port, "--json": json_ or None, "a second model": bundles[1:] or None}  # fmt: skip
-        if refused := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{', '.join(refused)}: of the server in one process, not of --on ray")
-        run_on_ray(bundles[0], parse_seconds(sla), host, port, token_file, replicas, options)
+        if admin_port is not None:
+            raise ValueError(
+                "--admin-port: of the server in one process; on Ray, HAProxy and Ray have metrics of their own"
+            )
+        run_on_ray(
+            bundles, host, port, replicas, json_, split=parse_split(name_arms(bundles), split, salt, shadow), sla=parse_seconds(sla),
+            options=options, token_file=token_file, events=events, shadow=shadow, log=log or "errors",
+        )  # fmt: skip
         return
     server = make_server(
         bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
@@ -151,15 +154,29 @@ def tell(server: Server, as_json: bool) -> None:
 
 
 def run_on_ray(
-    bundle: Path, sla: float, host: str, port: int, token_file: Path | None, replicas: int, options: dict[str, Any]
-) -> None:
+    bundles: list[Path], host: str, port: int, replicas: int, as_json: bool, *, split: Split | None, token_file: Path | None,
+    events: Path | None, **rest: Any,
+) -> None:  # fmt: skip
     """Serve on Ray until interrupted."""
-    from loka.serving.ray_app import run
+    import time
 
-    place = bundle.resolve()
-    tokens = None if token_file is None else str(token_file.resolve())
-    model = {"folder": str(place), "name": place.name, **options}
-    run(model, sla=sla, host=host, port=port, token_file=tokens, replicas=replicas)
+    from loka.serving.ray_app import Settings, run
+
+    begin, url = time.monotonic(), f"http://{host}:{port}"
+
+    def ready() -> None:
+        found = {"url": url, "replicas": replicas, "seconds": round(time.monotonic() - begin, 2)}
+        typer.echo(json.dumps(found)) if as_json else typer.echo(f"ready after {found['seconds']} s: {url}/v1/recommend", err=True)  # fmt: skip
+
+    settings = Settings(
+        folders={name: str(path.resolve()) for name, path in zip(name_arms(bundles), bundles, strict=True)},
+        token_file=None if token_file is None else str(token_file.resolve()),
+        events=None if events is None else str(events.resolve()),
+        shares=None if split is None else split.shares,
+        salt="" if split is None else split.salt,
+        **rest,
+    )
+    run(settings, host=host, port=port, replicas=replicas, ready=ready)
 
 
 def check_server(url: str, token: str | None, as_json: bool) -> None:
