@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from loka.serving.call import Limits
+from loka.serving.call import Limits, Receive, Scope, Send
 from loka.serving.experiment import Split, check_arms, open_log
 from loka.serving.front import Front
 from loka.serving.listener import is_local
@@ -30,21 +30,18 @@ from loka.serving.server import SWITCH, log_to_stderr
 from loka.serving.service import Service
 from loka.serving.tokens import Tokens
 
-BODY = 512 * 1024  # bytes of a request; HAProxy can only send again what its buffer holds whole
+BODY, HEAD = 112 * 1024, 16 * 1024  # bytes of a request; HAProxy can only send again what its buffer holds whole, and copies all of the buffer for it
 # Read by Ray's processes when they start; what is set already stays.
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # the replica is gone, or went without a word
-    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + 64 * 1024),
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the front only waits: two changes of thread a message buy nothing
     "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy leaves a replica out within one; Ray's default is 30
     "RAY_worker_niceness": "0",  # Ray runs replicas and HAProxy at 15: whatever else the machine does comes first
-    # Buffers so large would be given back and faulted in again with every request, a millisecond; these are where glibc ends by itself after one free of 32 MiB.
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20),
 }
 
 
@@ -61,6 +58,7 @@ class Settings:
         events: folder of the experiment's events.
         shadow: the second arm runs too, and nobody sees its answers.
         log: "all", "errors" or "none".
+        body: bytes of a request; a larger one than the default needs RAY_SERVE_HAPROXY_TUNE_BUFSIZE, which `run` sets, and makes every request slower.
     """
 
     folders: dict[str, str]
@@ -72,6 +70,7 @@ class Settings:
     events: str | None = None
     shadow: bool = False
     log: str = "errors"
+    body: int = BODY
 
     def __post_init__(self) -> None:
         if not self.folders:
@@ -92,14 +91,14 @@ class Settings:
         split, options = self.split, self.options
         service = Service(
             {arm: open_model(folder, name=arm, **options) for arm, folder in self.folders.items()},
-            policy=Policy(sla=self.sla, reserve=min(0.004, self.sla / 10)),  # HAProxy costs more than loopback
+            policy=Policy(sla=self.sla, reserve=min(0.005, self.sla / 10)),  # HAProxy costs more than loopback
             opener=lambda folder: open_model(folder, **options),
             split=split,
             events=open_log(self.events, tuple(self.folders), split),
             shadow=self.shadow,
         )
         tokens = None if self.token_file is None else Tokens(self.token_file)
-        return Front(service, tokens=tokens, limits=Limits(body=BODY), manage=False, verbose=self.log == "all")
+        return Front(service, tokens=tokens, limits=Limits(body=self.body), manage=False, verbose=self.log == "all")
 
 
 def build_app(
@@ -152,6 +151,7 @@ class Replica:
         self.settings, self.generation = settings, -1
         self.front = await asyncio.to_thread(settings.open)
         await self.front.service.start()
+        shorten(self.front)
 
     def __serve_build_asgi_app__(self) -> Front:
         """What Ray puts behind its ingress."""
@@ -167,6 +167,26 @@ class Replica:
         fresh, self.generation = self.generation < 0, config["generation"]
         if not fresh:
             await self.front.service.reload_all(self.settings.folders)
+
+
+def shorten(front: Front) -> None:
+    """Hand requests from the replica's HTTP server to the front itself: Ray's tasks, counts and log lines around each cost as much as answering it.
+
+    Nothing here needs them: limits, deadlines, cancelling and counting are the front's, and a drain waits for the HTTP server. Ray's health checks (/-/...) stay Ray's.
+    """
+    from ray.serve._private import constants, replica
+
+    theirs = getattr(replica.Replica, "_direct_ingress_asgi", None)
+    if theirs is None or constants.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD:
+        return  # another Ray, or the front lives in another event loop: the long way works too
+
+    async def ours(self: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].startswith("/-/"):
+            await front(scope, receive, send)
+        else:
+            await theirs(self, scope, receive, send)
+
+    replica.Replica._direct_ingress_asgi = ours
 
 
 def run(
@@ -188,7 +208,7 @@ def run(
     """
     if not is_local(host) and settings.token_file is None:
         raise ValueError(f"host {host} can be reached by others: that needs a token; hint: --token-file FILE")
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | {"RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(settings.body + HEAD)}).items():
         os.environ.setdefault(name, value)
     serve = need_ray()
     import ray
