@@ -23,14 +23,17 @@ from typing import Any
 from loka.serving.call import Limits, Receive, Scope, Send
 from loka.serving.experiment import Split, check_arms, open_log
 from loka.serving.front import Front
-from loka.serving.listener import is_local
+from loka.serving.listener import is_local, make_protocol
 from loka.serving.opening import open_model
 from loka.serving.queues import Policy
 from loka.serving.server import SWITCH, log_to_stderr
 from loka.serving.service import Service
 from loka.serving.tokens import Tokens
 
-BODY, HEAD = 112 * 1024, 16 * 1024  # bytes of a request; HAProxy can only send again what its buffer holds whole, and copies all of the buffer for it
+BODY, HEAD = (
+    112 * 1024,
+    16 * 1024,
+)  # bytes of a request; HAProxy can only send again what its buffer holds whole, and copies all of the buffer for it
 # Read by Ray's processes when they start; what is set already stays.
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
@@ -170,23 +173,36 @@ class Replica:
 
 
 def shorten(front: Front) -> None:
-    """Hand requests from the replica's HTTP server to the front itself: Ray's tasks, counts and log lines around each cost as much as answering it.
+    """Let the replica's HTTP server hand requests to the front itself: Ray's tasks, counts and log lines around each cost as much as answering it.
 
-    Nothing here needs them: limits, deadlines, cancelling and counting are the front's, and a drain waits for the HTTP server. Ray's health checks (/-/...) stay Ray's.
+    Nothing here needs them: limits, deadlines, cancelling and counting are the front's, and a drain waits for the HTTP server. Ray's own paths (/-/...) stay Ray's. Ray leaves the choice of a protocol to uvicorn,
+    which takes what stands under "auto".
     """
-    from ray.serve._private import constants, replica
+    from uvicorn.config import HTTP_PROTOCOLS
 
-    theirs = getattr(replica.Replica, "_direct_ingress_asgi", None)
-    if theirs is None or constants.RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD:
-        return  # another Ray, or the front lives in another event loop: the long way works too
+    loop, guarded = asyncio.get_running_loop(), make_protocol(front.limits)
 
-    async def ours(self: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith("/-/"):
-            await front(scope, receive, send)
-        else:
-            await theirs(self, scope, receive, send)
+    class Straight(guarded):  # type: ignore[misc, valid-type]
+        """One connection of HAProxy."""
 
-    replica.Replica._direct_ingress_asgi = ours
+        def __init__(self, *values: Any, **named: Any) -> None:
+            super().__init__(*values, **named)
+            if self.loop is loop:  # with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=1 the front lives in another
+                self.app = Fork(front, self.app)
+
+    HTTP_PROTOCOLS["auto"] = Straight
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Requests to the front, Ray's own paths to Ray."""
+
+    front: Front
+    ray: Any
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await (self.ray if scope["path"].startswith("/-/") else self.front)(scope, receive, send)
 
 
 def run(
