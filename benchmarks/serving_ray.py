@@ -204,6 +204,7 @@ class Clients:
         self.times: list[float] = []
         self.lost: list[str] = []
         self.answered: set[str] = set()
+        self.said: list[str] = []  # of the servers, with a 5xx
         self.reconnected = 0
         self.threads = [threading.Thread(target=self.work, args=(n,), daemon=True) for n in range(count)]
         for thread in self.threads:
@@ -214,7 +215,9 @@ class Clients:
         headers = {"content-type": "application/json", "x-request-id": name, "x-loka-simulated": "1"}
         connection.request("POST", "/v1/recommend", body, headers)
         answer = connection.getresponse()
-        answer.read()
+        text = answer.read()
+        if answer.status >= 500 and len(self.said) < 5:
+            self.said.append(f"{name}: {answer.status} {dict(answer.getheaders())} {text[:200]!r}")
         if answer.will_close:
             connection.close()
             connection = None
@@ -253,7 +256,7 @@ class Clients:
             thread.join(35)
         return {
             "requests": len(self.times), "codes": dict(self.codes), "reconnected": self.reconnected, "lost": len(self.lost),
-            "lost_examples": self.lost[:5], "latency_ms": quantiles(self.times),
+            "lost_examples": self.lost[:5], "said": self.said, "latency_ms": quantiles(self.times),
         }  # fmt: skip
 
 

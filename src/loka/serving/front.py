@@ -291,7 +291,7 @@ class Front:
             await call.send({"type": "http.response.start", "status": status, "headers": head})
             await call.send({"type": "http.response.body", "body": body})
         if call.after is not None:
-            asyncio.get_running_loop().call_soon(call.after)
+            call.after()
 
     def _log(self, call: Call, status: int, ticket: Ticket | None, reason: str | None) -> None:
         fields: dict[str, Any] = {

@@ -30,14 +30,14 @@ from loka.serving.server import SWITCH, log_to_stderr
 from loka.serving.service import Service
 from loka.serving.tokens import Tokens
 
-BODY, HEAD = (
-    112 * 1024,
-    16 * 1024,
-)  # bytes of a request; HAProxy can only send again what its buffer holds whole, and copies all of the buffer for it
+# Bytes of a request. HAProxy can only send again what its buffer holds whole, and for that copies the whole buffer with every request: at 576 KiB a millisecond.
+BODY, HEAD = 112 * 1024, 16 * 1024
 # Read by Ray's processes when they start; what is set already stays.
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # the replica is gone, or went without a word
+    "RAY_SERVE_HAPROXY_RETRIES": "10",  # of 3, all may fall on a dead replica: it has the fewest connections
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a refused connection takes it out until a health check brings it back
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
