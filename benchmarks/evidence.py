@@ -55,6 +55,11 @@ class Job:
         return [*LOKA, *words[1:]] if words[0] == "loka" else [sys.executable, str(BENCHMARKS / words[0]), *words[1:]]
 
 
+def spell_command() -> str:
+    """How this process was called, for a record: file names without the folders of one machine."""
+    return " ".join(Path(word).name if "/" in word else word for word in sys.argv)
+
+
 def gpu(name: str, records: str, command: str, seconds: float) -> Job:
     return Job(name, tuple(f"h200/{record}.json" for record in records.split()), command, seconds)
 
@@ -72,6 +77,7 @@ JOBS = (
     gpu("zoo-train", "zoo_training", "zoo.py --modes train --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-infer", "zoo_inference", "zoo.py --modes infer --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-train-more", "zoo_training_max", "zoo.py --models wukong,encoder --modes train --ways bf16,bf16-layout,torchao-tensorwise,loka --out {out}", 400),
+    gpu("zoo-baselines", "zoo_baselines", "zoo.py --models wukong,dlrm --modes train --ways bf16,bf16+max,bf16-layout,torchao-auto-tensorwise,torchao-rowwise_with_gw_hp,loka-towers,loka --wait 250 --out {out}", 330),
     gpu("tune", "tune_zoo", "tune_zoo.py --models dlrm,tower,cross --steps 300 --seconds 60 --fresh --limit 500 --out {out}", 600),
     gpu("tune-wukong", "tune_zoo_wukong", "tune_zoo.py --models wukong,encoder --fresh --limit 500 --out {out}", 700),
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seconds 280", 360),

@@ -39,6 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from evidence import spell_command
+
 import loka
 from loka import records
 from loka.metrics import compare_paired
@@ -95,9 +97,9 @@ def draw_criteo(rows: int, seed: int, device: str) -> Split:
     seen = torch.tanh((torch.log1p(raw) - shape[:, 1]) / shape[:, 2])
     alone, pairs = (torch.randn(s, device=device, generator=t) for s in ((13, 1), (13, 13)))
     effects = torch.randn(FIELDS, IDS, device=device, generator=t)
-    logit = 0.4 * (seen @ alone)[:, 0] + 0.1 * ((seen @ pairs) * seen).sum(1) - 1.5
+    logit = 0.8 * (seen @ alone)[:, 0] + 0.15 * ((seen @ pairs) * seen).sum(1) - 4.5
     for field in range(FIELDS):
-        logit += 0.2 * effects[field][ids[:, field]]
+        logit += 0.4 * effects[field][ids[:, field]]
     return Split(fill(raw), ids.int(), torch.bernoulli(torch.sigmoid(logit), generator=g)[:, None])
 
 
@@ -356,7 +358,7 @@ def main() -> None:
     deadline, body = time.time() + a.seconds, json.loads(a.out.read_text()) if a.out.exists() else {}
     for part in ("runs", "plans", "failed"):
         body.setdefault(part, {})
-    body["environment"] = msgspec.to_builtins(records.capture_environment(command=" ".join(["hurts.py", *sys.argv[1:]])))  # fmt: skip
+    body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command()))  # fmt: skip
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a.root, a.device, a.width, a.steps, a.rows, Path(folder))

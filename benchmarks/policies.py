@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tune_zoo
+from evidence import spell_command
 
 POLICIES = ("torchao-tensorwise", "torchao-rowwise", "torchao-rowwise_with_gw_hp", "all-deepgemm", "all-fbgemm", "plan-mixed", "plan-tune")  # fmt: skip
 PUBLISHED = {
@@ -145,7 +146,7 @@ def main():
         row["published"] = PUBLISHED.get(row["way"])
         row["speedup"] = base / row["ms"] if base and "ms" in row else None
     body["plans"] = {f.stem: json.loads(f.read_text()) for f in folder.glob("*.json") if f.stem in ("mixed", "tune")}
-    body["command"] = " ".join(["policies.py", *sys.argv[1:]])
+    body["command"] = spell_command()
     a.out.write_text(json.dumps(body, indent=1))
 
 

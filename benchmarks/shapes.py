@@ -24,15 +24,19 @@ from typing import Any
 import msgspec
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from evidence import spell_command
+
 from loka.dispatch.recipe import RECIPES
 from loka.kernels import registry
-from loka.kernels.scaled_mm.call import MatmulCall
+from loka.kernels.quantize import quantize
+from loka.kernels.scaled_mm.call import GemmWay, MatmulCall
 from loka.measure.conformance import Conformance
 from loka.measure.device import peaks
 from loka.measure.inputs import draw
-from loka.measure.site import GemmCandidate, encode_case, time_case
 from loka.measure.site import SiteJob as Job
-from loka.measure.timing import Candidate, sets_needed, time_together
+from loka.measure.site import encode_case, time_case
+from loka.measure.timing import Contender, sets_needed, time_together
 from loka.records import capture_environment, write_atomically
 
 FIRST, LAST = (2048, 256, 768), (2048, 123200, 1024)
@@ -52,7 +56,7 @@ def make_shapes() -> list[tuple[int, int, int]]:
     return found
 
 
-def candidates(device: torch.device, backends: list[str]) -> tuple[dict[GemmCandidate, str], dict[str, str]]:
+def candidates(device: torch.device, backends: list[str]) -> tuple[dict[GemmWay, str], dict[str, str]]:
     """Every recipe on every backend that can run here, with the recipe's name; and who cannot, with the reason."""
     able, refused = {}, {}
     for name in NAMES:
@@ -62,14 +66,14 @@ def candidates(device: torch.device, backends: list[str]) -> tuple[dict[GemmCand
             call = MatmulCall(*FIRST, operands.a, operands.b, torch.bfloat16, operands.fast_accum)
             verdict = registry.backend("scaled_mm", backend).supports(call, device)
             if verdict:
-                able[GemmCandidate(operands.a, operands.b, backend, operands.fast_accum)] = name
+                able[operands.on(backend)] = name
             else:
                 refused[f"{name} on {backend}"] = verdict.reason
     return able, refused
 
 
 @torch.no_grad()
-def time_bare(shape: tuple[int, int, int], some: list[GemmCandidate], device: torch.device, repeats: int) -> list[float]:  # fmt: skip
+def time_bare(shape: tuple[int, int, int], some: list[GemmWay], device: torch.device, repeats: int) -> list[float]:  # fmt: skip
     """Microseconds of the GEMM alone, operands quantised and laid out before the clock starts."""
     m, k, n = shape
     sets = range(sets_needed(m * k + k * n + 2 * m * n, device))
@@ -78,15 +82,15 @@ def time_bare(shape: tuple[int, int, int], some: list[GemmCandidate], device: to
         backend = registry.backend("scaled_mm", c.backend)
         thunks = []
         for s in sets:
-            a = registry.backend("quantize", "reference").run(draw(m, k, seed=2 * s, device=device, dtype=torch.bfloat16), c.a)[0]  # fmt: skip
-            b = registry.backend("quantize", "reference").run(draw(n, k, seed=2 * s + 1, device=device, dtype=torch.bfloat16), c.b)[0]  # fmt: skip
+            a = quantize(draw(m, k, seed=2 * s, device=device, dtype=torch.bfloat16), c.a)  # fmt: skip
+            b = quantize(draw(n, k, seed=2 * s + 1, device=device, dtype=torch.bfloat16), c.b)  # fmt: skip
             kept = registry.prepare_for(backend, b, c.a)
             thunks.append(lambda a=a, b=kept, run=backend.run, fast=c.fast_accum: run(a, b, out_dtype=torch.bfloat16, fast_accum=fast))  # fmt: skip
-        timed.append(Candidate(str(c), thunks, Conformance(True, 0.0, 0.0)))  # judged with its quantisation just before
+        timed.append(Contender(str(c), thunks, Conformance(True, 0.0, 0.0)))  # judged with its quantisation just before
     return [t.microseconds().value for t in time_together(timed, device, repeats=repeats)] if timed else []
 
 
-def measure(shape: tuple[int, int, int], able: dict[GemmCandidate, str], device: torch.device, repeats: int) -> list[dict[str, Any]]:  # fmt: skip
+def measure(shape: tuple[int, int, int], able: dict[GemmWay, str], device: torch.device, repeats: int) -> list[dict[str, Any]]:  # fmt: skip
     """One shape: judged, timed with quantisation, timed without."""
     job = Job("fprop", *shape, tuple(able))
     options = {"device": str(device), "repeats": repeats, "distributions": ["normal"]}
@@ -144,7 +148,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
     if "peaks" not in body:
         body["peaks"] = msgspec.to_builtins(peaks(device))
-    command = " ".join(["shapes.py", *sys.argv[1:]])
+    command = spell_command()
     body |= {"rule": RULE, "refused": refused, "data_sheet_flops": DATA_SHEET.get(name), "environment": msgspec.to_builtins(capture_environment(command=command, device=name))}  # fmt: skip
     shapes = make_shapes()
     for shape in [*shapes[:1], *shapes[-1:], *shapes[1:-1:2], *shapes[2:-1:2]][: a.shapes]:

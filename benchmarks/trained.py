@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
+from evidence import spell_command
 from quality_ranking import read_tables
 
 import loka
@@ -450,8 +451,7 @@ class Campaign:
                     self.body["runs"][key] = answer
                 if "error" in answer:
                     print(f"{worker.name} {key}: {answer['error']}", flush=True)
-                    if "TimeoutError" in answer["error"] or not key:
-                        worker.todo.clear()
+                    worker.todo.clear()  # the next call tries again; another seed would most likely fail alike
                 self.write()
                 if worker.todo and time.time() < self.deadline:
                     worker.send()
@@ -568,9 +568,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a.root, a.device, a.size, a.batch, a.steps, a.learning_rate, a.tune_seconds, Path(folder))
         campaign = Campaign(bench, a.out, deadline)
-        campaign.body["environment"] = msgspec.to_builtins(
-            records.capture_environment(command=" ".join(["trained.py", *sys.argv[1:]]))
-        )
+        campaign.body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command()))
         campaign.body["power"] = {data: find_power(data, a.seeds) for data in a.data.split(",")}
         cells = [f"{family}/{data}" for family in a.families.split(",") for data in a.data.split(",")]
         sources = [(arm, arch) for arm, arch, used in (("bf16", False, ("tuned", "layout")), ("mods", True, ("tuned-mods",))) if any(u in arms for u in used)]  # fmt: skip

@@ -14,6 +14,7 @@ change of the loss says whether tune could have taken it.
 
 import argparse
 import copy
+import gc
 import json
 import math
 import subprocess
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 import zoo
+from evidence import spell_command
 
 
 def teacher(shapes, device, seed=7):
@@ -119,6 +121,7 @@ def describe(model, batch, target, device):
     inputs, labels = batch
     facts = {"modules": {name: type(module).__name__ for name, module in model.named_modules()}}
     if device == "cuda":
+        gc.collect()  # models of earlier rows
         torch.cuda.empty_cache()
         facts["model_gib"] = (torch.cuda.memory_allocated() - sum(x.nbytes for x in (*inputs, labels))) / 2**30
         torch.cuda.reset_peak_memory_stats()
@@ -168,9 +171,8 @@ def again(row, weights, device):
         model = model.eval().to(torch.bfloat16)
         first = (tuple(x.to(torch.bfloat16) for x in first[0]), first[1])
     twin = copy.deepcopy(model).cpu()  # for the other ways; not in the memory that is measured
-    done = (
-        loka.convert(model, plan, example=first[0], freeze=serving) if plan.units or plan.mods or plan.sites else None
-    )
+    converts = plan.units or plan.mods or any(site.low_precision_share for site in plan.sites)
+    done = loka.convert(model, plan, example=first[0], freeze=serving) if converts else None
     facts = {"after": describe(model, first, target, device)}
     facts |= compare(row, done, facts["after"])
     held = held_out(name, target, device)
@@ -244,7 +246,7 @@ def tune_all(a):
     device = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
     out = Path(a.out)
     body = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    body |= {"command": " ".join(sys.argv), "environment": msgspec.to_builtins(records.capture_environment(device=device))}  # fmt: skip
+    body |= {"command": spell_command(), "environment": msgspec.to_builtins(records.capture_environment(device=device))}  # fmt: skip
     rows = body["rows"] = [row for row in body["rows"] if "failed" not in row]
     known, end = {(row["model"], row["target"]) for row in rows}, time.time() + a.limit
     for name in a.models.split(","):

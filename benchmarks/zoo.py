@@ -11,6 +11,7 @@ Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
     all-BACKEND             `loka.convert` with the one recipe of a library on all of these: all-fbgemm rowwise, all-deepgemm blockwise; refused by name where it is not installed
     plan-NAME               `loka.convert(model, plan)` with NAME.json of --plans
     loka                    `loka.convert(model, plan)` with the units that `loka.units.discover` finds, after the mods that change nothing but the layout
+    loka-towers             the same units without those mods: chains of linears in FP8 and nothing else
     bf16-layout             those mods alone, in bf16: what is not FP8's share
     loka-mods               no_bias, block_norm and hard_swish first: another architecture
     loka-tune               `loka.tune`, which chooses between all of these
@@ -35,7 +36,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).parent))
+from evidence import spell_command
+
 PLANS = "LOKA_ZOO_PLANS"  # in the environment of a case: the folder of --plans
 RECIPE_OF = {"fbgemm": "rowwise", "deepgemm": "blockwise", "torch": "rowwise", "triton": "rowwise"}  # of all-BACKEND
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
@@ -250,6 +253,7 @@ def prepare(model, way, inputs, mode, facts):
         facts["summary"] = str(tuned)[:6000]
         return tuned.model
     mods = [*(["no_bias", "block_norm", "hard_swish"] if way == "loka-mods" else []), *loka.mods.FREE]
+    mods = [] if way == "loka-towers" else mods
     plan = loka.placing.plan_everything(model, example, mods=mods, serving=mode == "infer", linears=256)
     conversion = loka.convert(model, plan, example=example, freeze=mode == "infer")
     facts["summary"] = str(conversion)[:4000]
@@ -489,7 +493,7 @@ def main():
     environment = records.capture_environment(device=torch.cuda.get_device_name())
     import msgspec
 
-    head = {"command": " ".join(sys.argv), "environment": msgspec.to_builtins(environment)}
+    head = {"command": spell_command(), "environment": msgspec.to_builtins(environment)}
     Path(a.out).write_text(json.dumps({**head, "rows": rows}, indent=1))
     for row in rows:
         same = [r for r in rows if (r["model"], r["mode"]) == (row["model"], row["mode"]) and "ms" in r]

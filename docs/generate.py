@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tables import ablation, generative, kernels, models, published, zoo
+from tables import ablation, generative, kernels, models, published, trained, zoo
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +29,10 @@ SECTIONS = (
      "Plain PyTorch, whole training step with AdamW or inference, CUDA graphs, static shapes, in turns on one H200. \"Our layout\" is bf16 with the rewrites that keep the function, so that FP8's own share shows."),
     ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json", zoo.tune_table,
      "The same models, trained 300 steps (Wukong, an earlier run: 500) on labels of a fixed teacher, then tuned on batches they had not seen: speed and loss of one configuration. The step is forward and backward, without an optimizer."),
+    ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json", trained.trained_table,
+     "Plain models on real data, trained from the same weights on the same batches, seed by seed; the models that were trained are the ones that were timed (whole step with AdamW, CUDA graph, alone on the card). Pairs are ours / what it is compared with."),
+    ("Where naive FP8 hurts", "hurts.json, hurts_wide.json", trained.hurts_table,
+     "Features as delivered, Adam at four times the usual rate, no annealing, no dropout; the test loss is the mean over the later half of the run. Naive is torchao's tensorwise at every linear it takes."),
     ("Models of this package", "fp8_models.json", models.models_table,
      "Step time of whole models, compiled on all sides; every speed-up is over the model's bf16 case."),
     ("One fused layer", "fused_linear.json, fused_linear_training.json", kernels.fused_table,

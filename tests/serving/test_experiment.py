@@ -1,13 +1,15 @@
 """Experiments: sticky assignment, exposures once, shadow mode, and what the events say afterwards."""
 
+import asyncio
 import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from loka.serving import Server, Split
+from loka.serving import Front, Policy, Server, Service, Split
 from loka.serving.experiment import EventLog
 from loka.serving.online import judge_experiment, read_events
 
@@ -125,3 +127,36 @@ def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:
     assert "could not be read" in " ".join(again.notes)
     with pytest.raises(ValueError, match=r"experiment\.json"):
         judge_experiment(tmp_path / "nowhere")
+
+
+def test_an_exposure_is_written_once_the_answer_has_left(tmp_path: Path) -> None:
+    """A replica that is killed before it answered is asked again elsewhere: it must have written nothing."""
+    split = Split(("a", "b"), (50, 50), "test")
+    arms = {name: Sleeper(COST, name, "1") for name in "ab"}
+    service = Service(arms, policy=Policy(sla=2.0), split=split, events=EventLog(tmp_path, split))
+    front, sent = Front(service, manage=False), []
+
+    async def ask(send: Any, number: int) -> None:
+        inbox = asyncio.Queue[dict[str, Any]]()
+        inbox.put_nowait({"type": "http.request", "body": json.dumps({"number": number, "user": "u"}).encode()})
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"r%d" % number)]
+        scope = {"type": "http", "method": "POST", "path": "/v1/recommend", "headers": headers}
+        await front(scope, inbox.get, send)
+
+    async def killed(message: dict[str, Any]) -> None:
+        raise SystemExit
+
+    async def send(message: dict[str, Any]) -> None:
+        assert not read_lines(tmp_path)
+        sent.append(message)
+
+    async def play() -> None:
+        await service.start()
+        with pytest.raises(SystemExit):
+            await ask(killed, 1)
+        await ask(send, 2)
+        service.close()
+
+    asyncio.run(play())
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert [line["request_id"] for line in read_lines(tmp_path)] == ["r2"]

@@ -217,3 +217,21 @@ def test_a_task_divides_its_batches() -> None:
     task = Task(nn.Linear(64, 1), make_batches(5), loss)
     assert (len(task.looking), len(task.held_out)) == (2, 3)
     assert len(Task(nn.Linear(64, 1), (b for b in make_batches(1) * 100), loss).kept) == 64
+
+
+def test_a_linear_that_is_called_twice_runs_by_itself() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.out = nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(torch.relu(self.mix(torch.relu(self.mix(x)))))
+
+    found = discover(Twice(), torch.randn(8, 64), linears=1)
+    assert (found.repeated, found.units) == (["mix"], [])
+    sites = looked_at(mix=predicted(0.5, finer=1e-5))
+    sites = Looked(sites.sites, [], {"mix": "it is called 2 times"}, 0.5, ["mix"])
+    chosen = make_offers(sites, limits=LIMITS, training=True)
+    assert [(offer.way, offer.name) for offer in chosen.offers] == [("rowwise", "mix")]
+    assert not chosen.kept

@@ -5,6 +5,7 @@
     loka serve runs/onerec --host 0.0.0.0 --token-file tokens --sla 50ms   for others: only with a token
     loka serve runs/a runs/b --split 95,5 --salt autumn --events runs/ab   an experiment; read it with loka ab --online runs/ab
     loka serve runs/a runs/b --shadow --events runs/shadow                 b answers too, and nobody sees it
+    loka serve runs/onerec --on ray --replicas 4 --sla 50ms                several processes, or machines, with Ray Serve
     loka serve --check http://127.0.0.1:8000                               is it ready, and what does it serve
 
 It binds localhost. Metrics, a live page and reloads are on --admin-port, also on localhost. SIGTERM drains, SIGHUP reads the bundles again. Exit 0; 1 when --check finds a
@@ -40,6 +41,7 @@ def serve(
     rows: Annotated[str | None, typer.Option(help="Rows a batch of a ranker may have; default: 64,256,1024,4096.")] = None,
     factory: Annotated[str | None, typer.Option(help="package.module:function that builds the ranker, if its bundle names one.")] = None,
     batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="Answers do not depend on who else is in the batch, bit for bit.")] = False,
+    body: Annotated[int | None, typer.Option(help="Largest request, in KiB; default: 2048, on Ray 112, where a larger one makes every request slower.")] = None,
     split: Annotated[str | None, typer.Option(help="Shares of two models: 95,5.")] = None,
     salt: Annotated[str | None, typer.Option(help="Name of the experiment; users fall anew under another.")] = None,
     events: Annotated[Path | None, typer.Option(help="Folder for the experiment's events.")] = None,
@@ -65,6 +67,8 @@ def serve(
         raise ValueError(f"--on {on}: expected local or ray")
     if on == "local" and replicas != 1:
         raise ValueError(f"--replicas {replicas} needs --on ray; one process serves one replica")
+    if body is not None and body < 1:
+        raise ValueError(f"--body {body}: expected KiB, at least 1")
     options: dict[str, Any] = {
         "device": device,
         "precision": precision,
@@ -77,15 +81,22 @@ def serve(
         "batch_invariant": batch_invariant,
     }
     if on == "ray":
-        given = {"--split": split, "--salt": salt, "--events": events, "--shadow": shadow or None, "--log": log,
-                 "--admin-port": admin_port, "--json": json_ or None, "a second model": bundles[1:] or None}  # fmt: skip
-        if refused := [name for name, value in given.items() if value is not None]:
-            raise ValueError(f"{', '.join(refused)}: of the server in one process, not of --on ray")
-        run_on_ray(bundles[0], parse_seconds(sla), host, port, token_file, replicas, options)
+        if admin_port is not None:
+            raise ValueError(
+                "--admin-port: of the server in one process; on Ray, HAProxy and Ray have metrics of their own"
+            )
+        run_on_ray(
+            bundles, host, port, replicas, json_, split=parse_split(name_arms(bundles), split, salt, shadow), sla=parse_seconds(sla),
+            options=options, token_file=token_file, events=events, shadow=shadow, log=log or "errors",
+            **({} if body is None else {"body": 1024 * body}),
+        )  # fmt: skip
         return
+    from loka.serving import Limits
+
     server = make_server(
         bundles, options, split=split, salt=salt, shadow=shadow, sla=parse_seconds(sla), host=host, port=port, token_file=token_file,
         events=events, admin_port=None if admin_port == -1 else 8001 if admin_port is None else admin_port, verbose=log == "all",
+        limits=Limits() if body is None else Limits(body=1024 * body),
     )  # fmt: skip
     if log != "none":
         log_lines(every=log == "all")
@@ -149,15 +160,29 @@ def tell(server: Server, as_json: bool) -> None:
 
 
 def run_on_ray(
-    bundle: Path, sla: float, host: str, port: int, token_file: Path | None, replicas: int, options: dict[str, Any]
-) -> None:
+    bundles: list[Path], host: str, port: int, replicas: int, as_json: bool, *, split: Split | None, token_file: Path | None,
+    events: Path | None, **rest: Any,
+) -> None:  # fmt: skip
     """Serve on Ray until interrupted."""
-    from loka.serving.ray_app import run
+    import time
 
-    place = bundle.resolve()
-    tokens = None if token_file is None else str(token_file.resolve())
-    model = {"folder": str(place), "name": place.name, **options}
-    run(model, sla=sla, host=host, port=port, token_file=tokens, replicas=replicas)
+    from loka.serving.ray_app import Settings, run
+
+    begin, url = time.monotonic(), f"http://{host}:{port}"
+
+    def ready() -> None:
+        found = {"url": url, "replicas": replicas, "seconds": round(time.monotonic() - begin, 2)}
+        typer.echo(json.dumps(found)) if as_json else typer.echo(f"ready after {found['seconds']} s: {url}/v1/recommend", err=True)  # fmt: skip
+
+    settings = Settings(
+        folders={name: str(path.resolve()) for name, path in zip(name_arms(bundles), bundles, strict=True)},
+        token_file=None if token_file is None else str(token_file.resolve()),
+        events=None if events is None else str(events.resolve()),
+        shares=None if split is None else split.shares,
+        salt="" if split is None else split.salt,
+        **rest,
+    )
+    run(settings, host=host, port=port, replicas=replicas, ready=ready)
 
 
 def check_server(url: str, token: str | None, as_json: bool) -> None:

@@ -7,7 +7,7 @@ over GEMMs is not bounded by it: a paired run of training is what would show it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -65,12 +65,21 @@ def add_in_squares(parts: list[Interval]) -> Interval:
 
 @dataclass
 class Looked:
-    """Everything that was seen."""
+    """Everything that was seen.
+
+    Args:
+        sites: by linear.
+        units: the chains.
+        alone: why the other linears are in none.
+        loss: mean over the batches.
+        repeated: those of `alone` that can run by themselves: they are called several times.
+    """
 
     sites: dict[str, SiteLook]
     units: list[UnitPlan]
     alone: dict[str, str]
     loss: float = math.nan
+    repeated: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +173,11 @@ def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
                 kept[name] = why
             else:
                 offers.append(offer)
+    for name in looked.repeated:
+        offer = _finer(looked.sites[name], limits, total, looked.alone[name], training)
+        if offer is not None:
+            del kept[name]
+            offers.append(offer)
     return Chosen(offers, kept)
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from loka import mods as mods_room
-from loka.nn.wrapping import unwrap
-from loka.records import Plan, capture_environment
+from loka.dispatch.recipe import RECIPES, choice_of
+from loka.nn.wrapping import named_sites, unwrap
+from loka.records import GEMMS, Plan, SitePlan, capture_environment
 from loka.records.unit import GradientScales
 from loka.units import discover, measuring
 from loka.units.flow import call_model
@@ -31,7 +32,7 @@ def plan_everything(
         example: one input; a tuple is *args, a dict **kwargs.
         mods: rewrites to apply first, as spelled: "no_bias", "block_norm", "hard_swish".
         serving: for inference: dropout has no effect, scales come from the example.
-        linears: linears that stand alone are taken from this width on; 0 takes none.
+        linears: linears that stand alone are taken from this width on; 0 takes none. Those that are called several times run under the recipe `rowwise`.
         gradient: scales of the gradients; None is what the norms allow.
 
     Returns:
@@ -44,7 +45,8 @@ def plan_everything(
     if mods:
         mods_room.apply(inner, [mods_room.parse(text) for text in mods], example=example)
     try:
-        units = discover(inner, example, serving=serving, linears=linears, gradient=gradient).units
+        found = discover(inner, example, serving=serving, linears=linears, gradient=gradient)
+        units, sites = found.units, _alone(inner, found.repeated, linears, serving)
         if serving:
             with undisturbed(inner), measuring(inner, units) as seen, torch.no_grad():
                 inner.eval()  # what is served has no dropout, and counts no batches
@@ -61,9 +63,27 @@ def plan_everything(
         max_gradient_error=1.0,
         min_speedup=None,
         flops_of="model",
-        sites=[],
+        sites=sites,
         mods=list(mods),
         units=units,
         environment=capture_environment(threads=torch.get_num_threads()),
         notes=["made without evidence: every chain in FP8, whatever its error and its speed"],
     )
+
+
+def _alone(model: nn.Module, names: Sequence[str], least: int, serving: bool) -> list[SitePlan]:
+    """Linears that no chain can hold, under a recipe, from a width on."""
+    linears = {name: module for name, module in named_sites(model) if isinstance(module, nn.Linear)}
+    wide = [
+        (name, linears[name])
+        for name in names
+        if 0 < least <= min(linears[name].in_features, linears[name].out_features)
+    ]
+    recipe, why = RECIPES["rowwise"], "it is called several times"
+    return [
+        SitePlan(
+            site=name, m=1, k=linear.in_features, n=linear.out_features, flops_share=0.0,
+            choices=[choice_of(gemm, recipe.operands(gemm), why) for gemm in (GEMMS[:1] if serving else GEMMS)],
+        )
+        for name, linear in wide
+    ]  # fmt: skip

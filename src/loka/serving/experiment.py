@@ -2,8 +2,8 @@
 
 Assignment is sticky and needs no table: the arm of a user is where  blake2b(salt, user) / 2^64  falls in the cumulated shares. Another salt draws anew.
 
-Events are JSON lines in a folder, one file a process. An exposure is written once per request id, after the answer was made; whoever retries with the same id is not
-counted twice by one process, and the reader leaves out ids that several processes wrote (a proxy may retry what a dead replica had answered).
+Events are JSON lines in a folder, one file a process. An exposure is written once per request id, after the answer was handed to the network: a proxy sends a request again only where a
+dead replica had said nothing, and then that replica has written nothing either. Whoever asks again under the same id is not counted twice by one process, and the reader leaves out ids that several wrote.
 
     {"event": "exposure", "at": ..., "request_id": ..., "user": ..., "arm": "B", "ms": 12.1, "status": 200, "empty": false, "simulated": false}
     {"event": "outcome", "at": ..., "request_id": ..., "user": ..., "name": "click", "value": 1.0}
@@ -13,6 +13,7 @@ counted twice by one process, and the reader leaves out ids that several process
 import hashlib
 import math
 import os
+import platform
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -77,13 +78,14 @@ class EventLog:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         described = {"arms": list(split.names), "shares": list(split.shares), "salt": split.salt}
-        header = self.folder / "experiment.json"
-        if header.exists():
-            if msgspec.json.decode(header.read_bytes()) != described:
-                raise ValueError(f"{header} is of another experiment; hint: a folder per experiment, or remove it")
-        else:
-            header.write_bytes(msgspec.json.encode(described))
-        self._file = (self.folder / f"events-{os.getpid()}-{time.time_ns()}.jsonl").open("ab", buffering=0)
+        header, own = self.folder / "experiment.json", f"{platform.node()}-{os.getpid()}-{time.time_ns()}"
+        if not header.exists():  # replicas begin together: it must be whole when another one sees it
+            draft = self.folder / f".experiment-{own}"
+            draft.write_bytes(msgspec.json.encode(described))
+            draft.replace(header)
+        if msgspec.json.decode(header.read_bytes()) != described:
+            raise ValueError(f"{header} is of another experiment; hint: a folder per experiment, or remove it")
+        self._file = (self.folder / f"events-{own}.jsonl").open("ab", buffering=0)
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.written = self.repeated = 0
 
@@ -104,6 +106,23 @@ class EventLog:
     def close(self) -> None:
         """No more events."""
         self._file.close()
+
+
+def check_arms(names: Sequence[str], *, split: Split | None, shadow: bool) -> None:
+    """Refuse models that nothing spreads the requests over."""
+    if len(names) > 1 and split is None and not shadow:
+        raise ValueError(f"{len(names)} models need a split, or shadow mode; hint: --split 95,5 --salt NAME")
+    if split is not None and set(split.names) != set(names):
+        raise ValueError(f"the split is over {split.names}, the models are {tuple(names)}")
+    if shadow and (len(names) != 2 or split is not None):
+        raise ValueError("shadow mode takes exactly two models and no split: the first one answers")
+
+
+def open_log(folder: str | Path | None, names: Sequence[str], split: Split | None) -> EventLog | None:
+    """The log of an experiment over these arms; None without a folder."""
+    if folder is None:
+        return None
+    return EventLog(folder, split or Split(tuple(names), tuple(1.0 for _ in names), "shadow"))
 
 
 def overlap(first: Sequence[Any], second: Sequence[Any]) -> float | None:

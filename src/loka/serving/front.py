@@ -14,6 +14,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -140,24 +141,24 @@ class Front:
             raise Refused(429, "lag", "the machine is overloaded", retry_after=lag)
 
     async def _run(self, call: Call, request: Any, runner: Runner) -> tuple[Ticket, Any]:
-        call.model = runner.arm
-        service, simulated = self.service, call.headers.get(b"x-loka-simulated") == b"1"
+        call.model, service = runner.arm, self.service
+        simulated = call.headers.get(b"x-loka-simulated") == b"1"
+        expose = partial(service.expose, request, call.request_id, runner, simulated=simulated)
         try:
             ticket = service.submit(request, runner, arrived=call.arrived)
             answer = await self._wait(call, runner, ticket)
         except Refused as refused:
-            seconds = service.clock() - call.arrived
-            service.expose(request, call.request_id, runner, seconds=seconds, status=refused.status, empty=True, simulated=simulated)  # fmt: skip
+            call.after = partial(expose, seconds=service.clock() - call.arrived, status=refused.status, empty=True)
             raise
         except ValueError as error:
             raise wire.blame(error) from error
         seconds = service.clock() - call.arrived
+        call.after = partial(expose, seconds=seconds, status=200, empty=answer.empty)
         late = seconds > service.policy.sla
         service.telemetry.observe("loka_latency_seconds", seconds, model=runner.arm)
         service.telemetry.answered(seconds, late=late)
         if late:
             service.telemetry.count("loka_sla_missed_total", model=runner.arm)
-        service.expose(request, call.request_id, runner, seconds=seconds, status=200, empty=answer.empty, simulated=simulated)  # fmt: skip
         service.mirror(request, call.request_id, answer)
         return ticket, answer
 
@@ -178,6 +179,9 @@ class Front:
             raise Refused(503, "engine", "the model did not answer", retry_after=1.0) from error
         except asyncio.CancelledError as error:
             if ticket.future.cancelled():
+                runner.cancel(
+                    ticket
+                )  # Ray cancels whoever waits: the future is cancelled, its place in the queue is not
                 raise Refused(499, "gone", "the client went away") from error
             raise
         finally:
@@ -283,11 +287,12 @@ class Front:
         self.service.telemetry.count("loka_requests_total", model=call.model, code=str(status))
         if self.verbose or (status >= 500 and reason is not None):  # a probe that asks while it warms is no failure
             self._log(call, status, ticket, reason)
-        if status == 499:
-            return  # nobody reads it
-        head = [(b"content-length", str(len(body)).encode()), (b"x-request-id", call.request_id.encode()), *headers]
-        await call.send({"type": "http.response.start", "status": status, "headers": head})
-        await call.send({"type": "http.response.body", "body": body})
+        if status != 499:  # nobody reads that
+            head = [(b"content-length", str(len(body)).encode()), (b"x-request-id", call.request_id.encode()), *headers]
+            await call.send({"type": "http.response.start", "status": status, "headers": head})
+            await call.send({"type": "http.response.body", "body": body})
+        if call.after is not None:
+            call.after()
 
     def _log(self, call: Call, status: int, ticket: Ticket | None, reason: str | None) -> None:
         fields: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """uvicorn with a doorman: what a web server must refuse before there is a request.
 
 A connection beyond the cap is closed at once; a head that does not arrive in time gets a 408 and one that is too large a 431, so that slow or endless headers hold nothing
-for long; a lost connection tells whoever computes for it. The work is uvicorn's: its protocol class is extended, with httptools where that is installed and h11 otherwise.
+for long; a lost connection tells whoever computes for it. Head and body of an answer leave in one write, so that a process that is killed has sent all of it or nothing. The work is uvicorn's:
+its protocol class is extended, with httptools where that is installed and h11 otherwise.
 """
 
 import asyncio
@@ -12,6 +13,34 @@ from typing import Any
 from loka.serving.call import DISCONNECT, Limits
 
 _CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Whole:
+    """A transport that keeps the head of an answer back until the body, the next write, is there."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport, self._head = transport, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep a head."""
+        if not self._head and data.endswith(b"\r\n\r\n") and data.startswith(b"HTTP/1.1 ") and data[9:10] != b"1":
+            self._head = data
+        else:
+            self._transport.write(self._head + data)
+            self._head = b""
+
+    def flush(self) -> None:
+        """Send a head that no body followed."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Send what was kept, and close."""
+        self.flush()
+        self._transport.close()
 
 
 def make_protocol(limits: Limits) -> type:
@@ -30,7 +59,7 @@ def make_protocol(limits: Limits) -> type:
             self._timer: asyncio.TimerHandle | None = None
             self._head = 0
             self._lost: list[Any] = []
-            super().connection_made(transport)
+            super().connection_made(Whole(transport))
             if len(self.connections) > limits.connections:
                 self._close("503 Service Unavailable")
                 return
@@ -52,6 +81,10 @@ def make_protocol(limits: Limits) -> type:
                 if self.cycle is not before:
                     self._lost = []
                     self.cycle.scope[DISCONNECT] = self._lost
+
+        def on_response_complete(self) -> None:
+            self.transport.flush()
+            super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()

@@ -1,39 +1,120 @@
 """The same core on Ray Serve: replicas behind HAProxy, on one machine or several.
 
-A replica is one service with its own scheduler, engine and front; Ray starts it, checks its health and replaces it, and HAProxy spreads requests and sends one again whose replica died before it answered.
+A replica is one service with its own scheduler, engines and front; Ray starts it, checks its health and replaces it, and HAProxy spreads requests and sends one again whose replica died before it answered.
 Batching stays ours: Ray's own batching queues past the deadline. A replica counts as ready only when every bucket is warm, so a rolling update never sends a request to a cold engine.
 
-    app = build_app({"folder": "/models/onerec"}, sla=0.05, replicas=2)
+    app = build_app(Settings(folders={"onerec": "/models/onerec"}, sla=0.05), replicas=2)
     serve.run(app)                                                        # or a deployment file, docs/guides/serving.md
 
-Whoever reaches a Ray cluster can run code on it: keep it on a network of its own, with token authentication. HAProxy's metrics port listens on every interface.
+Whoever reaches a Ray cluster can run code on it: keep it on a network of its own, with token authentication. HAProxy's metrics and statistics ports listen on every interface.
 """
 
+import asyncio
+import logging
 import os
+import secrets
 import signal
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-BODY = 512 * 1024  # bytes of a request; HAProxy can only send again what its buffer holds whole
-# Read by Ray when its processes start: HAProxy as the ingress; send a request again when its replica is gone or said nothing.
+from loka.serving.call import Limits, Receive, Scope, Send
+from loka.serving.experiment import Split, check_arms, open_log
+from loka.serving.front import Front
+from loka.serving.listener import is_local, make_protocol
+from loka.serving.opening import open_model
+from loka.serving.queues import Policy
+from loka.serving.server import SWITCH, log_to_stderr
+from loka.serving.service import Service
+from loka.serving.tokens import Tokens
+
+# Bytes of a request. HAProxy can only send again what its buffer holds whole, and for that copies the whole buffer with every request: at 576 KiB a millisecond.
+BODY, HEAD = 112 * 1024, 16 * 1024
+# Read by Ray's processes when they start; what is set already stays.
 ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + 64 * 1024),
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # the replica is gone, or went without a word
+    "RAY_SERVE_HAPROXY_RETRIES": "10",  # of 3, all may fall on a dead replica: it has the fewest connections
+    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a refused connection takes it out until a health check brings it back
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
+    "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",  # the front only waits: two changes of thread a message buy nothing
+    "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # HAProxy leaves a replica out within one; Ray's default is 30
+    "RAY_worker_niceness": "0",  # Ray runs replicas and HAProxy at 15: whatever else the machine does comes first
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every replica serves; paths must be readable on every machine.
+
+    Args:
+        folders: arm -> folder; several only for an experiment.
+        sla: seconds from arrival to answer.
+        options: keyword arguments of `loka.serving.opening.open_model`, for every arm.
+        token_file: of bearer tokens.
+        shares, salt: which user gets which arm.
+        events: folder of the experiment's events.
+        shadow: the second arm runs too, and nobody sees its answers.
+        log: "all", "errors" or "none".
+        body: bytes of a request; a larger one than the default needs RAY_SERVE_HAPROXY_TUNE_BUFSIZE, which `run` sets, and makes every request slower.
+    """
+
+    folders: dict[str, str]
+    sla: float
+    options: dict[str, Any] = field(default_factory=dict)
+    token_file: str | None = None
+    shares: tuple[float, ...] | None = None
+    salt: str = ""
+    events: str | None = None
+    shadow: bool = False
+    log: str = "errors"
+    body: int = BODY
+
+    def __post_init__(self) -> None:
+        if not self.folders:
+            raise ValueError("folders is empty: expected arm -> folder of a model")
+        if self.log not in ("all", "errors", "none"):
+            raise ValueError(f"log is {self.log!r}: expected all, errors or none")
+        check_arms(tuple(self.folders), split=self.split, shadow=self.shadow)
+        if len(self.folders) > 1 and self.events is None:
+            raise ValueError("an experiment needs a folder for its events; hint: --events DIR")
+
+    @property
+    def split(self) -> Split | None:
+        """The experiment, if there is one."""
+        return None if self.shares is None else Split(tuple(self.folders), tuple(self.shares), self.salt)
+
+    def open(self) -> Front:
+        """The models, opened and not yet warm, behind a front."""
+        split, options = self.split, self.options
+        service = Service(
+            {arm: open_model(folder, name=arm, **options) for arm, folder in self.folders.items()},
+            policy=Policy(sla=self.sla, reserve=min(0.005, self.sla / 10)),  # HAProxy costs more than loopback
+            opener=lambda folder: open_model(folder, **options),
+            split=split,
+            events=open_log(self.events, tuple(self.folders), split),
+            shadow=self.shadow,
+        )
+        tokens = None if self.token_file is None else Tokens(self.token_file)
+        return Front(service, tokens=tokens, limits=Limits(body=self.body), manage=False, verbose=self.log == "all")
+
+
 def build_app(
-    model: dict[str, Any], *, sla: float, replicas: int = 1, token_file: str | None = None, gpus: float = 0.0
+    settings: Settings, *, replicas: int = 1, gpus: float = 0.0, version: str | None = None, generation: int = 0
 ) -> Any:
     """A Ray Serve application.
 
     Args:
-        model: keyword arguments of `loka.serving.opening.open_model`; the folder must be readable on every machine.
-        sla: seconds from arrival to answer.
+        settings: what every replica serves.
         replicas: how many processes.
-        token_file: of bearer tokens, readable on every machine.
-        gpus: that one replica takes; a model on cuda takes one unless told otherwise.
+        gpus: that one replica takes; models on cuda take one unless told otherwise.
+        version, generation: run again with the same version and another generation, every replica in turn reads its folders again, in place;
+            without a version, or with another, Ray replaces the replicas.
 
     Returns:
         What `ray.serve.run` takes.
@@ -41,102 +122,130 @@ def build_app(
     serve = need_ray()
     if replicas < 1:
         raise ValueError(f"replicas={replicas}: expected at least one")
-    takes = gpus or (1.0 if str(model.get("device", "cpu")).startswith("cuda") else 0.0)
+    takes = gpus or (1.0 if str(settings.options.get("device", "cpu")).startswith("cuda") else 0.0)
     deployment = serve.deployment(
         name="loka",
         num_replicas=replicas,
         max_ongoing_requests=4096,  # admission is ours
+        user_config={"generation": generation},
         ray_actor_options={"num_gpus": takes, "num_cpus": 1},
         health_check_period_s=2,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=10 * sla + 5,
+        graceful_shutdown_timeout_s=10 * settings.sla + 5,
         logging_config={"enable_access_log": False},  # a line a request costs more than the request
     )(serve.ingress()(Replica))
-    return deployment.bind(model, sla, token_file)
+    return deployment.options(version=version, _internal=True).bind(settings)
 
 
 def from_file(args: dict[str, Any]) -> Any:
-    """The application of a deployment file: its `args` are those of `build_app`."""
-    return build_app(**args)
+    """The application of a deployment file: its `args` are those of `Settings`, and `replicas` and `gpus`."""
+    rest = dict(args)
+    more = {name: rest.pop(name) for name in ("replicas", "gpus") if name in rest}
+    return build_app(Settings(**rest), **more)
 
 
 class Replica:
     """One process: opened and warm before Ray sends it anything."""
 
-    async def __init__(  # type: ignore[misc] # Ray awaits it
-        self, model: dict[str, Any], sla: float, token_file: str | None
-    ) -> None:
-        import sys
-
-        from loka.serving.opening import open_model
-        from loka.serving.queues import Policy
-        from loka.serving.server import SWITCH
-        from loka.serving.service import Service
-        from loka.serving.tokens import Tokens
-
-        options = dict(model)
-        folder = options.pop("folder")
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc] # Ray awaits it
         sys.setswitchinterval(SWITCH)
-        self.tokens = None if token_file is None else Tokens(token_file)
-        self.service = Service(
-            open_model(folder, **options),
-            policy=Policy(sla=sla, reserve=min(0.004, sla / 10)),  # the way through HAProxy costs more than loopback
-            opener=lambda other: open_model(other, **options),
-        )
-        await self.service.start()
+        if settings.log != "none":
+            log_to_stderr(logging.INFO if settings.log == "all" else logging.WARNING)
+        self.settings, self.generation = settings, -1
+        self.front = await asyncio.to_thread(settings.open)
+        await self.front.service.start()
+        shorten(self.front)
 
-    def __serve_build_asgi_app__(self) -> Any:
+    def __serve_build_asgi_app__(self) -> Front:
         """What Ray puts behind its ingress."""
-        from loka.serving.call import Limits
-        from loka.serving.front import Front
-
-        return Front(self.service, tokens=self.tokens, limits=Limits(body=BODY), manage=False)
+        return self.front
 
     async def check_health(self) -> None:
         """Raise where the engine hangs: Ray then replaces this replica."""
-        if not self.service.alive:
+        if not self.front.service.alive:
             raise RuntimeError("the engine hangs or could not be started")
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
-        """A new bundle from the deployment's `user_config`: {"folder": ...}; a bad one fails the update and the old model stays."""
-        if config.get("folder"):
-            await self.service.reload(self.service.first.arm, config["folder"])
+        """Read the folders again in another `generation`; a bad bundle is logged, and the old model stays."""
+        fresh, self.generation = self.generation < 0, config["generation"]
+        if not fresh:
+            await self.front.service.reload_all(self.settings.folders)
+
+
+def shorten(front: Front) -> None:
+    """Let the replica's HTTP server hand requests to the front itself: Ray's tasks, counts and log lines around each cost as much as answering it.
+
+    Nothing here needs them: limits, deadlines, cancelling and counting are the front's, and a drain waits for the HTTP server. Ray's own paths (/-/...) stay Ray's. Ray leaves the choice of a protocol to uvicorn,
+    which takes what stands under "auto".
+    """
+    from uvicorn.config import HTTP_PROTOCOLS
+
+    loop, guarded = asyncio.get_running_loop(), make_protocol(front.limits)
+
+    class Straight(guarded):  # type: ignore[misc, valid-type]
+        """One connection of HAProxy."""
+
+        def __init__(self, *values: Any, **named: Any) -> None:
+            super().__init__(*values, **named)
+            if self.loop is loop:  # with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=1 the front lives in another
+                self.app = Fork(front, self.app)
+
+    HTTP_PROTOCOLS["auto"] = Straight
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Requests to the front, Ray's own paths to Ray."""
+
+    front: Front
+    ray: Any
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await (self.ray if scope["path"].startswith("/-/") else self.front)(scope, receive, send)
 
 
 def run(
-    model: dict[str, Any], *, sla: float, host: str, port: int, token_file: str | None, replicas: int, wait: bool = True
+    settings: Settings,
+    *,
+    host: str,
+    port: int,
+    replicas: int,
+    wait: bool = True,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start Ray on this machine, or join the cluster of RAY_ADDRESS, serve, and stay until SIGTERM or Ctrl-C.
+    """Start Ray on this machine, or join the cluster of RAY_ADDRESS, serve, and stay until SIGTERM or Ctrl-C; SIGHUP reads the bundles again.
 
     Args:
-        model: keyword arguments of `open_model`.
+        settings: what every replica serves.
         host, port: of the ingress; an address that others reach needs tokens.
         wait: stay; otherwise return once the replicas are ready.
+        ready: called when every replica is.
     """
-    from loka.serving.listener import is_local
-
-    serve = need_ray()
-    if not is_local(host) and token_file is None:
+    if not is_local(host) and settings.token_file is None:
         raise ValueError(f"host {host} can be reached by others: that needs a token; hint: --token-file FILE")
+    for name, value in (ENVIRONMENT | {"RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(settings.body + HEAD)}).items():
+        os.environ.setdefault(name, value)
+    serve = need_ray()
     import ray
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=True, configure_logging=False)
     serve.start(http_options={"host": host, "port": port})
-    serve.run(build_app(model, sla=sla, replicas=replicas, token_file=token_file), name="loka", route_prefix="/")
+    version, generation = secrets.token_hex(8), 0
+    serve.run(build_app(settings, replicas=replicas, version=version), name="loka", route_prefix="/")
+    ready()
     if not wait:
         return
-    stopped = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        stopped = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    while not stopped:
+    heard: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    while not {signal.SIGTERM, signal.SIGINT} & set(heard):
+        if heard:
+            heard.clear()
+            generation += 1
+            app = build_app(settings, replicas=replicas, version=version, generation=generation)
+            serve.run(app, name="loka", route_prefix="/")
         time.sleep(0.2)
     serve.shutdown()
     ray.shutdown()

@@ -24,7 +24,7 @@ from typing import Any
 
 from loka.serving.admin import Admin
 from loka.serving.call import Limits
-from loka.serving.experiment import EventLog, Split
+from loka.serving.experiment import Split, open_log
 from loka.serving.front import Front
 from loka.serving.listener import bind, is_local, make_listener
 from loka.serving.queues import Policy
@@ -90,8 +90,7 @@ class Server:
         names = tuple(models) if isinstance(models, dict) else (models.name,)
         if (split is not None or shadow) and events is None:
             raise ValueError("an experiment needs a folder for its events; hint: --events DIR")
-        log_split = split or Split(names, tuple(1.0 for _ in names), "shadow")
-        written = None if events is None else EventLog(events, log_split)
+        written = open_log(events, names, split)
         self.service = Service(models, policy=policy, opener=opener, split=split, events=written, shadow=shadow)
         self.limits = limits or Limits()
         tokens = None if token_file is None else Tokens(token_file)
@@ -165,12 +164,9 @@ class Server:
         assert self._loop is not None
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self.stop)
-        self._loop.add_signal_handler(signal.SIGHUP, lambda: asyncio.ensure_future(self._reload_all()))
-
-    async def _reload_all(self) -> None:
-        for arm, folder in self.folders.items():
-            with contextlib.suppress(ValueError):  # logged; the old model stays
-                await self.service.reload(arm, folder)
+        self._loop.add_signal_handler(
+            signal.SIGHUP, lambda: asyncio.ensure_future(self.service.reload_all(self.folders))
+        )
 
     def stop(self) -> None:
         """Drain and end; may be called from any thread."""

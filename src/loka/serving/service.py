@@ -5,14 +5,15 @@ on the way, the old model stays and the reason is told.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from loka.serving.experiment import EventLog, Split, overlap
+from loka.serving.experiment import EventLog, Split, check_arms, overlap
 from loka.serving.queues import Policy
 from loka.serving.runner import Refused, Runner, Ticket, probe
 from loka.serving.servable import Servable
@@ -48,12 +49,7 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         arms: dict[str, Servable] = models if isinstance(models, dict) else {models.name: models}
-        if len(arms) > 1 and split is None and not shadow:
-            raise ValueError(f"{len(arms)} models need a split, or shadow mode; hint: --split 95,5 --salt NAME")
-        if split is not None and set(split.names) != set(arms):
-            raise ValueError(f"the split is over {split.names}, the models are {tuple(arms)}")
-        if shadow and (len(arms) != 2 or split is not None):
-            raise ValueError("shadow mode takes exactly two models and no split: the first one answers")
+        check_arms(tuple(arms), split=split, shadow=shadow)
         if len({model.request_type for model in arms.values()}) > 1:
             raise ValueError("the arms read different requests: compare generative models, or rankers")
         self.policy, self.opener, self.split, self.events, self.shadow, self.clock = (
@@ -223,6 +219,12 @@ class Service:
             self._loading.release()
         self.telemetry.count("loka_reloads_total", model=runner.arm, result="done")
         return self.describe_runner(runner)
+
+    async def reload_all(self, folders: Mapping[str, str]) -> None:
+        """`reload` every arm; what is refused is logged, and its old model stays."""
+        for arm, folder in folders.items():
+            with contextlib.suppress(ValueError):
+                await self.reload(arm, folder)
 
     def _open(self, runner: Runner, folder: str, recorded: Sequence[Any]) -> Any:
         assert self.opener is not None  # checked

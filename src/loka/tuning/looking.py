@@ -62,7 +62,7 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
             if progress is not None:
                 progress("look", index + 1, len(chosen))
     units = seen.units()
-    return Looked({name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total)
+    return Looked({name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total, found.repeated)
 
 
 def name_unseen(model: nn.Module) -> list[str]:

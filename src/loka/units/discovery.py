@@ -50,6 +50,7 @@ class Discovered:
     Args:
         units: chains, in the order they run.
         alone: linears that are in no chain, with the reason.
+        repeated: those of them whose only reason is that they are called several times: no chain can hold them, and each can run by itself.
         ends: for the last linear of every chain, what ends it there.
         tables: embedding tables, as they are.
         collectives: what ranks of this model would send each other, as it is.
@@ -57,6 +58,7 @@ class Discovered:
 
     units: list[UnitPlan] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
     tables: list[TablePlan] = field(default_factory=list)
     collectives: list[CollectivePlan] = field(default_factory=list)
@@ -165,6 +167,8 @@ class _Search:
                 continue
             if why := self._refuse(call.site):
                 self.found.alone[call.site] = why
+                if self._refuse(call.site, repeated=True) is None and len(self.calls[call.site]) > 1:
+                    self.found.repeated.append(call.site)
                 continue
             links, end = self._agree(call, others)
             taken.update(link.linear for link in links)
@@ -197,8 +201,8 @@ class _Search:
             end = f"in training: {why}"
         return links, end
 
-    def _refuse(self, site: str) -> str | None:
-        """Why a linear can be in no chain."""
+    def _refuse(self, site: str, *, repeated: bool = False) -> str | None:
+        """Why a linear can be in no chain; `repeated`: whether it may be called several times."""
         module = self.modules[site]
         if reason := refuse(module):
             return reason
@@ -211,7 +215,7 @@ class _Search:
             return f"protected: {getattr(module, PROTECTED)}"
         if site in self.prediction:
             return "it is a prediction layer"
-        if len(self.calls[site]) != 1:
+        if not repeated and len(self.calls[site]) != 1:
             return f"it is called {len(self.calls[site])} times"
         if any(id(p) in self.tied for p in module.parameters()):
             return "it shares its weight"

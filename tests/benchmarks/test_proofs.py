@@ -1,0 +1,116 @@
+"""What the scripts behind the published comparisons decide from their measurements."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.benchmarks.scripts import script
+
+trained, hurts, shapes, tune_zoo = (script(name) for name in ("trained", "hurts", "shapes", "tune_zoo"))
+
+
+def test_the_27_shapes_have_the_published_ends() -> None:
+    found = shapes.make_shapes()
+    assert len(set(found)) == 27
+    assert (found[0], found[-1]) == ((2048, 256, 768), (2048, 123200, 1024))
+    assert all(k % 16 == 0 and n % 16 == 0 for _, k, n in found)
+
+
+def test_shapes_are_summarised_by_the_fastest() -> None:
+    row = {
+        "recipe": "rowwise",
+        "backend": "torch",
+        "gemm_microseconds": 6.0,
+        "quantisation_share": 0.4,
+        "tflops": 100.0,
+    }
+    fast = row | {"microseconds": {"value": 10.0}, "speedup": {"value": 1.5}}
+    slow = row | {"backend": "triton", "microseconds": {"value": 20.0}, "speedup": {"value": 0.75}}
+    body = {"peaks": {"fp8_flops": 1e15}, "data_sheet_flops": 2e15}
+    summary = shapes.summarise({"a": [slow, fast, {"recipe": "blockwise", "refusal": "no"}]}, body)
+    assert summary["the fastest of a shape"]["mean_speedup"] == 1.5
+    assert summary["the fastest of a shape"]["share_of_data_sheet_peak"] == pytest.approx(0.05)
+    assert summary["rowwise on triton"]["shapes"] == 1
+
+
+def runs_of(changes: dict[str, list[float]]) -> dict[str, Any]:
+    return {
+        f"wukong/d/{arm}/{seed}": {"log_loss": loss, "log_losses": [loss], "peak_gib": 2.0}
+        for arm, losses in changes.items()
+        for seed, loss in enumerate(losses)
+    }
+
+
+def test_a_row_has_speed_memory_and_loss_of_one_configuration() -> None:
+    runs = runs_of({"bf16": [0.5, 0.6, 0.7], "tuned": [0.50001, 0.60001, 0.70001]})
+    steps = {"wukong/d/bf16": {"ms": 3.0}, "wukong/d/tuned": {"ms": 2.0}}
+    (row,) = trained.summarise(runs, steps)
+    assert (row["arm"], row["against"], row["seeds"], row["speedup"]) == ("tuned", "bf16", 3, 1.5)
+    assert row["peak_gib"] == [2.0, 2.0]
+    assert row["label 0"]["change"] == pytest.approx(1e-5 / 0.6, rel=0.1)
+    assert row["label 0"]["verdict"] == "equivalent"
+
+
+def test_seeds_without_a_partner_are_not_compared() -> None:
+    runs = runs_of({"bf16": [0.5], "tuned": [0.5, 0.6, 0.7]})
+    assert trained.summarise(runs, {}) == []
+
+
+def test_power_comes_from_an_earlier_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ablation.json"
+    rows = [
+        {"data": "d", "variant": "none", "precision": kind, "seed": seed, "log_loss": loss}
+        for seed, pair in enumerate(((1.0, 1.001), (1.0, 1.0), (1.0, 0.999)))
+        for kind, loss in zip(("bf16", "planned"), pair, strict=True)
+    ]
+    file.write_text(json.dumps({"runs": rows}))
+    monkeypatch.setattr(trained, "BEFORE", file)
+    assert trained.find_power("d", 4)["spread"] == pytest.approx(0.001)
+    assert trained.find_power("d", 4)["standard_error"] == pytest.approx(0.0005)
+    assert trained.find_power("other", 4) is None
+
+
+def test_a_data_set_ends_when_every_change_is_decided() -> None:
+    def runs(naive: float, planned: float, seeds: int = 4) -> dict[str, Any]:
+        noise = [1 + 1e-6 * s for s in range(seeds)]
+        arms = {"bf16": 1.0, "naive": naive, "planned": planned}
+        return {f"d/{arm}/{s}": {"log_losses": [0.5 * x * noise[s]]} for arm, x in arms.items() for s in range(seeds)}
+
+    decided = hurts.summarise(runs(1.05, 1.00001))
+    assert hurts.is_decided(decided, "d", 4)
+    assert not hurts.is_decided(decided, "d", 5)
+    assert not hurts.is_decided(hurts.summarise(runs(1.05, 1.0, seeds=1)), "d", 1)
+    lost = runs(1.05, 1.0)
+    lost["d/naive/0"]["log_losses"] = [None]
+    assert [row["diverged"] for row in hurts.summarise(lost)] == [1, 0]
+
+
+def test_looks_are_averaged_over_the_later_half() -> None:
+    looks = [{"test_losses": [loss, 1.0]} for loss in (9.0, 9.0, 2.0, 4.0)]
+    assert hurts.average(looks) == [3.0, 1.0]
+    looks[-1]["test_losses"] = [None, 1.0]
+    assert hurts.average(looks) == [None, 1.0]
+
+
+def test_raw_integers_keep_their_range() -> None:
+    drawn = hurts.draw_criteo(20_000, 1, "cpu")
+    largest = drawn.dense.amax(0)
+    assert drawn.dense.shape[1] % 16 == 0
+    assert largest[4] > 1e5
+    assert (largest[:13] <= largest.new_tensor([row[3] for row in hurts.INTEGERS])).all()
+    assert 0.1 < float(drawn.labels.mean()) < 0.4
+
+
+def test_a_fresh_process_is_judged_by_time_and_by_what_it_runs() -> None:
+    record = {"step_microseconds": {"bf16": 30.0, "bf16 layout": 24.0, "loka": 20.0}, "speedup": {"value": 1.5}}
+    found = tune_zoo.judge(record, {"bf16": 30.0, "again": 20.4, "everything": 18.0})
+    assert found["over_tune"] == pytest.approx(1.02)
+    assert found["over_best_by_hand"] == pytest.approx(20.4 / 18)
+    after = {"modules": {"": "DLRM"}, "outputs": [1.0, 2.0], "kernels": ["1 x a"], "model_gib": 1.0, "peak_gib": 2.0}
+    row = {"record": {"conversion": None}, "after": after | {"peak_gib": 2.2, "kernels": ["1 x b"]}}
+    seen = tune_zoo.compare(row, None, after)
+    assert seen["same_modules"]
+    assert seen["same_conversion"]
+    assert seen["memory_after_tune"]["peak_gib"] == pytest.approx(1.1)
+    assert (seen["kernels_only_here"], seen["kernels_only_in_tune"]) == (["1 x a"], ["1 x b"])
