@@ -11,19 +11,17 @@ from loka.kernels.topk.call import BeamTopkCall, TopkCall
 __all__ = ["BeamTopkCall", "TopkCall", "beam_topk", "topk"]
 
 
-def topk(
-    scores: Tensor, k: int, *, sorted: bool = True, ties: str = "lowest", backend: str = "auto"
-) -> tuple[Tensor, Tensor]:
+def topk(scores: Tensor, k: int, *, sorted: bool = True, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """scores [R, n] -> values [R, k] and int64 indices [R, k]; best first, or by index where not `sorted`.
 
     -inf means "not there": where a row has fewer than k scores above it, the last slots hold the value -inf and the index 0. Equal scores are taken,
-    and listed, lowest index first; `ties="any"` lets a backend choose, as torch.topk does.
+    and listed, lowest index first.
     """
     if scores.dim() != 2:
         raise ValueError(f"topk takes scores [rows, n], got {tuple(scores.shape)}; hint: scores.flatten(1)")
-    call = TopkCall(scores.shape[0], scores.shape[1], k, scores.dtype, sorted, ties)
+    call = TopkCall(scores.shape[0], scores.shape[1], k, scores.dtype, sorted)
     chosen = pick("topk", backend, call, scores.device)
-    values, indices = chosen.backend.run(scores, k, sorted=sorted, ties=ties)
+    values, indices = chosen.backend.run(scores, k, sorted=sorted)
     return values, indices
 
 

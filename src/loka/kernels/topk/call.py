@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TIES = ("lowest", "any")
 
 
 @dataclass(frozen=True)
@@ -17,20 +16,16 @@ class TopkCall:
     k: int
     dtype: torch.dtype = torch.float32
     sorted: bool = True
-    ties: str = "lowest"
 
     def __post_init__(self) -> None:
         if not 0 <= self.k <= self.n:
             raise ValueError(f"topk takes k between 0 and the {self.n} scores of a row, got {self.k}")
         if self.dtype not in DTYPES:
             raise ValueError(f"topk compares {', '.join(map(str, DTYPES))}, got {self.dtype}")
-        if self.ties not in TIES:
-            raise ValueError(f"ties go to the lowest index or to any: one of {TIES}, got {self.ties!r}")
 
     def __str__(self) -> str:
         order = "" if self.sorted else " unsorted"
-        ties = "" if self.ties == "lowest" else " any tie"
-        return f"{self.k} of {self.rows}x{self.n} {str(self.dtype).removeprefix('torch.')}{order}{ties}"
+        return f"{self.k} of {self.rows}x{self.n} {str(self.dtype).removeprefix('torch.')}{order}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
     return YES
 
 
-def run(scores: Tensor, k: int, *, sorted: bool = True, ties: str = "lowest") -> tuple[Tensor, Tensor]:
+def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """scores [R, n] -> values and int64 indices [R, k]."""
     values, indices = scores.sort(dim=1, descending=True, stable=True)
     return present(values[:, :k], indices[:, :k], in_order=sorted)

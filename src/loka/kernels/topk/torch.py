@@ -1,4 +1,4 @@
-"""torch.topk. It takes any of equal scores; where the law's order is asked for, the ties at the edge are settled by one more pass over the scores.
+"""torch.topk. It takes any of equal scores: the ties at the edge are settled by one more pass over the scores.
 
 Its values are always the law's, so only indices need settling: every score above the k-th value is chosen, and of those equal to it the first ones.
 """
@@ -16,10 +16,10 @@ def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
     return YES
 
 
-def run(scores: Tensor, k: int, *, sorted: bool = True, ties: str = "lowest") -> tuple[Tensor, Tensor]:
+def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """scores [R, n] -> values and int64 indices [R, k]."""
     values, indices = scores.topk(k, dim=1, sorted=True)
-    if ties == "lowest" and k:
+    if k:
         indices = _settle(scores, values, k)
         values = scores.gather(1, indices)
         values, order = values.sort(dim=1, descending=True, stable=True)

@@ -22,7 +22,7 @@ def supports(call: TopkCall | BeamTopkCall, device: torch.device) -> Verdict:
     return triton_runs_on(device)
 
 
-def run(scores: Tensor, k: int, *, sorted: bool = True, ties: str = "lowest") -> tuple[Tensor, Tensor]:
+def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """scores [R, n] -> values and int64 indices [R, k]."""
     from loka.kernels.topk import triton_ops
 
