@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from loka import records
 from loka.cli import app
 from loka.cli.plan import parse_overrides
 from loka.probe import Probe
@@ -76,3 +78,10 @@ def test_a_speed_up_for_accuracy_only_is_a_contradiction(probe: Path) -> None:
     default = json.loads(run("plan", probe, "--json")[1])
     assert default["min_speedup"] == 1.05
     assert json.loads(run("plan", probe, "--min-speedup", 2, "--json")[1])["min_speedup"] == 2
+
+
+def test_the_margin_is_that_of_the_report(probe: Path, tmp_path: Path) -> None:
+    wide = msgspec.structs.replace(records.load(probe, records.ProbeReport), margin=0.05)
+    records.save(wide, tmp_path / "wide.json")
+    run("plan", tmp_path / "wide.json", "--accuracy-only", "--out", tmp_path / "plan.json")
+    assert records.Plan.load(tmp_path / "plan.json").margin == 0.05

@@ -55,16 +55,18 @@ def plan(
 ) -> None:
     """Choose, for every GEMM, the fastest candidate that is accurate enough."""
     from loka import records
-    from loka.dispatch import Policy, make_plan
+    from loka.dispatch import Policy
+    from loka.probe import Report
 
     if target is None and (db is not None or weights != "dynamic" or row_factor != 1):
         raise ValueError("--db, --weights and --row-factor choose database rows of a device: name it with --target")
     if accuracy_only and min_speedup is not None:
         raise ValueError(f"--accuracy-only ignores speed, --min-speedup {min_speedup:g} asks for it: choose one")
     report = records.load(probe, records.ProbeReport)
-    policy = Policy(
-        max_error=report.max_mere if max_error is None else max_error,
-        max_gradient_error=report.max_gradient_error if max_gradient_error is None else max_gradient_error,
+    elsewhere = target is not None and target != report.environment.device
+    made = Report(report).plan(
+        max_error=max_error,
+        max_gradient_error=max_gradient_error,
         min_speedup=None if accuracy_only else Policy.min_speedup if min_speedup is None else min_speedup,
         target=target,
         overrides=parse_overrides(override or []),
@@ -72,9 +74,8 @@ def plan(
         weights=weights,  # type: ignore[arg-type]  # checked by Policy
         row_factor=row_factor,
         max_metric_change=max_metric_change,
+        database=_rows(db) if elsewhere or db else None,
     )
-    elsewhere = target is not None and target != report.environment.device
-    made = make_plan(report, policy, database=_rows(db) if elsewhere or db else None)
     if out is not None:
         records.save(made, out)
     typer.echo(records.to_json(made).decode() if json_ else _describe(made))

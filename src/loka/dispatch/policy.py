@@ -64,13 +64,11 @@ class Policy:
     target: str | None = None
     overrides: Mapping[str, str] = field(default_factory=dict)
     recipe: str = AUTO
-    weights: Weights = "dynamic"  # which database rows: weights quantised in every call, or before
-    row_factor: float = 1.0  # rows per call on the target over rows per call where Probe ran
-    max_metric_change: float | None = None  # relative, e.g. 0.001
-    margin: float = MARGIN  # relative change of the loss that counts as none
-    chains: bool | None = (
-        None  # linears in FP8 from one to the next; None: where no speed is asked for, since none of a chain is known here
-    )
+    weights: Weights = "dynamic"
+    row_factor: float = 1.0
+    max_metric_change: float | None = None
+    margin: float = MARGIN
+    chains: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_error", "max_gradient_error", "row_factor", "margin"):
