@@ -81,19 +81,12 @@ def _undominated(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tu
 
 @dataclass(frozen=True)
 class Spent:
-    """What a search came to.
+    """What a search came to."""
 
-    Args:
-        chosen: names of what may run in low precision, told ones included.
-        first: what the effects alone would have chosen.
-        change: of the end metric with all of it, where it was measured together.
-        notes: what was given up, and what was measured.
-    """
-
-    chosen: frozenset[str]
-    first: frozenset[str]
-    change: Interval | None
-    notes: list[str]
+    chosen: frozenset[str]  # names of what may run in low precision, told ones included
+    first: frozenset[str]  # what the effects alone would have chosen
+    change: Interval | None  # of the end metric with all of it, where it was measured together
+    notes: list[str]  # what was given up, and what was measured
 
 
 def search(

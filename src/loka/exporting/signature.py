@@ -20,15 +20,10 @@ Rebuild = Callable[[Mapping[str, Tensor]], Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """An example taken apart.
+    """An example taken apart."""
 
-    Args:
-        tensors: by name, in the order of a call.
-        rebuild: what the model is called with, from such tensors.
-    """
-
-    tensors: dict[str, Tensor]
-    rebuild: Rebuild
+    tensors: dict[str, Tensor]  # by name, in the order of a call
+    rebuild: Rebuild  # what the model is called with, from such tensors
 
 
 def take_apart(example: Any) -> Arguments:

@@ -92,21 +92,13 @@ def furthest(change: Interval) -> float:
 
 @dataclass(frozen=True)
 class Swapped:
-    """What was measured.
+    """What was measured."""
 
-    Args:
-        alone: relative change of the mean metric, unit by unit.
-        together: with all of them at once; None where there was only one, or it was not asked for.
-        margin: relative change that the whole model may have.
-        examples: how many were compared.
-        failed: units that could not run, and why.
-    """
-
-    alone: Mapping[str, Interval]
-    together: Interval | None
-    margin: float
-    examples: int
-    failed: Mapping[str, str] = field(default_factory=dict)
+    alone: Mapping[str, Interval]  # relative change of the mean metric, unit by unit
+    together: Interval | None  # with all of them at once; None where there was only one, or it was not asked for
+    margin: float  # relative change that the whole model may have
+    examples: int  # how many were compared
+    failed: Mapping[str, str] = field(default_factory=dict)  # units that could not run, and why
 
     @property
     def vetoed(self) -> dict[str, str]:

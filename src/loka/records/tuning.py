@@ -53,37 +53,22 @@ class Estimate(Part, frozen=True):
 
 
 class SizeEstimate(Part, frozen=True):
-    """What FP8 is estimated to bring for a model of one size.
+    """What FP8 is estimated to bring for a model of one size."""
 
-    Args:
-        size: its name.
-        rows: of a batch.
-        linears: speed-up of all linears together, forward and backward, over compiled 16 bits.
-        share: of their GEMM FLOPs in units that are estimated to be faster.
-    """
-
-    size: str
-    rows: int
-    linears: Interval
-    share: float
+    size: str  # its name
+    rows: int  # of a batch
+    linears: Interval  # speed-up of all linears together, forward and backward, over compiled 16 bits
+    share: float  # of their GEMM FLOPs in units that are estimated to be faster
 
 
 class SizeEstimates(Record, frozen=True, tag="size_estimates"):
-    """Estimates for a device that is not here, at the size that was run and at a larger one; nothing of it was measured.
+    """Estimates for a device that is not here, at the size that was run and at a larger one; nothing of it was measured."""
 
-    Args:
-        target: the device.
-        method: what they come from and how far off it was, in words.
-        here: the model that was run.
-        large: one of a size where FP8 is meant for.
-        environment: where this was computed.
-    """
-
-    target: str
-    method: str
-    here: SizeEstimate
-    large: SizeEstimate
-    environment: Environment
+    target: str  # the device
+    method: str  # what they come from and how far off it was, in words
+    here: SizeEstimate  # the model that was run
+    large: SizeEstimate  # one of a size where FP8 is meant for
+    environment: Environment  # where this was computed
 
 
 class Tuning(Record, frozen=True, tag="tuning"):

@@ -92,21 +92,13 @@ class Distribution:
 
 @dataclass
 class Spread:
-    """A model on its ranks.
+    """A model on its ranks."""
 
-    Args:
-        model: what to call: DistributedModelParallel, DistributedDataParallel, or the model itself under FSDP2.
-        module: whose state_dict has the plain model's dense keys.
-        fused: optimiser of sharded tables; None where there are none.
-        wire: what the dense part sends, where it is encoded.
-        embedding_wire: what sharded tables send, where it is encoded.
-    """
-
-    model: nn.Module
-    module: nn.Module
-    fused: FusedTables | None = None
-    wire: Wire | None = None
-    embedding_wire: Wire | None = None
+    model: nn.Module  # what to call: DistributedModelParallel, DistributedDataParallel, or the model itself under FSDP2
+    module: nn.Module  # whose state_dict has the plain model's dense keys
+    fused: FusedTables | None = None  # optimiser of sharded tables; None where there are none
+    wire: Wire | None = None  # what the dense part sends, where it is encoded
+    embedding_wire: Wire | None = None  # what sharded tables send, where it is encoded
 
 
 def spread_model(
