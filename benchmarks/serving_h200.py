@@ -285,7 +285,9 @@ class Generative(Bench):
 
     def compile(self, context: int) -> Any:
         model, _ = self.models["compiled"]
-        return Compiled(model, context, self.a.beams, "eager" if self.device.type == "cpu" else "inductor")
+        made = Compiled(model, context, self.a.beams, "eager" if self.device.type == "cpu" else "inductor")
+        made.warm()  # here: Dynamo of torch 2.11 was seen to end the process when the server's thread compiles
+        return made
 
     def make(self, variant: str) -> Any:
         """A warm model of all contexts."""
