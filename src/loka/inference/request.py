@@ -89,7 +89,7 @@ def split_found(
     codes: Tensor, scores: Tensor, items: Tensor | None, requests: list[Request], length: int
 ) -> list[Recommendation]:
     """One recommendation per request, of tensors on the host; beams that are no id are left out."""
-    parts = [codes.numpy(), scores.numpy()] + ([] if items is None else [items.numpy()])
+    parts: list[NDArray[Any]] = [part.numpy() for part in (codes, scores, items) if part is not None]
     alive = parts[1] > -np.inf
     if items is not None:
         alive &= parts[2] >= 0
