@@ -313,6 +313,13 @@ class TestFiles:
         with pytest.raises(ValueError, match="weight of"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 4)))
 
+    def test_what_no_file_holds_is_made_again(self, tmp_path: Path) -> None:
+        model = build("interformer", "tiny").eval()  # its rotary angles are a table
+        save(model, quantize(model, "rowwise"), tmp_path / "q.safetensors", dtype=torch.float32)
+        again, _ = load_quantized(tmp_path / "q.safetensors")
+        inputs = torch.randn(2, 16, 16), torch.randn(2, 8, 16), torch.tensor([8, 3])
+        torch.testing.assert_close(again(*inputs), model(*inputs), rtol=0, atol=0)
+
     @pytest.mark.parametrize("serving", [True, False])
     def test_a_frozen_chain_loads_as_it_ran(self, tmp_path: Path, serving: bool) -> None:
         x, path = torch.randn(64, 64), tmp_path / "q.safetensors"

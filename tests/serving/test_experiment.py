@@ -155,8 +155,18 @@ def test_an_exposure_is_written_once_the_answer_has_left(tmp_path: Path) -> None
         with pytest.raises(SystemExit):
             await ask(killed, 1)
         await ask(send, 2)
+        assert service.events is not None
+        service.events.write = full_disk  # type: ignore[method-assign]
+        await ask(send_anyhow, 3)
         service.close()
 
+    def full_disk(*values: Any, **named: Any) -> bool:
+        raise OSError("no space left on device")
+
+    async def send_anyhow(message: dict[str, Any]) -> None:
+        sent.append(message)
+
     asyncio.run(play())
-    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert [m["type"] for m in sent] == ["http.response.start", "http.response.body"] * 2  # and no second answer
+    assert [m["status"] for m in sent[::2]] == [200, 200]
     assert [line["request_id"] for line in read_lines(tmp_path)] == ["r2"]

@@ -4,7 +4,7 @@ from loka.dispatch.database import Database, Machine, bucket_of
 from loka.dispatch.export import export
 from loka.dispatch.plan import check
 from loka.dispatch.policy import PREFERENCE, Policy, make_plan
-from loka.dispatch.recipe import MIXTURES, RECIPES, USUAL, Mixture, mixture_named, recipe_named, way_of
+from loka.dispatch.recipe import MIXTURES, RECIPES, USUAL, Mixture, Rule, mixture_named, recipe_named, way_of
 from loka.dispatch.tune import jobs_of_report, tune
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Machine",
     "Mixture",
     "Policy",
+    "Rule",
     "bucket_of",
     "check",
     "export",

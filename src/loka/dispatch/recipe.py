@@ -136,7 +136,17 @@ def choice_of(gemm: Gemm, way: GemmWay | None, reason: str, **evidence: Any) -> 
 
 @dataclass(frozen=True)
 class Rule:
-    """Sites whose qualified name matches the pattern (`fnmatch`), all of them or only experts, run `recipe`; None keeps them in 16 bits."""
+    """Sites whose qualified name matches a pattern run a recipe.
+
+    Args:
+        pattern: of the names, as `fnmatch` reads it.
+        recipe: a name of RECIPES; None keeps them in 16 bits.
+        reason: for the record.
+        experts_only: grouped linears alone.
+
+    Example:
+        >>> Rule("head.*", None, "the last product")
+    """
 
     pattern: str
     recipe: str | None

@@ -1,6 +1,6 @@
 """What a GEMM of a site costs in low precision, quantisation included, beside the same GEMM in bf16.
 
-`bench` times kernels alone; a model pays for more. This is what a low-precision `loka.nn.Linear` does for one of its GEMMs when that GEMM stands alone:
+`bench` times kernels alone; a model pays for more. This is what a converted linear (`loka.lowp.linear`) does for one of its GEMMs when that GEMM stands alone:
 
     fprop   y  = x  W^T    a = x     b = W          quantise a and b along the contracted axis (a transpose from the tensor as it lies in memory),
     dgrad   dx = dy W      a = dy    b = W^T        then scaled_mm on the candidate's backend, bf16 out

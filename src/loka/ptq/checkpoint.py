@@ -168,11 +168,19 @@ def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
         module.cardinality = torch.tensor(module.sizes, dtype=torch.int64, device=device)
     elif isinstance(module, MixtureOfExperts):
         module.load = torch.zeros(len(module.balance), dtype=torch.int64, device=device)
+    elif _is_made_again(module):  # e.g. rotary angles
+        module.to_empty(device=device, recurse=False).reset_parameters()
     else:
         names = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
         raise ValueError(
-            f"{type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent"
+            f"{type(module).__name__} has buffers that are not saved: {', '.join(names)}; make them persistent, or let `reset_parameters` make them"
         )
+
+
+def _is_made_again(module: nn.Module) -> bool:
+    """Whether `reset_parameters` makes all that a module holds, and none of it comes from a file."""
+    kept = set(module._buffers) - module._non_persistent_buffers_set
+    return not module._parameters and not kept and callable(getattr(module, "reset_parameters", None))
 
 
 def _family_of(model: nn.Module) -> str | None:

@@ -64,7 +64,7 @@ class Call:
     request_id: str
     kind: str = wire.JSON
     model: str = "-"
-    after: Callable[[], None] | None = None  # run once the answer has left
+    after: Callable[..., None] | None = None  # run once the answer has left, with its `status`
 
     def header(self, name: bytes) -> str | None:
         """A header as text."""

@@ -147,13 +147,13 @@ class Front:
         try:
             ticket = service.submit(request, runner, arrived=call.arrived)
             answer = await self._wait(call, runner, ticket)
-        except Refused as refused:
-            call.after = partial(expose, seconds=service.clock() - call.arrived, status=refused.status, empty=True)
+        except Refused:
+            call.after = partial(expose, seconds=service.clock() - call.arrived, empty=True)
             raise
         except ValueError as error:
             raise wire.blame(error) from error
         seconds = service.clock() - call.arrived
-        call.after = partial(expose, seconds=seconds, status=200, empty=answer.empty)
+        call.after = partial(expose, seconds=seconds, empty=answer.empty)
         late = seconds > service.policy.sla
         service.telemetry.observe("loka_latency_seconds", seconds, model=runner.arm)
         service.telemetry.answered(seconds, late=late)
@@ -234,6 +234,7 @@ class Front:
         extra = [] if head is None else [(b"inference-header-content-length", str(head).encode())]
         kind = b"application/json" if head is None else b"application/octet-stream"
         await self._write(call, 200, data, [(b"content-type", kind), *extra], ticket=ticket)
+        runner.sent(ticket)
 
     async def _body(self, call: Call) -> bytes:
         """All of it, within its limits of size and time."""
@@ -292,7 +293,10 @@ class Front:
             await call.send({"type": "http.response.start", "status": status, "headers": head})
             await call.send({"type": "http.response.body", "body": body})
         if call.after is not None:
-            call.after()
+            try:
+                call.after(status=status)
+            except Exception:  # a full disk: the answer has left, and there is nobody else to tell
+                log.exception("not written down", extra={"fields": {"request_id": call.request_id}})
 
     def _log(self, call: Call, status: int, ticket: Ticket | None, reason: str | None) -> None:
         fields: dict[str, Any] = {

@@ -241,8 +241,8 @@ def run(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: heard.append(number))
     while not {signal.SIGTERM, signal.SIGINT} & set(heard):
-        if heard:
-            heard.clear()
+        if signal.SIGHUP in heard:
+            heard.remove(signal.SIGHUP)  # that one alone: a SIGTERM may have come since
             generation += 1
             app = build_app(settings, replicas=replicas, version=version, generation=generation)
             serve.run(app, name="loka", route_prefix="/")
