@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import loka
 from loka.dispatch.choosing import Limits, Looked, SiteLook, add_in_squares, make_offers, split_unit, to_plan_parts
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
 from loka.tuning.evidence import Evidence
@@ -219,19 +221,45 @@ def test_a_task_divides_its_batches() -> None:
     assert len(Task(nn.Linear(64, 1), (b for b in make_batches(1) * 100), loss).kept) == 64
 
 
+class Twice(nn.Module):
+    """A linear under two names that is called twice, and in training a third time for an auxiliary result."""
+
+    def __init__(self, *, auxiliary: bool = False) -> None:
+        super().__init__()
+        self.mix, self.out, self.auxiliary = nn.Linear(64, 64), nn.Linear(64, 1), auxiliary
+        self.again = self.mix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y = self.out(torch.relu(self.again(torch.relu(self.mix(x)))))
+        return (y, self.mix(x)) if self.auxiliary and self.training else y
+
+
 def test_a_linear_that_is_called_twice_runs_by_itself() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix, self.out = nn.Linear(64, 64), nn.Linear(64, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(torch.relu(self.mix(torch.relu(self.mix(x)))))
-
     found = discover(Twice(), torch.randn(8, 64), linears=1)
-    assert (found.repeated, found.units) == (["mix"], [])
+    assert (found.repeated, found.units, set(found.alone)) == (["mix"], [], {"mix", "out"})
+    assert not discover(Twice(auxiliary=True), torch.randn(8, 64), linears=1).repeated  # a prediction layer in training
     sites = looked_at(mix=predicted(0.5, finer=1e-5))
     sites = Looked(sites.sites, [], {"mix": "it is called 2 times"}, 0.5, ["mix"])
     chosen = make_offers(sites, limits=LIMITS, training=True)
     assert [(offer.way, offer.name) for offer in chosen.offers] == [("rowwise", "mix")]
     assert not chosen.kept
+
+
+def test_what_is_called_twice_is_looked_at_once_and_counted_twice() -> None:
+    model = Twice()
+    seen = look(Task(model, make_batches(4), lambda y, target: loss(y.squeeze(-1), target)), training=True)
+    assert {name: (site.rows, site.calls) for name, site in seen.sites.items()} == {"mix": (128, 2), "out": (128, 1)}
+
+
+def test_a_plan_of_everything_names_linears_in_wrapped_blocks() -> None:
+    """With the rows and shares they have: kernels are chosen by them."""
+    x, model = torch.randn(8, 64), nn.Sequential(checkpoint_wrapper(Twice()))
+    plan = loka.placing.plan_everything(model, x, linears=64)
+    mix, out = plan.sites
+    assert (mix.site, mix.m, mix.low_precision_share) == ("0.mix", 8, pytest.approx(128 / 129))
+    assert out.choices[0].reason == "it is a prediction layer"
+    done = loka.convert(model, plan)
+    assert (list(done.converted), done.low_precision_share) == (["0.mix"], pytest.approx(128 / 129))
+    assert "e4m3" in str(model[0].mix)
+    model(x).sum().backward()
+    assert model[0].mix.weight.grad is not None

@@ -30,10 +30,11 @@ class SiteLook:
 
     Args:
         name, k, n: the linear.
-        rows: of a call.
+        rows: of a call, the largest.
         harm: predicted relative change of the loss by GEMM and recipe.
         alarms: columns of the input whose mean hides what varies.
         refusal: why it cannot run in low precision at all.
+        calls: of it in a step.
     """
 
     name: str
@@ -43,11 +44,12 @@ class SiteLook:
     harm: dict[tuple[Gemm, str], Interval] = field(default_factory=dict)
     alarms: list[Alarm] = field(default_factory=list)
     refusal: str | None = None
+    calls: int = 1
 
     @property
     def flops(self) -> float:
-        """Of its three GEMMs in one call."""
-        return 6.0 * self.rows * self.k * self.n
+        """Of its three GEMMs in a step."""
+        return 6.0 * self.rows * self.calls * self.k * self.n
 
     def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
         """Predicted relative change of the loss, forward and, in training, of both gradient GEMMs: independent errors add in squares. None where the forward GEMM was not scored."""

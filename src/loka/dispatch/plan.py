@@ -1,6 +1,7 @@
 """Whether a plan fits a model on its device. A Plan is a record; how it reads is `loka.records.prose`. Nothing here changes a model: see `loka.convert`."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -11,12 +12,13 @@ from loka.measure.site import gemm_shape
 from loka.records import Plan, SitePlan
 
 
-def check(plan: Plan, model: nn.Module) -> list[str]:
+def check(plan: Plan, model: nn.Module, *, modules: Mapping[str, nn.Module] | None = None) -> list[str]:
     """Every way in which a plan does not fit a model on its device, or the device itself.
 
     Args:
         plan: made for this model, or for one like it.
         model: as it would be converted.
+        modules: its modules by the names that plans give them, where parts of it are wrapped (`loka.nn.wrapping.named_sites`); None is as `named_modules` has them.
 
     Returns:
         One line for each problem; empty where it fits.
@@ -25,7 +27,7 @@ def check(plan: Plan, model: nn.Module) -> list[str]:
         >>> check(plan, model)
         []
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False)) if modules is None else modules
     counts = Counter(site.site for site in plan.sites)
     problems = [f"{name}: the plan names it {count} times" for name, count in counts.items() if count > 1]
     for site in plan.sites:

@@ -68,11 +68,12 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
 
 
-def named_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_sites(model: nn.Module, *, once: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a model under its plain name, shared ones under each of their names.
 
     Args:
         model: wrapped or not.
+        once: shared ones under their first name alone.
 
     Returns:
         Pairs of name and module, in the order of `named_modules`; wrappers themselves are left out.
@@ -81,7 +82,7 @@ def named_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         >>> [name for name, module in named_sites(DistributedDataParallel(model)) if isinstance(module, nn.Linear)]
         ['bottom.0', 'top.0']
     """
-    for name, module in unwrap(model).named_modules(remove_duplicate=False):
+    for name, module in unwrap(model).named_modules(remove_duplicate=once):
         if _wrapped_by(module) is None:
             yield _without_ddp(model, name), module
 

@@ -36,7 +36,7 @@ from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
 from loka.lowp.scaling import AmaxState, Scaling
 from loka.nn.grouped import GroupedLinear
-from loka.nn.wrapping import unwrap
+from loka.nn.wrapping import named_sites, unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import Conversion, KernelBucket, Plan, UnitPlan, capture_environment
@@ -281,8 +281,9 @@ def _settle(model: nn.Module, bound: Bound) -> None:
     """Write down what `auto` comes to on the model's device, and who refused; emulation on a GPU is said aloud, asked for or not."""
     picked: dict[Pick, list[str]] = {}
     asked: list[str] = []
+    modules = dict(named_sites(model))
     for name, binding in bound.bindings.items():
-        weight = model.get_submodule(name).weight
+        weight = modules[name].weight
         assert isinstance(weight, Tensor)
         bound.bindings[name], picks = settle(binding, weight, bound.rows.get(name, ROWS))
         for pick in dict.fromkeys(picks):
@@ -325,7 +326,7 @@ def _refuse_type(module: nn.Module) -> str | None:
 
 
 def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_sites(model))
     for name, binding in bindings.items():
         module = modules[name]
         assert isinstance(module, nn.Linear)

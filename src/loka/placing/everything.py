@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from loka import mods as mods_room
-from loka.dispatch.recipe import RECIPES, choice_of
+from loka.dispatch.choosing import Looked, Offer, SiteLook, single, to_plan_parts
 from loka.nn.wrapping import named_sites, unwrap
-from loka.records import GEMMS, Plan, SitePlan, capture_environment
-from loka.records.unit import GradientScales
-from loka.units import discover, measuring
+from loka.records import Plan, SitePlan, capture_environment
+from loka.records.unit import GradientScales, UnitPlan
+from loka.units import Discovered, discover, measuring
 from loka.units.flow import call_model
 from loka.units.undisturbed import undisturbed
 
@@ -46,7 +46,7 @@ def plan_everything(
         mods_room.apply(inner, [mods_room.parse(text) for text in mods], example=example)
     try:
         found = discover(inner, example, serving=serving, linears=linears, gradient=gradient)
-        units, sites = found.units, _alone(inner, found.repeated, linears, serving)
+        units, sites = _parts(inner, found, linears, serving)
         if serving:
             with undisturbed(inner), measuring(inner, units) as seen, torch.no_grad():
                 inner.eval()  # what is served has no dropout, and counts no batches
@@ -62,7 +62,7 @@ def plan_everything(
         max_error=1.0,
         max_gradient_error=1.0,
         min_speedup=None,
-        flops_of="model",
+        flops_of="sites",
         sites=sites,
         mods=list(mods),
         units=units,
@@ -71,19 +71,15 @@ def plan_everything(
     )
 
 
-def _alone(model: nn.Module, names: Sequence[str], least: int, serving: bool) -> list[SitePlan]:
-    """Linears that no chain can hold, under a recipe, from a width on."""
-    linears = {name: module for name, module in named_sites(model) if isinstance(module, nn.Linear)}
-    wide = [
-        (name, linears[name])
-        for name in names
-        if 0 < least <= min(linears[name].in_features, linears[name].out_features)
-    ]
-    recipe, why = RECIPES["rowwise"], "it is called several times"
-    return [
-        SitePlan(
-            site=name, m=1, k=linear.in_features, n=linear.out_features, flops_share=0.0,
-            choices=[choice_of(gemm, recipe.operands(gemm), why) for gemm in (GEMMS[:1] if serving else GEMMS)],
-        )
-        for name, linear in wide
-    ]  # fmt: skip
+def _parts(model: nn.Module, found: Discovered, least: int, serving: bool) -> tuple[list[UnitPlan], list[SitePlan]]:
+    """The chains, the linears that are called several times under a recipe from a width on, and why the others stay."""
+    sites = {}
+    for name, module in named_sites(model, once=True):
+        if isinstance(module, nn.Linear):
+            rows = found.rows.get(name, [0])
+            sites[name] = SiteLook(name, module.in_features, module.out_features, rows=max(rows), calls=len(rows))
+    wide = [sites[name] for name in found.repeated if 0 < least <= min(sites[name].k, sites[name].n)]
+    offers = [Offer(unit, "chain", None, 0.0, unit.reason) for unit in found.units]
+    offers += [Offer(single(site), "rowwise", None, 0.0, found.alone[site.name]) for site in wide]
+    looked = Looked(sites, found.units, found.alone)
+    return to_plan_parts(offers, looked, {}, found.alone, training=not serving)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from loka.lowp.binding import LinearBinding
+from loka.nn.wrapping import named_sites
 from loka.units.flow import call_model
 
 
@@ -26,7 +27,7 @@ def low_precision_share(
 
     `whole`: linears all of whose GEMMs run in low precision, since a chain does. The example is a Tensor, a tuple of arguments, a dict of them, one argument of any other kind, or a function without arguments that runs the model itself.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_sites(model))
     low = 0.0
 
     def count_call(module: nn.Linear, inputs: tuple[Tensor, ...], binding: LinearBinding | None) -> None:

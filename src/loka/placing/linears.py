@@ -20,6 +20,7 @@ from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
+from loka.nn.wrapping import named_sites
 from loka.records import Plan, SitePlan
 
 _EMULATION_HINT = (
@@ -40,15 +41,15 @@ class Bound:
 
 
 def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinear]]:
-    """Every module a reader would expect to be converted, each once, under its first name."""
-    for name, module in model.named_modules():
+    """Every module a reader would expect to be converted, each once, under its first name in the plain model."""
+    for name, module in named_sites(model, once=True):
         if isinstance(module, nn.Linear | GroupedLinear):
             yield name, module
 
 
 def spoken_for(model: nn.Module) -> dict[str, str]:
     """Linears that something else has decided about: run in a chain, or marked by mods.protect_intermediates."""
-    reasons = {n: "protected by a mod" for n, m in model.named_modules() if getattr(m, "loka_protected", False)}
+    reasons = {n: "protected by a mod" for n, m in named_sites(model) if getattr(m, "loka_protected", False)}
     for _, chain in chains_of(model):
         reasons |= {link.linear: f"runs in FP8 in the chain {chain.name}" for link in chain.links}
     return reasons
@@ -59,7 +60,7 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
     chained = {name: unit.name for unit in plan.units for name in unit.linears}
     share = sum(site.flops_share for site in plan.sites if site.site in chained)
     plan = msgspec.structs.replace(plan, sites=[site for site in plan.sites if site.site not in chained], units=[])
-    problems = check(plan if backend is None else _checkable(plan, backend), model)
+    problems = check(plan if backend is None else _checkable(plan, backend), model, modules=dict(named_sites(model)))
     planned = _by_module(model, plan, backend, problems)
     bound, taken = Bound(), spoken_for(model)
     emulated = False
@@ -98,8 +99,8 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
 
 def _by_module(model: nn.Module, plan: Plan, backend: str | None, problems: list[str]) -> dict[str, SitePlan]:
     """The plan's sites by the first name of their modules; a site that is called by two names must be of one opinion."""
-    first = {id(module): name for name, module in model.named_modules()}
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(named_sites(model))
+    first = {id(module): name for name, module in reversed(modules.items())}
     found: dict[str, SitePlan] = {}
     for site in plan.sites:
         if site.site not in modules:  # `check` has said so

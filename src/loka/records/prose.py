@@ -121,9 +121,9 @@ def explain(plan: "Plan", site: str) -> str:
     shape = f"M {planned.m}, K {planned.k}, N {planned.n}"
     of = "the model's" if plan.flops_of == "model" else "the probed sites'"
     lines = [f"{site}: {shape}, {planned.flops_share:.1%} of {of} GEMM FLOPs"]
-    if not planned.choices:
+    if not planned.choices and unit is None:
         lines.append("  no sampled step of the probe called it: it stays in high precision")
-    for choice in planned.choices:
+    for choice in planned.choices if unit is None else ():  # in a unit, that is what runs
         lines.append(f"  {choice.gemm}: {spell(choice)}")
         lines.append(f"    because {choice.reason}")
         lines += _explain_numbers(choice)

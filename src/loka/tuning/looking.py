@@ -43,7 +43,8 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
     """
     model, chosen = task.model, task.looking[:batches]
     found = discover(model, task.example(), serving=not training, linears=1)
-    eyes = {name: _Eye(name, module) for name, module in named_sites(model) if isinstance(module, nn.Linear)}
+    linears = [(n, module) for n, module in named_sites(model, once=True) if isinstance(module, nn.Linear)]
+    eyes = {name: _Eye(name, module, len(found.rows.get(name, [1]))) for name, module in linears}
     total = 0.0
     with ExitStack() as stack:
         stack.enter_context(_differentiable(model))
@@ -90,9 +91,9 @@ def name_unseen(model: nn.Module) -> list[str]:
 class _Eye:
     """One linear, looked at."""
 
-    def __init__(self, name: str, module: nn.Linear) -> None:
+    def __init__(self, name: str, module: nn.Linear, calls: int) -> None:
         self.name, self.module = name, module
-        self.look = SiteLook(name, module.in_features, module.out_features, refusal=refuse(module))
+        self.look = SiteLook(name, module.in_features, module.out_features, calls=calls, refusal=refuse(module))
         self._rows: list[tuple[Tensor, Tensor, int]] = []
         self._pending: tuple[Tensor, int] | None = None
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}

@@ -7,6 +7,7 @@ What ends a chain is written down for every linear: two readers, an addition, a 
 One execution is no proof: a model that takes another path on other data may use a module in ways that were not seen, so placing a chain refuses a module that is called twice in what was seen.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +52,7 @@ class Discovered:
         units: chains, in the order they run.
         alone: linears that are in no chain, with the reason.
         repeated: those of them whose only reason is that they are called several times: no chain can hold them, and each can run by itself.
+        rows: of each call of each linear that was called.
         ends: for the last linear of every chain, what ends it there.
         tables: embedding tables, as they are.
         collectives: what ranks of this model would send each other, as it is.
@@ -59,6 +61,7 @@ class Discovered:
     units: list[UnitPlan] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
+    rows: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     tables: list[TablePlan] = field(default_factory=list)
     collectives: list[CollectivePlan] = field(default_factory=list)
@@ -159,15 +162,19 @@ class _Search:
 
     def run(self, others: "list[_Search]", asked: _Asked) -> Discovered:
         taken: set[str] = set()
+        called = {id(self.modules[site]) for site in self.calls}
         for name, module in self.modules.items():
-            if isinstance(module, nn.Linear) and name not in self.calls:
+            if isinstance(module, nn.Linear) and id(module) not in called:
                 self.found.alone[name] = refuse(module) or "the example did not call it; hint: an example that does"
+        for site, calls in self.calls.items():
+            if calls[0].linear:
+                self.found.rows[site] = [math.prod(self.flow.shapes[call.outputs[0]][:-1]) for call in calls]
         for call in self.flow.calls:
             if call.site is None or not call.linear or call.site in taken or call.site in self.found.alone:
                 continue
             if why := self._refuse(call.site):
                 self.found.alone[call.site] = why
-                if self._refuse(call.site, repeated=True) is None and len(self.calls[call.site]) > 1:
+                if all(search._refuse(call.site, repeated=True) is None for search in (self, *others)):
                     self.found.repeated.append(call.site)
                 continue
             links, end = self._agree(call, others)
