@@ -24,6 +24,7 @@ from loka import mods
 from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.chain import chains_of
 from loka.models.registry import FAMILIES
+from loka.nn.wrapping import named_sites
 from loka.ptq.chains import restore_chains, take_weights, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
 from loka.ptq.quantizing import Summary
@@ -59,7 +60,7 @@ def save(
 
 def refuse_unpacked(model: nn.Module, summary: Summary, *, chains: bool = True) -> None:
     """Refuse what runs in FP8 and has no FP8 weights that a file can hold; `chains`: whether it can hold chains."""
-    modules = dict(model.named_modules())
+    modules = dict(named_sites(model))
     frozen = {link.linear for _, chain in chains_of(model) if chain.frozen is not None for link in chain.links}
     recorded = {name for unit in summary.record.units for name in unit.linears}
     held = frozen & recorded if chains else set[str]()

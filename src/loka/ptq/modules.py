@@ -27,6 +27,7 @@ from loka.lowp.auto import settle
 from loka.lowp.binding import LinearBinding
 from loka.nn import GroupedLinear
 from loka.nn.mix import compute_dtype
+from loka.nn.wrapping import named_sites
 
 Site = nn.Linear | GroupedLinear
 
@@ -195,8 +196,8 @@ def _writable(dtype: torch.dtype) -> torch.dtype:
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
-    """Every module a recipe may quantise, under its first name."""
-    for name, module in model.named_modules():
+    """Every module a recipe may quantise, under its first name in the plain model."""
+    for name, module in named_sites(model, once=True):
         if isinstance(module, nn.Linear | GroupedLinear):
             yield name, module
 
@@ -237,8 +238,8 @@ def quantize_module(module: Site, way: GemmWay, *, backend: str = "auto") -> nn.
 
 def put(model: nn.Module, replacements: dict[str, nn.Module]) -> None:
     """Put modules in place by name; one that is registered under several names is replaced under all of them."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    new = {id(modules[name]): replacement for name, replacement in replacements.items()}
+    modules, plain = dict(model.named_modules(remove_duplicate=False)), dict(named_sites(model))
+    new = {id(plain[name]): replacement for name, replacement in replacements.items()}
     for name, module in modules.items():
         if id(module) in new:
             parent, _, child = name.rpartition(".")

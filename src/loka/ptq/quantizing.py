@@ -35,7 +35,7 @@ from loka.lowp.binding import LinearBinding
 from loka.lowp.linear import linears_of, refuse
 from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
-from loka.nn.wrapping import unwrap
+from loka.nn.wrapping import named_sites, unwrap
 from loka.placing import calibrating, convert, freeze_model, revert
 from loka.placing.linears import spoken_for
 from loka.probe.swapping import Switchable, swap
@@ -158,10 +158,12 @@ def quantize(
     done = _place(inner, plan, batches, backend)
     if isinstance(recipe, Plan):
         found = dict(sites(inner))  # its mods may have made others
-    running = {n: gemm for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None}
+    running = {
+        linear.state.name or n: gemm for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None
+    }
     _pack(inner, found, experts, backend or "auto")
     _explain(reasons, found, done)
-    now = dict(inner.named_modules())
+    now = dict(named_sites(inner))
     record = Quantized(
         model=type(inner).__name__,
         recipe=name,
@@ -357,8 +359,8 @@ def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend:
 def _pack(model: nn.Module, found: dict[str, Site], experts: dict[str, GemmWay], backend: str) -> None:
     """Modules with FP8 weights alone in the place of frozen linears and of experts. A linear with fixed scales stays: they are its own."""
     new: dict[str, nn.Module] = {}
-    for name, linear in list(linears_of(model)):
-        gemm = linear.binding.fprop
+    for first, linear in list(linears_of(model)):
+        gemm, name = linear.binding.fprop, linear.state.name or first
         if gemm is None or gemm.a.mode == "dynamic":
             plain = linear.release()
             if gemm is not None:
