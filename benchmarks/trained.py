@@ -64,7 +64,10 @@ SIZES = {
 }
 DENSE_VECTORS = 9  # that the dense features become: 39 fields and these are 48 vectors
 BATCH = {"wukong": 4096, "dlrm": 8192}
-STEPS = {"wukong": 240, "dlrm": 100}  # ten epochs of a wide DLRM learn its training data by heart: test loss 0.122 to 0.131 over seeds, where Wukong has 0.111
+STEPS = {
+    "wukong": 240,
+    "dlrm": 100,
+}  # ten epochs of a wide DLRM learn its training data by heart: test loss 0.122 to 0.131 over seeds, where Wukong has 0.111
 HELD = 32768  # rows of the training split that nobody trains on, for verifying
 BEFORE = Path(__file__).parent / "results" / "h200" / "ablation.json"  # what says how much seeds differ
 TABLE_RATE = 10.0  # learning rate of the table over that of the rest
