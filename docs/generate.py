@@ -22,6 +22,7 @@ ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h
 LOSS = "<!-- loss: written by docs/generate.py from benchmarks/results/h200/ablation.json -->"
 ZOO = "<!-- zoo: written by docs/generate.py from benchmarks/results/h200/zoo_training.json and zoo_inference.json -->"
 TUNE = "<!-- tune: written by docs/generate.py from benchmarks/results/h200/tune_zoo.json, tune_zoo_wukong.json and tune_census.json -->"
+SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
 END = "<!-- end of numbers -->"
 
 SECTIONS = (
@@ -114,6 +115,7 @@ def write_blocks(text: str, measured: str) -> str:
         (DEMO, models.demo_table()),
         (QUALITY, models.quality_headline()),
         (ENGINE, generative.engine_headline()),
+        (SERVED, serving.serving_headline()),
         (ABLATION, summary and summary.replace("MEASURED", measured)),
     )
     for begin, made in blocks:

@@ -21,6 +21,21 @@ def serving_table() -> str | None:
     return table(head, rows) if rows else None
 
 
+def serving_headline() -> str | None:
+    """One sentence: how many more answers in time."""
+    found = (read("h200/serving_generative.json") or {"rows": []})["rows"]
+    goodput = {(row["context"], row["sla_ms"], row["variant"]): row["goodput"] for row in found}
+    said = []
+    for context in dict.fromkeys(row["context"] for row in found):
+        slas = [sla for c, sla, v in goodput if (c, v) == (context, "fp8") and (context, sla, "bf16") in goodput]
+        ratios = [f"{goodput[context, sla, 'fp8'] / goodput[context, sla, 'bf16']:.2f}x at {sla:g} ms" for sla in slas]
+        if ratios:
+            said.append(f"{' and '.join(ratios)} with {context:,} items of history")
+    if not said:
+        return None
+    return f"OneRec 4B-A0.5B over HTTP on one H200, answers in time a second, FP8 over bf16 behind the same server: {'; '.join(said)} (random weights; [all rows](docs/measured.md))."
+
+
 def _cell(row: dict[str, Any]) -> str:
     if "refused" in row:
         return "refused: one batch takes longer"
