@@ -152,10 +152,6 @@ class Scheduler:
             entry.state = "done"
         self.running = None
 
-    def forecast(self, entry: Entry, *, now: float) -> float:
-        """When a request that waits, or would, is expected to be finished."""
-        return self._play(self._queues, entry, now)[0]
-
     def _make(self, job: Any, units: int, context: int, arrived: float, deadline: float) -> Entry:
         self._count += 1
         return Entry(job, units, context, arrived, deadline, self._count)
