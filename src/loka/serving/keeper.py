@@ -1,0 +1,62 @@
+"""Connections of a process that is killed end without a reset, so that a proxy sends again what nobody answered.
+
+When a process dies, Linux closes its connections: with FIN, or with RST where bytes lie there unread. HAProxy sends a request again after the first ("empty-response"), and gives up after the second, with an error
+to its client. A server that is busy always has requests that it has not read yet. A keeper is a second process, a plain Python of a few megabytes, that is handed a copy of every connection. It does nothing while the server lives. Once the
+server is gone, it reads what lies there and closes: FIN.
+
+    keeper = Keeper()
+    keeper.hold(transport)            # on every new connection; end one with transport.write_eof(), since close() leaves the copy open
+"""
+
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+from typing import Any
+
+
+class Keeper:
+    """The second process; it ends with this one."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            subprocess.Popen([sys.executable, "-E", "-S", __file__], stdin=theirs, start_new_session=True)
+
+    def hold(self, transport: Any) -> None:
+        """Keep a copy of a connection; without a keeper, or with one that is behind, the connection is as any other."""
+        with contextlib.suppress(OSError):
+            fd = transport.get_extra_info("socket").fileno()
+            socket.send_fds(self._control, [b"+"], [fd], socket.MSG_DONTWAIT)
+
+
+def keep(control: socket.socket) -> None:
+    """The second process: take connections, let go of those that their peer closed, and when nobody holds the other end of `control`, drain and close the rest."""
+    held: dict[int, socket.socket] = {}
+    poll = select.epoll()
+    poll.register(control, select.EPOLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            if fd != control.fileno():
+                held.pop(fd).close()  # closing takes it out of the poll
+                continue
+            message, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not message:
+                for left in held.values():
+                    drain(left)
+                return
+            for new in fds:
+                held[new] = socket.socket(fileno=new)
+                poll.register(new, select.EPOLLRDHUP)
+
+
+def drain(connection: socket.socket) -> None:
+    """Read what lies there, and close."""
+    with contextlib.suppress(OSError), connection:
+        while connection.recv(1 << 16, socket.MSG_DONTWAIT):
+            pass
+
+
+if __name__ == "__main__":
+    keep(socket.socket(fileno=0))
