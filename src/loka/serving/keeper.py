@@ -22,7 +22,7 @@ class Keeper:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            subprocess.Popen([sys.executable, "-E", "-S", __file__], stdin=theirs, start_new_session=True)
+            subprocess.Popen([sys.executable, "-E", "-S", __file__], stdin=theirs.fileno(), start_new_session=True)
 
     def hold(self, transport: Any) -> None:
         """Keep a copy of a connection; without a keeper, or with one that is behind, the connection is as any other."""
