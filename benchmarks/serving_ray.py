@@ -428,8 +428,8 @@ def main() -> None:
             before = os.getloadavg()[0]
             found[name] = CASES[name](a, Path(folder))
         found[name]["load_average"] = {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)}
-    report = {"environment": msgspec.to_builtins(capture_environment()), "cases": found, "bars": judge(found)}
-    a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = {"environment": msgspec.to_builtins(capture_environment()), "cases": found, "bars": judge(found)}
+        a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for one in report["bars"]:
         print(
             f"{'met   ' if one['met'] else 'MISSED'} {one['bar']}: {one['value']:g} (limit {one['limit']:g})",

@@ -2,13 +2,14 @@
 
 When a process dies, Linux closes its connections: with FIN, or with RST where bytes lie there unread. HAProxy sends a request again after the first ("empty-response"), and gives up after the second, with an error
 to its client. A server that is busy always has requests that it has not read yet. A keeper is a second process, a plain Python of a few megabytes, that is handed a copy of every connection. It does nothing while the server lives. Once the
-server is gone, it reads what lies there and closes: FIN.
+server is gone, it reads what lies there and closes: FIN. The socket that listens is held too: connections that nobody accepted yet would be reset with it.
 
     keeper = Keeper()
     keeper.hold(transport)            # on every new connection; end one with transport.write_eof(), since close() leaves the copy open
 """
 
 import contextlib
+import os
 import select
 import socket
 import subprocess
@@ -22,13 +23,31 @@ class Keeper:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            self._listens = False
             subprocess.Popen([sys.executable, "-E", "-S", __file__], stdin=theirs.fileno(), start_new_session=True)
 
     def hold(self, transport: Any) -> None:
-        """Keep a copy of a connection; without a keeper, or with one that is behind, the connection is as any other."""
+        """Keep a copy of a connection, and with the first one of the socket that listens; if the keeper is gone or behind, the connection is as any other."""
         with contextlib.suppress(OSError):
-            fd = transport.get_extra_info("socket").fileno()
-            socket.send_fds(self._control, [b"+"], [fd], socket.MSG_DONTWAIT)
+            connection = transport.get_extra_info("socket")
+            fds = [connection.fileno()] + ([] if self._listens else find_listeners(connection.getsockname()[1]))
+            socket.send_fds(self._control, [b"+"], fds, socket.MSG_DONTWAIT)
+            self._listens = True
+
+
+def find_listeners(port: int) -> list[int]:
+    """File descriptors of this process that listen on the port."""
+    out = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket
+            found = socket.socket(fileno=int(name))
+            try:
+                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockname()[1] == port:
+                    out.append(int(name))
+            finally:
+                found.detach()  # it is not ours to close
+    return out
 
 
 def keep(control: socket.socket) -> None:
@@ -41,7 +60,7 @@ def keep(control: socket.socket) -> None:
             if fd != control.fileno():
                 held.pop(fd).close()  # closing takes it out of the poll
                 continue
-            message, fds, _, _ = socket.recv_fds(control, 1, 1)
+            message, fds, _, _ = socket.recv_fds(control, 1, 8)
             if not message:
                 for left in held.values():
                     drain(left)
@@ -51,10 +70,14 @@ def keep(control: socket.socket) -> None:
                 poll.register(new, select.EPOLLRDHUP)
 
 
-def drain(connection: socket.socket) -> None:
-    """Read what lies there, and close."""
-    with contextlib.suppress(OSError), connection:
-        while connection.recv(1 << 16, socket.MSG_DONTWAIT):
+def drain(held: socket.socket) -> None:
+    """Read what lies there, of a socket that listens in every connection that nobody accepted, and close."""
+    with contextlib.suppress(OSError), held:
+        held.setblocking(False)
+        if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            while True:
+                drain(held.accept()[0])
+        while held.recv(1 << 16):
             pass
 
 
