@@ -1,7 +1,7 @@
 """`loka serve --on ray` on this machine: what the way through Ray adds, what it keeps under overload, and whether anybody is lost or logged twice while replicas are killed.
 
-    python benchmarks/serving_ray.py --out benchmarks/results/cpu/serving_ray.json
-    python benchmarks/serving_ray.py --out x.json --only kills --requests 100000 --every 3
+    python benchmarks/serving_ray.py --out x.json
+    python benchmarks/serving_ray.py --out benchmarks/results/cpu/serving_ray_kills.json --only kills --requests 100000 --every 2 --limit 480
 
 Everything goes through the command line: a server is a process of `loka serve --on ray`, open-loop traffic is `loka load`, events are read by `loka ab --online`. Cases:
 

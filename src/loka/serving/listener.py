@@ -6,13 +6,11 @@ its protocol class is extended, with httptools where that is installed and h11 o
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 from typing import Any
 
 from loka.serving.call import DISCONNECT, Limits
-from loka.serving.keeper import Keeper
 
 _CLOSED = "HTTP/1.1 {}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -42,13 +40,11 @@ class Whole:
     def close(self) -> None:
         """Send what was kept, and close."""
         self.flush()
-        with contextlib.suppress(OSError, RuntimeError):  # closed already
-            self._transport.write_eof()  # for whoever else holds the connection: a keeper
         self._transport.close()
 
 
-def make_protocol(limits: Limits, *, keeper: Keeper | None = None) -> type:
-    """uvicorn's HTTP protocol with these limits; a keeper is handed every connection."""
+def make_protocol(limits: Limits) -> type:
+    """uvicorn's HTTP protocol with these limits."""
     from uvicorn.config import HTTP_PROTOCOLS
     from uvicorn.importer import import_from_string
 
@@ -64,8 +60,6 @@ def make_protocol(limits: Limits, *, keeper: Keeper | None = None) -> type:
             self._head = 0
             self._lost: list[Any] = []
             super().connection_made(Whole(transport))
-            if keeper is not None:
-                keeper.hold(transport)
             if len(self.connections) > limits.connections:
                 self._close("503 Service Unavailable")
                 return

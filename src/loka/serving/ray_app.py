@@ -23,7 +23,6 @@ from typing import Any
 from loka.serving.call import Limits, Receive, Scope, Send
 from loka.serving.experiment import Split, check_arms, open_log
 from loka.serving.front import Front
-from loka.serving.keeper import Keeper
 from loka.serving.listener import is_local, make_protocol
 from loka.serving.opening import open_model
 from loka.serving.queues import Policy
@@ -181,7 +180,7 @@ def shorten(front: Front) -> None:
     """
     from uvicorn.config import HTTP_PROTOCOLS
 
-    loop, guarded = asyncio.get_running_loop(), make_protocol(front.limits, keeper=Keeper())
+    loop, guarded = asyncio.get_running_loop(), make_protocol(front.limits)
 
     class Straight(guarded):  # type: ignore[misc, valid-type]
         """One connection of HAProxy."""
