@@ -123,8 +123,12 @@ JOBS = (
     cpu("serving-joining", "serving_joining", "serving_joining.py --out {out}", 300),
     cpu("serving-memory", "serving_memory", "serving.py --out {out} --only memory --seconds 100", 300),
     cpu("serving-context", "serving_context", "serving_context.py runs/onerec --out {out} --users 1500", 900),  # runs/onerec: see its docstring
-    cpu("serving-ray-latency", "serving_ray_latency", "serving_ray.py --out {out} --seconds 30 --every 31 --clients 1", 200),
-    cpu("serving-ray", "serving_ray", "serving_ray.py --out {out} --seconds 100 --every 20", 300),
+    cpu("serving-start", "serving_start", "serving.py --out {out} --only start --bundle runs/onerec", 120),  # runs/onerec: loka generate --train 100 --out runs/onerec
+    cpu("serving-ray-front", "serving_ray_front", "serving_ray.py --out {out} --only front", 300),
+    cpu("serving-ray-capacity", "serving_ray_capacity", "serving_ray.py --out {out} --only capacity --seconds 10", 300),
+    cpu("serving-ray-kills", "serving_ray_kills", "serving_ray.py --out {out} --only kills --requests 100000 --every 2 --limit 480", 700),
+    cpu("serving-ray-changes", "serving_ray_changes", "serving_ray.py --out {out} --only drain,reload --seconds 10", 300),
+    cpu("serving-ray-ingress", "serving_ray_ingress", "serving_ray.py --out {out} --only ingress", 200),
     *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
     *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all,e4m3-nearest --embedding-learning-rate 0.002 --steps 500 --out {{out}}", 7200)
       for d in ("ml-1m", "census-income-kdd", "complete-journey")),

@@ -185,6 +185,8 @@ def shorten(front: Front) -> None:
     class Straight(guarded):  # type: ignore[misc, valid-type]
         """One connection of HAProxy."""
 
+        app: Any
+
         def __init__(self, *values: Any, **named: Any) -> None:
             super().__init__(*values, **named)
             if self.loop is loop:  # with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=1 the front lives in another
