@@ -77,10 +77,15 @@ JOBS = (
     gpu("zoo-train", "zoo_training", "zoo.py --modes train --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-infer", "zoo_inference", "zoo.py --modes infer --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-train-more", "zoo_training_max", "zoo.py --models wukong,encoder --modes train --ways bf16,bf16-layout,torchao-tensorwise,loka --out {out}", 400),
+    gpu("zoo-tower", "zoo_tower", "zoo.py --models tower --modes infer --ways bf16,bf16+max,bf16-layout+max,torchao-rowwise+max,loka,loka+max --wait 60 --out {out}", 150),
+    gpu("zoo-tower-cross", "zoo_tower_cross", "zoo.py --models tower,cross --modes infer --ways bf16,bf16+max,torchao-rowwise,loka,loka+max,loka-mods,loka-mods+max --wait 110 --out {out}", 200),
+    gpu("zoo-mods", "zoo_mods", "zoo.py --models wukong,tower --modes infer --ways bf16,bf16+max,loka,loka+max,loka-mods,loka-mods+max --wait 250 --out {out}", 300),
+    gpu("zoo-families", "zoo_families", "zoo.py --models interformer,hstu --modes infer,train --ways bf16-before,bf16,loka --before {data}/before/src --wait 250 --out {out}", 320),  # {data}/before: a checkout of 1ed489d
     gpu("zoo-baselines", "zoo_baselines", "zoo.py --models wukong,dlrm --modes train --ways bf16,bf16+max,bf16-layout,torchao-auto-tensorwise,torchao-rowwise_with_gw_hp,loka-towers,loka --wait 250 --out {out}", 330),
     gpu("tune", "tune_zoo", "tune_zoo.py --models dlrm,tower,cross --steps 300 --seconds 60 --fresh --limit 500 --out {out}", 600),
     gpu("tune-wukong", "tune_zoo_wukong", "tune_zoo.py --models wukong,encoder --fresh --limit 500 --out {out}", 700),
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seconds 280", 360),
+    gpu("tune-census", "tune_census", "trained.py --root {data} --out {out} --seconds 225", 300),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
     gpu("policies", "policies", "policies.py --out {out} --seconds 240", 320),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),
@@ -90,6 +95,7 @@ JOBS = (
     gpu("kernels", "quantize norm_quantize scaled_mm fused_linear fused_linear_training", "kernels_h200.py --out {folder}", 300),
     gpu("fused-linear", "fused_linear_sweep", "fused_linear_sweep.py --out {folder} --shapes 40 --seed 1 --named", 200),
     gpu("quantizers", "quantizers", "quantizers_sweep.py --out {out}", 200),
+    gpu("defects-large", "defects", "defects.py --device cuda --workers 1 --limits 16384 4096 4096 --count 1000 --out {out}", 600),
     gpu("dispatch", "dispatch/rows dispatch/dispatch", "dispatch_h200.py --out {folder} --seconds 240", 300),
     gpu("libraries", "libraries", "device_libraries.py --out {out}", 200),
     gpu("sweep", "sweep", "device_libraries.py --out {out} --sweep 400", 300),
@@ -117,8 +123,12 @@ JOBS = (
     cpu("serving-joining", "serving_joining", "serving_joining.py --out {out}", 300),
     cpu("serving-memory", "serving_memory", "serving.py --out {out} --only memory --seconds 100", 300),
     cpu("serving-context", "serving_context", "serving_context.py runs/onerec --out {out} --users 1500", 900),  # runs/onerec: see its docstring
-    cpu("serving-ray-latency", "serving_ray_latency", "serving_ray.py --out {out} --seconds 30 --every 31 --clients 1", 200),
-    cpu("serving-ray", "serving_ray", "serving_ray.py --out {out} --seconds 100 --every 20", 300),
+    cpu("serving-start", "serving_start", "serving.py --out {out} --only start --bundle runs/onerec", 120),  # runs/onerec: loka generate --train 100 --out runs/onerec
+    cpu("serving-ray-front", "serving_ray_front", "serving_ray.py --out {out} --only front", 300),
+    cpu("serving-ray-capacity", "serving_ray_capacity", "serving_ray.py --out {out} --only capacity --seconds 10", 300),
+    cpu("serving-ray-kills", "serving_ray_kills", "serving_ray.py --out {out} --only kills --requests 100000 --every 2 --limit 480", 700),
+    cpu("serving-ray-changes", "serving_ray_changes", "serving_ray.py --out {out} --only drain,reload --seconds 10", 300),
+    cpu("serving-ray-ingress", "serving_ray_ingress", "serving_ray.py --out {out} --only ingress", 200),
     *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
     *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all,e4m3-nearest --embedding-learning-rate 0.002 --steps 500 --out {{out}}", 7200)
       for d in ("ml-1m", "census-income-kdd", "complete-journey")),

@@ -1,14 +1,14 @@
 """`loka serve --on ray` on this machine: what the way through Ray adds, what it keeps under overload, and whether anybody is lost or logged twice while replicas are killed.
 
-    python benchmarks/serving_ray.py --out benchmarks/results/cpu/serving_ray.json
-    python benchmarks/serving_ray.py --out x.json --only kills --requests 100000 --every 3
+    python benchmarks/serving_ray.py --out x.json
+    python benchmarks/serving_ray.py --out benchmarks/results/cpu/serving_ray_kills.json --only kills --requests 100000 --every 2 --limit 480
 
 Everything goes through the command line: a server is a process of `loka serve --on ray`, open-loop traffic is `loka load`, events are read by `loka ab --online`. Cases:
 
     front       requests one after the other to a small ranker, against the same model without a server; the same past HAProxy, and with Ray's Python proxy instead of HAProxy
     capacity    open-loop traffic at half, once and twice the capacity, SLA 50 ms, against a ranker that sleeps as long as an H200's batches were measured to take
-    kills       an experiment of two rankers on two replicas, --clients connections, one request after the other each; every --every seconds, once HAProxy has two replicas again,
-                one gets SIGKILL. Lost is a request without an answer, or with a 5xx; repeated are request ids that stand in the events more than once
+    kills       an experiment of two rankers on two replicas, --clients connections, one request after the other each; every --every seconds, once HAProxy has had two replicas
+                for two seconds, one gets SIGKILL. Lost is a request without an answer, or with a 5xx; repeated are request ids that stand in the events more than once
     reload      SIGHUP under open-loop traffic: both replicas read new weights; who was lost, p99 during and without
     drain       SIGTERM under traffic: who was accepted and not answered
     ingress     SIGKILL to HAProxy, then to the process that watches over it: seconds until the next answer
@@ -283,8 +283,10 @@ def case_kills(a: argparse.Namespace, folder: Path) -> dict[str, Any]:
         begin, clients, kills = time.monotonic(), Clients(port, a.clients), 0
         while len(clients.times) < a.requests and time.monotonic() - begin < a.limit:
             time.sleep(a.every)
-            alive = processes(b"ray::ServeReplica:loka")
-            if replicas_up() >= 2 and len(alive) >= 2:  # one that still warms up is no replica to fall back on
+            if replicas_up() < 2:  # one that still warms up is no replica to fall back on
+                continue
+            time.sleep(2)  # until the HAProxy from before the new replica, which knows only the other one, has let go
+            if len(alive := processes(b"ray::ServeReplica:loka")) >= 2:
                 os.kill(random.choice(alive), signal.SIGKILL)
                 kills += 1
         took, found = time.monotonic() - begin, clients.stop()
@@ -426,8 +428,8 @@ def main() -> None:
             before = os.getloadavg()[0]
             found[name] = CASES[name](a, Path(folder))
         found[name]["load_average"] = {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)}
-    report = {"environment": msgspec.to_builtins(capture_environment()), "cases": found, "bars": judge(found)}
-    a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = {"environment": msgspec.to_builtins(capture_environment()), "cases": found, "bars": judge(found)}
+        a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for one in report["bars"]:
         print(
             f"{'met   ' if one['met'] else 'MISSED'} {one['bar']}: {one['value']:g} (limit {one['limit']:g})",

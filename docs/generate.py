@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tables import ablation, generative, kernels, models, published, trained, zoo
+from tables import ablation, generative, kernels, models, published, serving, trained, zoo
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,14 +21,18 @@ ENGINE = "<!-- engine: written by docs/generate.py from benchmarks/results/h200/
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 LOSS = "<!-- loss: written by docs/generate.py from benchmarks/results/h200/ablation.json -->"
 ZOO = "<!-- zoo: written by docs/generate.py from benchmarks/results/h200/zoo_training.json and zoo_inference.json -->"
-TUNE = "<!-- tune: written by docs/generate.py from benchmarks/results/h200/tune_zoo.json and tune_zoo_wukong.json -->"
+TUNE = "<!-- tune: written by docs/generate.py from benchmarks/results/h200/tune_zoo.json, tune_zoo_wukong.json and tune_census.json -->"
+SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
 END = "<!-- end of numbers -->"
 
 SECTIONS = (
     ("Models that nobody rewrote", "zoo_training.json, zoo_training_max.json, zoo_inference.json", zoo.zoo_table,
      "Plain PyTorch, whole training step with AdamW or inference, CUDA graphs, static shapes, in turns on one H200. \"Our layout\" is bf16 with the rewrites that keep the function, so that FP8's own share shows."),
-    ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json", zoo.tune_table,
-     "The same models, trained 300 steps (Wukong, an earlier run: 500) on labels of a fixed teacher, then tuned on batches they had not seen: speed and loss of one configuration. The step is forward and backward, without an optimizer."),
+    ("Other architectures, and families of ours", "zoo_tower_cross.json, zoo_mods.json, zoo_families.json", zoo.changed_table,
+     "With mods (no biases, BlockNorm, hard swish: another function, to be trained) the baseline is bf16 of the model as it was. InterFormer and HSTU are compared with their own bf16 code of commit 1ed489d."),
+    ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json, tune_census.json", zoo.tune_table,
+     "The same models, trained 300 steps (the six-layer Wukong, an earlier run: 500) on labels of a fixed teacher, or a third of a training on real data (Census-Income), then tuned on batches they had not seen: speed and loss of one configuration. "
+     "The step is forward and backward, without an optimizer."),
     ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, seed by seed; the models that were trained are the ones that were timed (whole step with AdamW, CUDA graph, alone on the card). Pairs are ours / what it is compared with."),
     ("Where naive FP8 hurts", "hurts.json, hurts_wide.json", trained.hurts_table,
@@ -49,6 +53,9 @@ SECTIONS = (
      "Grouped GEMM of experts, selection of the best beams, attention of all beams to one context; every tile that was tried is in the record."),
     ("The generative engine", "onerec_engine.json", generative.engine_table,
      "One batch through OneRec's search. Weights are random: this is speed, not quality."),
+    ("Served under a deadline", "serving_generative.json, serving_ranker.json", serving.serving_table,
+     "One process: uvicorn, our scheduler, the engine; requests over HTTP from another process, open loop, at 1.5 times what the engine sustains (or 60 % of that, whichever answered more in time). Answers equal the engine's own bit for bit. "
+     "Weights are random: this is speed. The ranker's rows are of an earlier commit, before the work between two batches was cut."),
     ("FP8 in trained generative models", "onerec_quality.json", generative.generative_quality_table,
      "OneRec, dense and with experts, trained on three data sets, then served by the engine in bf16, fp16 and FP8: FP8 against bf16, paired by user, margin 1 %. "
      "One data set has too few users to settle 1 % of recall; the last row weighs all changes by their precision."),
@@ -108,6 +115,7 @@ def write_blocks(text: str, measured: str) -> str:
         (DEMO, models.demo_table()),
         (QUALITY, models.quality_headline()),
         (ENGINE, generative.engine_headline()),
+        (SERVED, serving.serving_headline()),
         (ABLATION, summary and summary.replace("MEASURED", measured)),
     )
     for begin, made in blocks:

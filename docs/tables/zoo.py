@@ -11,6 +11,15 @@ MODELS = {
     "cross": "cross network + deep tower (3,456 wide, 8,192 rows)",
     "encoder": "nn.TransformerEncoder, GELU (4 x 1,024, 64 x 256)",
 }
+FAMILIES = {
+    "interformer": "InterFormer of this package (2 layers, 256 events, 2,048 rows)",
+    "hstu": "HSTU of this package (4 x 1,024, 256 histories, 49,152 events)",
+}
+CENSUS = {
+    "wukong": "Wukong, plain, on Census-Income (4 layers, 2,048 wide, 4,096 rows)",
+    "dlrm": "DLRM, plain, on Census-Income (1024-1024-512-256, 8,192 rows)",
+}
+LATER = {"training": ("zoo_training_max",), "inference": ("zoo_tower", "zoo_tower_cross")}  # newest first
 WAYS = (
     "bf16",
     "bf16+max",
@@ -30,14 +39,48 @@ def zoo_table() -> str | None:
         if found is None:
             return None
         # A run of fewer models gives the compiler more of the machine; all cells of a model are of one run.
-        later = read(f"h200/zoo_{name}_max.json") or {"rows": []}
+        runs = [*((read(f"h200/{file}.json") or {"rows": []})["rows"] for file in LATER[name]), found["rows"]]
         for model, title in MODELS.items():
-            rows_of = [row for row in later["rows"] if row["model"] == model] or found["rows"]
+            rows_of = next((rows_ for rows_ in runs if any(row["model"] == model for row in rows_)), [])
             cells = {row["way"]: row for row in rows_of if row["model"] == model and row["mode"] == mode}
             if cells:
                 rows.append([title, name, *(_cell(cells.get(way)) for way in WAYS), _speedup(cells)])
     head = ["model", "step, ms", "bf16", "bf16, max-autotune", "bf16, our layout", "torchao tensorwise", "torchao rowwise", "loka", "loka, max-autotune", "loka over the fastest bf16"]  # fmt: skip
     return table(head, rows)
+
+
+def changed_table() -> str | None:
+    """Where the architecture may change, and two families of ours beside the code they had before."""
+    rows = []
+    for file in ("zoo_tower_cross", "zoo_mods"):
+        found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
+        for model in dict.fromkeys(row["model"] for row in found):
+            cells = {row["way"]: row for row in found if row["model"] == model}
+            if file == "zoo_tower_cross" or model != "tower":
+                rows.append([f"{MODELS[model]}, with mods", "inference", *_best(cells, "bf16"), "", *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
+    found = (read("h200/zoo_families.json") or {"rows": []})["rows"]
+    for mode, name in (("train", "training"), ("infer", "inference")):
+        for model, title in FAMILIES.items():
+            cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
+            if cells:
+                rows.append([title, name, *_best(cells, "bf16-before"), _cell(cells.get("bf16")), *_best(cells, "loka"), _ratio(cells, ("bf16-before", "bf16"), "loka")])  # fmt: skip
+    head = ["model", "step, ms", "bf16 of the model as it was", "bf16 today", "loka", "loka over bf16 as it was"]
+    return table(head, rows) if rows else None
+
+
+def _best(cells: dict[str, dict[str, Any]], way: str) -> list[str]:
+    """The faster of the two compile modes."""
+    timed = [row for row in (cells.get(way), cells.get(f"{way}+max")) if row is not None and "ms" in row]
+    return [_cell(min(timed, key=lambda row: row["ms"]) if timed else cells.get(way))]
+
+
+def _ratio(cells: dict[str, dict[str, Any]], bases: tuple[str, ...], way: str) -> str:
+    times = {w: min((cells[w + m]["ms"] for m in ("", "+max") if "ms" in cells.get(w + m, {})), default=None) for w in (*bases, way)}  # fmt: skip
+    base = times[bases[0]]
+    if base is None or times[way] is None:
+        return "not compiled in time"
+    default = "" if "ms" in cells.get(f"{bases[0]}+max", {}) else "; bf16 in its default mode"
+    return f"**{base / times[way]:.2f}x**{default}"
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -70,27 +113,27 @@ def tune_table() -> str | None:
         if "record" not in row:
             rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", "", ""])
             continue
-        record = row["record"]
-        speed, change = record["speedup"], record["metric_change"]
-        taken = sum(unit["flops_share"] for unit in record["units"] if unit["way"] != "high")
-        rows.append(
-            [
-                MODELS.get(row["model"], row["model"]),
-                row["target"],
-                "not measured"
-                if speed is None
-                else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
-                _layout_share(record["step_microseconds"]),
-                "not measured"
-                if change is None
-                else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
-                f"{record['used_margin']:.2%}",
-                f"{taken:.0%}",
-                f"{row['tune_s']:.0f} s",
-            ]
-        )
+        rows.append(_tuned(MODELS.get(row["model"], row["model"]), row["record"], row["tune_s"]))
+    for name, row in ((read("h200/tune_census.json") or {}).get("tuned") or {}).items():
+        rows.append(_tuned(CENSUS[name.partition("-")[0]], row["record"], sum(row["record"]["seconds"].values())))
     head = ["model", "for", "whole step over compiled bf16", "of it by layout, in bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
     return table(head, rows)
+
+
+def _tuned(title: str, record: dict[str, Any], seconds: float) -> list[str]:
+    """What one call of tune said."""
+    speed, change = record["speedup"], record["metric_change"]
+    taken = sum(unit["flops_share"] for unit in record["units"] if unit["way"] != "high")
+    return [
+        title,
+        record["target"],
+        "not measured" if speed is None else f"**{speed['value']:.2f}x** [{speed['low']:.2f}, {speed['high']:.2f}]",
+        _layout_share(record["step_microseconds"]),
+        "not measured" if change is None else f"{change['value']:+.4%} [{change['low']:+.4%}, {change['high']:+.4%}]",
+        f"{record['used_margin']:.2%}",
+        f"{taken:.0%}",
+        f"{seconds:.0f} s",
+    ]
 
 
 def _layout_share(steps: dict[str, float]) -> str:

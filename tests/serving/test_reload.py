@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loka.inference import EngineConfig
-from loka.serving import GenerativeModel, Server, open_generative
+from loka.serving import Servable, Server, open_model
 
 from .client import post
 from .small import Sleeper, make_generative, write_bundle
@@ -94,11 +94,10 @@ def test_a_model_that_answers_nothing_or_too_slowly_is_refused() -> None:
 
 
 def test_a_bundle_from_disk(tmp_path: Path) -> None:
-    config = EngineConfig(beams=8, requests=(1, 2), dtype="fp32")
     first, second = write_bundle(tmp_path / "a"), write_bundle(tmp_path / "b", seed=5)
 
-    def open_one(folder: str) -> GenerativeModel:
-        return open_generative(folder, config)
+    def open_one(folder: str) -> Servable:
+        return open_model(folder, beams=8, batches=(1, 2))
 
     with Server(open_one(str(first)), sla=5.0, port=0, admin_port=0, opener=open_one).background() as server:
         before = post(server.url, {"history": [1, 2, 3], "top": 4})[2]

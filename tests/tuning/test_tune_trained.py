@@ -38,7 +38,7 @@ def end_runs(monkeypatch: pytest.MonkeyPatch, *changes: Interval) -> list[set[st
         seen.append({link.linear for unit in plan.units for link in unit.links})
         return changes[min(len(seen), len(changes)) - 1]
 
-    monkeypatch.setattr("loka.tuning.loop.train_paired", train_paired)
+    monkeypatch.setattr("loka.tuning.session.train_paired", train_paired)
     return seen
 
 

@@ -21,7 +21,6 @@ from loka.mods.journal import (
     Reclass,
     Step,
     Swap,
-    has_hooks,
     journal_of,
     names_of,
     put_module,
@@ -164,11 +163,6 @@ class Editor:
         if not self._lets_through(linear, sink.site):
             return "is excluded by module_filter_fn"
         return None
-
-    def may_change(self, name: str) -> bool:
-        """Whether a module that was found by its flow may be swapped: the filter lets it through, and nobody watches it."""
-        module = self.model.get_submodule(name)
-        return not has_hooks(module) and self._lets_through(module, name)
 
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""

@@ -295,15 +295,6 @@ def share_hooks(old: nn.Module, new: nn.Module) -> None:
     new.__dict__["_is_full_backward_hook"] = old.__dict__["_is_full_backward_hook"]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether anybody watches a module or changes what it is given or returns.
-
-    Args:
-        module: any module.
-    """
-    return any(module.__dict__.get(name) for name in _HOOKS)
-
-
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 

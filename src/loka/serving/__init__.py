@@ -1,6 +1,6 @@
 """serving: answers inside a deadline, over HTTP.
 
-    Server(open_generative("runs/onerec"), sla=0.05, port=8000).run()          # or: loka serve runs/onerec --sla 50ms
+    Server(open_model("runs/onerec"), sla=0.05, port=8000).run()          # or: loka serve runs/onerec --sla 50ms
 
 One process by default: an ASGI front (`Front`), a runner per model with its scheduler (`Runner`, `Scheduler`), an operator's port. A model is anything with the methods of
 `Servable`: a OneRec bundle, a frozen ranker, or your own. Names are resolved on first use: the load generator and `--check` need no torch.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from loka.serving.generative import GenerativeModel as GenerativeModel
     from loka.serving.generative import Recommended as Recommended
     from loka.serving.generative import RecommendRequest as RecommendRequest
-    from loka.serving.generative import open_generative as open_generative
     from loka.serving.opening import open_model as open_model
     from loka.serving.queues import Batch as Batch
     from loka.serving.queues import Entry as Entry
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from loka.serving.rank_rows import Ranked as Ranked
     from loka.serving.rank_rows import RankRequest as RankRequest
     from loka.serving.ranker import RankingModel as RankingModel
-    from loka.serving.ranker import open_ranker as open_ranker
     from loka.serving.runner import Refused as Refused
     from loka.serving.runner import Runner as Runner
     from loka.serving.scheduler import Scheduler as Scheduler
@@ -70,9 +68,7 @@ _HOMES = {
     "Tokens": "loka.serving.tokens",
     "is_ranker_bundle": "loka.serving.rank_bundle",
     "load_ranker": "loka.serving.rank_bundle",
-    "open_generative": "loka.serving.generative",
     "open_model": "loka.serving.opening",
-    "open_ranker": "loka.serving.ranker",
     "save_ranker": "loka.serving.rank_bundle",
 }
 
@@ -104,9 +100,7 @@ __all__ = [
     "Tokens",
     "is_ranker_bundle",
     "load_ranker",
-    "open_generative",
     "open_model",
-    "open_ranker",
     "save_ranker",
 ]
 

@@ -87,20 +87,17 @@ class EventLog:
             raise ValueError(f"{header} is of another experiment; hint: a folder per experiment, or remove it")
         self._file = (self.folder / f"events-{own}.jsonl").open("ab", buffering=0)
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self.written = self.repeated = 0
 
     def write(self, event: str, request_id: str, **fields: Any) -> bool:
         """Write one event; False when this process wrote one of this kind for this id already."""
         key = (f"{event}:{fields['name']}" if event == "outcome" else event, request_id)
         if key in self._seen:
-            self.repeated += 1
             return False
         self._seen[key] = None
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         line = {"event": event, "at": round(time.time(), 3), "request_id": request_id, **fields}
         self._file.write(msgspec.json.encode(line) + b"\n")
-        self.written += 1
         return True
 
     def close(self) -> None:

@@ -15,8 +15,7 @@ import torch
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from loka.inference import Bundle, Engine, EngineConfig, Recommendation, Request, load_bundle
-from loka.inference.bundle import MODEL
+from loka.inference import Bundle, Engine, EngineConfig, Recommendation, Request
 from loka.inference.request import make_histories
 from loka.serving.servable import FieldError, Job
 from loka.serving.times import Bucket
@@ -229,23 +228,6 @@ class GenerativeModel:
             "cut": np.array([answer.cut], dtype=np.int64),
             "unknown": np.array([answer.unknown], dtype=np.int64),
         }
-
-
-def open_generative(
-    folder: str | Path,
-    config: EngineConfig | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    name: str | None = None,
-) -> GenerativeModel:
-    """The model of a bundle folder; its version is a digest of the weights.
-
-    Example:
-        >>> model = open_generative("runs/onerec")                                      # doctest: +SKIP
-    """
-    bundle = load_bundle(folder)
-    version = digest(Path(folder) / MODEL)
-    return GenerativeModel(bundle, config, device=device, name=name or Path(folder).name, version=version)
 
 
 def digest(path: Path) -> str:

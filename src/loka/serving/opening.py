@@ -35,8 +35,9 @@ def open_model(
     from loka.inference import EngineConfig, is_bundle, load_bundle
     from loka.inference.bundle import MODEL
     from loka.serving.generative import GenerativeModel, digest
-    from loka.serving.rank_bundle import is_ranker_bundle
-    from loka.serving.ranker import ROWS, open_ranker
+    from loka.serving.rank_bundle import MODEL as WEIGHTS
+    from loka.serving.rank_bundle import is_ranker_bundle, load_ranker
+    from loka.serving.ranker import ROWS, RankingModel
 
     place = Path(folder)
     called = name or place.resolve().name
@@ -55,9 +56,10 @@ def open_model(
         return GenerativeModel(bundle, config, device=device, name=called, version=digest(place / MODEL))
     if is_ranker_bundle(place):
         _refuse(place, "a ranker", precision=precision, beams=beams, batches=batches, contexts=contexts, context_cache=context_cache)  # fmt: skip
+        ranker, version = load_ranker(place, factory=factory, device=device), digest(place / WEIGHTS)
         sizes = ROWS if rows is None else tuple(rows)
-        return open_ranker(
-            place, factory=factory, name=called, rows=sizes, device=device, batch_invariant=batch_invariant
+        return RankingModel(
+            ranker, name=called, version=version, rows=sizes, device=device, batch_invariant=batch_invariant
         )
     raise ValueError(
         f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, or loka.serving.save_ranker"

@@ -9,7 +9,6 @@ On a GPU every bucket of rows is one CUDA graph where the ranker has no sequence
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loka.data.batch import Batch, Jagged
-from loka.serving.generative import digest
-from loka.serving.rank_bundle import MODEL, RankerBundle, load_ranker
+from loka.serving.rank_bundle import RankerBundle
 from loka.serving.rank_rows import Columns, Ranked, RankRequest, RowReader, Rows, join
 from loka.serving.servable import FieldError, Job
 from loka.serving.times import Bucket
@@ -217,16 +215,3 @@ def _jagged(rows: Sequence[NDArray[np.int64]], device: torch.device) -> Jagged:
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     values = np.concatenate(rows) if rows else np.empty(0, np.int64)
     return Jagged(torch.from_numpy(values).to(device), torch.from_numpy(offsets).to(device))
-
-
-def open_ranker(
-    folder: str | Path, *, factory: str | None = None, name: str | None = None, **options: Any
-) -> RankingModel:
-    """The ranker of a bundle folder; its version is a digest of the weights.
-
-    Example:
-        >>> model = open_ranker("runs/ranker", rows=(256, 1024))                        # doctest: +SKIP
-    """
-    device = options.get("device", "cpu")
-    bundle = load_ranker(folder, factory=factory, device=device)
-    return RankingModel(bundle, name=name or bundle.info.name, version=digest(Path(folder) / MODEL), **options)

@@ -36,8 +36,6 @@ BODY, HEAD = 112 * 1024, 16 * 1024
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # the replica is gone, or went without a word
-    "RAY_SERVE_HAPROXY_RETRIES": "10",  # of 3, all may fall on a dead replica: it has the fewest connections
-    "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",  # a refused connection takes it out until a health check brings it back
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
@@ -184,6 +182,8 @@ def shorten(front: Front) -> None:
 
     class Straight(guarded):  # type: ignore[misc, valid-type]
         """One connection of HAProxy."""
+
+        app: Any
 
         def __init__(self, *values: Any, **named: Any) -> None:
             super().__init__(*values, **named)

@@ -164,10 +164,6 @@ class Scheduler:
         """How long after its batch an answer had left. On a busy machine that is more than any constant, and all of it is taken from the deadline."""
         self._sent.append(seconds)
 
-    def forecast(self, entry: Entry, *, now: float) -> float:
-        """When a request that waits, or would, is expected to be finished."""
-        return self._play(self._queues, entry, now)[0]
-
     def _make(self, job: Any, units: int, context: int, arrived: float, deadline: float) -> Entry:
         self._count += 1
         return Entry(job, units, context, arrived, deadline, self._count)

@@ -1,6 +1,6 @@
 """The one-process server: public port, operator's port, signals, logs.
 
-    Server(open_generative("runs/onerec"), sla=0.05, port=8000).run()
+    Server(open_model("runs/onerec"), sla=0.05, port=8000).run()
 
     with Server(model, sla=0.05, port=0).background() as server:         # in a thread, for notebooks and tests
         server.url
@@ -53,7 +53,7 @@ class Server:
         verbose: log every answer.
 
     Example:
-        >>> Server(open_generative("runs/onerec"), sla=0.05).run()                      # doctest: +SKIP
+        >>> Server(open_model("runs/onerec"), sla=0.05).run()                      # doctest: +SKIP
     """
 
     def __init__(

@@ -1,0 +1,47 @@
+"""Answers within a deadline on a GPU, HTTP included."""
+
+from typing import Any
+
+from tables.results import read, table
+
+
+def serving_table() -> str | None:
+    """Goodput of FP8 and bf16 behind the same server, row by row."""
+    rows = []
+    for file in ("serving_generative", "serving_ranker"):
+        found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
+        keyed: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in found:
+            keyed.setdefault((row.get("context"), row.get("rows_a_request"), row["sla_ms"]), {})[row["variant"]] = row
+        for (context, asked, sla), cells in keyed.items():
+            if {"fp8", "bf16"} <= cells.keys():
+                what = f"OneRec 4B-A0.5B, beam 512, context {context}" if context else f"Wukong ranker, {asked} rows a request"  # fmt: skip
+                rows.append([what, f"{sla:g} ms", *(_cell(cells[v]) for v in ("bf16", "fp8")), _ratio(cells)])
+    head = ["model", "SLA", "bf16: in time a second (p99, late)", "FP8", "FP8 over bf16"]
+    return table(head, rows) if rows else None
+
+
+def serving_headline() -> str | None:
+    """One sentence: how many more answers in time."""
+    found = (read("h200/serving_generative.json") or {"rows": []})["rows"]
+    goodput = {(row["context"], row["sla_ms"], row["variant"]): row["goodput"] for row in found}
+    said = []
+    for context in dict.fromkeys(row["context"] for row in found):
+        slas = [sla for c, sla, v in goodput if (c, v) == (context, "fp8") and (context, sla, "bf16") in goodput]
+        ratios = [f"{goodput[context, sla, 'fp8'] / goodput[context, sla, 'bf16']:.2f}x at {sla:g} ms" for sla in slas]
+        if ratios:
+            said.append(f"{' and '.join(ratios)} with {context:,} items of history")
+    if not said:
+        return None
+    return f"OneRec 4B-A0.5B over HTTP on one H200, answers in time a second, FP8 over bf16 behind the same server: {'; '.join(said)} (random weights; [all rows](docs/measured.md))."
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return "refused: one batch takes longer"
+    return f"{row['goodput']:.0f} ({row['latency_ms']['p99']:.0f} ms, {row['late_share']:.1%})"
+
+
+def _ratio(cells: dict[str, dict[str, Any]]) -> str:
+    limited = any(cells[v].get("limited_by_most") for v in ("fp8", "bf16"))
+    return f"**{cells['fp8']['goodput'] / cells['bf16']['goodput']:.2f}x**" + (", the front is asked for no more" if limited else "")  # fmt: skip
