@@ -170,7 +170,8 @@ def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
     elif isinstance(module, MixtureOfExperts):
         module.load = torch.zeros(len(module.balance), dtype=torch.int64, device=device)
     elif _is_made_again(module):  # e.g. rotary angles
-        module.to_empty(device=device, recurse=False).reset_parameters()
+        made: Any = module.to_empty(device=device, recurse=False)
+        made.reset_parameters()
     else:
         names = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
         raise ValueError(
