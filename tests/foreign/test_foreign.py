@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import loka
 from loka import mods
+from loka.mods import narrow_outputs
 from loka.units.flow import tensors_in
 
 from .catalog import BUILDERS, Foreign, build
@@ -70,6 +71,28 @@ def test_every_mod_keeps_its_word_in_both_modes(name: str, mod: Any) -> None:
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     for training in (False, True):
         assert distance(before[training], results(foreign, example, training=training)) == 0.0
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_narrow_outputs_in_compiled_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager code never takes this way. Capture alone shows it: no compiler is needed behind."""
+    foreign, calls = build(name), []
+    example = foreign.example()
+    before = results(foreign, example, training=False)
+    summary = mods.apply(foreign.model, "narrow_outputs", example=example).summary
+    if not summary.changed:
+        pytest.skip("no linear of few outputs")
+    sum_products = narrow_outputs.sum_products
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(len(weight))
+        return sum_products(x, weight, bias)
+
+    monkeypatch.setattr(narrow_outputs, "sum_products", counted)
+    torch.compiler.reset()
+    compiled = Foreign(torch.compile(foreign.model, backend="eager"), foreign.make_example)
+    assert distance(before, results(compiled, example, training=False)) <= ALLOWED["rounding"]
+    assert len(calls) >= len(summary.changed)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
