@@ -140,13 +140,16 @@ def test_the_whole_loop(name: str, modded: bool) -> None:
     foreign = build(name)
     model = foreign.model
     if modded:
-        mods.apply(model, ["protect_residual", "align_shapes"], example=foreign.example())
+        mods.apply(model, ["protect_residual", "align_shapes", "attention_layout"], example=foreign.example())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     classes = {key: type(module) for key, module in model.named_modules()}
     probe = loka.Probe(model, every=1)
     train(foreign, optimizer, range(3), probe)
     probe.detach()
     report = probe.evaluate(["tensorwise", "rowwise"], samples=5)
+    attentions = [key for key, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    projections = {f"{key}.{part}" for key in attentions for part in ("in_proj", "out_proj")}
+    assert not modded or projections <= {site.name for site in report.record.sites}
     plan = report.plan(min_speedup=None)
     summary = loka.convert(model, plan)
     assert set(summary.converted) | set(summary.kept) == {
