@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import loka
 from loka import mods
+from loka.mods import narrow_outputs
 from loka.units.flow import tensors_in
 
 from .catalog import BUILDERS, Foreign, build
@@ -73,6 +74,28 @@ def test_every_mod_keeps_its_word_in_both_modes(name: str, mod: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
+def test_narrow_outputs_in_compiled_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager code never takes this way. Capture alone shows it: no compiler is needed behind."""
+    foreign, calls = build(name), []
+    example = foreign.example()
+    before = results(foreign, example, training=False)
+    summary = mods.apply(foreign.model, "narrow_outputs", example=example).summary
+    if not summary.changed:
+        pytest.skip("no linear of few outputs")
+    sum_products = narrow_outputs.sum_products
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(len(weight))
+        return sum_products(x, weight, bias)
+
+    monkeypatch.setattr(narrow_outputs, "sum_products", counted)
+    torch.compiler.reset()
+    compiled = Foreign(torch.compile(foreign.model, backend="eager"), foreign.make_example)
+    assert distance(before, results(compiled, example, training=False)) <= ALLOWED["rounding"]
+    assert len(calls) >= len(summary.changed)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
 def test_mods_on_fresh_batches_and_after_training(name: str) -> None:
     """What was seen on the example holds on other data, with an optimizer made before."""
     foreign, plain = build(name), build(name)
@@ -117,13 +140,16 @@ def test_the_whole_loop(name: str, modded: bool) -> None:
     foreign = build(name)
     model = foreign.model
     if modded:
-        mods.apply(model, ["protect_residual", "align_shapes"], example=foreign.example())
+        mods.apply(model, ["protect_residual", "align_shapes", "attention_layout"], example=foreign.example())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     classes = {key: type(module) for key, module in model.named_modules()}
     probe = loka.Probe(model, every=1)
     train(foreign, optimizer, range(3), probe)
     probe.detach()
     report = probe.evaluate(["tensorwise", "rowwise"], samples=5)
+    attentions = [key for key, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    projections = {f"{key}.{part}" for key in attentions for part in ("in_proj", "out_proj")}
+    assert not modded or projections <= {site.name for site in report.record.sites}
     plan = report.plan(min_speedup=None)
     summary = loka.convert(model, plan)
     assert set(summary.converted) | set(summary.kept) == {

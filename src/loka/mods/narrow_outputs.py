@@ -114,11 +114,15 @@ class NarrowOutputs:
             if linear.out_features > FEW or linear.in_features <= FEW:
                 continue
             if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
-                editor.leave(name, f"{type(linear).__name__} is more than an nn.Linear")
+                editor.leave(
+                    name, f"{type(linear).__name__} is more than an nn.Linear; hint: it may stay, or be a plain one"
+                )
             elif parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
-                editor.leave(name, "its weight is parametrised")
+                editor.leave(name, "its weight is parametrised; hint: it may stay, or remove_parametrizations first")
             elif _reads_concatenation(editor.flow, name):
-                editor.leave(name, "it reads a concatenation, over which a compiler sums slowly")
+                editor.leave(
+                    name, "it reads a concatenation, over which sums are slower than its GEMM; hint: it may stay"
+                )
             else:
                 editor.mix(name, FewOutputs)
                 editor.change(name, f"{linear.out_features} outputs, compiled as sums", "rounding")
