@@ -90,10 +90,10 @@ def split_found(
 ) -> list[Recommendation]:
     """One recommendation per request, of tensors on the host; beams that are no id are left out."""
     parts: list[NDArray[Any]] = [part.numpy() for part in (codes, scores, items) if part is not None]
-    alive = parts[1] > -np.inf
+    alive: NDArray[np.bool_] = parts[1] > -np.inf
     if items is not None:
         alive &= parts[2] >= 0
-    whole = alive.all(1)
+    whole = alive.all(1).tolist()
     out = []
     for row, request in enumerate(requests):
         kept = slice(None) if whole[row] else alive[row]
