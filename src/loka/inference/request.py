@@ -93,7 +93,7 @@ def split_found(
     alive: NDArray[np.bool_] = parts[1] > -np.inf
     if items is not None:
         alive &= parts[2] >= 0
-    whole = alive.all(1).tolist()
+    whole: Any = alive.all(1)
     out = []
     for row, request in enumerate(requests):
         kept = slice(None) if whole[row] else alive[row]
