@@ -21,6 +21,7 @@
 `make(name, device, generator, tiny=True)` gives each in a size for a CPU.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class CIN(nn.Module):
     def __init__(self, fields, layers):
         super().__init__()
         sizes = [fields, *layers]
-        self.convs = nn.ModuleList(nn.Conv1d(fields * a, b, 1) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.convs = nn.ModuleList(nn.Conv1d(fields * a, b, 1) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x0):
         x, pooled = x0, []
@@ -77,7 +78,7 @@ class XDeepFM(nn.Module):
         super().__init__()
         self.cin = CIN(fields, cin)
         sizes = [fields * dim, *hidden]
-        self.deep = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.deep = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.out = nn.Linear(sizes[-1] + sum(cin), 1)
 
     def forward(self, x):
@@ -150,7 +151,7 @@ class Extraction(nn.Module):
             g = F.softmax(gate(x), dim=1).unsqueeze(1)
             mixed.append(torch.bmm(g.to(x.dtype), torch.stack(experts + shared, 1)).squeeze(1))
         if self.shared_gate is not None:
-            every = torch.stack(sum(own, []) + shared, 1)
+            every = torch.stack([e for experts in own for e in experts] + shared, 1)
             g = F.softmax(self.shared_gate(xs[-1]), dim=1).unsqueeze(1)
             mixed.append(torch.bmm(g.to(every.dtype), every).squeeze(1))
         return mixed
@@ -347,7 +348,7 @@ class MaskNet(nn.Module):
 
 def tower(sizes, *, dropout=0.0, last=False):
     layers = []
-    for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
         layers.append(nn.Linear(a, b))
         if last or i + 2 < len(sizes):
             layers += [nn.BatchNorm1d(b), nn.ReLU()]
