@@ -377,6 +377,17 @@ def test_one_graph_under_torch_compile() -> None:
             assert relative(compiled(x), expected) < 0.02
 
 
+def test_a_frozen_chain_serves_without_dropout_and_draws_again_in_training() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    dropping, plain = Tower("layer"), Tower("layer", p=(0.0, 0.0))
+    for model in (dropping, plain):
+        loka.convert(model.eval(), plan_everything(model, x, serving=True), freeze=True)
+    with torch.no_grad():
+        assert torch.equal(dropping(x), plain(x))
+    dropping.train()
+    assert not torch.equal(dropping(x), dropping(x))
+
+
 def test_every_chain_has_draws_of_its_own() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
