@@ -235,7 +235,10 @@ class Session:
     def time_unit(self, offer: Offer, looked: Looked) -> Interval | None:
         """The speed-up of a unit cut out of the model; None where the budget does not reach."""
         rows = looked.sites[offer.unit.linears[0]].rows
-        key = f"unit {offer.way} {rows} " + " ".join(f"{l.k}x{l.n} {l.norm} {l.activation}" for l in offer.unit.links)  # noqa: E741
+        key = f"unit {offer.way} {rows} " + " ".join(
+            f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
+            for link in offer.unit.links
+        )
         known = self.evidence.get_interval(key)
         if known is not None:
             return known

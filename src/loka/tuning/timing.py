@@ -87,10 +87,21 @@ def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]
             leaky = link.activation == "leaky_relu"
             parts[f"function_{index}"] = nn.LeakyReLU(link.slope) if leaky else _FUNCTIONS[link.activation]()
             passed.append(f"function_{index}")
+        dropout = None if link.dropout_site is None else link.dropout_site.replace(".", "_")
+        if link.dropout is not None and link.dropout_site not in link.passed:
+            dropout = f"dropout_{index}"
+            parts[dropout] = nn.Dropout(link.dropout)
+            passed.append(dropout)
         norm = None if link.norm_site is None else link.norm_site.replace(".", "_")
         links.append(
             msgspec.structs.replace(
-                link, linear=link.linear.replace(".", "_"), passed=passed, callers=[], called=False, norm_site=norm
+                link,
+                linear=link.linear.replace(".", "_"),
+                passed=passed,
+                callers=[],
+                called=False,
+                norm_site=norm,
+                dropout_site=dropout,
             )
         )
     magnitudes = {name.replace(".", "_"): value for name, value in unit.magnitudes.items()}
