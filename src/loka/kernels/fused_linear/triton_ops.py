@@ -15,22 +15,25 @@ def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ..
 @torch.library.custom_op("loka::fused_linear", mutates_args=("amax",))
 def fused_linear(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, out_scale: Tensor | None, amax: Tensor | None,
-    a_source: int, b_source: int, norm: bool, activation: int, slope: float, out: int, out_dtype: torch.dtype,
+    a_source: int, b_source: int, norm: bool, activation: int, slope: float, form: int, out_dtype: torch.dtype,
     pow2: bool, keep: int, transpose: bool, launch: list[int] | None, seed: Tensor | None, p: float, stream: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place. y_scale: made here, which with dropout (a seed) a given one is too."""
+    """y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place. y_scale: made here, which with dropout (a seed) a given one is too.
+
+    No argument is called `out`: torch's compiler takes a call with one for a mutation of everything, and merges nothing across it, not even the quantisations of an input that several chains read.
+    """
     results = kernels.fused(
         a, b, sa, sb, bias, out_scale, a_source=a_source, b_source=b_source, norm=norm, activation=activation,
-        out=out, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope, launch=launch,
+        out=form, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope, launch=launch,
         dropout=draw_from(seed, p, stream),
     )  # fmt: skip
     return _dense(results, a, ("y", "y_scale", "y_t", "yt_scale", "z", "rstd"))
 
 
 @fused_linear.register_fake
-def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, out, out_dtype, pow2, keep, transpose, launch, seed, p, stream):  # type: ignore[no-untyped-def]  # fmt: skip
+def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, form, out_dtype, pow2, keep, transpose, launch, seed, p, stream):  # type: ignore[no-untyped-def]  # fmt: skip
     m, n, device = a.shape[0], b.shape[0], a.device
-    grouped = out == kernels.OUT_GROUPED
+    grouped = form == kernels.OUT_GROUPED
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return a.new_empty(shape, dtype=dtype)
