@@ -57,6 +57,15 @@ def test_draws_of_rows_columns_streams_and_seeds_have_nothing_in_common() -> Non
         assert abs(score) < 4.5, (name, score)
 
 
+def test_a_row_has_nothing_in_common_with_itself_further_on() -> None:
+    """The spread over rows of the correlation at every lag is that of independent draws: a bad mix repeats itself in some rows, which means hide."""
+    drawn = (keep_mask(draw(0.5), 512, 2048).double() - 0.5) * 2
+    power = torch.fft.rfft(drawn, 4096).abs().square()
+    correlations = torch.fft.irfft(power)[:, 1:1024] / (2048 - torch.arange(1, 1024)).sqrt()
+    assert 0.97 < float(correlations.var(0).mean()) < 1.03
+    assert float(correlations.var(0).max()) < 1.4
+
+
 def test_some_rows_have_the_draws_they_have_among_all() -> None:
     whole, rows = keep_mask(draw(0.4), 50, 90), torch.tensor([3, 49, 0])
     assert torch.equal(keep_mask(draw(0.4), rows, 90), whole[rows])

@@ -304,9 +304,8 @@ def drawn(seed, row, column, stream, threshold, factor):
     """`factor` where dropout keeps an element of a tile, 0 where it drops it, by the law of `loka.kernels.dropout`: rows and columns of the whole matrix, and `threshold_of(p)`."""
     zero = tl.zeros(row.shape, tl.uint32)
     k0, k1, _, _ = tl.philox(seed, zero + row.to(tl.uint32), zero + stream.to(tl.uint32), zero, zero, _ROUNDS)
-    h = k0[:, None] + (column.to(tl.uint32) * _STRIDE)[None, :]
-    h = (h ^ (h >> 16)) * _FIRST
-    h = (h ^ (h >> 15) ^ k1[:, None]) * _SECOND
+    wide = (k0[:, None] + (column.to(tl.uint32) * _STRIDE)[None, :]).to(tl.uint64) * _FIRST
+    h = ((wide >> 32).to(tl.uint32) ^ wide.to(tl.uint32) ^ k1[:, None]) * _SECOND
     return tl.where(h.to(tl.int32, bitcast=True) >= threshold, tl.zeros(h.shape, tl.float32) + factor, 0.0)
 
 
