@@ -17,7 +17,16 @@ from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
 
-__all__ = ["Captured", "Fragment", "NotCapturedError", "can_time", "compare", "make_fragment", "time_in_turns", "whole_step"]
+__all__ = [
+    "Captured",
+    "Fragment",
+    "NotCapturedError",
+    "can_time",
+    "compare",
+    "make_fragment",
+    "time_in_turns",
+    "whole_step",
+]
 
 TURNS, REPEATS = 5, 6
 Run = Callable[[], Any]
