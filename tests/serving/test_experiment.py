@@ -39,7 +39,7 @@ def test_exposures_are_written_once_per_request_id(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
     split = Split(("a", "b"), (50, 50), "test")
-    with Server(arms, sla=2.0, port=0, split=split, events=tmp_path).background() as server:
+    with Server(arms, sla=60.0, port=0, split=split, events=tmp_path).background() as server:
         assert post(server.url, {"number": 1})[2]["error"]["path"] == "$.user"
         for n in range(40):
             body = {"number": n, "user": f"u{n % 10}"}
@@ -67,7 +67,7 @@ def read_lines(folder: Path) -> list[dict]:
 def test_shadow_mode_runs_both_and_shows_one(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     arms = {"a": Sleeper(COST, "a", "1"), "b": Sleeper(COST, "b", "2")}
-    with Server(arms, sla=2.0, port=0, shadow=True, events=tmp_path).background() as server:
+    with Server(arms, sla=60.0, port=0, shadow=True, events=tmp_path).background() as server:
         for n in range(5):
             assert post(server.url, {"number": n, "user": "u"})[2]["version"] == "1"
         end = time.monotonic() + 30

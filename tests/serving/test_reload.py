@@ -41,7 +41,7 @@ def wait_until(found: list, count: int) -> None:
 
 def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
     with Server(
-        Sleeper(COST, version="old"), sla=3.0, port=0, admin_port=0, opener=open_sleeper
+        Sleeper(COST, version="old"), sla=60.0, port=0, admin_port=0, opener=open_sleeper
     ).background() as server:
         found: list[tuple[int, str]] = []
         stop = threading.Event()
@@ -71,7 +71,7 @@ def test_a_new_model_takes_over_between_batches_and_nobody_is_lost() -> None:
 @pytest.mark.parametrize(("folder", "why"), [("missing", "no bundle"), ("broken", "broken")])
 def test_a_bad_bundle_keeps_the_old_model(folder: str, why: str) -> None:
     with Server(
-        Sleeper(COST, version="old"), sla=2.0, port=0, admin_port=0, opener=open_sleeper
+        Sleeper(COST, version="old"), sla=60.0, port=0, admin_port=0, opener=open_sleeper
     ).background() as server:
         assert post(server.url, {"number": 1})[0] == 200
         status, _, body = post(server.admin_url or "", {"folder": folder}, path="/reload")
@@ -99,7 +99,7 @@ def test_a_bundle_from_disk(tmp_path: Path) -> None:
     def open_one(folder: str) -> Servable:
         return open_model(folder, beams=8, batches=(1, 2))
 
-    with Server(open_one(str(first)), sla=5.0, port=0, admin_port=0, opener=open_one).background() as server:
+    with Server(open_one(str(first)), sla=60.0, port=0, admin_port=0, opener=open_one).background() as server:
         before = post(server.url, {"history": [1, 2, 3], "top": 4})[2]
         (tmp_path / "c").mkdir()
         assert post(server.admin_url or "", {"folder": str(tmp_path / "c")}, path="/reload")[0] == 409

@@ -25,14 +25,14 @@ COST = {(1, 0): 0.002, (4, 0): 0.004}
 @pytest.fixture(scope="module")
 def generative() -> Iterator[Server]:
     config = EngineConfig(beams=8, requests=(1, 4), dtype="fp32", batch_invariant=True)
-    with Server(make_generative(config), sla=5.0, port=0, admin_port=0).background() as server:
+    with Server(make_generative(config), sla=60.0, port=0, admin_port=0).background() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def sleeper() -> Iterator[Server]:
     limits = Limits(body=4096, body_seconds=0.3, header_seconds=0.3, header_bytes=2048, connections=20)
-    with Server(Sleeper(COST), sla=2.0, port=0, admin_port=0, limits=limits).background() as server:
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, limits=limits).background() as server:
         yield server
 
 
@@ -219,7 +219,7 @@ def test_malformed_bodies_do_no_harm(sleeper: Server) -> None:
 
 def test_a_client_that_leaves_is_not_computed_for() -> None:
     model = Sleeper({(1, 0): 0.6})
-    with Server(model, sla=5.0, port=0).background() as server:
+    with Server(model, sla=60.0, port=0).background() as server:
         rehearsed = len(model.batches)
         sockets = [dial(server.url) for _ in range(5)]
         body = b'{"number": 1}'
@@ -308,7 +308,7 @@ def test_a_failing_engine_is_a_500_and_the_next_request_works(
 def test_tokens_are_asked_for_and_rotate(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# ours\nfirst-token-0123456789\n")
-    with Server(Sleeper(COST), sla=2.0, port=0, admin_port=0, token_file=file).background() as server:
+    with Server(Sleeper(COST), sla=60.0, port=0, admin_port=0, token_file=file).background() as server:
         assert post(server.url, {"number": 1})[0] == 401
         assert post(server.url, {"number": 1}, authorization="Bearer nope")[0] == 401
         assert post(server.url, {"number": 1}, authorization="Basic first-token-0123456789")[0] == 401
@@ -348,7 +348,7 @@ def test_what_must_not_be_started_is_refused(tmp_path: Path) -> None:
 def test_stopping_answers_whoever_waits() -> None:
     model = Sleeper({(1, 0): 0.1})
     found: list[int] = []
-    with Server(model, sla=5.0, port=0).background() as server:
+    with Server(model, sla=60.0, port=0).background() as server:
         threads = [threading.Thread(target=lambda: found.append(post(server.url, {"number": 1})[0])) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -379,7 +379,7 @@ def test_a_warming_server_is_alive_but_not_ready() -> None:
             asked.wait(60)
             super().warm()
 
-    server = Server(Slow(COST), sla=2.0, port=0)
+    server = Server(Slow(COST), sla=60.0, port=0)
     held = server.background()
     thread = threading.Thread(target=held.__enter__, daemon=True)
     thread.start()
@@ -396,7 +396,7 @@ def test_a_warming_server_is_alive_but_not_ready() -> None:
 
 
 def test_a_ranker_scores_rows_and_picks_candidates(tmp_path: Path) -> None:
-    with Server(make_ranker(tmp_path), sla=5.0, port=0).background() as server:
+    with Server(make_ranker(tmp_path), sla=60.0, port=0).background() as server:
         features = {"age": 3, "price": [1.0, 2.5, 0.5], "user": 7, "item": [1, 2, 999], "seen": [4, 5, 6, 7, 8, 9]}
         status, _, all_rows = post(server.url, {"features": features})
         assert status == 200
