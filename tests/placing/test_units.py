@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import loka
 from foreign_zoo import ZOO
 from loka import models, mods
+from loka.dispatch.recipe import choice_of, recipe_named
+from loka.kernels.scaled_mm import scaled_mm
 from loka.lowp import chain_of, chains_of
 from loka.lowp.interaction import interactions_of
 from loka.placing import calibrating, freeze_model, load_scale_state, plan_everything, scale_state
-from loka.records import LinkPlan, Plan, UnitPlan
+from loka.records import GEMMS, LinkPlan, Plan, SitePlan, UnitPlan
 
 change = msgspec.structs.replace
 
@@ -385,3 +387,30 @@ def test_a_plan_may_call_a_linear_by_another_of_its_names() -> None:
     loka.convert(model, renamed)
     assert chain_of(model.deep1) is chain_of(model.deep2) is not None
     model(*x).sum().backward()
+
+
+def test_weight_gradients_are_added_exactly_and_an_older_plan_that_does_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    seen: list[tuple[int, bool]] = []
+
+    def spy(a, b, **options):
+        seen.append((a.shape[1], options["fast_accum"]))
+        return scaled_mm(a, b, **options)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 1))
+    x = torch.randn(80, 64)
+    plan = plan_everything(model, x)
+    monkeypatch.setattr("loka.lowp.chain_function.scaled_mm", spy)
+    loka.convert(model, plan)
+    model(x).sum().backward()
+    assert {fast for k, fast in seen if k == 80} == {False}  # sums over the batch
+    assert any(fast for k, fast in seen if k != 80)
+
+    alone = nn.Sequential(nn.Linear(64, 64))
+    choices = [choice_of(gemm, recipe_named("rowwise").operands(gemm), "asked for") for gemm in GEMMS]
+    older = [msgspec.structs.replace(choice, fast_accum=True) for choice in choices]
+    for chosen, told in ((choices, False), (older, True)):
+        site = SitePlan(site="0", m=80, k=64, n=64, flops_share=1.0, choices=chosen)
+        done = loka.convert(alone, msgspec.structs.replace(plan, units=[], sites=[site]), backend="auto")
+        assert any("adds the weight gradients of 0 in the tensor cores" in note for note in done.notes) is told
+        loka.revert(alone)

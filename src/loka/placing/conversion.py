@@ -197,6 +197,12 @@ def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
         notes.append(f"the plan's speeds are of {plan.target}; this is {here}: measure again")
     if torch.__version__.split("+")[0] != there.torch.split("+")[0] and plan.units:
         notes.append(f"the plan was made with torch {there.torch}; this is {torch.__version__}: its speeds may differ")
+    fast = [site.site for site in plan.sites if any(c.gemm == "wgrad" and c.fast_accum for c in site.choices)]
+    if fast:  # what a plan says is run; recipes have not said this since
+        notes.append(
+            f"the plan adds the weight gradients of {', '.join(fast[:4])}{f' and {len(fast) - 4} more' * (len(fast) > 4)} in the tensor cores, with about 14 bits: "
+            "over a large batch that may cost quality that no look at a few rows shows; hint: make the plan again"
+        )
     return notes
 
 
