@@ -42,11 +42,16 @@ def teacher(shapes, device, seed=7):
     last = torch.randn(64, device=device, generator=g) / 2
 
     def label(inputs, generator):
-        h = sum(x.flatten(1).float() @ w.T for x, w in zip(inputs, weights, strict=True))
+        h = sum(_spread(x).reshape(len(x), -1) @ w.T for x, w in zip(inputs, weights, strict=True))
         p = torch.sigmoid(torch.tanh(h) @ last)
         return torch.bernoulli(p, generator=generator)
 
     return label
+
+
+def _spread(x):
+    """Floats as they are; ids as numbers without an order."""
+    return x.float() if x.is_floating_point() else torch.sin(x.float())
 
 
 def batches(name, device, count, seed):
@@ -54,8 +59,14 @@ def batches(name, device, count, seed):
     _, shapes = _shapes(name, device)
     label = teacher(shapes, device)
     g = torch.Generator(device=device).manual_seed(seed)
+
+    def again(x):
+        if x.is_floating_point():
+            return torch.randn(x.shape, device=device, generator=g)
+        return torch.randint(int(x.max()) + 1, x.shape, device=device, generator=g)
+
     for _ in range(count):
-        inputs = tuple(torch.randn(s.shape, device=device, generator=g) for s in shapes)
+        inputs = tuple(again(x) for x in shapes)
         yield inputs, label(inputs, g)
 
 
@@ -90,7 +101,7 @@ def build(name, device):
 def held_out(name, target, device):
     held = list(batches(name, device, 16, seed=2))
     if target == "serve":
-        held = [(tuple(x.to(torch.bfloat16) for x in inputs), y) for inputs, y in held]
+        held = [(zoo._floats(inputs, lambda x: x.to(torch.bfloat16)), y) for inputs, y in held]
     return held
 
 
@@ -169,7 +180,7 @@ def again(row, weights, device):
     first = next(iter(batches(name, device, 1, seed=2)))
     if serving:
         model = model.eval().to(torch.bfloat16)
-        first = (tuple(x.to(torch.bfloat16) for x in first[0]), first[1])
+        first = (zoo._floats(first[0], lambda x: x.to(torch.bfloat16)), first[1])
     twin = copy.deepcopy(model).cpu()  # for the other ways; not in the memory that is measured
     converts = plan.units or plan.mods or any(site.low_precision_share for site in plan.sites)
     done = loka.convert(model, plan, example=first[0], freeze=serving) if converts else None
@@ -293,7 +304,8 @@ def main():
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.rows:
-        zoo.ROWS.update(dict.fromkeys(zoo.ROWS, a.rows))
+        for counts in (zoo.ROWS, zoo.zoo_more.ROWS):
+            counts.update(dict.fromkeys(counts, a.rows))
     if a.row is not None:
         row = json.loads(Path(a.again).read_text())["rows"][a.row]
         found = again(row, weights_file(a.again, row["model"]), a.device)

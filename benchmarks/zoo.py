@@ -2,6 +2,7 @@
 
     python benchmarks/zoo.py --out zoo.json                                     every model, both modes, every way
     python benchmarks/zoo.py --models dlrm,tower --modes infer --ways bf16,bf16+max,loka --out zoo.json
+    python benchmarks/zoo.py --models mmoe,llama --out zoo.json                 those of zoo_more.py are asked for by name, a few at a time
 
 Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
 
@@ -37,6 +38,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+import zoo_more
 from evidence import spell_command
 
 PLANS = "LOKA_ZOO_PLANS"  # in the environment of a case: the folder of --plans
@@ -167,6 +169,8 @@ class Encoder(nn.Module):
 
 def make(name, device):
     g = torch.Generator(device=device).manual_seed(1)
+    if name in zoo_more.MODELS:
+        return zoo_more.make(name, device, g)
     if name not in ROWS:
         import zoo_families
 
@@ -346,7 +350,7 @@ def _when_there_is_room(do, tries=8):
 def _reference(model, inputs, mode):
     """float32 outputs and gradients."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    y = model(*inputs)
+    y = model.train(mode == "train")(*inputs)  # statistics of a batch norm and dropout belong to training
     gradients = {}
     if mode == "train":
         y.float().square().mean().backward()

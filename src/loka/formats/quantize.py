@@ -229,7 +229,8 @@ def scale_from_amax(amax: Tensor, spec: Spec) -> Tensor:
     if spec.scale in ("pow2", "e8m0"):
         scale = _round_up_to_power_of_two(scale)
     scale = torch.where(amax > 0, scale, torch.ones_like(scale))
-    return torch.where(amax.isfinite(), scale, torch.full_like(scale, torch.nan))
+    # 0, or NaN where amax is not finite. No NaN is written here: it is unequal to itself, so that a compiler would take two quantisations of one tensor for different ones.
+    return scale + (amax - amax)
 
 
 def _divide(x: Tensor, divisor: float) -> Tensor:

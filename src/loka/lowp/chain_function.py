@@ -98,7 +98,8 @@ class ChainPrecision:
         gradient: scales of the gradients: one for the tensor from its own largest value, one per 128, or one for the tensor from the last steps.
         gradient_format: e4m3 or e5m2.
         fused_backend, gemm_backend, quantize_backend: kernels by name, or "auto".
-        fast_accum: accumulate as fast as the tensor cores can.
+        fast_accum: accumulate as fast as the tensor cores can. Not in the gradients of weights: sums over the batch are long and often of one sign, and Hopper
+            keeps about 14 bits of them.
     """
 
     gradient: GradientScale = "tensor"
@@ -401,7 +402,7 @@ def run_backward(
             show(at, g)
         if needs_weight[at]:
             x_q = QTensor(kept[at].x_t, kept[at].x_t_scale, input_spec(at, layout))
-            made.weight[at] = multiply(g_t, x_q, layout.weight_types[at], layout)
+            made.weight[at] = multiply(g_t, x_q, layout.weight_types[at], layout, exact=True)
         w_t = QTensor(kept[at].w_t, kept[at].w_t_scale, layout.precision.weight_t_spec)
         if at == 0:
             return made._replace(x=multiply(g, w_t, layout.dtype, layout) if needs_input else None)
@@ -515,14 +516,18 @@ def _cast(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
 
-def multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+def multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout, *, exact: bool = False) -> Tensor:
     """a [M, K] @ b [N, K]^T Beside groups of 128, one scale for the tensor is written as groups that all have it: libraries pair groups with groups."""
     if a.spec.block == _GROUP.block and b.scale.dim() == 0:
         rows, columns = b.shape
         groups = b.scale.expand(-(-columns // _GROUP.block.cols), rows).T.contiguous()
         b = QTensor(b.data, groups, _GROUP)
     return scaled_mm(
-        a, b, out_dtype=dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum
+        a,
+        b,
+        out_dtype=dtype,
+        backend=layout.precision.gemm_backend,
+        fast_accum=layout.precision.fast_accum and not exact,
     )
 
 

@@ -6,36 +6,40 @@ from torch import Tensor
 from loka.kernels.dropout import draw_from
 from loka.kernels.fused_linear import triton_dgrad_kernels, triton_gradient_kernels
 from loka.kernels.fused_linear import triton_kernels as kernels
+from loka.kernels.op import fake_of, torch_op
 
 
 def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(0, dtype=torch.float32) if results[name] is None else results[name] for name in names)
 
 
-@torch.library.custom_op("loka::fused_linear", mutates_args=("amax",))
+@torch_op("fused_linear", mutates=("amax",))
 def fused_linear(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, out_scale: Tensor | None, amax: Tensor | None,
-    a_source: int, b_source: int, norm: bool, activation: int, slope: float, out: int, out_dtype: torch.dtype,
+    a_source: int, b_source: int, norm: bool, activation: int, slope: float, form: int, out_dtype: torch.dtype,
     pow2: bool, keep: int, transpose: bool, launch: list[int] | None, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place. y_scale: made here, which with dropout (a seed) a given one is too."""
+    """y, y_scale, y_t, yt_scale, z, rstd; `amax` is raised in place. y_scale: made here, which with dropout (a seed) a given one is too.
+
+    No argument is called `out`: torch's compiler takes a call with one for a mutation of everything, and merges nothing across it, not even the quantisations of an input that several chains read.
+    """
     results = kernels.fused(
         a, b, sa, sb, bias, out_scale, a_source=a_source, b_source=b_source, norm=norm, activation=activation,
-        out=out, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope, launch=launch,
+        out=form, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope, launch=launch,
         dropout=draw_from(seed, p, stream),
     )  # fmt: skip
     return _dense(results, a, ("y", "y_scale", "y_t", "yt_scale", "z", "rstd"))
 
 
-@fused_linear.register_fake
-def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, out, out_dtype, pow2, keep, transpose, launch, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
+@fake_of(fused_linear)
+def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation, slope, form, out_dtype, pow2, keep, transpose, launch, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
     m, n, device = a.shape[0], b.shape[0], a.device
-    grouped = out == kernels.OUT_GROUPED
+    grouped = form == kernels.OUT_GROUPED
 
     def empty(*shape, dtype=torch.float32):  # type: ignore[no-untyped-def]
         return a.new_empty(shape, dtype=dtype)
 
-    made = empty() if seed is not None and out == kernels.OUT_STATIC else empty(0)
+    made = empty() if seed is not None and form == kernels.OUT_STATIC else empty(0)
     return (
         kernels.aligned(m, n, out_dtype, a.device),
         kernels.block_scales(m, n, kernels.GROUPED, device) if grouped else made,
@@ -46,7 +50,7 @@ def _(a, b, sa, sb, bias, out_scale, amax, a_source, b_source, norm, activation,
     )
 
 
-@torch.library.custom_op("loka::fused_linear_gradient", mutates_args=())
+@torch_op("fused_linear_gradient")
 def fused_linear_gradient(
     dy: Tensor, z: Tensor | None, z_scale: Tensor | None, rstd: Tensor | None, scale: Tensor | None,
     norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool, dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
@@ -64,7 +68,7 @@ def fused_linear_gradient(
     return _dense(results, dy, ("g", "g_scale", "g_t", "gt_scale", "bias", "amax"))
 
 
-@fused_linear_gradient.register_fake
+@fake_of(fused_linear_gradient)
 def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped, dtype, t_dtype, pow2, t_pow2, seed=None, p=0.0, stream=0, drop=0):  # type: ignore[no-untyped-def]  # fmt: skip
     (m, n), device = dy.shape, dy.device
     alone = () if scale is None else (0,)  # one dynamic scale, or nothing
@@ -82,7 +86,7 @@ def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped,
     )
 
 
-@torch.library.custom_op("loka::fused_linear_dgrad", mutates_args=("amax",))
+@torch_op("fused_linear_dgrad", mutates=("amax",))
 def fused_linear_dgrad(
     g: Tensor, w_t: Tensor, sg: Tensor, sw: Tensor, z: Tensor | None, z_scale: Tensor | None, scale: Tensor, amax: Tensor | None,
     activation: int, kept: int, slope: float, dtype: torch.dtype, bias: bool, launch: list[int] | None,
@@ -96,7 +100,7 @@ def fused_linear_dgrad(
     return _dense(results, g, ("g", "g_t", "bias"))
 
 
-@fused_linear_dgrad.register_fake
+@fake_of(fused_linear_dgrad)
 def _(g, w_t, sg, sw, z, z_scale, scale, amax, activation, kept, slope, dtype, bias, launch, seed=None, p=0.0, stream=0, drop=0):  # type: ignore[no-untyped-def]  # fmt: skip
     m, n = g.shape[0], w_t.shape[0]
     return (

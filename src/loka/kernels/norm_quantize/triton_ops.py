@@ -9,6 +9,7 @@ from torch import Tensor
 from loka.kernels.dropout import draw_from
 from loka.kernels.norm_quantize import triton_both as both
 from loka.kernels.norm_quantize import triton_kernels as kernels
+from loka.kernels.op import fake_of, torch_op
 
 
 def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -19,7 +20,7 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
-@torch.library.custom_op("loka::norm_quantize", mutates_args=("amax",))
+@torch_op("norm_quantize", mutates=("amax",))
 def norm_quantize(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
@@ -34,7 +35,7 @@ def norm_quantize(
     return _dense(results, x, ("q", "scale", "h", "y", "mean", "rstd"))
 
 
-@norm_quantize.register_fake
+@fake_of(norm_quantize)
 def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dtype, source, pow2, out_dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]  # fmt: skip
     m, k = x.shape
 
@@ -54,7 +55,7 @@ def _(x, x_scale, residual, weight, bias, scale, amax, norm, activation, eps, dt
     )
 
 
-@torch.library.custom_op("loka::norm_gradient", mutates_args=("amax",))
+@torch_op("norm_gradient", mutates=("amax",))
 def norm_gradient(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
     amax: Tensor | None, norm: int, activation: int, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
@@ -66,7 +67,7 @@ def norm_gradient(
     return _dense(results, dy, ("dx", "dw", "db"))
 
 
-@norm_gradient.register_fake
+@fake_of(norm_gradient)
 def _(dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm, activation, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
     return (dy.new_empty(dy.shape, dtype=h.dtype if h_scale is None else dy.dtype), *_fake_parameters(dy, weight, bias))
 
@@ -78,7 +79,7 @@ def _fake_parameters(dy: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     )
 
 
-@torch.library.custom_op("loka::norm_quantize_both", mutates_args=("amax",))
+@torch_op("norm_quantize_both", mutates=("amax",))
 def norm_quantize_both(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
     norm: int, activation: int, eps: float, dtype: torch.dtype, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
@@ -90,7 +91,7 @@ def norm_quantize_both(
     return _dense(results, x, ("q", "q_t", "scale", "mean", "rstd"))
 
 
-@norm_quantize_both.register_fake
+@fake_of(norm_quantize_both)
 def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
     m, k = x.shape
     statistics = x.new_empty((m, 1), dtype=torch.float32)
@@ -99,7 +100,7 @@ def _(x, x_scale, weight, bias, scale, amax, norm, activation, eps, dtype, seed=
     return kernels.aligned(m, k, dtype, x.device), kernels.aligned(k, m, dtype, x.device), made, mean, statistics
 
 
-@torch.library.custom_op("loka::norm_gradient_both", mutates_args=("amax",))
+@torch_op("norm_gradient_both", mutates=("amax",))
 def norm_gradient_both(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
     amax: Tensor | None, norm: int, activation: int, dtype: torch.dtype, seed: Tensor | None = None, p: float = 0.0, stream: int = 0,
@@ -111,7 +112,7 @@ def norm_gradient_both(
     return _dense(results, dy, ("dx", "dx_t", "dw", "db"))
 
 
-@norm_gradient_both.register_fake
+@fake_of(norm_gradient_both)
 def _(dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm, activation, dtype, seed=None, p=0.0, stream=0):  # type: ignore[no-untyped-def]
     m, k = dy.shape
     turned = kernels.aligned(k, m, dtype, dy.device)
