@@ -18,7 +18,7 @@ from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
-from loka.tuning.timing import can_time, compare, make_fragment
+from loka.tuning.timing import can_time, compare, make_fragment, say_host
 from loka.tuning.verifying import Losses
 from loka.units import discover, place
 
@@ -253,6 +253,14 @@ def test_speeds_are_ratios_turn_by_turn() -> None:
     assert compare(times, "loka", "bf16") == Interval(value=2.0, low=1.1, high=2.0)
     assert "emulated" in (can_time(torch.device("cpu")) or "")
     assert can_time(torch.device("cuda")) is None
+
+
+def test_a_step_that_waits_for_the_host_is_told() -> None:
+    step = {"loka": 900.0, "bf16": 1200.0}
+    assert say_host(step, {"loka": 800.0, "bf16": 400.0}, "loka", "bf16") is None
+    said = say_host(step, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
+    assert said is not None
+    assert "3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x" in said  # bf16 is not launched faster than it runs
 
 
 def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:

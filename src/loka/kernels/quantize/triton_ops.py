@@ -1,11 +1,15 @@
 """The Triton quantiser as one torch op, so that torch.compile sees a call and not Python. Specs travel as their canonical strings."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from loka.formats import E5M2, ROW, TENSOR, Block, Spec, scale_shape
 from loka.kernels.op import fake_of, torch_op
 from loka.kernels.quantize import triton_kernels as kernels
+
+_parse = lru_cache(Spec.parse)  # every call of the op has its specs as text
 
 
 def _source(spec: Spec) -> int:
@@ -21,9 +25,9 @@ def quantize(
     x: Tensor, spec: str, scale: Tensor | None, transpose: str, transpose_scale: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, scale, qt, t_scale. What was not asked for (an empty spec), and scales that were given, come back empty: an op's outputs may not alias its inputs."""
-    want, want_t = (Spec.parse(text) if text else None for text in (spec, transpose))
+    want, want_t = (_parse(text) if text else None for text in (spec, transpose))
     if want_t is None:
-        return *_quantize_alone(x, Spec.parse(spec), scale, seed), *_nothing(x)
+        return *_quantize_alone(x, _parse(spec), scale, seed), *_nothing(x)
     turned = (x.shape[1], x.shape[0])
     if want is not None and _rows_come_first(x, want, want_t):
         return _rows_then_transpose(x, want, want_t, transpose_scale, seed)
