@@ -109,6 +109,27 @@ def test_static_scales_and_quantised_models(tmp_path: Path, traced_only: None) -
     assert loka.export(other, torch.randn(8, 32), tmp_path / "q.pt2").difference < 1e-5
 
 
+def test_a_chain_with_dropout_is_served_without(tmp_path: Path, traced_only: None) -> None:
+    """As a module, and as a function: both have no effect in what is served."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.last = *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 1)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.drop(torch.relu(self.a(x)))
+            return self.last(self.c(nn.functional.dropout(torch.relu(self.b(x)), 0.5, self.training)))
+
+    torch.manual_seed(0)
+    model, x = Dropping().eval(), torch.randn(16, 64)
+    loka.convert(model, plan_everything(model, x, serving=True), freeze=True)
+    made = loka.export(model, x, tmp_path / "m.pt2")
+    assert made.difference < 1e-5
+    assert "a" in made.low_precision
+
+
 def test_inputs_are_named_and_labels_are_none(tmp_path: Path, traced_only: None) -> None:
     from loka.data import Batch
 

@@ -310,6 +310,8 @@ def test_the_op_describes_itself_truthfully_to_triton(device: torch.device) -> N
         options = 1, 1, False, 4, 0.01, 1, torch.float8_e4m3fn, False, keep, True, None
         # The checker's other tests multiply FP8 tensors, which torch cannot; compiled code is run above.
         torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options), test_utils="test_faketensor")
+        drawn = torch.tensor([3], device=device), 0.2, 1
+        torch.library.opcheck(triton_ops.fused_linear, (*tensors, *options, *drawn), test_utils="test_faketensor")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the child")

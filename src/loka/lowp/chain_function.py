@@ -190,12 +190,12 @@ class ChainTensors(NamedTuple):
     @classmethod
     def unflatten(cls, flat: Sequence[Tensor | None], links: int) -> "ChainTensors":
         """From one list, field after field."""
-        fields = [tuple(flat[i * links : (i + 1) * links]) for i in range(len(cls._fields) - 1)]
-        return cls(*fields, flat[-1])
+        fields = [tuple(flat[i : i + links]) for i in range(0, len(flat) - 1, links)]
+        return cls(*fields, flat[-1])  # type: ignore[arg-type, call-arg]
 
     def flatten(self) -> list[Tensor | None]:
         """As one list, field after field: arguments of an autograd function."""
-        return [*(tensor for part in self[:-1] for tensor in part), self.seed]  # type: ignore[union-attr]
+        return [*(tensor for part in self[:-1] for tensor in part), self.seed]
 
     def draw(self, at: int, layout: Layout) -> Dropout | None:
         """What a link drops in this call."""

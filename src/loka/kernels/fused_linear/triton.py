@@ -166,7 +166,7 @@ def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTe
         return QTensor(z, scale, y.spec)
     if form == "y":
         assert y is not None
-        return y if scale is None else QTensor(y.data, scale, y.spec)  # without dropout's factor
+        return y if scale is None or scale is y.scale else QTensor(y.data, scale, y.spec)  # without dropout's factor
     return z if form == "bf16" else None
 
 
