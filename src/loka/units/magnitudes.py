@@ -104,7 +104,9 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
 
 
 def _last_passed(link: LinkPlan) -> str | None:
-    """The module behind whose output the scale of a normed link is for."""
+    """The module behind whose output the scale of a normed link is for; a batch norm is part of the linear, and what follows it is bounded by its output."""
+    if link.norm == "batch":
+        return link.norm_site
     return link.passed[-1] if link.norm in ("layer", "rms") and link.passed else None
 
 
