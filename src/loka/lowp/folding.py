@@ -8,7 +8,9 @@ In training it normalises by the batch, which no weight can hold: `fold` refuses
 import torch
 from torch import Tensor, nn
 
-PACKED = "loka_packed"  # on a module: its weight came folded, out of a file of FP8 weights
+PACKED = (
+    "loka_packed"  # on a module: FP8 weights alone, out of a file: nothing to revert to, and nothing to fold any more
+)
 
 
 def can_fold(module: nn.Module | None, width: int) -> bool:
@@ -21,11 +23,9 @@ def can_fold(module: nn.Module | None, width: int) -> bool:
     Returns:
         Whether `fold` takes it.
     """
-    plain = isinstance(module, nn.BatchNorm1d) and type(module).forward in _FORWARDS
-    return plain and module.num_features == width and module.running_mean is not None  # type: ignore[union-attr]
-
-
-_FORWARDS = (nn.BatchNorm1d.forward, nn.modules.batchnorm._BatchNorm.forward)
+    if not isinstance(module, nn.BatchNorm1d) or type(module).forward is not nn.BatchNorm1d.forward:
+        return False
+    return module.num_features == width and module.running_mean is not None
 
 
 def fold(linear: nn.Linear, norm: nn.BatchNorm1d, name: str = "") -> tuple[Tensor, Tensor]:

@@ -50,8 +50,9 @@ def keep_ordinary_paths(model: nn.Module) -> None:
             last = f"{name}.layers.{len(encoder.layers) - 1}".removeprefix(".")
             steps.append(Mark(name, "use_nested_tensor", True))
             encoder.__dict__["use_nested_tensor"] = False
-            steps.append(Hook(last, ZeroPadding(encoder), before=False))
-            steps[-1].apply_to(model)
+            zeros = Hook(last, ZeroPadding(encoder), before=False)
+            zeros.apply_to(model)
+            steps.append(zeros)
 
 
 def has_encoders(model: nn.Module) -> bool:
