@@ -19,7 +19,6 @@ from loka.lowp.binding import LinearBinding
 from loka.nn.wrapping import named_sites
 from loka.units.flow import call_model
 
-
 _CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
