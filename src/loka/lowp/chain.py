@@ -148,7 +148,7 @@ class Chain:
         self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
-        self.frozen_biases: list[Tensor | None] | None = None
+        self.frozen_biases: dict[int, Tensor] = {}  # of links with a batch norm folded in, while the weights are frozen
         self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
         self.placed = False
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
@@ -320,7 +320,7 @@ class Chain:
         counts = self.training or self.frozen is not None or not self.primed
         return ChainTensors(
             weights,
-            biases if self.frozen_biases is None else tuple(self.frozen_biases),
+            biases,
             tuple(getattr(norm, "weight", None) for norm in norms),
             tuple(getattr(norm, "bias", None) for norm in norms),
             tuple(bound if link.bounded else None if s is None else s.scale for link, s, bound in zip(self.links, self.out, self.bounds, strict=True)),
@@ -331,9 +331,13 @@ class Chain:
 
     def _parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Weight and bias of every link, with what is folded into them."""
-        for part in self.parts:
-            folded = part.folds and self.frozen_biases is None
-            yield fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear) if folded else (part.linear.weight, part.linear.bias)  # fmt: skip
+        for at, part in enumerate(self.parts):
+            if at in self.frozen_biases:  # frozen: nobody asks for the weight
+                yield part.linear.weight, self.frozen_biases[at].to(part.linear.weight.dtype)
+            elif part.folds:
+                yield fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)
+            else:
+                yield part.linear.weight, part.linear.bias
 
     def run(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the input's type, or autocast's where it is on."""
@@ -429,7 +433,7 @@ class Chain:
         changed = [name for (name, held), witness in pairs if not witness.agrees(held)]
         if changed:
             warn_stale(", ".join(dict.fromkeys(changed)))
-            self._witnesses = self.frozen_biases = None
+            self._witnesses, self.frozen_biases = None, {}
         return not changed
 
     def freeze(self, *, offload: bool = False) -> None:
@@ -448,12 +452,11 @@ class Chain:
 
     def _fix_weights(self) -> None:
         """Quantise what the forward multiplies now, and compute what it adds."""
-        self.frozen_biases = None
+        self.frozen_biases = {}
         self.frozen = [self._quantize(part) for part in self.parts]
-        if any(part.folds for part in self.parts):
-            with torch.no_grad():
-                device = self.frozen[0].device
-                self.frozen_biases = [None if bias is None else bias.to(device) for _, bias in self._parameters()]
+        with torch.no_grad():
+            made = {at: bias for at, (_, bias) in enumerate(self._parameters()) if self.parts[at].folds}
+        self.frozen_biases = {at: bias.to(self.frozen[0].device) for at, bias in made.items() if bias is not None}
 
     def _witnessed(self) -> Iterator[tuple[str, Tensor]]:
         """What frozen weights were made from, by the linear's name."""
@@ -466,7 +469,7 @@ class Chain:
         """Follow the weights again."""
         if self.frozen is not None:
             self._move_weights(self.frozen[0].device)
-        self.frozen = self.frozen_biases = None
+        self.frozen, self.frozen_biases = None, {}
 
     def refresh(self) -> None:
         """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
@@ -545,8 +548,7 @@ class Chain:
             self.health = [vector.to(device) for vector in self.health]
         if self.frozen is not None:
             self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
-        if self.frozen_biases is not None:
-            self.frozen_biases = [None if bias is None else bias.to(device) for bias in self.frozen_biases]
+        self.frozen_biases = {at: bias.to(device) for at, bias in self.frozen_biases.items()}
 
     # Being looked at
 

@@ -46,7 +46,7 @@ def fold(linear: nn.Linear, norm: nn.BatchNorm1d, name: str = "") -> tuple[Tenso
         raise ValueError(f"{name}: the batch norm behind it is folded into its weight, as evaluation has it, and is in training mode; hint: model.eval(), or loka.revert(model) to train")  # fmt: skip
     mean, shift, variance, gain, bias = statistics(linear, norm)
     factor = gain * torch.rsqrt(variance + norm.eps)
-    weight = linear.weight if linear.__dict__.get(PACKED) else (linear.weight.float() * factor[:, None]).to(linear.weight.dtype)  # fmt: skip
+    weight = linear.weight if linear.__dict__.get(PACKED) else (linear.weight.float() * factor[:, None].to(linear.weight.device)).to(linear.weight.dtype)  # fmt: skip
     return weight, ((bias - mean) * factor + shift).to(linear.weight.dtype)
 
 
