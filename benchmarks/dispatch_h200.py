@@ -321,6 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", choices=("shapes", "wukong", "models", "chains"), default="shapes")
     parser.add_argument("--backends", help="comma-separated; default: all that can run, torchao's slow tuner excepted")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--gemms", default=",".join(GEMMS), help="only these")
     parser.add_argument("--smoke", action="store_true", help="CPU, emulation, two tiny shapes")
     options = parser.parse_args(arguments)
     device = "cpu" if options.smoke else "cuda"
@@ -335,11 +336,14 @@ def main(arguments: list[str] | None = None) -> int:
     done = 0
     for group in groups[:1] if options.smoke else groups:
         if group == "chains":
-            measure_chains(run)
+            if options.gemms == ",".join(GEMMS):
+                measure_chains(run)
             continue
         for job, judged in jobs_of(group, candidates, shapes):
             if run.over:
                 break
+            if job.gemm not in options.gemms.split(","):
+                continue
             begin = time.monotonic()
             run.tune(job)
             if judged:

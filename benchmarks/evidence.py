@@ -82,10 +82,11 @@ JOBS = (
     gpu("zoo-mods", "zoo_mods", "zoo.py --models wukong,tower --modes infer --ways bf16,bf16+max,loka,loka+max,loka-mods,loka-mods+max --wait 250 --out {out}", 300),
     gpu("zoo-families", "zoo_families", "zoo.py --models interformer,hstu --modes infer,train --ways bf16-before,bf16,loka --before {data}/before/src --wait 250 --out {out}", 320),  # {data}/before: a checkout of 1ed489d
     gpu("zoo-baselines", "zoo_baselines", "zoo.py --models wukong,dlrm --modes train --ways bf16,bf16+max,bf16-layout,torchao-auto-tensorwise,torchao-rowwise_with_gw_hp,loka-towers,loka --wait 250 --out {out}", 330),
+    gpu("zoo-more-1", "zoo_more_1", "zoo.py --models mmoe,llama,resmlp,bst,masknet --modes infer,train --ways bf16,torchao-rowwise,loka --wait 150 --out {out}", 240),
+    gpu("zoo-more-2", "zoo_more_2", "zoo.py --models deepfm,twotower,gdcn,autoint,ple --modes infer,train --ways bf16,torchao-rowwise,loka --wait 150 --out {out}", 240),
     gpu("tune", "tune_zoo", "tune_zoo.py --models dlrm,tower,cross --steps 300 --seconds 60 --fresh --limit 500 --out {out}", 600),
     gpu("tune-wukong", "tune_zoo_wukong", "tune_zoo.py --models wukong,encoder --fresh --limit 500 --out {out}", 700),
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seconds 280", 360),
-    gpu("tune-census", "tune_census", "trained.py --root {data} --out {out} --seconds 225", 300),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
     gpu("policies", "policies", "policies.py --out {out} --seconds 240", 320),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),

@@ -21,8 +21,8 @@ def trained_table() -> str | None:
     """One configuration a row: speed-up, memory and loss of the same object. Rows that lack one of them are not shown."""
     records = [found for name in ("trained", "trained_mods") if (found := read(f"h200/{name}.json")) is not None]
     rows = [row for record in records for row in record["summary"]]
-    shown = [_row(row) for row in rows if all(key in row for key in ("speedup", "peak_gib", "label 0"))]
-    head = ["model and data", "configuration", "against", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "seeds"]  # fmt: skip
+    shown = [_row(row) for row in rows if all(key in row for key in ("speedup", "peak_gib", "label 0", "label 1"))]
+    head = ["model and data", "configuration", "against", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "of the second label", "seeds"]  # fmt: skip
     return table(head, shown) if shown else None
 
 
@@ -31,10 +31,12 @@ def _row(row: dict[str, Any]) -> list[str]:
     ours, theirs = row["step_ms"]
     here, there = row["peak_gib"]
     loss = row["label 0"]
-    change = f"{loss['change']:+.3%} [{loss['low']:+.3%}, {loss['high']:+.3%}]"
+    change, second = (
+        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" for found in (loss, row["label 1"])
+    )
     return [
         f"{FAMILIES.get(family, family)}, {data}", ARMS.get(row["arm"], row["arm"]), row["against"], f"{ours:.2f} / {theirs:.2f}", f"**{row['speedup']:.2f}x**",
-        f"{here:.2f} / {there:.2f}", f"{change}: {loss['verdict']} at {row['margin']:.2%}", f"{loss['detectable']:.3%}", str(row["seeds"]),
+        f"{here:.2f} / {there:.2f}", f"{change}: {loss['verdict']} at {row['margin']:.2%}", f"{loss['detectable']:.3%}", second, str(row["seeds"]),
     ]  # fmt: skip
 
 

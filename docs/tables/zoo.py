@@ -15,6 +15,18 @@ FAMILIES = {
     "interformer": "InterFormer of this package (2 layers, 256 events, 2,048 rows)",
     "hstu": "HSTU of this package (4 x 1,024, 256 histories, 49,152 events)",
 }
+MORE = {
+    "mmoe": "MMoE (8,192 rows)",
+    "llama": "transformer with RMSNorm, SwiGLU, rotary (64 histories)",
+    "resmlp": "residual MLP, pre-norm (8,192 rows)",
+    "bst": "behaviour sequence transformer, dropout (128 histories)",
+    "masknet": "MaskNet (8,192 rows)",
+    "deepfm": "DeepFM, dropout (16,384 rows)",
+    "twotower": "two towers, BatchNorm, in-batch softmax (8,192 rows)",
+    "gdcn": "gated cross network (8,192 rows)",
+    "autoint": "AutoInt (2,048 rows)",
+    "ple": "progressive layered extraction (8,192 rows)",
+}
 CENSUS = {
     "wukong": "Wukong, plain, on Census-Income (4 layers, 2,048 wide, 4,096 rows)",
     "dlrm": "DLRM, plain, on Census-Income (1024-1024-512-256, 8,192 rows)",
@@ -68,6 +80,22 @@ def changed_table() -> str | None:
     return table(head, rows) if rows else None
 
 
+def more_table() -> str | None:
+    """Further models, every chain and wide linear in FP8 whatever it costs, beside bf16 and torchao."""
+    rows = []
+    for file in ("zoo_more_1", "zoo_more_2"):
+        found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
+        for model in dict.fromkeys(row["model"] for row in found):
+            for mode, name in (("infer", "inference"), ("train", "training")):
+                cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
+                others = [cells[way]["ms"] for way in ("bf16", "torchao-rowwise") if "ms" in cells.get(way, {})]
+                mine = cells.get("loka", {}).get("ms")
+                ratio = "not compiled in time" if mine is None or not others else f"**{min(others) / mine:.2f}x**"
+                rows.append([MORE[model], name, *(_cell(cells.get(way)) for way in ("bf16", "torchao-rowwise", "loka")), ratio])  # fmt: skip
+    head = ["model", "step, ms", "bf16", "torchao rowwise", "loka", "loka over the faster of both"]
+    return table(head, rows) if rows else None
+
+
 def _best(cells: dict[str, dict[str, Any]], way: str) -> list[str]:
     """The faster of the two compile modes."""
     timed = [row for row in (cells.get(way), cells.get(f"{way}+max")) if row is not None and "ms" in row]
@@ -114,7 +142,7 @@ def tune_table() -> str | None:
             rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", "", ""])
             continue
         rows.append(_tuned(MODELS.get(row["model"], row["model"]), row["record"], row["tune_s"]))
-    for name, row in ((read("h200/tune_census.json") or {}).get("tuned") or {}).items():
+    for name, row in ((read("h200/trained.json") or {}).get("tuned") or {}).items():
         rows.append(_tuned(CENSUS[name.partition("-")[0]], row["record"], sum(row["record"]["seconds"].values())))
     head = ["model", "for", "whole step over compiled bf16", "of it by layout, in bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
     return table(head, rows)

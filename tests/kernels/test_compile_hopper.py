@@ -28,15 +28,16 @@ ROUNDED = {"E5M2": False, "POW2": False, "STOCHASTIC": False, "PREROUND": False}
 BOTH_ROUNDED = {**ROUNDED, "T_E5M2": False, "T_POW2": False, "T_STOCHASTIC": False}
 X, Q, S = "*bf16", "*fp8e4nv", "*fp32"
 QUANTIZE = {"x_ptr": X, "q_ptr": Q, "s_ptr": S}
-NORM = {"NORM": 0, "ACTIVATION": 3, "WEIGHT": True, "BIAS": True, "RESIDUAL": True, "PREROUND": False}
+DRAW = {"seed_ptr": "*i64", "upscale": "fp32"}
+NORM = {"NORM": 0, "ACTIVATION": 3, "WEIGHT": True, "BIAS": True, "RESIDUAL": True, "DROP": False, "PREROUND": False}
 BOTH_WAYS = {
-    "ROWS": 16, "BK": 512, "NORM": 0, "WEIGHT": True, "BIAS": True, "X_SCALE": 0, "E5M2": False, "AMAX": True, "ALIGN": 16, "PREROUND": False,
+    "ROWS": 16, "BK": 512, "NORM": 0, "WEIGHT": True, "BIAS": True, "X_SCALE": 0, "E5M2": False, "AMAX": True, "ALIGN": 16, "DROP": False, "PREROUND": False,
 }  # fmt: skip
 TILE = {"BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "PROGRAMS": 132, "A_SCALE": 2, "B_SCALE": 2}
 FUSED = {
     "a_desc": desc("fp8e4nv", 128, 128), "b_desc": desc("fp8e4nv", 256, 128), "y_desc": desc("fp8e4nv", 128, 128),
     "yt_desc": desc("fp8e4nv", 128, 128), "z_desc": desc("fp8e4nv", 128, 128), "part_desc": desc("fp32", 128, 64), "sa_ptr": S, "sb_ptr": S, "bias_ptr": X,
-    "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S, "amax_ptr": "*i32",
+    "out_scale_ptr": S, "ys_ptr": S, "yts_ptr": S, "rstd_ptr": S, "amax_ptr": "*i32", **DRAW,
 }  # fmt: skip
 LAYER = {
     **{name: value for name, value in TILE.items() if name != "PROGRAMS"},
@@ -49,11 +50,12 @@ LAYER = {
     "OUT_TYPE": tl.bfloat16,
     "AMAX": False,
     "SLOPE": 0.01,
+    "DROP": False,
     "PREROUND": False,
 }
 GRADIENT = {
     "dy_ptr": X, "z_ptr": Q, "z_scale_ptr": S, "rstd_ptr": S, "scale_ptr": S, "g_ptr": Q, "gs_ptr": S, "gt_ptr": "*i32", "gts_ptr": S,
-    "bias_ptr": S, "amax_ptr": "*i32",
+    "bias_ptr": S, "amax_ptr": "*i32", **DRAW,
 }  # fmt: skip
 BACK = {
     "BN": 256,
@@ -65,15 +67,16 @@ BACK = {
     "POW2": False,
     "T_E5M2": False,
     "T_POW2": False,
+    "DROP": 0,
     "PREROUND": False,
 }
 
 DGRAD = {
     "g_desc": desc("fp8e4nv", 128, 128), "w_desc": desc("fp8e4nv", 256, 128), "z_desc": desc("fp8e4nv", 128, 256), "q_desc": desc("fp8e4nv", 128, 128),
-    "qt_desc": desc("fp8e4nv", 128, 128), "z_ptr": Q, "sg_ptr": S, "sw_ptr": S, "z_scale_ptr": S, "scale_ptr": S, "amax_ptr": "*i32", "bias_ptr": S,
+    "qt_desc": desc("fp8e4nv", 128, 128), "z_ptr": Q, "sg_ptr": S, "sw_ptr": S, "z_scale_ptr": S, "scale_ptr": S, "amax_ptr": "*i32", "bias_ptr": S, **DRAW,
 }  # fmt: skip
 STEP = {
-    "BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "Z_BYTES": 1, "SLOPE": 0.01, "E5M2": False, "AMAX": True, "BIAS": True, "PREROUND": False,
+    "BM": 128, "BN": 256, "BK": 128, "GROUP_M": 8, "Z_BYTES": 1, "SLOPE": 0.01, "E5M2": False, "AMAX": True, "BIAS": True, "DROP": 0, "PREROUND": False,
 }  # fmt: skip
 
 INTERACTION = {"x_ptr": X, "weight_ptr": X, "next_ptr": X}
@@ -115,27 +118,40 @@ CONFIGURATIONS = {
         {"partial_ptr": S, "s_ptr": S}, {"PARTS": 64, "BLOCK": 64, "E5M2": False, "POW2": True}, {"num_warps": 4},
     ),
     ("norm_quantize", "_forward", "layer norm to 1x128"): (
-        {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "eps": "fp32"},
+        {**QUANTIZE, "xs_ptr": S, "r_ptr": X, "h_ptr": X, "w_ptr": X, "b_ptr": X, "made_ptr": S, "y_ptr": X, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "eps": "fp32", **DRAW},
         {**NORM, "ROWS": 1, "WIDE": 4096, "OUT": True, "SCALE": 3, "E5M2": False, "POW2": False, "FULL": True, "EVEN": True, "X_SCALE": 0, "AMAX": True, "ALIGN": 16},
         {"num_warps": 4},
     ),
     ("norm_quantize", "_backward", "layer norm"): (
-        {"dy_ptr": X, "h_ptr": X, "hs_ptr": S, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S, "amax_ptr": S},
+        {"dy_ptr": X, "h_ptr": X, "hs_ptr": S, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S, "amax_ptr": S, **DRAW},
         {**NORM, "ROWS": 1, "WIDE": 4096, "X_SCALE": 0, "AMAX": True, "ALIGN": 16},
         {"num_warps": 8},
     ),
     ("norm_quantize", "_forward_both", "layer norm both ways"): (
         {
-            "x_ptr": X, "xs_ptr": S, "w_ptr": X, "b_ptr": X, "s_ptr": S, "q_ptr": Q, "qt_ptr": "*i32", "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S,
-            "eps": "fp32",
+            "x_ptr": X, "xs_ptr": S, "w_ptr": X, "b_ptr": X, "s_ptr": S, "made_ptr": S, "q_ptr": Q, "qt_ptr": "*i32", "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S,
+            "eps": "fp32", **DRAW,
         },
         {**BOTH_WAYS, "ACTIVATION": 2},
+        {"num_warps": 8},
+    ),
+    ("norm_quantize", "_forward_both", "layer norm both ways, with dropout"): (
+        {
+            "x_ptr": X, "xs_ptr": S, "w_ptr": X, "b_ptr": X, "s_ptr": S, "made_ptr": S, "q_ptr": Q, "qt_ptr": "*i32", "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S,
+            "eps": "fp32", **DRAW,
+        },
+        {**BOTH_WAYS, "ACTIVATION": 2, "DROP": True},
+        {"num_warps": 8},
+    ),
+    ("norm_quantize", "_backward", "layer norm, with dropout"): (
+        {"dy_ptr": X, "h_ptr": X, "hs_ptr": S, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "dh_ptr": X, "dx_ptr": X, "dw_ptr": S, "db_ptr": S, "amax_ptr": S, **DRAW},
+        {**NORM, "ROWS": 1, "WIDE": 4096, "X_SCALE": 0, "AMAX": True, "ALIGN": 16, "DROP": True},
         {"num_warps": 8},
     ),
     ("norm_quantize", "_backward_both", "layer norm both ways"): (
         {
             "dy_ptr": X, "x_ptr": X, "xs_ptr": S, "w_ptr": X, "b_ptr": X, "mean_ptr": S, "rstd_ptr": S, "s_ptr": S, "dx_ptr": Q, "dxt_ptr": "*i32",
-            "dw_ptr": S, "db_ptr": S, "amax_ptr": S,
+            "dw_ptr": S, "db_ptr": S, "amax_ptr": S, **DRAW,
         },
         {**BOTH_WAYS, "ACTIVATION": 2},
         {"num_warps": 8},
@@ -156,12 +172,17 @@ CONFIGURATIONS = {
         {**LAYER, "NORM": False, "ACTIVATION": 4, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 2, "TRANSPOSE": True},
         {"num_warps": 8, "num_stages": 3},
     ),
+    ("fused_linear", "_fused", "relu with dropout, training"): (
+        FUSED,
+        {**LAYER, "NORM": False, "ACTIVATION": 1, "AMAX": True, "BIAS": True, "OUT": 1, "KEEP": 0, "TRANSPOSE": True, "DROP": True},
+        {"num_warps": 8, "num_stages": 3},
+    ),
     ("fused_linear", "_fused", "split"): (
         FUSED, {**LAYER, "SPLITS": True, "BIAS": False, "OUT": 1, "KEEP": 0, "TRANSPOSE": False}, {"num_warps": 8, "num_stages": 3},
     ),
     ("fused_linear", "_finish", "split"): (
         {
-            **{name: kind for name, kind in FUSED.items() if name.endswith("_ptr") and name != "yts_ptr"}, "part_ptr": S,
+            **{name: kind for name, kind in FUSED.items() if not name.endswith("_desc") and name != "yts_ptr"}, "part_ptr": S,
             "y_desc": desc("fp8e4nv", 16, 128), "z_desc": desc("fp8e4nv", 16, 128),
         },
         {
@@ -176,11 +197,15 @@ CONFIGURATIONS = {
     ("fused_linear", "_dgrad", "gelu"): (
         DGRAD, {**STEP, "ACTIVATION": 4, "Z": 2}, {"num_warps": 8, "num_stages": 3},
     ),
+    ("fused_linear", "_dgrad", "gelu with dropout"): (
+        DGRAD, {**STEP, "ACTIVATION": 4, "Z": 2, "DROP": 1}, {"num_warps": 8, "num_stages": 3},
+    ),
+    ("fused_linear", "_gradient", "delayed, with dropout"): (GRADIENT, {**BACK, "BM": 32, "GROUPS": 0, "BIAS": True, "DROP": 1}, {"num_warps": 8}),
     ("fused_linear", "_gradient", "delayed"): (GRADIENT, {**BACK, "BM": 32, "GROUPS": 0, "BIAS": True}, {"num_warps": 8}),
     ("fused_linear", "_gradient", "1x128"): (GRADIENT, {**BACK, "BM": 128, "GROUPS": 2, "BIAS": False}, {"num_warps": 16}),
     ("fused_linear", "_gradient_amax", "dynamic"): (
-        {"dy_ptr": X, "z_ptr": "*fp8e4nv", "z_scale_ptr": S, "rstd_ptr": S, "partial_ptr": S},
-        {"BM": 32, "BN": 256, "NORM": True, "ACTIVATION": 3, "Z": 1, "SLOPE": 0.01, "PREROUND": False},
+        {"dy_ptr": X, "z_ptr": "*fp8e4nv", "z_scale_ptr": S, "rstd_ptr": S, "partial_ptr": S, **DRAW},
+        {"BM": 32, "BN": 256, "NORM": True, "ACTIVATION": 3, "Z": 1, "SLOPE": 0.01, "DROP": 1, "PREROUND": False},
         {"num_warps": 8},
     ),
     ("fused_linear", "_scales", "dynamic"): (

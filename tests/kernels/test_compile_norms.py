@@ -14,8 +14,18 @@ pytestmark = needs_ptxas
 
 X, Q, S = "*bf16", "*fp8e4nv", "*fp32"
 DIVISIBLE = {"M", "K", "stride_x", "stride_dy", "stride_q", "stride_h", "stride_r", "words"}
-COMMON = {"w_ptr": X, "b_ptr": X, "s_ptr": S, "mean_ptr": S, "rstd_ptr": S, "amax_ptr": S, "xs_ptr": S}
-FORWARD = {**COMMON, "x_ptr": X, "q_ptr": Q, "qt_ptr": "*i32", "eps": "fp32"}
+COMMON = {
+    "w_ptr": X,
+    "b_ptr": X,
+    "s_ptr": S,
+    "mean_ptr": S,
+    "rstd_ptr": S,
+    "amax_ptr": S,
+    "xs_ptr": S,
+    "seed_ptr": "*i64",
+    "upscale": "fp32",
+}
+FORWARD = {**COMMON, "made_ptr": S, "x_ptr": X, "q_ptr": Q, "qt_ptr": "*i32", "eps": "fp32"}
 BACKWARD = {**COMMON, "dy_ptr": X, "x_ptr": X, "dx_ptr": Q, "dxt_ptr": "*i32", "dw_ptr": S, "db_ptr": S}
 TILE = {
     "ROWS": 16,
@@ -25,14 +35,15 @@ TILE = {
     "E5M2": False,
     "AMAX": True,
     "ALIGN": 16,
+    "DROP": False,
     "PREROUND": False,
 }
 ROWS = {
-    **COMMON, "x_ptr": Q, "r_ptr": X, "h_ptr": X, "q_ptr": Q, "y_ptr": X, "eps": "fp32",
+    **COMMON, "made_ptr": S, "x_ptr": Q, "r_ptr": X, "h_ptr": X, "q_ptr": Q, "y_ptr": X, "eps": "fp32",
 }  # fmt: skip
 ALONE = {
     "ROWS": 1, "WIDE": 4096, "NORM": 0, "WEIGHT": True, "BIAS": True, "RESIDUAL": False, "OUT": True, "SCALE": 0, "E5M2": False, "POW2": False,
-    "X_SCALE": 1, "AMAX": True, "FULL": False, "EVEN": True, "ALIGN": 16, "PREROUND": False,
+    "X_SCALE": 1, "AMAX": True, "FULL": False, "EVEN": True, "ALIGN": 16, "DROP": False, "PREROUND": False,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A correct kernel as Hopper's FP8 tensor cores would run it: what the conformance gate must let pass.
 
 32 products and the running sum are aligned to the largest of them and truncated to a grid 2^-13 below its exponent; the sum moves to a wide
-register every `chunk` products.
+register every `chunk` products. The exponent of a product is that of its factors added up, where a subnormal has the exponent of the smallest normal.
 """
 
 import torch
@@ -11,19 +11,28 @@ from loka.formats import QTensor, decode, expand_scale
 from loka.kernels.scaled_mm.call import MatmulCall
 
 
-def accumulate(a: Tensor, b: Tensor, chunk: int, *, bits: int = 13) -> Tensor:
-    """a [M, K] @ b [N, K]^T in float64 holding exactly what the hardware would."""
+def accumulate(a: Tensor, b: Tensor, chunk: int, *, bits: int = 13, smallest: float = 2.0**-6) -> Tensor:
+    """a [M, K] @ b [N, K]^T in float64 holding exactly what the hardware would; `smallest` normal of the format."""
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64)
     running = torch.zeros_like(total)
+    powers = [_power(x, smallest) for x in (a, b)]
     for start in range(0, a.shape[1], 32):
         products = a[:, None, start : start + 32] * b[None, :, start : start + 32]
         terms = torch.cat([products, running[..., None]], dim=-1)
-        exponent = torch.frexp(terms.abs().amax(dim=-1, keepdim=True)).exponent - 1
+        sizes = powers[0][:, None, start : start + 32] * powers[1][None, :, start : start + 32]
+        sizes = torch.cat([sizes, running[..., None].abs()], dim=-1)
+        exponent = torch.frexp(torch.maximum(sizes, terms.abs()).amax(dim=-1, keepdim=True)).exponent - 1
         grid = torch.ldexp(torch.ones_like(terms[..., :1]), exponent - bits)
         running = (torch.trunc(terms / grid) * grid).sum(dim=-1)
         if (start + 32) % chunk == 0:
             total, running = total + running, torch.zeros_like(running)
     return total + running
+
+
+def _power(x: Tensor, smallest: float) -> Tensor:
+    """2^exponent of every element as the hardware has it; 0 of a zero."""
+    size = torch.where(x != 0, x.abs().clamp(min=smallest), x.abs())
+    return torch.where(x != 0, torch.ldexp(torch.ones_like(x), torch.frexp(size).exponent - 1), size)
 
 
 class Hopper:

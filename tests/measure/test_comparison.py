@@ -3,11 +3,17 @@
 import pytest
 import torch
 
+from loka.formats import Spec, decode
+from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure import comparison
 from loka.measure.adapter import parse_variant
 from loka.measure.comparison import Product, compare_product
 from loka.measure.conformance import law
+from loka.measure.gate import allow
 from loka.measure.inputs import matmul_operands
+from loka.measure.stress import matmul_set
+
+from .hopper import accumulate
 
 SHAPE = (200, 96, 150)
 ALLOWED = 3e-4
@@ -86,3 +92,19 @@ def test_equal_rows_are_judged_by_elements_alone() -> None:
     out = (y + 2 * ALLOWED * torch.hypot(y, y)).to(dtype)  # an error many elements share, none too large
     assert not compare_product(out, product, allowed=ALLOWED, dtype=dtype)
     assert compare_product(out, product, allowed=ALLOWED, dtype=dtype, alike=True)
+
+
+def test_hardware_sums_of_subnormals_are_no_error_and_flushing_them_is() -> None:
+    """A subnormal is aligned as if it were the smallest normal, so what is added to it is cut off 8 times as early; cuBLAS was refused for that at 64 x 4096 x 4096."""
+    spec = Spec.parse("e4m3:row")
+    call = MatmulCall(384, 64, 384, spec, spec, torch.float32)
+    allowed = allow(call)
+    for seed in range(2):
+        chosen = matmul_set(call, "extreme", seed=seed, device=torch.device("cpu"))
+        scales = chosen.a.scale.double() * chosen.b.scale.double().T
+        left, right = (decode(q.data, spec.format).double() for q in (chosen.a, chosen.b))
+        product = Product(chosen.a, chosen.b, keep=True)
+        found = compare_product((accumulate(left, right, 128) * scales).float(), product, allowed=allowed, dtype=torch.float32)  # fmt: skip
+        assert found.error < 0.5 * allowed  # 0.7 where subnormals count as what they are
+        flushed = torch.where(left.abs() < spec.format.smallest_normal, 0.0, left)
+        assert not compare_product((flushed @ right.T * scales).float(), product, allowed=allowed, dtype=torch.float32)

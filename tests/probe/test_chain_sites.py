@@ -19,7 +19,7 @@ from loka.probe import Probe, Report
 from loka.records import Candidate
 
 WIDTH = 64
-KINDS = ("delayed", "bounded", "tensor gradients")
+KINDS = ("delayed", "bounded", "tensor gradients", "dropping")
 
 
 class Tower(nn.Module):
@@ -29,8 +29,11 @@ class Tower(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         norms = (BlockNorm(128), BlockNorm(96)) if kind == "bounded" else (nn.Identity(), nn.LayerNorm(96))
+        acts: list[nn.Module] = [nn.ReLU(), nn.SiLU()]
+        if kind == "dropping":
+            acts = [nn.Sequential(act, nn.Dropout(0.3)) for act in acts]
         self.tower = nn.Sequential(
-            nn.Linear(WIDTH, 128), norms[0], nn.ReLU(), nn.Linear(128, 96), norms[1], nn.SiLU(), nn.Linear(96, WIDTH)
+            nn.Linear(WIDTH, 128), norms[0], acts[0], nn.Linear(128, 96), norms[1], acts[1], nn.Linear(96, WIDTH)
         )
         self.last = nn.Linear(WIDTH, 1)
         self.checkpointed = checkpointed
@@ -57,6 +60,7 @@ def batches(count: int, *, heavy: bool = False, rows: int = 128) -> list[tuple[T
 
 
 def train(model: nn.Module, data: list[tuple[Tensor, Tensor]], probe: Probe | None = None) -> list[Tensor]:
+    torch.manual_seed(2)  # of dropout
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     for x, y in data:
         optimizer.zero_grad()
@@ -73,15 +77,17 @@ def own(report: Report, site: str, gemm: str = "fprop") -> Candidate:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trace_multiplies_what_the_chain_multiplied(kind: str) -> None:
+def test_a_trace_multiplies_what_the_chain_multiplied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = low(kind)
     train(model, batches(2))  # scales are known
     ((_, chain),) = chains_of(model)
     model.zero_grad()
     x, target = batches(1)[0]
+    seed = torch.tensor([5]) if kind == "dropping" else None
+    monkeypatch.setattr(chain, "draw_seed", lambda layout, device: seed)
     y = model.tower(x.requires_grad_())
     y.retain_grad()
-    trace = Trace(chain, x, x.dtype, None, graded=True)
+    trace = Trace(chain, x, x.dtype, None, graded=True, seed=seed)
     nn.functional.binary_cross_entropy_with_logits(model.last(y), target).backward()
     trace.see_gradient(y.grad)
     assert trace.finish()

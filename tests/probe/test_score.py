@@ -230,3 +230,27 @@ def test_the_short_way_rounds_like_the_law(spec: str) -> None:
     short, law = round_trip(x, Spec.parse(spec)), fake_quantize(x, Spec.parse(spec))
     assert float((short != law).float().mean()) < 1e-3
     torch.testing.assert_close(short, law, rtol=0.13, atol=1e-6)
+
+
+def test_what_several_calls_of_a_linear_do_adds_up() -> None:
+    """Four calls with the same input are one whose output counts four times; each alone would look a quarter as harmful."""
+
+    class Repeated(nn.Module):
+        def __init__(self, calls: int) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.head, self.calls = nn.Linear(12, 32), nn.Linear(32, 1), calls
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen = sum(torch.tanh(self.layer(x)) for _ in range(self.calls)) * (4 / self.calls)
+            return self.head(seen)
+
+    harms = []
+    for calls in (1, 4):
+        model = Repeated(calls)
+        probe = Probe(model, every=1, rows=64)
+        train(model, batches(2), probe)
+        found = probe.watch("layer").tally.harm("fprop", "rowwise")
+        assert found is not None
+        harms.append(found[0].value)
+    assert harms[1] == pytest.approx(harms[0], rel=0.05)

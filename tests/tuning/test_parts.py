@@ -4,9 +4,11 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import loka
@@ -16,11 +18,11 @@ from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
-from loka.tuning.timing import can_time, compare, make_fragment
+from loka.tuning.timing import can_time, compare, make_fragment, say_host
 from loka.tuning.verifying import Losses
-from loka.units import discover
+from loka.units import discover, place
 
-from .small import Ranker, loss, make_batches, make_trained, same, state_of
+from .small import Ranker, loss, make_batches, make_trained, same, state_of, tune
 
 LIMITS = Limits.before_swapping(1e-3)
 
@@ -198,11 +200,67 @@ def test_a_fragment_is_the_unit_and_can_be_placed() -> None:
         assert not {id(p) for p in fragment.parameters()} & {id(p) for p in model.parameters()}
 
 
+class Dropping(nn.Module):
+    """Dropout as a module, as one module in two places, and as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d, self.last = *(nn.Linear(64, 64) for _ in range(4)), nn.Linear(64, 1)
+        self.own, self.shared = nn.Dropout(0.1), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(torch.relu(self.a(x)))
+        x = self.shared(torch.relu(self.b(x)))
+        x = F.dropout(F.gelu(self.c(x)), 0.3, self.training)
+        return self.last(self.shared(torch.relu(self.d(x)))).squeeze(-1)
+
+
+def test_a_fragment_drops_as_the_unit_does() -> None:
+    model, x = Dropping(), torch.randn(16, 64)
+    (unit,) = discover(model, x).units
+    fragment, own = make_fragment(model, unit)
+    modules = dict(fragment.named_modules())
+    assert [modules[link.dropout_site].p for link in own.links] == [0.1, 0.2, 0.3, 0.2]
+    plain = fragment(x)
+    chain = place(fragment, own)
+    assert chain.layout(torch.float32).dropout == (0.1, 0.2, 0.3, 0.2)
+    torch.manual_seed(1)
+    assert not torch.equal(fragment(x), plain)
+    fragment.eval()(x)
+
+
+def test_a_unit_that_is_split_drops_what_its_parts_can() -> None:
+    (unit,) = discover(Dropping(), torch.randn(16, 64)).units
+    first, second = split_unit(unit, {"b"})
+    assert [link.dropout for link in (*first.links, *second.links)] == [0.1, 0.3, 0.2]
+    plain = msgspec.structs.replace(unit.links[0], activation="none")  # a library's GEMM draws nothing
+    alone = next(split_unit(msgspec.structs.replace(unit, links=[plain, *unit.links[1:]]), {"b"}))
+    assert (alone.links[0].dropout, alone.links[0].passed) == (None, [])
+
+
+def test_a_tower_with_dropout_is_tuned_as_one_chain() -> None:
+    model = Dropping()
+    tuned = tune(model)
+    assert [unit.linears for unit in tuned.plan.units] == [["a", "b", "c", "d"]]
+    x, _ = make_batches(1)[0]
+    assert not torch.equal(model.train()(x), model(x))
+    assert torch.equal(model.eval()(x), model(x))
+
+
 def test_speeds_are_ratios_turn_by_turn() -> None:
     times = {"bf16": [10.0, 12.0, 11.0], "loka": [5.0, 6.0, 10.0]}
     assert compare(times, "loka", "bf16") == Interval(value=2.0, low=1.1, high=2.0)
     assert "emulated" in (can_time(torch.device("cpu")) or "")
     assert can_time(torch.device("cuda")) is None
+
+
+def test_a_step_that_waits_for_the_host_is_told() -> None:
+    step = {"loka": 900.0, "bf16": 1200.0}
+    assert say_host(step, {"loka": 800.0, "bf16": 400.0}, "loka", "bf16") is None
+    said = say_host(step, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
+    assert said is not None
+    assert "3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x" in said  # bf16 is not launched faster than it runs
 
 
 def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:

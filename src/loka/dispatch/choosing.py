@@ -268,10 +268,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
             links.append(link)
             continue
         if links:
-            if links[-1].norm in ("layer", "rms"):
-                links[-1] = msgspec.structs.replace(
-                    links[-1], norm="none", norm_site=None, activation="none", passed=[], callers=[], called=False
-                )
+            links[-1] = links[-1].as_last()
             scales = unit.scales if len(links) > 1 or unit.scales == "calibrated" else "dynamic"
             names = {part.linear for part in links}
             magnitudes = {name: value for name, value in unit.magnitudes.items() if name in names}

@@ -22,11 +22,11 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 _CONFIG = '''
 
 def config_for(recipe):
-    """As the plan was judged: E4M3 gradients, scales as they are (no powers of two), fast accumulation in every FP8 GEMM."""
+    """As the plan was judged: E4M3 gradients, scales as they are (no powers of two), fast accumulation except in weight gradients."""
     import torch
     from torchao.float8 import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
 
-    fast = Float8GemmConfig(use_fast_accum=True)
+    fast, exact = Float8GemmConfig(use_fast_accum=True), Float8GemmConfig(use_fast_accum=False)
     granularity = ScalingGranularity.TENSORWISE if recipe == "tensorwise" else ScalingGranularity.AXISWISE
     cast = CastConfig(scaling_granularity=granularity, target_dtype=torch.float8_e4m3fn)
     more = {}
@@ -37,7 +37,7 @@ def config_for(recipe):
         more["cast_config_grad_output_for_grad_weight"] = high
     return Float8LinearConfig(
         cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast,
-        gemm_config_output=fast, gemm_config_grad_input=fast, gemm_config_grad_weight=fast, **more,
+        gemm_config_output=fast, gemm_config_grad_input=fast, gemm_config_grad_weight=exact, **more,
     )
 '''
 

@@ -53,8 +53,10 @@ class Draw:
                 raise ValueError(f"Draw.{name} is a 32-bit counter, 0 to {_WORD}, got {value}")
 
 
-def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: tuple[int, int], *, rounds: int = ROUNDS) -> list[Tensor]:
-    """Four words of 32 bits for each counter (c0, c1, c2, c3), as int64. Counters are int64 below 2^32; the others broadcast to c0."""
+def philox(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: int, key: tuple[int | Tensor, int | Tensor], *, rounds: int = ROUNDS
+) -> list[Tensor]:
+    """Four words of 32 bits for each counter (c0, c1, c2, c3), as int64. Counters and keys are below 2^32; the others broadcast to c0."""
     k0, k1 = key
     words = [t.expand_as(c0) for t in (c0, c1, c2, torch.full_like(c0, c3))]
     for _ in range(rounds):

@@ -13,8 +13,17 @@ cast does) values are first rounded onto the grid with integer arithmetic and th
 import triton
 import triton.language as tl
 
+from loka.formats.philox import ROUNDS
+from loka.kernels.dropout import FIRST, SECOND, STRIDE
+
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_ROUNDS, _STRIDE, _FIRST, _SECOND = (
+    tl.constexpr(ROUNDS),
+    tl.constexpr(STRIDE),
+    tl.constexpr(FIRST),
+    tl.constexpr(SECOND),
+)
 
 
 @triton.jit
@@ -288,6 +297,16 @@ def slope_from_output(y, ACTIVATION: tl.constexpr):
         return 1.0 - y * y
     else:
         return y * (1.0 - y)
+
+
+@triton.jit
+def drawn(seed, row, column, stream, threshold, factor):
+    """`factor` where dropout keeps an element of a tile, 0 where it drops it, by the law of `loka.kernels.dropout`: rows and columns of the whole matrix, and `threshold_of(p)`."""
+    zero = tl.zeros(row.shape, tl.uint32)
+    k0, k1, _, _ = tl.philox(seed, zero + row.to(tl.uint32), zero + stream.to(tl.uint32), zero, zero, _ROUNDS)
+    wide = (k0[:, None] + (column.to(tl.uint32) * _STRIDE)[None, :]).to(tl.uint64) * _FIRST
+    h = ((wide >> 32).to(tl.uint32) ^ wide.to(tl.uint32) ^ k1[:, None]) * _SECOND
+    return tl.where(h.to(tl.int32, bitcast=True) >= threshold, tl.zeros(h.shape, tl.float32) + factor, 0.0)
 
 
 @triton.jit

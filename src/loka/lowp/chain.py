@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from loka.formats import QTensor, scale_from_amax
 from loka.kernels.activation import activate
+from loka.kernels.dropout import Dropout, check_p, factor_of, keep_mask
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.quantize import quantize
 from loka.lowp.chain_function import (
@@ -50,6 +51,7 @@ from loka.lowp.chain_modules import (  # fmt: skip
 )
 from loka.lowp.folding import fold, statistics
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.passing import draws_dropout
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
 from loka.lowp.step import follow, unfollow
 from loka.lowp.witness import Witness, warn_stale
@@ -69,9 +71,10 @@ class Part:
         link: what it computes.
         linear: the nn.Linear.
         norm: the module whose weight, bias and eps the norm has; None without a norm. A batch norm is folded into the linear, and the link has none.
-        passed: modules that hand on their input from now on: the norm, the activation, dropouts without effect, identities.
-        callers: modules whose forward calls the activation, or a dropout without effect, as a function (`loka.lowp.passing`).
+        passed: modules that hand on their input from now on: the norm, the activation, the dropout, identities.
+        callers: modules whose forward calls the activation, or a dropout, as a function (`loka.lowp.passing`).
         called: whether one of them calls the activation.
+        dropout: the nn.Dropout, whose mode and p say at every call what is drawn; or the module whose forward calls one as a function, with the p of the link. None: there is none.
     """
 
     link: Link
@@ -80,6 +83,11 @@ class Part:
     passed: tuple[nn.Module, ...] = ()
     callers: tuple[nn.Module, ...] = ()
     called: bool = False
+    dropout: nn.Module | None = None
+
+    def stops(self, p: float) -> int:
+        """What is called between this linear and the next, and hands on what it is given, where dropout drops a share of p."""
+        return len(self.passed) + self.called + (p > 0 and self.drops_in_call)
 
     @property
     def folds(self) -> bool:
@@ -87,9 +95,22 @@ class Part:
         return isinstance(self.norm, nn.BatchNorm1d)
 
     @property
-    def stops(self) -> int:
-        """What is called between this linear and the next, and hands on what it is given."""
-        return len(self.passed) + self.called
+    def drops_in_call(self) -> bool:
+        """Whether the dropout is a function that a forward calls, or a module in many places."""
+        return self.dropout is not None and all(module is not self.dropout for module in self.passed)
+
+    def find_p(self) -> float:
+        """The share that is dropped now."""
+        for module in self.passed:
+            if module is not self.dropout and isinstance(module, nn.Dropout) and module.training and module.p > 0:
+                raise ValueError(
+                    f"a dropout behind {self.link.linear} has p {module.p:g} and is in training mode, and the chain was found without it, for serving or with p 0; "
+                    "hint: loka.revert(model), and a plan made for training"
+                )
+        if self.dropout is None or not self.dropout.training or not draws_dropout():
+            return 0.0
+        p = self.dropout.p if isinstance(self.dropout, nn.Dropout) else self.link.dropout
+        return check_p(float(p or 0.0), f"the dropout behind {self.link.linear}")
 
 
 class Tap(Protocol):
@@ -99,8 +120,8 @@ class Tap(Protocol):
     def on(self) -> bool:
         """Whether the step now running has a look."""
 
-    def see(self, chain: "Chain", x: Tensor, y: Tensor) -> Tensor:
-        """One call: what came in, what went out. Returns y, or the same numbers in a tensor whose gradient passes by."""
+    def see(self, chain: "Chain", x: Tensor, y: Tensor, seed: Tensor | None) -> Tensor:
+        """One call: what came in, what went out, what dropout was drawn from. Returns y, or the same numbers in a tensor whose gradient passes by."""
 
 
 class Chain:
@@ -156,6 +177,7 @@ class Chain:
         self.callers = list({id(m): m for part in parts for m in part.callers}.values())
         self.pending: Tensor | None = None  # what is handed on, from the head's call to the last stop
         self._at = self._met = 0  # the link whose linear was met last, and how many stops since
+        self._dropping = (0.0,) * len(parts)  # what each link dropped in the call whose result is handed on
         self.around: nn.Module | None = None  # the layer whose interactions are fused around it
 
     @property
@@ -259,11 +281,12 @@ class Chain:
     def begin(self, result: Tensor) -> None:
         """The head has run the chain: `result` goes through everything that stood between its linears."""
         self._at = self._met = 0
-        self.pending = result if len(self.parts) > 1 or self.parts[0].stops else None
+        self._dropping = tuple(part.find_p() for part in self.parts)
+        self.pending = result if len(self.parts) > 1 or self._stops() else None
 
     def meet(self, given: Tensor, *, linear: bool) -> None:
         """A later module of the chain is called. A forward that takes another path than the example did is an error, never another number."""
-        if given is not self.pending or (linear and self._met != self.parts[self._at].stops):
+        if given is not self.pending or (linear and self._met != self._stops()):
             self.pending = None
             raise RuntimeError(
                 f"a module of the chain {self.name} was called with something other than what the chain made: this forward takes another path "
@@ -272,22 +295,30 @@ class Chain:
         self._at, self._met = (self._at + 1, 0) if linear else (self._at, self._met + 1)
         self._end_here()
 
-    def meet_call(self, activation: str, slope: float) -> None:
-        """A function is called on what is handed on."""
-        if activation == "none":
-            return
-        link = self.links[self._at]
-        if not self.parts[self._at].called or (activation, slope) != (link.activation, link.slope):
+    def meet_call(self, called: str, number: float) -> None:
+        """A function is called on what is handed on: an activation with its slope, or a dropout with its p, 0 where it has no effect."""
+        part, p = self.parts[self._at], self._dropping[self._at]
+        link = part.link
+        if called == "dropout":
+            agrees = number == (p if part.drops_in_call else 0.0)
+            said, has = f"a dropout with p {number:g}", f"drew one with p {p:g}"
+        else:
+            agrees = part.called and (called, number) == (link.activation, link.slope)
+            said, has = called, f"has {link.activation}"
+        if not agrees:
             self.pending = None
             raise RuntimeError(
-                f"{activation} was called behind {link.linear}, where the chain {self.name} has {link.activation}: this forward takes another path "
+                f"{said} was called behind {link.linear}, where the chain {self.name} {has}: this forward takes another path "
                 "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
             )
-        self._met += 1
+        self._met += called != "dropout" or number > 0
         self._end_here()
 
+    def _stops(self) -> int:
+        return self.parts[self._at].stops(self._dropping[self._at])
+
     def _end_here(self) -> None:
-        if self._at == len(self.parts) - 1 and self._met == self.parts[self._at].stops:
+        if self._at == len(self.parts) - 1 and self._met == self._stops():
             self.pending = None
 
     # Running
@@ -311,10 +342,16 @@ class Chain:
             part.linear.weight.dtype if part.folds else None if part.linear.bias is None else part.linear.bias.dtype
             for part in self.parts
         )
-        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None)  # fmt: skip
+        dropout = tuple(part.find_p() for part in self.parts)
+        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None, dropout)  # fmt: skip
 
-    def tensors(self) -> ChainTensors:
-        """Its tensors, as they are now. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
+    @staticmethod
+    def draw_seed(layout: Layout, device: torch.device) -> Tensor | None:
+        """A seed for what dropout draws in one call, from torch's generator on the device; None where nothing is drawn."""
+        return torch.randint(2**62, (1,), device=device) if any(layout.dropout) else None
+
+    def tensors(self, seed: Tensor | None = None) -> ChainTensors:
+        """Its tensors, as they are now; without a seed nothing is dropped. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
         norms = [None if part.folds else part.norm for part in self.parts]
         weights, biases = zip(*self._parameters(), strict=True)
         counts = self.training or self.frozen is not None or not self.primed
@@ -327,6 +364,7 @@ class Chain:
             tuple(None if s is None or not counts else s.pending for s in self.out),
             tuple(None if s is None else s.scale for s in self.grad),
             tuple(None if s is None else s.pending for s in self.grad),
+            seed,
         )  # fmt: skip
 
     def _parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -348,21 +386,23 @@ class Chain:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
         if not torch.compiler.is_compiling():
             self._refuse_shards()
-        flat = x.reshape(-1, width)
+        flat, seed = x.reshape(-1, width), None
         # no function mode looks inside: what one writes down there, a compiler could not take out of an autograd function
         with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
             if flat.shape[0] == 0:
                 y = self.run_exactly(flat.to(dtype))
-            elif self.needs_gradient(x):
-                scale = self.input_scale
-                y = ChainFunction.apply(flat, scale, self.layout(dtype), *self.tensors().flatten())  # type: ignore[no-untyped-call]
             else:
-                y = self.infer(flat.detach(), dtype)
-            if self.watching and self.health is not None and flat.shape[0]:
-                self.look(flat, y)
+                layout = self.layout(dtype)
+                seed = self.draw_seed(layout, x.device)
+                if self.needs_gradient(x):
+                    y = ChainFunction.apply(flat, self.input_scale, layout, *self.tensors(seed).flatten())  # type: ignore[no-untyped-call]
+                else:
+                    y = self.infer(flat.detach(), layout, seed)
+                if self.watching and self.health is not None:
+                    self.look(flat, y, seed)
         y = y.reshape(*x.shape[:-1], self.linears[-1].out_features)
         tap = self.tap
-        return y if tap is None or not tap.on else tap.see(self, x, y)
+        return y if tap is None or not tap.on else tap.see(self, x, y, seed)
 
     def _refuse_shards(self) -> None:
         """The head reads all weights: whoever shards them must gather them all before it runs."""
@@ -381,10 +421,10 @@ class Chain:
             raise ValueError(f"{self.name} is frozen for serving and has no gradient, and its input asks for one; hint: torch.no_grad(), or model.train()")  # fmt: skip
         return False
 
-    def infer(self, x: Tensor | QTensor, dtype: torch.dtype) -> Tensor:
-        """Without gradients, from [M, K] in high precision or quantised already."""
+    def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None) -> Tensor:
+        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`."""
         weights = self._quantized_weights()  # first: it finds out whether what is frozen still holds
-        layout, tensors = self.layout(dtype), self.tensors()
+        tensors = self.tensors(seed)
         a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
         y: Tensor | None = None
         for at, weight in enumerate(weights):
@@ -553,11 +593,15 @@ class Chain:
     # Being looked at
 
     @torch.no_grad()
-    def look(self, x: Tensor, y: Tensor) -> None:
-        """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size."""
+    def look(self, x: Tensor, y: Tensor, seed: Tensor | None) -> None:
+        """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size.
+
+        Dropout leaves a code in FP8 or makes it zero, so each layer is compared without it, and what it hands on then loses what the rows lost in the whole batch.
+        """
         assert self.health is not None
         dtype, turn = y.dtype, turn_of(self.health[0], FORWARD)
         layout, tensors = self.layout(dtype), self.tensors()._replace(pending=(None,) * len(self.links))
+        drawn = tensors._replace(seed=seed)
         rows = sampled_rows(x.shape[0], turn)
         exact = x.index_select(0, rows)
         scale = self.input_scale
@@ -570,14 +614,18 @@ class Chain:
         for at, weight in enumerate(self._quantized_weights()):
             wanted = self.run_link_exactly(exact, at)
             step = run_link(a, weight, at, layout, tensors, training=False)
+            draw = drawn.draw(at, layout)
             got = y.index_select(0, rows) if step.a is None else step.a.dequantize()
+            if step.a is None and draw is not None:
+                wanted = wanted * keep_mask(draw, rows, wanted.shape[1]) * factor_of(draw.p)
             error = row_error(got, wanted) if self.primed or step.a is None else torch.zeros_like(turn)
             last = step.a is None
             # what went into this layer; the last one's output is that of the whole batch, and so is what it is blamed for
             given = torch.stack([_extent(exact), _extent(x)]) if last or at == 0 else exact
             record(self.health[at], FORWARD, given, self.linears[at].weight, (y if last else got,), error)
             if step.a is not None:
-                a, exact = step.a, step.a.dequantize()
+                a = step.a if draw is None else _drop(step.a, draw, rows)
+                exact = a.dequantize()
 
     def count_saturated(self) -> list[Tensor | None]:
         """For every link, how many steps' magnitudes did not fit their scale since the beginning; in serving, whether any has not. None where scales cannot saturate."""
@@ -617,6 +665,12 @@ def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | N
     return activate(p, link.activation, link.slope)
 
 
+def _drop(q: QTensor, draw: Dropout, rows: Tensor) -> QTensor:
+    """What is left of some rows, as the kernels leave it."""
+    kept = keep_mask(draw, rows, q.shape[1]).to(torch.uint8)
+    return QTensor((q.data.view(torch.uint8) * kept).view(q.data.dtype), q.scale * factor_of(draw.p), q.spec)
+
+
 def _extent(x: Tensor) -> Tensor:
     largest: Tensor = torch.linalg.vector_norm(x, float("inf"))
     return largest.float()
@@ -640,5 +694,6 @@ def _check(name: str, parts: Sequence[Part]) -> None:
 
 
 def _as_last(part: Part) -> Part:
-    """A part that ends a chain: a norm over the whole row runs as a module of its own, and what follows it."""
-    return Part(Link(part.link.linear), part.linear) if part.link.norm in ("layer", "rms") else part
+    """A part that ends a chain: a norm over the whole row runs as a module of its own, and what follows it; so does a dropout with nothing in front of it, as the library's GEMM draws none."""
+    alone = part.link.plain and part.dropout is not None
+    return Part(Link(part.link.linear), part.linear) if alone or part.link.norm in ("layer", "rms") else part

@@ -2,7 +2,7 @@
 
 Layer i of L, with x_0 quantised once and every later x_i written in FP8 by the kernel before it:
 
-    p_i = x_i W_i^T (+ b_i),   z_i = norm(p_i),   x_{i+1} = activation(z_i)         y = the last layer's, in 16 bits
+    p_i = x_i W_i^T (+ b_i),   z_i = norm(p_i),   x_{i+1} = activation(z_i) (* kept / (1 - p), dropout in training)         y = the last layer's, in 16 bits
 
 What x_{i+1} is scaled by depends on what stands between two linears:
 
@@ -12,6 +12,9 @@ What x_{i+1} is scaled by depends on what stands between two linears:
 
 Delayed scales come from the largest magnitudes of the last steps (`loka.lowp.scaling`). A chain that has no history yet is not `primed`: it writes 16 bits between its layers and finds
 each scale from the tensor itself. That is slower and never wrong.
+
+Dropout is drawn by the kernel that activates (`loka.kernels.dropout`), from one seed for a call of the chain and the number of the link; backward draws the same again and nothing is kept for it.
+Scales are those of what is not dropped, before 1 / (1 - p): p may change from step to step.
 
 Backward, from dy down, with g_i the gradient of p_i quantised both ways:
 
@@ -31,6 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
 from loka.kernels import registry
+from loka.kernels.dropout import Dropout
 from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear, fused_linear_dgrad
 from loka.kernels.fused_linear import fused_linear_gradient as fused_gradient
 from loka.kernels.norm_quantize import norm_gradient, norm_quantize
@@ -60,6 +64,7 @@ class Link:
         activation: what follows, by the kernels' names.
         eps: of a layer or rms norm.
         slope: of a leaky ReLU.
+        dropout: the p of a dropout behind it, when the chain was found; None: there is none. What is drawn is up to its module at every call.
     """
 
     linear: str
@@ -67,6 +72,7 @@ class Link:
     activation: str = "none"
     eps: float = 1e-5
     slope: float = 0.01
+    dropout: float | None = None
 
     @property
     def bounded(self) -> bool:
@@ -92,7 +98,8 @@ class ChainPrecision:
         gradient: scales of the gradients: one for the tensor from its own largest value, one per 128, or one for the tensor from the last steps.
         gradient_format: e4m3 or e5m2.
         fused_backend, gemm_backend, quantize_backend: kernels by name, or "auto".
-        fast_accum: accumulate as fast as the tensor cores can.
+        fast_accum: accumulate as fast as the tensor cores can. Not in the gradients of weights: sums over the batch are long and often of one sign, and Hopper
+            keeps about 14 bits of them.
     """
 
     gradient: GradientScale = "tensor"
@@ -143,6 +150,7 @@ class Layout:
         primed: whether the scales between layers are known before the layer runs.
         gradients_primed: whether those of the gradients are.
         given_input: whether the scale of x is known before it comes: behind a BlockNorm, or calibrated.
+        dropout: the share that each link drops in this call; empty where none does.
     """
 
     links: tuple[Link, ...]
@@ -153,6 +161,7 @@ class Layout:
     primed: bool = True
     gradients_primed: bool = True
     given_input: bool = False
+    dropout: tuple[float, ...] = ()
 
     @property
     def delays_gradients(self) -> bool:
@@ -166,7 +175,7 @@ class Layout:
 
 
 class ChainTensors(NamedTuple):
-    """The tensors of a chain, one entry a link in every field; None where a link has none."""
+    """The tensors of a chain, one entry a link in every field but the last; None where a link has none."""
 
     weight: tuple[Tensor | None, ...]
     bias: tuple[Tensor | None, ...]
@@ -176,15 +185,23 @@ class ChainTensors(NamedTuple):
     pending: tuple[Tensor | None, ...]  # largest |z| of this step, raised in place
     g_scale: tuple[Tensor | None, ...]  # of the gradient of p
     g_pending: tuple[Tensor | None, ...]
+    seed: Tensor | None = None  # of what dropout draws in this call; None where nothing is drawn
 
     @classmethod
     def unflatten(cls, flat: Sequence[Tensor | None], links: int) -> "ChainTensors":
         """From one list, field after field."""
-        return cls(*(tuple(flat[i * links : (i + 1) * links]) for i in range(len(cls._fields))))
+        fields = [tuple(flat[i * links : (i + 1) * links]) for i in range(len(cls._fields) - 1)]
+        return cls(*fields, flat[-1])
 
     def flatten(self) -> list[Tensor | None]:
         """As one list, field after field: arguments of an autograd function."""
-        return [tensor for part in self for tensor in part]
+        return [*(tensor for part in self[:-1] for tensor in part), self.seed]  # type: ignore[union-attr]
+
+    def draw(self, at: int, layout: Layout) -> Dropout | None:
+        """What a link drops in this call."""
+        if self.seed is None or layout.dropout[at] == 0.0:
+            return None
+        return Dropout(layout.dropout[at], self.seed, at)
 
 
 class Kept(NamedTuple):
@@ -256,11 +273,11 @@ class Step(NamedTuple):
 def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
     """One layer; the last one writes 16 bits, the others FP8 for the next."""
     link, last = layout.links[at], at == len(layout.links) - 1
-    bias = tensors.bias[at]
+    bias, draw = tensors.bias[at], tensors.draw(at, layout)
     if last:
-        if link.plain:
+        if link.plain and draw is None:
             return Step(None, None, run_plain(a, w, bias, layout))
-        result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=training)
+        result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=training, draw=draw)
         return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
     if link.norm in ("layer", "rms"):
         # the bias inside the GEMM's kernel: what follows is a kernel of ours, which no compiler could join an addition to
@@ -272,42 +289,33 @@ def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTens
         )
         return _run_normed(h, at, layout, tensors, training=training)
     if link.bounded:
-        result = _fuse(a, w, bias, link, layout, out=NORMALIZED, scale=tensors.scale[at], keep=training, transpose=training)  # fmt: skip
+        result = _fuse(a, w, bias, link, layout, out=NORMALIZED, scale=tensors.scale[at], keep=training, transpose=training, draw=draw)  # fmt: skip
         return Step(_as_q(result.y), result.y_t, None, result.z, result.rstd)
     if layout.primed:
-        result = _fuse(a, w, bias, link, layout, out=STATIC_SPEC, scale=tensors.scale[at], keep=training, transpose=training, amax=tensors.pending[at])  # fmt: skip
+        result = _fuse(a, w, bias, link, layout, out=STATIC_SPEC, scale=tensors.scale[at], keep=training, transpose=training, amax=tensors.pending[at], draw=draw)  # fmt: skip
         return Step(_as_q(result.y), result.y_t, None, result.z)
-    y, z = _run_wide(a, w, bias, link, layout, keep=True)
-    _raise(tensors.pending[at], y if z is None else z)
-    return _quantize_step(y, layout, training=training, z=z)
-
-
-def _run_wide(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: Layout, *, keep: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """A link that writes 16 bits, and its z where it differs."""
-    if link.plain:
-        return run_plain(a, w, bias, layout), None
-    result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=keep)
-    assert not isinstance(result.z, QTensor)
-    return _as_tensor(result.y), result.z
+    if link.plain and draw is None:
+        y = run_plain(a, w, bias, layout)
+        _raise(tensors.pending[at], y)
+        return _quantize_step(y, layout, training=training, z=None)
+    result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=True, amax=tensors.pending[at], draw=draw)
+    return _quantize_step(_as_tensor(result.y), layout, training=training, z=result.z)
 
 
 def _run_normed(h: Tensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
     """Normalise, activate and quantise what a GEMM wrote in 16 bits."""
     link = layout.links[at]
-    norm: dict[str, Any] = {"norm": link.norm, "activation": link.activation, "weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps}  # fmt: skip
+    norm: dict[str, Any] = {"norm": link.norm, "activation": link.activation, "weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps, "amax": tensors.pending[at], "dropout": tensors.draw(at, layout)}  # fmt: skip
     if layout.primed:
-        made = norm_quantize(
-            h, STATIC_SPEC, scale=tensors.scale[at], transpose=training, amax=tensors.pending[at], **norm
-        )
+        made = norm_quantize(h, STATIC_SPEC, scale=tensors.scale[at], transpose=training, **norm)
         return Step(made.q, made.q_t, None, h, made.rstd, made.mean)
     made = norm_quantize(h, None, out_dtype=layout.dtype, **norm)
     assert made.y is not None
-    _raise(tensors.pending[at], made.y)
     step = _quantize_step(made.y, layout, training=training, z=h)
     return step._replace(rstd=made.rstd, mean=made.mean)
 
 
-def _quantize_step(y: Tensor, layout: Layout, *, training: bool, z: Tensor | None) -> Step:
+def _quantize_step(y: Tensor, layout: Layout, *, training: bool, z: QTensor | Tensor | None) -> Step:
     backend = layout.precision.quantize_backend
     if not training:
         return Step(quantize(y, TENSOR_SPEC, backend=backend), None, None)
@@ -320,10 +328,10 @@ def _raise(pending: Tensor | None, x: Tensor) -> None:
         pending.copy_(torch.maximum(pending, find_amax(x)))
 
 
-def _fuse(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: Layout, *, out: Any, scale: Tensor | None = None, keep: bool = False, transpose: bool = False, amax: Tensor | None = None) -> FusedResult:  # fmt: skip
+def _fuse(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: Layout, *, out: Any, scale: Tensor | None = None, keep: bool = False, transpose: bool = False, amax: Tensor | None = None, draw: Dropout | None = None) -> FusedResult:  # fmt: skip
     return fused_linear(
         a, w, out=out, out_scale=scale, bias=bias, norm_block=NORM_BLOCK if link.bounded else 0, activation=link.activation,
-        slope=link.slope, keep=keep, transpose=transpose, amax=amax, backend=layout.precision.fused_backend,
+        slope=link.slope, keep=keep, transpose=transpose, amax=amax, dropout=draw, backend=layout.precision.fused_backend,
     )  # fmt: skip
 
 
@@ -394,15 +402,15 @@ def run_backward(
             show(at, g)
         if needs_weight[at]:
             x_q = QTensor(kept[at].x_t, kept[at].x_t_scale, input_spec(at, layout))
-            made.weight[at] = multiply(g_t, x_q, layout.weight_types[at], layout)
+            made.weight[at] = multiply(g_t, x_q, layout.weight_types[at], layout, exact=True)
         w_t = QTensor(kept[at].w_t, kept[at].w_t_scale, layout.precision.weight_t_spec)
         if at == 0:
             return made._replace(x=multiply(g, w_t, layout.dtype, layout) if needs_input else None)
-        if (
-            layout.links[at - 1].norm == "none"
-            and layout.delays_gradients
-            and layout.links[at - 1].activation != "none"
-        ):
+        before, follows = (
+            layout.links[at - 1],
+            not layout.links[at - 1].plain or tensors.draw(at - 1, layout) is not None,
+        )
+        if before.norm == "none" and layout.delays_gradients and follows:
             g, g_t = _step_back(g, w_t, at - 1, kept, layout, tensors, made)
         else:
             g, g_t = _enter(multiply(g, w_t, layout.dtype, layout), at - 1, kept, layout, tensors, made)
@@ -426,7 +434,7 @@ def _step_back(g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layo
     link = layout.links[at]
     result = fused_linear_dgrad(
         g, w_t, _kept_z(kept[at], link), spec=layout.gradient_spec, scale=_known(tensors.g_scale[at]), activation=link.activation, slope=link.slope,
-        bias=layout.bias_types[at] is not None, amax=tensors.g_pending[at], backend=layout.precision.fused_backend,
+        bias=layout.bias_types[at] is not None, amax=tensors.g_pending[at], dropout=tensors.draw(at, layout), backend=layout.precision.fused_backend,
     )  # fmt: skip
     made.bias[at] = _cast(result.bias, layout.bias_types[at])
     return result.g, result.g_t
@@ -435,7 +443,7 @@ def _step_back(g: QTensor, w_t: QTensor, at: int, kept: list[Kept], layout: Layo
 def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: ChainTensors, made: Gradients) -> tuple[QTensor, QTensor]:  # fmt: skip
     """g of a link from the gradient of what it hands on, in 16 bits; the gradients of its bias and norm on the way."""
     link, precision, biased = layout.links[at], layout.precision, layout.bias_types[at] is not None
-    backend = precision.quantize_backend
+    backend, draw = precision.quantize_backend, tensors.draw(at, layout)
     if link.norm in ("layer", "rms"):
         dx, dx_t = _norm_back(dy, at, kept[at], layout, tensors, made)
         if isinstance(dx, QTensor):
@@ -443,9 +451,9 @@ def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: Chain
             if biased:
                 made.bias[at] = _cast(_column_sums(dx), layout.bias_types[at])
             return dx, dx_t
-        dy = dx
+        dy, draw = dx, None
     z = None if link.norm in ("layer", "rms") else _kept_z(kept[at], link)
-    if z is None:
+    if z is None and draw is None:
         if biased:
             made.bias[at] = _cast(dy.sum(0, dtype=torch.float32), layout.bias_types[at])
         spec = precision.gradient_spec
@@ -456,8 +464,9 @@ def _enter(dy: Tensor, at: int, kept: list[Kept], layout: Layout, tensors: Chain
     scale = tensors.g_scale[at] if layout.delays_gradients else None
     spec = layout.gradient_spec
     result = fused_gradient(
-        dy.contiguous(), FusedResult(z, z=z, rstd=kept[at].rstd), spec=spec, spec_t=spec, scale=scale,
-        norm_block=NORM_BLOCK if link.bounded else 0, activation=link.activation, slope=link.slope, bias=biased, backend=precision.fused_backend,
+        dy.contiguous(), FusedResult(dy, z=z, rstd=kept[at].rstd), spec=spec, spec_t=spec, scale=scale,
+        norm_block=NORM_BLOCK if link.bounded else 0, activation=link.activation, slope=link.slope, bias=biased, dropout=draw,
+        backend=precision.fused_backend,
     )  # fmt: skip
     made.bias[at] = _cast(result.bias, layout.bias_types[at])
     pending = tensors.g_pending[at]
@@ -486,7 +495,7 @@ def _norm_back(dy: Tensor, at: int, kept: Kept, layout: Layout, tensors: ChainTe
     if layout.delays_gradients:
         fp8 = {"spec": layout.gradient_spec, "scale": tensors.g_scale[at], "amax": tensors.g_pending[at]}
     back = norm_gradient(
-        dy.contiguous(), kept.z, kept.mean, kept.rstd, norm=link.norm, weight=weight, bias=bias, activation=link.activation, **fp8
+        dy.contiguous(), kept.z, kept.mean, kept.rstd, norm=link.norm, weight=weight, bias=bias, activation=link.activation, dropout=tensors.draw(at, layout), **fp8
     )  # fmt: skip
     made.norm_weight[at], made.norm_bias[at] = _cast(back.weight, _type_of(weight)), _cast(back.bias, _type_of(bias))
     return back.dx, back.dx_t
@@ -507,14 +516,18 @@ def _cast(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return gradient if gradient.dtype == dtype else gradient.to(dtype)
 
 
-def multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+def multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout, *, exact: bool = False) -> Tensor:
     """a [M, K] @ b [N, K]^T Beside groups of 128, one scale for the tensor is written as groups that all have it: libraries pair groups with groups."""
     if a.spec.block == _GROUP.block and b.scale.dim() == 0:
         rows, columns = b.shape
         groups = b.scale.expand(-(-columns // _GROUP.block.cols), rows).T.contiguous()
         b = QTensor(b.data, groups, _GROUP)
     return scaled_mm(
-        a, b, out_dtype=dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum
+        a,
+        b,
+        out_dtype=dtype,
+        backend=layout.precision.gemm_backend,
+        fast_accum=layout.precision.fast_accum and not exact,
     )
 
 
@@ -542,7 +555,7 @@ class ChainFunction(torch.autograd.Function):
 
 def save_chain(ctx: Any, layout: Layout, tensors: ChainTensors, saved: Sequence[Tensor | None], *others: Tensor) -> None:  # fmt: skip
     """Keep what `restore_chain` needs, behind `others`. Weights are not kept: backward has them in FP8."""
-    ctx.save_for_backward(*others, *tensors.norm_weight, *tensors.norm_bias, *tensors.g_scale, *saved)
+    ctx.save_for_backward(*others, *tensors.norm_weight, *tensors.norm_bias, *tensors.g_scale, tensors.seed, *saved)
     # raised by every backward of this chain, in any order: not for autograd's check of versions
     ctx.pending, ctx.layout = tensors.g_pending, layout
 
@@ -552,11 +565,11 @@ def restore_chain(ctx: Any, dy: Tensor, kept: Sequence[Any], *, needs_input: boo
     layout, count = ctx.layout, len(ctx.layout.links)
     norms, shifts, scales = (tuple(kept[i * count : (i + 1) * count]) for i in range(3))
     none = (None,) * count
-    tensors = ChainTensors(none, none, norms, shifts, none, none, scales, ctx.pending)
-    return run_backward(dy, kept[3 * count :], layout, tensors, needs_input=needs_input, needs_weight=needs[:count])
+    tensors = ChainTensors(none, none, norms, shifts, none, none, scales, ctx.pending, kept[3 * count])
+    return run_backward(dy, kept[3 * count + 1 :], layout, tensors, needs_input=needs_input, needs_weight=needs[:count])
 
 
 def spread(made: Gradients) -> list[Tensor | None]:
-    """Gradients in the order of the flattened tensors; scales have none."""
+    """Gradients in the order of the flattened tensors; scales and the seed have none."""
     parameters = [*made.weight, *made.bias, *made.norm_weight, *made.norm_bias]
-    return [*parameters, *([None] * len(parameters))]
+    return [*parameters, *([None] * (len(parameters) + 1))]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec
+from loka.kernels.dropout import factor_of, keep_mask
 from loka.kernels.quantize import transpose
 from loka.lowp.chain import Chain, follow_linear
 from loka.lowp.chain_function import (
@@ -72,6 +73,7 @@ class Trace:
         dtype: that it computes in.
         index: which rows are looked at; None: all.
         graded: as training runs it; otherwise as an evaluation does.
+        seed: what dropout was drawn from in that call; None where nothing was.
 
     Example:
         >>> trace = Trace(chain, x, x.dtype, torch.arange(16), graded=True)
@@ -80,7 +82,7 @@ class Trace:
     """
 
     @torch.no_grad()
-    def __init__(self, chain: Chain, x: Tensor, dtype: torch.dtype, index: Tensor | None, *, graded: bool) -> None:
+    def __init__(self, chain: Chain, x: Tensor, dtype: torch.dtype, index: Tensor | None, *, graded: bool, seed: Tensor | None = None) -> None:  # fmt: skip
         x = x.detach()
         self._pull: Callable[[Tensor, Tensor], Tensor] | None = None
         self._arrived: Tensor | None = None
@@ -88,7 +90,7 @@ class Trace:
         if chain.around is not None:
             given, self._pull = enter_chain(chain.around, x)
         self._index = index if index is None else index.to(given.device)
-        self._layout, tensors = chain.layout(dtype), chain.tensors()
+        self._layout, tensors = chain.layout(dtype), chain.tensors(seed)
         nobody = (None,) * len(chain.links)
         # copies: scales move on when the optimizer has made its step, and whoever shards parameters may take whole ones away before backward
         norm_weight, norm_bias, scale, g_scale = (
@@ -96,7 +98,7 @@ class Trace:
             for part in (tensors.norm_weight, tensors.norm_bias, tensors.scale, tensors.g_scale)
         )
         self._tensors = ChainTensors(
-            tensors.weight, tensors.bias, norm_weight, norm_bias, scale, nobody, g_scale, nobody
+            tensors.weight, tensors.bias, norm_weight, norm_bias, scale, nobody, g_scale, nobody, seed
         )
         lows, weights = self._run(chain, given) if graded else self._infer(chain, given)
         self._bias = [None if b is None else b.detach().to(torch.float32, copy=True) for b in tensors.bias]
@@ -153,7 +155,11 @@ class Trace:
 
     def _hand_on(self, p: Tensor, at: int) -> Tensor:
         """What a link hands on, before it is rounded."""
-        return follow_linear(p, self._layout.links[at], self._tensors.norm_weight[at], self._tensors.norm_bias[at])
+        y = follow_linear(p, self._layout.links[at], self._tensors.norm_weight[at], self._tensors.norm_bias[at])
+        draw = self._tensors.draw(at, self._layout)
+        if draw is None:
+            return y
+        return y * keep_mask(draw, y.shape[0] if self._index is None else self._index, y.shape[1]) * factor_of(draw.p)
 
     @torch.no_grad()
     def see_gradient(self, dy: Tensor) -> None:
@@ -196,7 +202,7 @@ class Trace:
 
     def _pull_back(self, arriving: Tensor, at: int) -> Tensor:
         """The gradient of p from that of what the link hands on, in float32."""
-        if self._layout.links[at].plain:
+        if self._layout.links[at].plain and self._tensors.draw(at, self._layout) is None:
             return arriving
         with torch.enable_grad():
             p = self._product(at).detach().requires_grad_()

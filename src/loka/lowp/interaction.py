@@ -61,9 +61,9 @@ class _Layer(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _look(chain: Chain, products: Any, dtype: torch.dtype) -> None:
+def _look(chain: Chain, products: Any, layout: Layout, seed: Tensor | None) -> None:
     """Count for Guard what the chain does inside of the node: once more, in the one step of many that is looked at."""
-    chain.look(products.dequantize().to(dtype), chain.infer(products, dtype))
+    chain.look(products.dequantize().to(layout.dtype), chain.infer(products, layout, seed), seed)
 
 
 @torch.no_grad()
@@ -104,22 +104,23 @@ class _Fused(nn.Module):
         chain = _tower_of(self)
         assert chain is not None
         call = _describe(self, x.shape[0], x.dtype)
+        layout = chain.layout(x.dtype)
+        seed = chain.draw_seed(layout, x.device)
         with torch.autocast(x.device.type, enabled=False):
             if chain.watching and chain.health is not None:
-                _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, x.dtype)
+                _look(chain, interact(x.detach(), self.mix.weight.detach(), call, chain.static).products, layout, seed)
             if not chain.needs_gradient(x):
                 made = interact(x, self.mix.weight, call, chain.static)
-                return self._show(chain, x, finish(made, chain.infer(made.products, x.dtype), call))
-            layout, tensors = chain.layout(x.dtype), chain.tensors()
+                return self._show(chain, x, finish(made, chain.infer(made.products, layout, seed), call), seed)
             out: Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
-                x.contiguous(), self.mix.weight, chain.static, call, layout, *tensors.flatten()
+                x.contiguous(), self.mix.weight, chain.static, call, layout, *chain.tensors(seed).flatten()
             )
-        return self._show(chain, x, out)
+        return self._show(chain, x, out, seed)
 
     @staticmethod
-    def _show(chain: Chain, x: Tensor, out: Tensor) -> Tensor:
+    def _show(chain: Chain, x: Tensor, out: Tensor, seed: Tensor | None) -> Tensor:
         tap = chain.tap
-        return out if tap is None or not tap.on else tap.see(chain, x, out)
+        return out if tap is None or not tap.on else tap.see(chain, x, out, seed)
 
     def extra_repr(self) -> str:
         """What runs when."""

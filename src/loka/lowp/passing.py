@@ -5,10 +5,12 @@
     return self.c(h)
 
 Nothing stands there whose class could be changed. So the module whose forward makes the call (the caller) runs it under a mode of torch that sees every function: a call of an activation, or of
-a dropout without effect, on the very tensor that a chain is handing on returns that tensor; every other call goes on as it is. Which tensor that is and what may come next is the chain's
-business (`Chain.begin`, `Chain.meet`): another activation than the example showed, or one that is left out, is an error. torch.compile traces the mode and leaves nothing of it in the graph.
+a dropout, on the very tensor that a chain is handing on returns that tensor; every other call goes on as it is. Which tensor that is and what may come next is the chain's
+business (`Chain.begin`, `Chain.meet`): another activation or another p than the example showed, or one that is left out, is an error. torch.compile traces the mode and leaves nothing of it in the graph.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +28,25 @@ _HARD = (F.hardswish,)
 _TANH = (F.tanh, torch.tanh, Tensor.tanh, torch.tanh_, Tensor.tanh_)
 _SIGMOID = (F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.sigmoid_, Tensor.sigmoid_)
 _LEAKY = (F.leaky_relu, F.leaky_relu_)
-_DROPOUT = (F.dropout, torch.dropout)
+DROPOUTS = (F.dropout, torch.dropout)
+
+
+_OFF: list[bool] = []  # not empty: no chain draws
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """In this block chains drop nothing, whatever mode their modules are in: for a comparison with a model that draws otherwise."""
+    _OFF.append(True)
+    try:
+        yield
+    finally:
+        _OFF.pop()
+
+
+def draws_dropout() -> bool:
+    """Whether chains draw."""
+    return not _OFF
 
 
 class Handing(Protocol):
@@ -34,7 +54,7 @@ class Handing(Protocol):
 
     pending: Tensor | None
 
-    def meet_call(self, activation: str, slope: float) -> None:
+    def meet_call(self, called: str, number: float) -> None:
         """A function was called on what is handed on; raises where the chain expects something else."""
 
 
@@ -58,7 +78,7 @@ class HandOn(TorchFunctionMode):
 
 
 def spell_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, float] | None:
-    """The kernels' name of an activation and its slope; ("none", ...) for a dropout without effect; None for any other call.
+    """The kernels' name of an activation and its slope; "dropout" and its p, 0 for one without effect; None for any other call.
 
     Args:
         func: as torch hands it to a mode.
@@ -78,8 +98,8 @@ def spell_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return "sigmoid", LEAK
     if func in _LEAKY:
         return "leaky_relu", float(args[1] if len(args) > 1 else kwargs.get("negative_slope", LEAK))
-    if func in _DROPOUT:
+    if func in DROPOUTS:
         p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-        return None if p > 0 and training else ("none", LEAK)
+        return "dropout", float(p) if training and not _OFF else 0.0
     return None

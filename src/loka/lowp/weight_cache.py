@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from loka.formats import QTensor, Spec
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import assemble, layout_of, parts_of
 from loka.kernels.quantize import quantize, quantize_both, quantize_transposed
 from loka.kernels.scaled_mm import GemmWay, prepare
@@ -209,9 +210,7 @@ def _parse(text: str) -> GemmWay | None:
     return GemmWay.parse(text) if text else None
 
 
-@torch.library.custom_op(
-    "loka::refresh_weight", mutates_args=("data", "scale", "laid", "data_t", "scale_t", "laid_t", "stamp")
-)
+@torch_op("refresh_weight", mutates=("data", "scale", "laid", "data_t", "scale_t", "laid_t", "stamp"))
 def refresh_weight(
     weight: Tensor, data: Tensor | None, scale: Tensor | None, laid: Tensor | None, data_t: Tensor | None, scale_t: Tensor | None,
     laid_t: Tensor | None, stamp: Tensor, form: str, form_t: str, quantizer: str, manual: bool, training: bool,
@@ -222,7 +221,7 @@ def refresh_weight(
     _refresh(weight, buffers, stamp, _parse(form), _parse(form_t), quantizer, manual, training, changed)
 
 
-@refresh_weight.register_fake
+@fake_of(refresh_weight)
 def _(weight, data, scale, laid, data_t, scale_t, laid_t, stamp, form, form_t, quantizer, manual, training):  # type: ignore[no-untyped-def]
     return None
 

@@ -1,7 +1,7 @@
 """Is a product the exact one, added up in hardware and rounded once? Every element of it, at any size.
 
     y = sum_k (a_k s_a)(b_k s_b)                 in float64
-    T = sqrt( sum_k (a_k b_k)^2 + y^2 )          the size that errors of adding are measured in (`conformance`)
+    T = sqrt( sum_k (a_k b_k)^2 + y^2 )          the size that errors of adding are measured in (`conformance`); subnormals count as the smallest normal
     e = max(0, |out - y| - ulp(out) / 2) / T     what rounding the result once does not explain
 
 e is what the accumulation lost, a random number of about `conformance.accumulation_error` at most, whatever the output type: taking half an ulp off leaves
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from loka.formats import QTensor, expand_scale
 from loka.formats import decode as decode_elements
-from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
+from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance, nominal_size
 
 SLAB = 1 << 25  # elements of a result compared at a time
 STRIP, TILE = 64, 8
@@ -48,7 +48,7 @@ class Product:
 
     def __init__(self, a: QTensor, b: QTensor, *, keep: bool) -> None:
         self.a, self.b, self._keep = a, b, keep
-        self._right = _normalised(b)
+        self._right = _normalised(b, 0, b.shape[0])
         self._kept: dict[int, Exact] = {}
 
     @property
@@ -69,11 +69,11 @@ class Product:
             yield start, known
 
     def _compute(self, start: int, stop: int) -> Exact:
-        left, sizes = _normalised(_rows(self.a, start, stop))
-        right, columns = self._right
-        y = (left @ right.T).mul_(sizes).mul_(columns.T)
-        squares = (left.float().square() @ right.float().square().T).double()
-        size = squares.sqrt_().mul_(sizes).mul_(columns.T)
+        left, left_sizes, rows = _normalised(self.a, start, stop)
+        right, right_sizes, columns = self._right
+        y = (left @ right.T).mul_(rows).mul_(columns.T)
+        squares = (left_sizes.square() @ right_sizes.square().T).double()
+        size = squares.sqrt_().mul_(rows).mul_(columns.T)
         return Exact(y, torch.hypot(size, y).float())
 
 
@@ -87,15 +87,16 @@ def _rows(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     return elements, expanded[start:stop] if expanded.dim() == 2 and expanded.shape[0] == q.shape[0] else expanded
 
 
-def _normalised(operand: QTensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows over their largest element, and that element: squares of what is far from 1 do not fit into float32."""
-    elements, scale = operand if isinstance(operand, tuple) else _rows(operand, 0, operand.shape[0])
+def _normalised(q: QTensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Some rows over their largest element, their nominal sizes likewise, and that element: squares of what is far from 1 do not fit into float32."""
+    elements, scale = _rows(q, start, stop)
     values = elements * scale
     largest = (
         values.abs().nan_to_num(0.0).amax(dim=1, keepdim=True) if values.shape[1] else values.new_ones(len(values), 1)
     )
     largest = torch.where(largest > 0, largest, 1.0)
-    return values / largest, largest
+    sizes = nominal_size(elements, q.spec.format) * scale.abs() / largest
+    return values / largest, sizes.nan_to_num(0.0).float(), largest
 
 
 def compare_product(

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.formats import E4M3, E5M2, QTensor, Spec, decode, expand_scale, quantize
+from loka.formats import E4M3, E5M2, Format, QTensor, Spec, decode, expand_scale, quantize
 from loka.kernels.backend import Backend
 from loka.kernels.registry import prepare_for
 from loka.kernels.scaled_mm.call import MatmulCall
@@ -110,7 +110,10 @@ class Law:
 
 def law(a: QTensor, b: QTensor) -> Law:
     """scaled_mm in float64: products of 8-bit values and sums of a few thousand of them are exact or nearly so."""
-    return law_of_values(_exact(a), _exact(b))
+    left, right = _exact(a), _exact(b)
+    y = left @ right.T
+    sizes = [_exact(q, nominal=True).square() for q in (a, b)]
+    return Law(y, (sizes[0] @ sizes[1].T + y.square()).sqrt())
 
 
 def law_of_values(left: Tensor, right: Tensor) -> Law:
@@ -120,14 +123,30 @@ def law_of_values(left: Tensor, right: Tensor) -> Law:
     return Law(y, (left.square() @ right.square().T + y.square()).sqrt())
 
 
+def nominal_size(elements: Tensor, format: Format) -> Tensor:
+    """How large hardware takes elements for when it aligns a sum: a subnormal has the exponent of the smallest normal, so bits of what is added to it are cut off 8 times as early.
+
+    Args:
+        elements: decoded, without their scales.
+        format: theirs.
+
+    Returns:
+        Magnitudes; a zero takes part in no sum and stays zero.
+    """
+    size = elements.abs()
+    return torch.where(size > 0, size.clamp(min=format.smallest_normal), size)
+
+
 def baseline_tolerance(dtype: torch.dtype, k: int) -> float:
     """For a 16-bit GEMM: float32 sums, and room for a split along K whose partial sums are rounded to 16 bits once more."""
     return math.hypot(2 * ULP[dtype] / math.sqrt(12), 4 * 2.0**-24 * math.sqrt(max(k, 1)))
 
 
-def _exact(q: QTensor) -> Tensor:
+def _exact(q: QTensor, *, nominal: bool = False) -> Tensor:
     scale = q.scale.double() if q.tensor_scale is None else q.scale.double() * q.tensor_scale.double()
-    return decode(q.data, q.spec.format).double() * expand_scale(scale, q.shape, q.spec.block)
+    elements = decode(q.data, q.spec.format).double()
+    elements = nominal_size(elements, q.spec.format) if nominal else elements
+    return elements * expand_scale(scale, q.shape, q.spec.block)
 
 
 def check_scaled_mm(backend: Backend, call: MatmulCall, a: QTensor, b: QTensor, *, poison: bool = True) -> Conformance:

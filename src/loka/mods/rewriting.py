@@ -128,6 +128,11 @@ class _Job:
     trial: Trial | None
     ddp: bool
 
+    @property
+    def low(self) -> bool:
+        """Whether the mod runs something in FP8."""
+        return getattr(self.mod, "precision", None) == "fp8"
+
     def edit(self, *, one_by_one: bool = False) -> Editor:
         editor = Editor(self.model, self.mod.name, self.keep, self.example, self.judge if one_by_one else None)
         self.mod.rewrite(editor)
@@ -138,8 +143,7 @@ class _Job:
         lost = [step for step in steps if isinstance(step, Drop) or (isinstance(step, Swap) and step.lost)]
         if self.ddp and lost:
             return "DistributedDataParallel waits for the gradients of every parameter it was given; apply the mods before wrapping"
-        low = getattr(self.mod, "precision", None) == "fp8"
-        return None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=low)
+        return None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=self.low)
 
     def _touched(self, steps: Sequence[Step]) -> set[int]:
         """Parameters whose values a step changed: their gradients change with them."""
@@ -151,7 +155,7 @@ def _rewrite(job: _Job) -> Editor:
     """Let a mod do its work, judge it as a whole, and where that fails change by change."""
     start = len(journal_of(job.model))
     if job.trial is not None:
-        job.trial.prepare(autocast=getattr(job.mod, "under_autocast", False))
+        job.trial.prepare(autocast=getattr(job.mod, "under_autocast", False), low=job.low)
     editor = job.edit()
     if editor.changed:
         effects = {change.effect for change in editor.changed}

@@ -8,7 +8,7 @@ Before and after a mod the model is run on the example with the same random stat
     under autocast        for mods about precision: how far bfloat16 is from float32, which they must not make worse
 
 and the two are compared with a tolerance that fits the claim: what summing in another order does to the narrowest type in the model ("exact"), ten times that
-("rounding"), or what FP8 does to a tower. A change of the architecture must only run. A model whose results differ from run to run is compared as far as that allows, and the summary
+("rounding"), or what FP8 does to a tower. FP8 chains draw dropout themselves, from other random numbers than torch: they are compared without dropout. A change of the architecture must only run. A model whose results differ from run to run is compared as far as that allows, and the summary
 says where it was not.
 
 Running leaves no trace (`loka.units.undisturbed`): no gradient, no buffer, no random number.
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from loka.lowp.passing import without_dropout
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, call_model, record, tensors_in
 from loka.units.undisturbed import set_mode, undisturbed
@@ -64,7 +65,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         """Raises ValueError for an example that the model cannot run."""
-        self._model, self._example = model, example
+        self._model, self._example, self._low = model, example, False
         self._last: Outcomes = {mode: self._run_in(mode) for mode in ("eval", "training")}
         if self._last["eval"].error and self._last["training"].error:
             raise ValueError(
@@ -73,8 +74,11 @@ class Trial:
             )
         self.notes = list(self._tell())
 
-    def prepare(self, *, autocast: bool) -> None:
-        """Look at the model under autocast too, or no longer; before it is changed."""
+    def prepare(self, *, autocast: bool, low: bool = False) -> None:
+        """Look at the model under autocast too, or no longer, and for a change that runs something in FP8 (`low`) without dropout; before it is changed."""
+        if low != self._low:
+            self._low = low
+            self._last["training"] = self._run_in("training")
         if not autocast:
             self._last.pop("autocast", None)
         elif "autocast" not in self._last:
@@ -124,9 +128,10 @@ class Trial:
     def _run_in(self, mode: Mode) -> Outcome:
         kind = next((p.device.type for p in self._model.parameters()), "cpu")
         # in training alone: an encoder's fused path in eval mode is not taken while any function mode is there
-        drawing = _DrawInOrder() if mode == "training" else nullcontext()
+        drawing = _DrawInOrder(nothing=self._low) if mode == "training" else nullcontext()
+        chains = without_dropout() if self._low else nullcontext()
         try:
-            with undisturbed(self._model), torch.set_grad_enabled(mode == "training"):
+            with undisturbed(self._model), torch.set_grad_enabled(mode == "training"), chains:
                 set_mode(self._model, mode == "training")
                 _seed()
                 with torch.autocast(kind, dtype=torch.bfloat16, enabled=mode == "autocast"), drawing:
@@ -201,12 +206,18 @@ _NAMES: dict[Mode, str] = {"eval": "in eval mode", "training": "in training mode
 
 
 class _DrawInOrder(TorchFunctionMode):
-    """Dropout draws element by element. torch draws in the order in which a tensor lies in memory, which a change of layout may change: the same distribution, other draws."""
+    """Dropout draws element by element. torch draws in the order in which a tensor lies in memory, which a change of layout may change: the same distribution, other draws. `nothing`: it drops nothing."""
+
+    def __init__(self, *, nothing: bool = False) -> None:
+        super().__init__()
+        self._nothing = nothing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (F.dropout, torch.dropout) and args and not kwargs.get("inplace", args[3:4] == (True,)):
+        if func in (F.dropout, torch.dropout) and args and (self._nothing or not kwargs.get("inplace", args[3:4] == (True,))):  # fmt: skip
             x, p, training = _dropout_arguments(func, args, kwargs)
+            if self._nothing:
+                return x
             if training and 0 < p < 1:
                 kept = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
                 return x * (kept / (1 - p))

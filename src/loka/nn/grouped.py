@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from loka.kernels.op import differentiate, fake_of, torch_op
 from loka.nn.mix import compute_dtype
 
 
@@ -25,7 +26,7 @@ def _spans(ends: Tensor) -> list[tuple[int, int]]:
     return list(pairwise([0, *ends.tolist()]))
 
 
-@torch.library.custom_op("loka::grouped_linear", mutates_args=())
+@torch_op("grouped_linear")
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [N, in], weight [E, out, in], ends int32 [E] -> [N, out]."""
     if _grouped_gemm(x, weight):
@@ -36,12 +37,12 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@grouped_linear.register_fake
+@fake_of(grouped_linear)
 def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("loka::grouped_linear_weight_grad", mutates_args=())
+@torch_op("grouped_linear_weight_grad")
 def grouped_linear_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """grad [N, out], x [N, in] -> dW [E, out, in]; zero for an expert without rows."""
     if _grouped_gemm(grad, x):
@@ -52,7 +53,7 @@ def grouped_linear_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@grouped_linear_weight_grad.register_fake
+@fake_of(grouped_linear_weight_grad)
 def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
@@ -69,7 +70,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     return dx, dw, None
 
 
-grouped_linear.register_autograd(_differentiate, setup_context=_save)
+differentiate(grouped_linear, _differentiate, save=_save)
 
 
 @register_flop_formula(torch.ops.loka.grouped_linear)

@@ -41,10 +41,10 @@ class _Taps(_Unsaved):
     def on(self) -> bool:
         return any(tap.on for tap in self.taps)
 
-    def see(self, chain: Chain, x: Tensor, y: Tensor) -> Tensor:
+    def see(self, chain: Chain, x: Tensor, y: Tensor, seed: Tensor | None) -> Tensor:
         for tap in self.taps:
             if tap.on:
-                y = tap.see(chain, x, y)
+                y = tap.see(chain, x, y, seed)
         return y
 
 
@@ -98,15 +98,15 @@ class ChainTap(_Unsaved):
         """Whether the step now running has a look."""
         return self._switch.on and (torch.is_grad_enabled() or self._switch.ungraded)
 
-    def see(self, chain: Chain, x: Tensor, y: Tensor) -> Tensor:
+    def see(self, chain: Chain, x: Tensor, y: Tensor, seed: Tensor | None) -> Tensor:
         """One call of the chain. Never raises, and changes no number."""
         graded = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             with torch.no_grad():
-                ticket = probe_see(self.token, x.to(compute_dtype(x)), None, None, self.number, x.requires_grad, graded)
+                ticket = probe_see(self.token, x.to(compute_dtype(x)), seed, None, self.number, x.requires_grad, graded)
             tapped = graded and y.requires_grad
             return Tap.apply(y, ticket, self.grad_token, self.number) if tapped else y  # type: ignore[no-untyped-call]
-        number = self.see_forward(x, None, x.requires_grad, graded=graded, dtype=compute_dtype(x))
+        number = self.see_forward(x, seed, x.requires_grad, graded=graded, dtype=compute_dtype(x))
         if number != NO_TICKET and y.requires_grad:
             y.register_hook(lambda dy: self.see_backward(number, dy))  # type: ignore[no-untyped-call]
         return y
@@ -121,7 +121,7 @@ class ChainTap(_Unsaved):
         graded: bool = True,
         dtype: torch.dtype | None = None,
     ) -> int:
-        """What came in; returns the ticket to bring with the gradient of what went out."""
+        """What came in; returns the ticket to bring with the gradient of what went out. `right` is what dropout was drawn from."""
         chain = chain_of(self.head)
         if chain is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph would replay the look
             return NO_TICKET
@@ -134,7 +134,7 @@ class ChainTap(_Unsaved):
                 return waiting[-1] if waiting else NO_TICKET
             with torch.autocast(x.device.type, enabled=False):
                 return self._look(
-                    chain, watches, x, needs_dgrad, dtype or x.dtype, graded=graded and chain.frozen is None
+                    chain, watches, x, needs_dgrad, dtype or x.dtype, right, graded=graded and chain.frozen is None
                 )
         except Exception as error:
             _switch_off(watches, f"looking into the chain {chain.name}", error)
@@ -147,6 +147,7 @@ class ChainTap(_Unsaved):
         x: Tensor,
         needs_dgrad: bool,
         dtype: torch.dtype,
+        seed: Tensor | None,
         *,
         graded: bool,
     ) -> int:
@@ -155,7 +156,7 @@ class ChainTap(_Unsaved):
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self._calls) % 2**63)
         ticket, self._calls = self._calls, self._calls + 1
         index, together = choose_clusters(examples, count // max(examples, 1), self._rows, generator)
-        trace = Trace(chain, x, dtype, index, graded=graded) if count else None
+        trace = Trace(chain, x, dtype, index, graded=graded, seed=seed) if count else None
         tickets: list[tuple[Watch | None, int]] = []
         for at, (linear, watch) in enumerate(zip(chain.linears, watches, strict=True)):
             if watch is None:  # filtered out by the user

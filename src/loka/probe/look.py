@@ -39,6 +39,7 @@ class Look:
     )
     dy: Tensor | None = None
     own: Own | None = None  # of a link of a chain: the same rows as the chain itself multiplied them
+    calls: int = 1  # of this linear in the same call of the model
 
     def rows_to_score(self) -> Tensor:
         """Which of the rows, whole groups of an example's."""
@@ -55,7 +56,7 @@ class Look:
             None if self.dy is None else self.dy[rows],
             weight,
             *loss,
-            examples=self.examples,
+            examples=self.examples * self.calls,
             together=self.together,
             per_example=self.count // self.examples,
             largest=self.largest,

@@ -80,7 +80,7 @@ WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
 _STATIC = GemmWay.parse("e4m3:tensor:static@e4m3:tensor", fast_accum=True)
 _DELAYED = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor", fast_accum=True)
-_DELAYED_BOTH = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor:delayed", fast_accum=True)
+_DELAYED_BOTH = GemmWay.parse("e4m3:tensor:delayed@e4m3:tensor:delayed")
 GIVEN_SCALES: dict[str, dict[Gemm, GemmWay]] = {
     "static": {"fprop": _STATIC},
     "delayed": {"fprop": _DELAYED, "dgrad": _DELAYED, "wgrad": _DELAYED_BOTH},

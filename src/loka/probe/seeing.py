@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from loka.kernels.op import fake_of, torch_op
+
 
 class Seer(Protocol):
     """What a graph shows its tensors to: the watch of a site, or that of the model's output."""
@@ -62,7 +64,7 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-@torch.library.custom_op("loka::probe_see", mutates_args={"token"}, tags=_TAGS)
+@torch_op("probe_see", mutates=("token",), tags=_TAGS)
 def probe_see(
     token: Tensor, x: Tensor, right: Tensor | None, weight: Tensor | None, site: int, needs_dgrad: bool, graded: bool
 ) -> Tensor:
@@ -72,14 +74,14 @@ def probe_see(
     return torch.tensor(ticket)
 
 
-@probe_see.register_fake
+@fake_of(probe_see)
 def _(
     token: Tensor, x: Tensor, right: Tensor | None, weight: Tensor | None, site: int, needs_dgrad: bool, graded: bool
 ) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("loka::probe_see_grad", mutates_args={"token"}, tags=_TAGS)
+@torch_op("probe_see_grad", mutates=("token",), tags=_TAGS)
 def probe_see_grad(token: Tensor, dy: Tensor, ticket: Tensor, site: int) -> None:
     """Show the gradient of the output of the call with this ticket."""
     watch = _WATCHES.get(site)
@@ -87,7 +89,7 @@ def probe_see_grad(token: Tensor, dy: Tensor, ticket: Tensor, site: int) -> None
         watch.see_backward(int(ticket), dy)
 
 
-@probe_see_grad.register_fake
+@fake_of(probe_see_grad)
 def _(token: Tensor, dy: Tensor, ticket: Tensor, site: int) -> None:
     return None
 

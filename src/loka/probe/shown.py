@@ -32,7 +32,7 @@ class Shown:
         weight: [N, K].
         loss: the loss that was differentiated, 0-d; NaN where it is not known.
         nats: the mean loss of an example where the loss is a likelihood, else 1.
-        examples: how many the call had.
+        examples: how many the call had; of a linear that is called several times for one loss, those of all its calls, so that the mean of r over them is what they do together.
         together: rows of one example that lie next to each other in x.
         per_example: rows one example has in the call.
         largest: of the whole call's x and dy, where known: tensor scales come from all rows, not from those looked at.

@@ -22,6 +22,7 @@ An observer must not raise into a training loop: whatever goes wrong switches th
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -336,10 +337,12 @@ class Watch:
             self.learned.see_weight(self._sampled_weight(weight), step)
         due = self.tally.due(self.steps)
         self.steps += 1
+        calls = Counter(look.call for look in looks.values() if look.count)
         for ticket, look in looks.items():
             if look.count == 0:
                 continue
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
+            look.calls = calls[look.call]
             if due:
                 self._try_to_score(look, step, loss_of)
                 self._measure_own(look, step, loss_of)

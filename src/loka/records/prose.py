@@ -81,7 +81,8 @@ def spell_part(part: "TablePlan | CollectivePlan") -> str:
 
 def _spell_link(link: "LinkPlan") -> str:
     norm = "" if link.norm == "none" else f" {link.norm} norm"
-    return f"{link.linear}{norm}{'' if link.activation == 'none' else f' {link.activation}'}"
+    dropout = "" if link.dropout is None else f" dropout {link.dropout:g}"
+    return f"{link.linear}{norm}{'' if link.activation == 'none' else f' {link.activation}'}{dropout}"
 
 
 def _spell_site(site: "SitePlan") -> str:

@@ -82,7 +82,8 @@ class Tuning(Record, frozen=True, tag="tuning"):
         units: every unit that was looked at.
         plan: what was chosen.
         conversion: what runs.
-        step_microseconds: of the whole step, compiled: "bf16" beside "loka"; empty where nothing could be timed.
+        step_microseconds: of the whole step, compiled, in a CUDA graph: "bf16" beside "loka"; empty where nothing could be timed.
+        host_microseconds: what the host takes to launch the same steps where they are in no graph.
         speedup: of the whole step over the faster compiled 16-bit one; None: not measured, and `speed_note` says why.
         estimate: where speeds were estimated for a device that is not here.
         metric: mean of the metric in high precision.
@@ -104,6 +105,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
     environment: Environment
     conversion: Conversion | None = None
     step_microseconds: dict[str, float] = msgspec.field(default_factory=dict)
+    host_microseconds: dict[str, float] = msgspec.field(default_factory=dict)
     speedup: Interval | None = None
     speed_note: str | None = None
     estimate: Estimate | None = None

@@ -23,11 +23,13 @@ class LinkPlan(Part, frozen=True):
         norm: what normalises its output; a batch norm in serving alone, where it is folded into the weight.
         norm_site: the name of that norm.
         activation: by the kernels' names.
-        passed: modules that do nothing while the chain runs: the norm, the activation, dropouts without effect.
-        callers: modules whose forward calls the activation, or a dropout without effect, as a function.
+        passed: modules that do nothing while the chain runs: the norm, the activation, the dropout.
+        callers: modules whose forward calls the activation, or a dropout, as a function.
         called: whether the activation is such a call, and no module of its own.
         eps: of the norm.
         slope: of a leaky ReLU.
+        dropout: the p of the dropout behind it, as it was found; None without one. What is drawn in training is up to the p that its module has then; a function must keep this one.
+        dropout_site: the name of that nn.Dropout, or of the module whose forward calls a dropout as a function.
     """
 
     linear: str
@@ -41,6 +43,13 @@ class LinkPlan(Part, frozen=True):
     called: bool = False
     eps: float = 1e-5
     slope: float = 0.01
+    dropout: float | None = None
+    dropout_site: str | None = None
+
+    def as_last(self) -> "LinkPlan":
+        """The link where a chain ends: a norm over the whole row stays outside, and what follows it; so does a dropout with nothing in front of it, which a library's GEMM does not draw."""
+        alone = self.dropout is not None and self.norm == "none" and self.activation == "none"
+        return LinkPlan(linear=self.linear, k=self.k, n=self.n) if alone or self.norm in ("layer", "rms") else self
 
 
 class Magnitude(Part, frozen=True):

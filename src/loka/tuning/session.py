@@ -67,7 +67,8 @@ class Session:
 
     def time_original(self) -> None:
         """Compile and capture the model as it is, before anything changes it."""
-        self.base: dict[str, timing.Run] = {}
+        self.base: dict[str, timing.Captured] = {}
+        self.host: dict[str, float] = {}
         self.untimed = timing.can_time(self.task.device)
         if self.untimed is not None:
             return
@@ -135,6 +136,7 @@ class Session:
             units=[*self.describe(offers, chosen, looked, speeds, alone), *(describe_part(part) for part in looked_at)],
             plan=plan,
             step_microseconds=step_times,
+            host_microseconds=self.host,
             speedup=speedup,
             speed_note=note,
             estimate=self.estimate(offers, looked),
@@ -235,7 +237,10 @@ class Session:
     def time_unit(self, offer: Offer, looked: Looked) -> Interval | None:
         """The speed-up of a unit cut out of the model; None where the budget does not reach."""
         rows = looked.sites[offer.unit.linears[0]].rows
-        key = f"unit {offer.way} {rows} " + " ".join(f"{l.k}x{l.n} {l.norm} {l.activation}" for l in offer.unit.links)  # noqa: E741
+        key = f"unit {offer.way} {rows} " + " ".join(
+            f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
+            for link in offer.unit.links
+        )
         known = self.evidence.get_interval(key)
         if known is not None:
             return known
@@ -386,6 +391,9 @@ class Session:
             )
             original = min((n for n in self.base), key=medians.__getitem__)
             if timing.compare(times, mine, best).value >= 1.0:
+                self.host = {name: run.host_microseconds for name, run in runs.items()}
+                if said := timing.say_host(medians, self.host, mine, original):
+                    self.notes.append(said)
                 return taken, medians, timing.compare(times, mine, original), None
             if self.left < 0.2 * self.budget or len(taken) == 1 or attempt == 2:
                 break

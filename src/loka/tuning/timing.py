@@ -4,8 +4,10 @@ Without a GPU nothing is timed: FP8 is emulated on a CPU, its numerics are real 
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,16 @@ from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
 
-__all__ = ["Fragment", "NotCapturedError", "can_time", "compare", "make_fragment", "time_in_turns", "whole_step"]
+__all__ = [
+    "Captured",
+    "Fragment",
+    "NotCapturedError",
+    "can_time",
+    "compare",
+    "make_fragment",
+    "time_in_turns",
+    "whole_step",
+]
 
 TURNS, REPEATS = 5, 6
 Run = Callable[[], Any]
@@ -35,6 +46,23 @@ def can_time(device: torch.device) -> str | None:
         The reason, or None.
     """
     return None if device.type == "cuda" else f"the model is on {device.type}, where FP8 is emulated"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step in a CUDA graph.
+
+    Args:
+        replay: runs it.
+        host_microseconds: what the host takes to launch the step when it is in no graph; the device waits for that where it is the longer of both.
+    """
+
+    replay: Run
+    host_microseconds: float
+
+    def __call__(self) -> None:
+        """Replay."""
+        self.replay()
 
 
 class Fragment(nn.Module):
@@ -87,10 +115,21 @@ def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]
             leaky = link.activation == "leaky_relu"
             parts[f"function_{index}"] = nn.LeakyReLU(link.slope) if leaky else _FUNCTIONS[link.activation]()
             passed.append(f"function_{index}")
+        dropout = None if link.dropout_site is None else link.dropout_site.replace(".", "_")
+        if link.dropout is not None and link.dropout_site not in link.passed:
+            dropout = f"dropout_{index}"
+            parts[dropout] = nn.Dropout(link.dropout)
+            passed.append(dropout)
         norm = None if link.norm_site is None else link.norm_site.replace(".", "_")
         links.append(
             msgspec.structs.replace(
-                link, linear=link.linear.replace(".", "_"), passed=passed, callers=[], called=False, norm_site=norm
+                link,
+                linear=link.linear.replace(".", "_"),
+                passed=passed,
+                callers=[],
+                called=False,
+                norm_site=norm,
+                dropout_site=dropout,
             )
         )
     magnitudes = {name.replace(".", "_"): value for name, value in unit.magnitudes.items()}
@@ -101,7 +140,7 @@ def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]
 
 def fragment_step(
     fragment: nn.Module, x: Tensor, *, training: bool, autocast: torch.dtype | None, mode: str | None
-) -> Run:
+) -> Captured:
     """One step of a fragment, compiled and captured.
 
     Args:
@@ -133,7 +172,7 @@ def fragment_step(
     return capture(step)
 
 
-def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
+def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
     """One step of the whole model on one batch, compiled and captured.
 
     Args:
@@ -157,19 +196,23 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Run:
     return capture(step)
 
 
-def capture(step: Run) -> Run:
+def capture(step: Run) -> Captured:
     """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises."""
     # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         return _capture(step)
 
 
-def _capture(step: Run) -> Run:
+def _capture(step: Run) -> Captured:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(2):
             step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        host = 1e6 * (time.perf_counter() - began)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -180,7 +223,7 @@ def _capture(step: Run) -> Run:
         torch.cuda.synchronize()
         # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
         raise NotCapturedError(f"the step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}") from error
-    return graph.replay
+    return Captured(graph.replay, host)
 
 
 def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
@@ -222,3 +265,28 @@ def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:
     """
     ratios = [b / a for a, b in zip(times[name], times[base], strict=True)]
     return Interval(value=statistics.median(ratios), low=min(ratios), high=max(ratios))
+
+
+def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, base: str) -> str | None:
+    """What becomes of a speed-up without a CUDA graph, where the host takes longer to launch a step than the device to run it.
+
+    Args:
+        step: microseconds of the steps in CUDA graphs, by name.
+        host: microseconds that launching them takes.
+        mine: the way.
+        base: what it is compared with.
+
+    Returns:
+        A sentence; None where the device is the slower of both.
+
+    Example:
+        >>> say_host({"loka": 900.0, "bf16": 1200.0}, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
+        'these are steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: capture the step, see "Capture a step" in docs/guides/how-to.md'
+    """
+    if host[mine] <= step[mine]:
+        return None
+    ours, theirs = (max(host[name], step[name]) for name in (mine, base))
+    return (
+        f"these are steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
+        'capture the step, see "Capture a step" in docs/guides/how-to.md'
+    )

@@ -1,6 +1,6 @@
 """Find the units of a model: run it once on an example, and follow what each linear hands on.
 
-A chain is a run of linears in which each one's output is read by the next one alone, with nothing in between but a norm, an activation and dropout without effect. It does not matter how the
+A chain is a run of linears in which each one's output is read by the next one alone, with nothing in between but a norm, an activation and dropout. It does not matter how the
 model is written, only what the example shows (`loka.units.flow`): an nn.Sequential, a class of one's own, attributes called one after another. Nothing is changed here.
 
 What ends a chain is written down for every linear: two readers, an addition, a norm that spans something else, a linear that must stay in high precision.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -91,7 +92,7 @@ def discover(
     Args:
         model: any nn.Module, wrapped or not.
         example: one input; a tuple is *args, a dict **kwargs. Models of this package need none.
-        serving: dropout has no effect in serving, so a chain may pass through it.
+        serving: dropout has no effect in serving, so a chain may pass through it wherever it stands.
         narrow: linears with fewer inputs or outputs stay out of chains.
         linears: a linear that stands alone is a unit of its own where it has at least this many inputs and outputs; 0: never.
         gradient: scales of the gradients; None is what the norms allow.
@@ -198,7 +199,8 @@ class _Search:
             theirs = other.calls.get(call.site or "", [])
             seen, why = other._walk(theirs[0]) if len(theirs) == 1 else ([], f"it is called {len(theirs)} times")
             same = 0
-            while same < min(len(links), len(seen)) and links[same] == seen[same]:
+            while same < min(len(links), len(seen)) and _agree_but_for_calls(links[same], seen[same]):
+                links[same] = seen[same]
                 same += 1
             if same == len(links):
                 continue
@@ -242,7 +244,7 @@ class _Search:
             assert call.site is not None
             link, following, end = self._link(call)
             if following is None:
-                links.append(_as_last(link))
+                links.append(link.as_last())
                 return links, end
             links.append(link)
             call = following
@@ -277,10 +279,12 @@ class _Search:
             return f"{where} stands behind it"
         if reader.inputs != (value,):
             return f"{where} stands behind it"
+        if reader.site is None and reader.dropout is not None:
+            return state.take_dropout(reader.dropout, where, reader.inside, caller=reader.inside, serving=self.serving)
         if reader.site is None:
             if reader.activation is None or state.activation != "none":
                 return f"{where} stands behind it"
-            return state.take_call(*reader.activation, where, reader.inside)
+            return state.take_call(*reader.activation, where, reader.inside, serving=self.serving)
         module = self.modules[reader.site]
         if is_watched(module):
             return f"{where} has hooks that would see other tensors"
@@ -345,42 +349,66 @@ class _Following:
     passed: list[str] = field(default_factory=list)
     callers: list[str] = field(default_factory=list)
     called: bool = False
+    dropout: float | None = None
+    dropout_site: str | None = None
 
     def take(self, site: str, module: nn.Module, *, serving: bool, caller: str | None) -> str | None:
         """A module; one that is used more than once stays what it is, and its `caller` knows which call is the chain's."""
         if isinstance(module, nn.Identity):
             pass
-        elif isinstance(module, nn.Dropout):
-            if module.p > 0 and not serving:
-                return f"{site} is a dropout with p {module.p:g}, which must be drawn in training"
+        elif isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
+            if why := self.take_dropout(module.p, site, site, caller=caller, serving=serving):
+                return why
         elif (kind := norm_kind(module, self.linear.out_features)) is not None:
             if self.norm != "none" or self.activation != "none":
                 return f"{site} normalises after {'another norm' if self.norm != 'none' else 'an activation'}"
+            if why := self._forget_dropout(f"{site} normalises after a dropout", serving=serving):
+                return why
             self.norm, self.norm_site = kind, site
             self.eps = norm_eps(module)
         elif (activation := activation_of(module)) is not None and self.activation == "none":
             slope = float(getattr(module, "negative_slope", LEAK))
             if caller is not None:
-                return self.take_call(activation, slope, site, caller)
-            if why := self._take_activation(activation, slope, site):
+                return self.take_call(activation, slope, site, caller, serving=serving)
+            if why := self._take_activation(activation, slope, site, serving=serving):
                 return why
         else:
             return f"{site} ({type(module).__name__}) stands behind it"
         if caller is None:
             self.passed.append(site)
-        elif isinstance(module, nn.Dropout):
+        return None
+
+    def take_dropout(self, p: float, where: str, site: str, *, caller: str | None, serving: bool) -> str | None:
+        """A dropout: a module, or a function that the forward of `caller` calls."""
+        if p >= 1 and not serving:
+            return f"{where} is a dropout with p {p:g}, which leaves nothing"
+        if why := self._forget_dropout(f"{where} is a second dropout", serving=serving):
+            return why
+        self.dropout, self.dropout_site = p, site
+        if caller is not None:
             self._add_caller(caller)
         return None
 
-    def take_call(self, activation: str, slope: float, where: str, caller: str) -> str | None:
+    def _forget_dropout(self, why: str, *, serving: bool) -> str | None:
+        """Something stands behind a dropout that cannot be drawn after it: `why`, where it has an effect. One without is not drawn, and training with it is refused (`Part.find_p`)."""
+        if self.dropout and not serving:
+            return why
+        self.dropout = self.dropout_site = None
+        return None
+
+    def take_call(self, activation: str, slope: float, where: str, caller: str, *, serving: bool) -> str | None:
         """An activation that is no module of its own: a function that the forward of `caller` calls, or a module it uses in many places."""
-        if why := self._take_activation(activation, slope, where):
+        if why := self._take_activation(activation, slope, where, serving=serving):
             return why
         self.called = True
         self._add_caller(caller)
         return None
 
-    def _take_activation(self, activation: str, slope: float, where: str) -> str | None:
+    def _take_activation(self, activation: str, slope: float, where: str, *, serving: bool) -> str | None:
+        moves = activation in ("relu", "leaky_relu")  # f(x kept / (1 - p)) = f(x) kept / (1 - p)
+        why = None if moves else self._forget_dropout(f"{where}: {activation} stands behind a dropout", serving=serving)
+        if why is not None:
+            return why
         if self.norm in ("layer", "rms") and slope != LEAK:
             return f"{where}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {slope:g}"
         self.activation, self.slope = activation, slope
@@ -394,15 +422,16 @@ class _Following:
         return LinkPlan(
             linear=self.site, k=self.linear.in_features, n=self.linear.out_features, norm=self.norm,  # type: ignore[arg-type]
             norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), callers=list(self.callers), called=self.called,
-            eps=self.eps, slope=self.slope,
+            eps=self.eps, slope=self.slope, dropout=self.dropout, dropout_site=self.dropout_site,
         )  # fmt: skip
 
 
-def _as_last(link: LinkPlan) -> LinkPlan:
-    """The last linear of a chain: a norm over the whole row stays outside, and what follows it."""
-    if link.norm in ("layer", "rms"):
-        return LinkPlan(linear=link.linear, k=link.k, n=link.n)
-    return link
+def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:
+    """Whether a link is the same in training, but for dropouts that are functions: in eval mode they leave no trace."""
+    if evaluated.dropout_site is not None or trained.dropout_site not in trained.callers:
+        return evaluated == trained
+    plain = msgspec.structs.replace(trained, dropout=None, dropout_site=None, callers=evaluated.callers)
+    return plain == evaluated and set(evaluated.callers) <= set(trained.callers)
 
 
 def activation_of(module: nn.Module) -> str | None:

@@ -15,16 +15,18 @@ forwards have other paths.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.kernels.activation import LEAK
+from loka.lowp.passing import DROPOUTS, spell_call
 from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
 
 # Operations that hand on every channel of the last dimension as it is.
@@ -90,6 +92,7 @@ class Call:
     dim: int | None = None  # the dimension an operation cuts
     linear: bool = False  # whether the atom is an nn.Linear
     activation: tuple[str, float] | None = None  # an operation that is one: the kernels' name, and its slope
+    dropout: float | None = None  # of a call of torch's dropout that has an effect: its p
 
 
 @dataclass(frozen=True)
@@ -333,6 +336,22 @@ def _spell_activation(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return (_ACTIVATIONS[op], LEAK) if op in _ACTIVATIONS else None
 
 
+class _SeeDropout(TorchFunctionMode):
+    """Shows a recorder the calls of torch's dropout that have an effect; the dispatcher sees what they are made of, a product with random numbers."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        called = spell_call(func, args, kwargs) if func in DROPOUTS else None
+        if called is None or called[1] == 0.0:
+            return func(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        return self._recorder.see_dropout(x, called[1], lambda: func(*args, **kwargs))
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hooks on every module and a mode that sees every operation."""
 
@@ -356,7 +375,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in self._model.modules():
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            with self:
+            # in training alone: torch's fused encoder layer is not taken while any function mode is there
+            with self, _SeeDropout(self) if training else nullcontext():
                 yield
 
     def run_without_storage(self) -> Any:
@@ -418,6 +438,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dim = args[1] if name in _CUTS and len(args) > 1 and isinstance(args[1], int) else None
         dim = 0 if name == "slice" and dim is None else dim
         self._add(name, inputs, outputs, None, dim=dim, activation=_spell_activation(name, args, kwargs or {}))
+        return out
+
+    def see_dropout(self, x: Tensor, p: float, run: Callable[[], Tensor]) -> Tensor:
+        """A dropout called as a function: one operation, whatever the device makes of it."""
+        if self._in_atom():
+            return run()
+        inputs = self._read((x,))
+        self._stack.append(("", True, inputs, set()))
+        try:
+            out = run()
+        finally:
+            self._stack.pop()
+        self._add("native_dropout", inputs, (self._new_value(out),), None, dropout=p)
         return out
 
     def _in_atom(self) -> bool:

@@ -53,6 +53,7 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
     names = [
         *link.passed,
         *([link.norm_site] if link.norm_site else []),
+        *([] if link.dropout_site is None else [link.dropout_site]),
         *link.callers,
     ]
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
@@ -84,6 +85,12 @@ def _refuse_behind(modules: dict[str, nn.Module], link: LinkPlan, linear: nn.Lin
                 problems.append(f"{name}: has slope {slope:g}, the plan {link.slope:g}")
         elif not isinstance(module, (nn.Identity, nn.Dropout)):
             problems.append(f"{name}: is a {type(module).__name__}, which cannot run in a chain")
+    if link.dropout_site is None:
+        if link.dropout is not None:
+            problems.append(f"{link.linear}: the plan has a dropout behind it, and not where")
+    elif not isinstance(modules[link.dropout_site], nn.Dropout) and link.dropout_site not in link.callers:
+        kind = type(modules[link.dropout_site]).__name__
+        problems.append(f"{link.dropout_site}: is a {kind}, the plan has a dropout there")
     if link.called and found["activation"] == "none":  # what a forward calls shows when it runs, and is checked then
         found["activation"] = link.activation
     for what, name in found.items():
@@ -138,12 +145,20 @@ def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
 
 def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
     return Part(
-        Link(link.linear, "none" if link.norm == "batch" else link.norm, link.activation, link.eps, link.slope),
+        Link(
+            link.linear,
+            "none" if link.norm == "batch" else link.norm,
+            link.activation,
+            link.eps,
+            link.slope,
+            link.dropout,
+        ),
         cast(nn.Linear, modules[link.linear]),
         None if link.norm_site is None else modules[link.norm_site],
         tuple(modules[name] for name in link.passed),
         tuple(modules[name] for name in link.callers),
         link.called,
+        None if link.dropout_site is None else modules[link.dropout_site],
     )
 
 
@@ -166,6 +181,7 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
                 linear=link.linear, k=linear.in_features, n=linear.out_features, norm="batch" if part.folds else link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
                 norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
                 callers=[names[id(module)] for module in part.callers], called=part.called,
+                dropout=getattr(part.dropout, "p", link.dropout), dropout_site=None if part.dropout is None else names[id(part.dropout)],
             )
         )  # fmt: skip
         largest = [0.0 if state is None else float(state.largest) for state in (out, grad)]

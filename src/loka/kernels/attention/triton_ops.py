@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from loka.kernels.attention import triton_launch as launch
+from loka.kernels.op import differentiate, fake_of, torch_op
 from loka.kernels.strides import unit_rows
 
 
-@torch.library.custom_op("loka::silu_attention", mutates_args=())
+@torch_op("silu_attention")
 def silu_attention(
     q: Tensor,
     k: Tensor,
@@ -27,12 +28,12 @@ def silu_attention(
     return launch.forward(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
 
 
-@silu_attention.register_fake
+@fake_of(silu_attention)
 def _(q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha):  # type: ignore[no-untyped-def]
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("loka::silu_attention_backward", mutates_args=())
+@torch_op("silu_attention_backward")
 def silu_attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -51,7 +52,7 @@ def silu_attention_backward(
     return launch.backward(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha)
 
 
-@silu_attention_backward.register_fake
+@fake_of(silu_attention_backward)
 def _(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha):  # type: ignore[no-untyped-def]
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     biases = [
@@ -76,4 +77,4 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dq, dk, dv, None, None, None, from_position, from_time, None, None, None
 
 
-silu_attention.register_autograd(_differentiate, setup_context=_save)
+differentiate(silu_attention, _differentiate, save=_save)

@@ -6,32 +6,33 @@ from torch import Tensor
 from loka.kernels.beam_attention import triton_kernels as kernels
 from loka.kernels.beam_attention.triton_low_kernels import attend_low
 from loka.kernels.beam_attention.triton_low_kernels import fits as fits
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.quantize.triton_kernels import aligned
 
 
-@torch.library.custom_op("loka::beam_attention", mutates_args=())
+@torch_op("beam_attention")
 def beam_attention(q: Tensor, k: Tensor, v: Tensor | None, lengths: Tensor, scale: float) -> Tensor:
     """v None: the values are the keys."""
     return kernels.attend(q, k, k if v is None else v, lengths, scale, v is None)
 
 
-@beam_attention.register_fake
+@fake_of(beam_attention)
 def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("loka::beam_attention_low", mutates_args=())
+@torch_op("beam_attention_low")
 def beam_attention_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """Keys and values in E4M3, the latter by columns."""
     return attend_low(q, k, v, lengths, scale)
 
 
-@beam_attention_low.register_fake
+@fake_of(beam_attention_low)
 def _(q, k, v, lengths, scale):  # type: ignore[no-untyped-def]
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("loka::ancestor_attention", mutates_args=("keys", "values"))
+@torch_op("ancestor_attention", mutates=("keys", "values"))
 def ancestor_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, scale: float, keep: bool, fp8: bool, pow2: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -39,7 +40,7 @@ def ancestor_attention(
     return kernels.ancestors(q, k, v, keys, values, ancestors, scale, keep=keep, fp8=fp8, pow2=pow2)
 
 
-@ancestor_attention.register_fake
+@fake_of(ancestor_attention)
 def _(q, k, v, keys, values, ancestors, scale, keep, fp8, pow2):  # type: ignore[no-untyped-def]
     requests, beams, heads, d = q.shape
     if not fp8:

@@ -6,6 +6,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from loka.kernels.dots import triton_kernels as kernels
 from loka.kernels.dots.pairs import check_pairs
+from loka.kernels.op import fake_of, torch_op
 
 _PLACES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -25,24 +26,24 @@ def places(first: Tensor, second: Tensor, n: int) -> Tensor:
     return table
 
 
-@torch.library.custom_op("loka::dots", mutates_args=())
+@torch_op("dots")
 def dots(x: Tensor, head: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
     """[B, P]."""
     n = x.shape[1] + (0 if head is None else head.shape[1])
     return kernels.dots(x, head, places(first, second, n), first.shape[0])
 
 
-@dots.register_fake
+@fake_of(dots)
 def _(x, head, first, second):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], first.shape[0])
 
 
-@torch.library.custom_op("loka::dots_gradient", mutates_args=())
+@torch_op("dots_gradient")
 def dots_gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """dx [B, n, d]."""
     return kernels.dots_gradient(dy, x, places(first, second, x.shape[1]))
 
 
-@dots_gradient.register_fake
+@fake_of(dots_gradient)
 def _(dy, x, first, second):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

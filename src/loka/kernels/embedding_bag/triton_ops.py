@@ -5,9 +5,10 @@ from torch import Tensor
 
 from loka.formats import INT4, Spec
 from loka.kernels.embedding_bag import triton_kernels as kernels
+from loka.kernels.op import fake_of, torch_op
 
 
-@torch.library.custom_op("loka::embedding_bag", mutates_args=())
+@torch_op("embedding_bag")
 def embedding_bag(
     data: Tensor,
     scale: Tensor | None,
@@ -24,7 +25,7 @@ def embedding_bag(
     return kernels.look_up(data, scale, slot, hot, indices, offsets, weights, mean, _is_int4(spec), out_dtype)
 
 
-@embedding_bag.register_fake
+@fake_of(embedding_bag)
 def _(data, scale, slot, hot, indices, offsets, weights, mean, spec, out_dtype):  # type: ignore[no-untyped-def]
     bags = indices.shape[0] if offsets is None else offsets.shape[0] - 1
     return data.new_empty(bags, data.shape[1] * (2 if _is_int4(spec) else 1), dtype=out_dtype)

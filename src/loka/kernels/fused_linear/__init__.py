@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec
 from loka.kernels.activation import LEAK as SLOPE
+from loka.kernels.dropout import Dropout, draws
 from loka.kernels.fused_linear.call import (
     NORM_BLOCK,
     NORMALIZED,
@@ -55,6 +56,7 @@ def fused_linear(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     launch: Launch | None = None,
     backend: str = "auto",
 ) -> FusedResult:
@@ -73,6 +75,8 @@ def fused_linear(
         amax: one float32 number >= 0, raised in place to the largest finite |z|. |y| <= |z| for every activation here but tanh and sigmoid (bounded by 1), so one
             scale made from it serves y and z: the next step's delayed scale, or a calibrated one. NaN and Inf leave no trace in it, and stay visible in y.
         slope: of leaky_relu below zero.
+        dropout: a draw for the elements of y, behind the activation: y * kept / (1 - p). A given scale is that of values before 1 / (1 - p), which goes into the scale of y; `amax` and what
+            is kept for backward know nothing of it.
         launch: how the kernel is launched (`choose_launch` has the candidates); None for the best by the model. One that cannot run the call is refused.
         backend: by name, or "auto".
 
@@ -84,11 +88,11 @@ def fused_linear(
         >>> layer = fused_linear(x, w, out=Spec.parse("e4m3:tensor:static"), out_scale=scale, bias=bias, norm_block=0, activation="relu", amax=history)
     """
     m, k = a.shape
-    call = FusedCall(m, k, b.shape[0], a.spec, b.spec, out, norm_block, activation, bias is not None, keep, transpose, amax is not None, slope)  # fmt: skip
+    call = FusedCall(m, k, b.shape[0], a.spec, b.spec, out, norm_block, activation, bias is not None, keep, transpose, amax is not None, slope, draws(dropout, a.device))  # fmt: skip
     chosen = pick("fused_linear", backend, call, a.device)
     result = chosen.backend.run(
         a, b, out=out, out_scale=out_scale, bias=bias, norm_block=norm_block, activation=activation, keep=keep, transpose=transpose,
-        amax=amax, slope=slope, launch=launch,
+        amax=amax, slope=slope, dropout=dropout, launch=launch,
     )  # fmt: skip
     return cast(FusedResult, result)
 
@@ -104,19 +108,20 @@ def fused_linear_gradient(
     activation: str = "hard_swish",
     bias: bool = False,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> GradientResult:
     """From dy [M, N] and what forward kept to the GEMM output's gradient, quantised for dgrad and, transposed, for wgrad.
 
-    `kept.z` may be None where there is neither a norm nor an activation.
+    `kept.z` may be None where there is neither a norm nor an activation. `dropout`: the draw of forward.
     """
     if kept.z is None and (norm_block or activation != "none"):
         raise ValueError("this result has nothing for backward; hint: fused_linear(..., keep=True)")
     m, n = dy.shape
-    call = GradientCall(m, n, spec, spec_t, norm_block, activation, bias, dy.dtype, slope)
+    call = GradientCall(m, n, spec, spec_t, norm_block, activation, bias, dy.dtype, slope, draws(dropout, dy.device))
     chosen: Any = pick("fused_linear", backend, call, dy.device).backend
     result = chosen.gradient(
-        dy, kept.z, kept.rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope
+        dy, kept.z, kept.rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope, dropout=dropout
     )  # fmt: skip
     return cast(GradientResult, result)
 
@@ -132,6 +137,7 @@ def fused_linear_dgrad(
     amax: Tensor | None = None,
     bias: bool = False,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     launch: Launch | None = None,
     backend: str = "auto",
 ) -> DgradResult:
@@ -147,6 +153,7 @@ def fused_linear_dgrad(
         amax: one float32 number >= 0, raised in place to the largest finite magnitude of the result: the next step's scale comes from it.
         bias: also the gradient of the bias of the layer before: float32 column sums of the result before it is quantised.
         slope: of leaky_relu below zero.
+        dropout: the draw of the layer before.
         launch: how the kernel is launched; None for the best by the model.
         backend: by name, or "auto".
 
@@ -160,9 +167,21 @@ def fused_linear_dgrad(
     if z is not None and z.shape != (m, n):
         raise ValueError(f"z is [{m}, {n}], as g and w_t have it, got {tuple(z.shape)}")
     form: Kept = "nothing" if z is None else "scaled" if isinstance(z, QTensor) else "bf16"
-    call = DgradCall(m, k, n, g.spec, w_t.spec, spec, activation, form, bias, amax is not None, slope)
+    call = DgradCall(
+        m, k, n, g.spec, w_t.spec, spec, activation, form, bias, amax is not None, slope, draws(dropout, g.device)
+    )
     chosen: Any = pick("fused_linear", backend, call, g.device).backend
     result = chosen.dgrad(
-        g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope, launch=launch
+        g,
+        w_t,
+        z,
+        spec=spec,
+        scale=scale,
+        activation=activation,
+        amax=amax,
+        bias=bias,
+        slope=slope,
+        dropout=dropout,
+        launch=launch,
     )
     return cast(DgradResult, result)

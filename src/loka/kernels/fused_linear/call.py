@@ -45,10 +45,15 @@ def derived_from_output(norm_block: int, activation: str, z: QTensor | Tensor | 
     return norm_block == 0 and activation in ("tanh", "sigmoid") and isinstance(z, QTensor)
 
 
+def dropped_in_output(norm_block: int, activation: str, z: QTensor | Tensor | None) -> bool:
+    """Whether what was kept is y, zero where dropout dropped it, and a zero has no slope: backward need not draw again."""
+    return norm_block == 0 and activation == "relu" and isinstance(z, QTensor)
+
+
 @dataclass(frozen=True)
 class FusedCall:
     """y = activation(norm(a @ b^T + bias)), written as `out`. `keep`: also what backward needs; `transpose`: also y^T, for the next wgrad;
-    `amax`: also the largest |z|, raised in a buffer; `slope`: of leaky_relu below zero."""
+    `amax`: also the largest |z|, raised in a buffer; `slope`: of leaky_relu below zero; `dropout`: some elements of y are dropped, the others scaled up."""
 
     m: int
     k: int
@@ -63,6 +68,7 @@ class FusedCall:
     transpose: bool = False
     amax: bool = False
     slope: float = SLOPE
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         check_options(self.norm_block, self.activation, self.slope)
@@ -72,7 +78,9 @@ class FusedCall:
     def __str__(self) -> str:
         norm = f"blocknorm{self.norm_block} " if self.norm_block else ""
         out = self.out if isinstance(self.out, Spec) else str(self.out).removeprefix("torch.")
-        extras = "".join(f" +{name}" for name in ("bias", "keep", "transpose", "amax") if getattr(self, name))
+        extras = "".join(
+            f" +{name}" for name in ("bias", "keep", "transpose", "amax", "dropout") if getattr(self, name)
+        )
         chosen = spell_activation(self.activation, self.slope)
         return f"{self.m}x{self.k}x{self.n} {self.a} @ {self.b} {norm}{chosen} -> {out}{extras}"
 
@@ -100,6 +108,7 @@ class GradientCall:
     bias: bool = False
     in_dtype: torch.dtype = torch.bfloat16
     slope: float = SLOPE
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         check_options(self.norm_block, self.activation, self.slope)
@@ -107,9 +116,8 @@ class GradientCall:
     def __str__(self) -> str:
         norm = f"blocknorm{self.norm_block} " if self.norm_block else ""
         chosen = spell_activation(self.activation, self.slope)
-        return (
-            f"{self.m}x{self.n} gradient {norm}{chosen} -> {self.spec} + T {self.spec_t}{' +bias' if self.bias else ''}"
-        )
+        extras = "".join(f" +{name}" for name in ("bias", "dropout") if getattr(self, name))
+        return f"{self.m}x{self.n} gradient {norm}{chosen} -> {self.spec} + T {self.spec_t}{extras}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,7 @@ class DgradCall:
     bias: bool = False
     amax: bool = False
     slope: float = SLOPE
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         check_options(0, self.activation, self.slope)
@@ -154,7 +163,7 @@ class DgradCall:
         return {"nothing": 0, "bf16": 2}.get(self.z, 1)
 
     def __str__(self) -> str:
-        extras = "".join(f" +{name}" for name in ("bias", "amax") if getattr(self, name))
+        extras = "".join(f" +{name}" for name in ("bias", "amax", "dropout") if getattr(self, name))
         chosen = spell_activation(self.activation, self.slope)
         return (
             f"{self.m}x{self.k}x{self.n} dgrad {self.g} @ {self.w_t} {chosen} from {self.z} -> {self.spec} + T{extras}"

@@ -18,7 +18,7 @@ It is a function of numbers, not a search: the choice must be the same on all ra
 `Launch` instead; the ranking is then the list of what is worth measuring.
 """
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -73,7 +73,7 @@ class Launch:
     @property
     def numbers(self) -> list[int]:
         """As an op takes it; `Launch(*numbers)` is the way back."""
-        return list(astuple(self))
+        return [getattr(self, part.name) for part in fields(self)]
 
     def __str__(self) -> str:
         shared = f" x{self.resident}" if self.resident > 1 else ""

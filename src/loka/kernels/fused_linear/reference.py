@@ -3,9 +3,9 @@
     p    = a @ b^T + bias                                  float32
     rstd = 1 / sqrt(mean(p^2 over the block) + 1e-6)       blocks of 256 columns; a ragged tail over its own width
     z    = p * rstd                                        (z = p without a norm)
-    y    = activation(z)
+    y    = activation(z) * kept / (1 - p)                  dropout, where there is one (`loka.kernels.dropout`); kept / (1 - p) = 1 otherwise
 
-    dz   = dy * activation'(z)                             (dy = g' @ w' of the layer behind, where a chain goes on: `dgrad`)
+    dz   = dy * kept / (1 - p) * activation'(z)                             (dy = g' @ w' of the layer behind, where a chain goes on: `dgrad`)
     g    = rstd * (dz - z * mean(dz * z over the block))   (g = dz without a norm)
 
 Backward sees z as it was kept (`call.kept_form`): rounded to E4M3 with the static scale where there is a norm (values are bounded by 16), or with the output's
@@ -20,6 +20,7 @@ from loka.formats.spec import TENSOR
 from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
+from loka.kernels.dropout import Dropout, dropped, factor_of
 from loka.kernels.fused_linear.call import (
     NORM_EPS,
     NORMALIZED,
@@ -62,6 +63,7 @@ def run(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> FusedResult:
     """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
@@ -76,9 +78,12 @@ def run(
         z, rstd = p * spread, spread[:, ::norm_block].contiguous()
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(z, TENSOR).reshape(amax.shape)))
-    y = activate(z, activation, slope)
+    y = dropped(activate(z, activation, slope), dropout)
+    factor = 1.0 if dropout is None else factor_of(dropout.p)
     form = kept_form(norm_block, activation, out) if keep else "nothing"
     rstd = rstd if keep else None
+    if dropout is not None and out_scale is None:
+        y = y * factor
     if not isinstance(out, Spec):
         made = (
             y if y.dtype == out else y.to(out)
@@ -86,7 +91,15 @@ def run(
         return FusedResult(made, z=_kept(form, z, None, None), rstd=rstd)
     q = quantize(y, out, scale=out_scale)
     q_t = quantize(y.T.contiguous(), out, scale=out_scale) if transpose else None
-    return FusedResult(q, q_t, _kept(form, z, q, out_scale), rstd)
+    kept = _kept(form, z, q, out_scale)
+    if dropout is not None and out_scale is not None:
+        q, q_t = rescaled(q, factor), None if q_t is None else rescaled(q_t, factor)
+    return FusedResult(q, q_t, kept, rstd)
+
+
+def rescaled(q: QTensor, factor: float) -> QTensor:
+    """The same codes for numbers that are larger by a factor."""
+    return QTensor(q.data, q.scale * factor, q.spec)
 
 
 def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
@@ -113,9 +126,10 @@ def gradient(
     activation: str,
     bias: bool = False,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
 ) -> GradientResult:
     """Backward up to the GEMMs: the gradient of p, quantised both ways; its amax for the next delayed scale."""
-    g = dy.float() * _slope_of(z, norm_block, activation, slope)
+    g = _undropped(dy.float(), dropout) * _slope_of(z, norm_block, activation, slope)
     if norm_block:
         assert isinstance(z, QTensor)
         assert rstd is not None
@@ -141,11 +155,12 @@ def dgrad(
     amax: Tensor | None = None,
     bias: bool = False,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> DgradResult:
     """(g @ w) * activation'(z), quantised both ways with one scale; `amax` is raised to its largest finite magnitude."""
     check_amax(amax, g.device)
-    before = (g.dequantize() @ w_t.dequantize().T) * _slope_of(z, 0, activation, slope)
+    before = _undropped(g.dequantize() @ w_t.dequantize().T, dropout) * _slope_of(z, 0, activation, slope)
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(before, TENSOR).reshape(amax.shape)))
     return DgradResult(
@@ -153,6 +168,11 @@ def dgrad(
         quantize(before.T.contiguous(), spec, scale=scale),
         before.sum(0) if bias else None,
     )
+
+
+def _undropped(dy: Tensor, dropout: Dropout | None) -> Tensor:
+    """The gradient in front of a dropout."""
+    return dy if dropout is None else dropped(dy, dropout) * factor_of(dropout.p)
 
 
 def _slope_of(z: QTensor | Tensor | None, norm_block: int, activation: str, slope: float) -> Tensor | float:

@@ -7,6 +7,7 @@ from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.backend import Verdict, no
+from loka.kernels.dropout import Dropout, taken_apart
 from loka.kernels.fused_linear.call import (
     NORMALIZED,
     NORMALIZED_SCALE,
@@ -19,6 +20,7 @@ from loka.kernels.fused_linear.call import (
     Kept,
     check_amax,
     derived_from_output,
+    dropped_in_output,
     kept_form,
 )
 from loka.kernels.fused_linear.launch import Launch
@@ -110,6 +112,7 @@ def run(
     transpose: bool = False,
     amax: Tensor | None = None,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> FusedResult:
     """Forward, in one kernel."""
@@ -129,6 +132,7 @@ def run(
             transpose=transpose,
             amax=amax,
             slope=slope,
+            dropout=dropout,
         )  # nothing to compute: the law defines what an empty result looks like
     from loka.kernels.fused_linear import triton_ops
 
@@ -140,14 +144,15 @@ def run(
         scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given, amax,
         scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation), slope,
         mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), _KEEPS[form], transpose,
-        None if launch is None else launch.numbers,
+        None if launch is None else launch.numbers, *taken_apart(dropout),
     )  # fmt: skip
     if spec is None:
         kept = _kept(form, z, None, None)
         return FusedResult(y, z=kept, rstd=rstd if keep and norm_block else None)
-    q = QTensor(y, y_scale if given is None else given, spec)
+    scale = given if given is not None and dropout is None else y_scale
+    q = QTensor(y, scale, spec)
     kept = _kept(form, z, q, given)
-    q_t = QTensor(y_t, yt_scale if given is None else given, spec) if transpose else None
+    q_t = QTensor(y_t, yt_scale if given is None else scale, spec) if transpose else None
     return FusedResult(q, q_t, kept, rstd if keep and norm_block else None)
 
 
@@ -159,7 +164,16 @@ def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTe
         assert y is not None
         assert scale is not None
         return QTensor(z, scale, y.spec)
-    return {"nothing": None, "y": y, "bf16": z}[form]
+    if form == "y":
+        assert y is not None
+        return y if scale is None else QTensor(y.data, scale, y.spec)  # without dropout's factor
+    return z if form == "bf16" else None
+
+
+def _draw_back(dropout: Dropout | None, norm_block: int, activation: str, z: QTensor | Tensor | None) -> tuple[Tensor | None, float, int, int]:  # fmt: skip
+    """The draw of forward, and how the kernels know it: drawn again (1), or from what forward kept (2)."""
+    drop = 0 if dropout is None else 2 if dropped_in_output(norm_block, activation, z) else 1
+    return *taken_apart(dropout), drop
 
 
 def _given(scale: Tensor | None, spec: Spec) -> Tensor | None:
@@ -181,13 +195,14 @@ def gradient(
     activation: str,
     bias: bool = False,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
 ) -> GradientResult:
     """Backward up to the GEMMs: one kernel, and one before it where a dynamic scale of the whole tensor is asked for."""
     if dy.numel() == 0:
         from loka.kernels.fused_linear import reference
 
         return reference.gradient(
-            dy, z, rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope
+            dy, z, rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope, dropout=dropout
         )  # fmt: skip
     from loka.kernels.fused_linear import triton_ops
 
@@ -195,7 +210,7 @@ def gradient(
     g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
         unit_rows(dy), *read_kept(z, norm_block), rstd, given, norm_block > 0, ACTIVATIONS.index(activation),
         kept_number(z, norm_block, activation), slope, bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
-        spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"),
+        spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"), *_draw_back(dropout, norm_block, activation, z),
     )  # fmt: skip
     return GradientResult(
         QTensor(g, g_scale if given is None else given, spec),
@@ -234,6 +249,7 @@ def dgrad(
     amax: Tensor | None = None,
     bias: bool = False,
     slope: float = SLOPE,
+    dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> DgradResult:
     """A step of backward, in one kernel."""
@@ -242,7 +258,7 @@ def dgrad(
         from loka.kernels.fused_linear import reference
 
         return reference.dgrad(
-            g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope
+            g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope, dropout=dropout
         )
     from loka.kernels.fused_linear import triton_ops
 
@@ -250,5 +266,6 @@ def dgrad(
     q, q_t, sums = triton_ops.fused_linear_dgrad(
         scaled_mm_triton.padded(g), scaled_mm_triton.padded(w_t), g.scale, w_t.scale, *read_kept(z, 0), given, amax,
         ACTIVATIONS.index(activation), kept_number(z, 0, activation), slope, spec.format.dtype, bias, None if launch is None else launch.numbers,
+        *_draw_back(dropout, 0, activation, z),
     )  # fmt: skip
     return DgradResult(QTensor(q, given, spec), QTensor(q_t, given, spec), sums if bias else None)

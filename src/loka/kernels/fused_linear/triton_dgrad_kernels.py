@@ -1,6 +1,6 @@
 """One step of backward through a chain, FP8 in and out: from a layer's gradient to that of the layer before.
 
-    g_before [M, N] = (g [M, K] @ w_t [N, K]^T) * activation'(z [M, N])
+    g_before [M, N] = (g [M, K] @ w_t [N, K]^T) * activation'(z [M, N])            (* kept / (1 - p), where dropout stood behind the activation)
 
 The product is that of dgrad; its epilogue reads what forward kept, multiplies by the activation's derivative and writes the result quantised both ways, with one
 scale from earlier steps, so that no gradient of 16 bits reaches memory between the layers. It also collects the largest |g_before| for the next scale, and
@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.launch import Work, properties_of
-from loka.kernels.fused_linear.triton_gradient_kernels import slope_of
+from loka.kernels.fused_linear.triton_gradient_kernels import DROP_DRAWN, slope_of
 from loka.kernels.fused_linear.triton_kernels import (
     accumulate,
     aligned,
@@ -26,11 +27,12 @@ from loka.kernels.fused_linear.triton_kernels import (
     raise_amax,
 )
 from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
-from loka.kernels.tile import INTERPRETED, inverse, tile_order, to_fp8
+from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
 
 _SCALAR = tl.constexpr(1)
 _Z_SCALED = tl.constexpr(2)
 _Z_NONE = tl.constexpr(4)
+_DROP_DRAWN = tl.constexpr(DROP_DRAWN)
 
 
 @triton.jit
@@ -46,12 +48,15 @@ def _column_sums(x, BM: tl.constexpr, BN: tl.constexpr, PREROUND: tl.constexpr):
 
 
 @triton.jit
-def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
+def _write_half(acc, z, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
                 BM: tl.constexpr, BN: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
-                E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+                E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The step behind its sums, for half a tile: a whole one needs more registers and shared memory than there are beside the pipeline."""
     row, column = first_row + tl.arange(0, BM), first_column + tl.arange(0, BN)
-    acc *= scale
+    if DROP == _DROP_DRAWN:
+        acc *= drawn(tl.load(seed_ptr), row, column, stream, threshold, scale)
+    else:
+        acc *= scale
     if Z != _Z_NONE:
         acc *= slope_of(z.to(tl.float32), z_scale, Z, ACTIVATION, SLOPE, PREROUND)
     if AMAX:
@@ -82,10 +87,10 @@ def _prefetch(z_ptr, stride, first_row, first_column, M, N, BM: tl.constexpr, BN
     )
 
 
-@triton.jit
-def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, M, N, K, z_stride,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, seed_ptr, threshold, upscale, stream, M, N, K, z_stride,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, Z_BYTES: tl.constexpr,
-           SLOPE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+           SLOPE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     num_m, num_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     sg, sw, q_scale = tl.load(sg_ptr), tl.load(sw_ptr), tl.load(scale_ptr)
     z_scale = number_at(z_scale_ptr, Z >= _Z_SCALED and Z != _Z_NONE)
@@ -100,11 +105,11 @@ def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_sca
             z_left, z_right = halves(z_desc.load([first_row, first_column]), BM, BN)
         else:
             z_left, z_right = left, right
-        scale, q_inverse = late(sg, PREROUND) * late(sw, PREROUND), inverse(late(q_scale, PREROUND))
-        _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
-                    BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
-        _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, M, N,
-                    BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, PREROUND)  # fmt: skip
+        scale, q_inverse = late(sg, PREROUND) * late(sw, PREROUND) * upscale, inverse(late(q_scale, PREROUND))
+        _write_half(left, z_left, first_row, first_column, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
+                    BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, DROP, PREROUND)  # fmt: skip
+        _write_half(right, z_right, first_row, first_column + BN // 2, q_desc, qt_desc, scale, q_inverse, z_scale, amax_ptr, bias_ptr, seed_ptr, threshold, stream, M, N,
+                    BM, BN // 2, ACTIVATION, Z, SLOPE, E5M2, AMAX, BIAS, DROP, PREROUND)  # fmt: skip
 
 
 def _tma_rows(x: Tensor) -> Tensor:
@@ -129,6 +134,8 @@ def dgrad(
     slope: float,
     dtype: torch.dtype,
     bias: bool,
+    dropout: Dropout | None = None,
+    drop: int = 0,
     launch: list[int] | None = None,
 ) -> dict[str, Tensor | None]:
     """Launch the step. Rows of g and w_t start at multiples of 16 bytes (TMA)."""
@@ -145,8 +152,8 @@ def dgrad(
         TensorDescriptor.from_tensor(g, [bm, bk]), TensorDescriptor.from_tensor(w_t, [bn, bk]),
         None if z is None else TensorDescriptor.from_tensor(z, [bm, bn]),
         TensorDescriptor.from_tensor(q, [bm, bn // 2]), TensorDescriptor.from_tensor(q_t, [bn // 2, bm]),
-        z, sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, m, n, k, 0 if z is None else z.stride(0) * z_bytes,
-        bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax is not None, bias, INTERPRETED,
+        z, sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, *draw_arguments(dropout), m, n, k, 0 if z is None else z.stride(0) * z_bytes,
+        bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax is not None, bias, drop, INTERPRETED,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return {"g": q, "g_t": q_t, "bias": sums}

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.fused_linear.triton_kernels import aligned
 from loka.kernels.quantize.triton_kernels import _scales, block_scales
@@ -16,6 +17,7 @@ from loka.kernels.scaled_mm.triton_kernels import GROUPED
 from loka.kernels.tile import (
     INTERPRETED,
     activation_slope,
+    drawn,
     finite_magnitude,
     inverse,
     larger,
@@ -39,6 +41,11 @@ _Z_SCALED = tl.constexpr(2)
 _Z_OUTPUT = tl.constexpr(3)
 _Z_NONE = tl.constexpr(4)
 
+# How backward knows what dropout kept (0: there is none): it draws again, or what was kept of z is zero where forward dropped.
+DROP_DRAWN, DROP_IN_OUTPUT = 1, 2
+_DROP_DRAWN = tl.constexpr(1)
+_DROP_IN_OUTPUT = tl.constexpr(2)
+
 
 @triton.jit
 def slope_of(z, z_scale, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):
@@ -52,11 +59,16 @@ def slope_of(z, z_scale, Z: tl.constexpr, ACTIVATION: tl.constexpr, SLOPE: tl.co
 
 
 @triton.jit
-def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN: tl.constexpr,
-                   NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+def _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row, column, M, N, stride_dy, stride_z, tile_n, num_n,
+                   BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, DROP: tl.constexpr,
+                   PREROUND: tl.constexpr):  # fmt: skip
     """Gradient of the pre-activation for some rows of a tile."""
     inside = (row < M)[:, None] & (column < N)[None, :]
     g = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
+    if DROP == _DROP_DRAWN:
+        g *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
+    elif DROP == _DROP_IN_OUTPUT:
+        g *= upscale
     if Z != _Z_NONE:
         z = tl.load(z_ptr + row[:, None] * stride_z + column[None, :], inside, other=0.0).to(tl.float32)
         z_scale = 1.0
@@ -111,12 +123,12 @@ def _column_inverse(
         return inverse(scale)[None, :]
 
 
-@triton.jit
-def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
               M, N, stride_dy, stride_z, stride_g, words, gs_stride, gts_stride,
               BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr, BIAS: tl.constexpr,
               GROUPS: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr, T_E5M2: tl.constexpr, T_POW2: tl.constexpr,
-              PREROUND: tl.constexpr):  # fmt: skip
+              DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     tile_m, tile_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_n = tl.num_programs(1)
     Q: tl.constexpr = BM // 4
@@ -128,10 +140,10 @@ def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt
         4 * word + 2,
         4 * word + 3,
     )  # packed into words for the transpose, as in quantize
-    g0 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
-    g1 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
-    g2 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
-    g3 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row3, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g0 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row0, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
+    g1 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row1, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
+    g2 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row2, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
+    g3 = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row3, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
     if BIAS:
         tl.atomic_add(bias_ptr + column, tl.sum(g0 + g1 + g2 + g3, 0), column < N, sem="relaxed")
     per_column = largest_magnitude(larger(larger(tl.abs(g0), tl.abs(g1)), larger(tl.abs(g2), tl.abs(g3))), 0, PREROUND)
@@ -159,14 +171,14 @@ def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt
     tl.atomic_max(amax_ptr, total.to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@triton.jit
-def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, M, N, stride_dy, stride_z,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, seed_ptr, threshold, upscale, stream, M, N, stride_dy, stride_z,
                    BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,
-                   PREROUND: tl.constexpr):  # fmt: skip
+                   DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The largest finite magnitude of each tile of the gradient, for a dynamic scale of the whole tensor."""
     tile_m, tile_n, num_n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, column = tile_m * BM + tl.arange(0, BM), tile_n * BN + tl.arange(0, BN)
-    g = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, PREROUND)  # fmt: skip
+    g = _gradient_rows(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, seed_ptr, threshold, upscale, stream, row, column, M, N, stride_dy, stride_z, tile_n, num_n, BN, NORM, ACTIVATION, Z, SLOPE, DROP, PREROUND)  # fmt: skip
     tl.store(partial_ptr + tile_m * num_n + tile_n, tl.max(finite_magnitude(g)))
 
 
@@ -194,6 +206,8 @@ def gradient(
     t_dtype: torch.dtype,
     pow2: bool,
     t_pow2: bool,
+    dropout: Dropout | None = None,
+    drop: int = 0,
 ) -> dict[str, Tensor | None]:
     """Launch the backward kernel: one `scale` for both outputs, given or found by a pass before; or 1x128 groups of each made in the tile."""
     m, n = dy.shape
@@ -202,12 +216,13 @@ def gradient(
     bn = _tile_width(n, norm, grouped)
     bm = 128 if grouped else _ROWS
     tiles = (triton.cdiv(m, bm), triton.cdiv(n, bn))
+    draw = draw_arguments(dropout)
     if scale is None and not grouped:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
         partial = torch.empty(tiles[0] * tiles[1], dtype=torch.float32, **new)
         scale = torch.empty((), dtype=torch.float32, **new)
         e5m2 = dtype == torch.float8_e5m2
         _gradient_amax[tiles](
-            dy, z, z_scale, rstd, partial, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, INTERPRETED, num_warps=8
+            dy, z, z_scale, rstd, partial, *draw, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, drop, INTERPRETED, num_warps=8
         )  # fmt: skip
         _scales[(1,)](partial, scale, partial.numel(), 1, 4096, 1, e5m2, pow2)
     g, g_t = aligned(m, n, dtype, dy.device), aligned(n, m, t_dtype, dy.device)
@@ -218,9 +233,9 @@ def gradient(
     words = g_t.stride(0) // 4
     _gradient[tiles](
         dy, z, z_scale, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
-        sums, amax.view(torch.int32), m, n, dy.stride(0), stride_z, g.stride(0), words, m, n,
+        sums, amax.view(torch.int32), *draw, m, n, dy.stride(0), stride_z, g.stride(0), words, m, n,
         bm, bn, norm, activation, kept, slope, bias, bn // 128 if grouped else 0,
-        dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, INTERPRETED,
+        dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, drop, INTERPRETED,
         **(_LAUNCH_GROUPED if grouped else _LAUNCH),
     )  # fmt: skip
     if not grouped:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
 from loka.kernels.quantize.triton_kernels import block_scales
@@ -22,6 +23,7 @@ from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
+    drawn,
     finite_magnitude,
     inverse,
     largest_magnitude,
@@ -107,10 +109,10 @@ def late(x, PREROUND: tl.constexpr):
 
 
 @triton.jit
-def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
+def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, seed, threshold, upscale, stream, M, N,
            BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
-           SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+           SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """From z to everything that is written, for a tile or half of one."""
     first_row, first_column = tile_m * BM, tile_n * BN
     row = first_row + tl.arange(0, BM)
@@ -124,6 +126,11 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yt
     elif KEEP == _KEEP_BF16:
         z_desc.store([first_row, first_column], acc.to(tl.bfloat16))
     y = activate(acc, ACTIVATION, PREROUND, SLOPE)
+    if DROP:
+        if OUT == _OUT_STATIC:  # a code or zero; the factor is in the scale
+            out_inverse = drawn(seed, row, column, stream, threshold, out_inverse)
+        else:
+            y *= drawn(seed, row, column, stream, threshold, upscale)
     if OUT == _OUT_16BIT:
         y_desc.store([first_row, first_column], y.to(OUT_TYPE))
     elif OUT == _OUT_GROUPED:
@@ -151,10 +158,10 @@ def _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yt
 
 
 @triton.jit
-def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
+def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream, M, N,
            BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr, A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
-           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The layer behind its sums: scales, bias, norm, activation, and everything that is written."""
     first_row, first_column = tile_m * BM, tile_n * BN
     row = first_row + tl.arange(0, BM)
@@ -186,15 +193,16 @@ def _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_p
     out_inverse = 1.0
     if OUT == _OUT_STATIC:
         out_inverse = inverse(late(out_scale, PREROUND))
+    seed = number_at(seed_ptr, DROP)
     if HALVES:  # less shared memory waits to be stored, which leaves more for the pipeline; and fewer registers
         left, right = halves(acc, BM, BN)
-        _store(left, tile_m, 2 * tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
-               BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
-        _store(right, tile_m, 2 * tile_n + 1, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
-               BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+        _store(left, tile_m, 2 * tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, seed, threshold, upscale, stream, M, N,
+               BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, DROP, PREROUND)  # fmt: skip
+        _store(right, tile_m, 2 * tile_n + 1, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, seed, threshold, upscale, stream, M, N,
+               BM, BN // 2, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, DROP, PREROUND)  # fmt: skip
     else:
-        _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, M, N,
-               BM, BN, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+        _store(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, out_inverse, ys_ptr, yts_ptr, seed, threshold, upscale, stream, M, N,
+               BM, BN, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, SLOPE, OUT_TYPE, DROP, PREROUND)  # fmt: skip
 
 
 @triton.jit
@@ -222,23 +230,25 @@ def _store_part(acc, part_desc, first_row, BM: tl.constexpr, BN: tl.constexpr):
         part_desc.store([first_row, 0], acc)
 
 
-@triton.jit(do_not_specialize=["whole", "split"])
+@triton.jit(do_not_specialize=["whole", "split", "threshold", "stream"])
 def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr,
-           M, N, K, whole, split, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
+           seed_ptr, threshold, upscale, stream, M, N, K, whole, split, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, HALVES: tl.constexpr, SPLITS: tl.constexpr,
            A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
            OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr, TRANSPOSE: tl.constexpr,
-           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+           AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The first `whole` tiles from a to y; of the others (SPLITS) the sums over `split` parts of K each, part after part, tile after tile."""
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     sa, sb = number_at(sa_ptr, A_SCALE == _SCALAR), number_at(sb_ptr, B_SCALE == _SCALAR)
     out_scale = number_at(out_scale_ptr, OUT == _OUT_STATIC)
+    if DROP and OUT == _OUT_STATIC:
+        tl.store(ys_ptr, out_scale * upscale, tl.program_id(0) == 0)
     for tile in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_order(tile, num_m, num_n, GROUP_M)
         acc = accumulate(a_desc, b_desc, sa_ptr, sb_ptr, tile_m * BM, tile_n * BN, 0, num_k, M, N,
                          sa_stride, sa_stride_k, sb_stride, sb_stride_k, BM, BN, BK, A_SCALE, B_SCALE)  # fmt: skip
-        _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr, M, N,
-               BM, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+        _write(acc, tile_m, tile_n, y_desc, yt_desc, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr,
+               seed_ptr, threshold, upscale, stream, M, N, BM, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, TRANSPOSE, AMAX, SLOPE, OUT_TYPE, DROP, PREROUND)  # fmt: skip
     if SPLITS:
         for index in tl.range(tl.program_id(0), (num_m * num_n - whole) * split, tl.num_programs(0), flatten=True):
             tile_m, tile_n = tile_order(whole + index // split, num_m, num_n, GROUP_M)
@@ -248,12 +258,12 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, b
             _store_part(acc, part_desc, index * BM, BM, BN)
 
 
-@triton.jit(do_not_specialize=["whole", "height"])
-def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, rstd_ptr, amax_ptr, M, N, whole, height,
+@triton.jit(do_not_specialize=["whole", "height", "threshold", "stream"])
+def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream, M, N, whole, height,
             BN: tl.constexpr, ROWS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
             A_SCALE: tl.constexpr, B_SCALE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
             OUT: tl.constexpr, OUT_E5M2: tl.constexpr, OUT_POW2: tl.constexpr, KEEP: tl.constexpr,
-            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+            AMAX: tl.constexpr, SLOPE: tl.constexpr, OUT_TYPE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """The layer behind the sums of the tiles that were split, ROWS rows of a tile of that height a program."""
     tile, slab = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_order(whole + tile, tl.cdiv(M, height), tl.cdiv(N, BN), GROUP_M)
@@ -263,8 +273,8 @@ def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, y
     acc = tl.zeros((ROWS, BN), dtype=tl.float32)
     for part in tl.static_range(SPLIT):
         acc += tl.load(part_ptr + ((tile * SPLIT + part).to(tl.int64) * height + row)[:, None] * BN + column[None, :])
-    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, None, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, None, rstd_ptr, amax_ptr, M, N,
-           ROWS, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, False, AMAX, SLOPE, OUT_TYPE, PREROUND)  # fmt: skip
+    _write(acc, tile_m * (height // ROWS) + slab, tile_n, y_desc, None, z_desc, sa, sb, out_scale, sa_ptr, sb_ptr, bias_ptr, ys_ptr, None, rstd_ptr, amax_ptr,
+           seed_ptr, threshold, upscale, stream, M, N, ROWS, BN, HALVES, A_SCALE, B_SCALE, BIAS, NORM, ACTIVATION, OUT, OUT_E5M2, OUT_POW2, KEEP, False, AMAX, SLOPE, OUT_TYPE, DROP, PREROUND)  # fmt: skip
 
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -320,6 +330,7 @@ def fused(
     transpose: bool,
     amax: Tensor | None = None,
     slope: float = 0.01,
+    dropout: Dropout | None = None,
     launch: list[int] | None = None,
 ) -> dict[str, Tensor | None]:
     """Launch the fused layer: one kernel, and a second one for tiles whose K was cut. Rows of a and b start at multiples of 16 bytes (TMA)."""
@@ -333,6 +344,8 @@ def fused(
     y = aligned(m, n, out_dtype, device)
     y_t = aligned(n, m, out_dtype, device) if transpose else None
     y_scale = block_scales(m, n, GROUPED, device) if grouped else None
+    if dropout is not None and out == OUT_STATIC:
+        y_scale = torch.empty((), dtype=torch.float32, device=device)
     yt_scale = block_scales(n, m, GROUPED, device) if grouped and transpose else None
     z = aligned(m, n, KEEP_TYPES[keep], device) if keep else None
     blocks = triton.cdiv(n, NORM_BLOCK)
@@ -340,7 +353,7 @@ def fused(
     raised = None if amax is None else amax.view(torch.int32)
     before = sa, sb, bias, out_scale, y_scale
     form = a_source, b_source, bias is not None, norm, activation, out, out_dtype == torch.float8_e5m2, pow2, keep
-    rest = amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), INTERPRETED
+    rest = amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), dropout is not None, INTERPRETED
     bm, bn, bk, warps, stages, group, resident, split = chosen.numbers
     tiles, slots = triton.cdiv(m, bm) * triton.cdiv(n, bn), properties_of(device).processors * resident
     whole = tiles if split == 1 else tiles - tiles % slots
@@ -349,12 +362,12 @@ def fused(
     _fused[(min(slots, max(whole, (tiles - whole) * split)),)](
         TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
         _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]), _descriptor(part, [bm, min(bn, 64)]),
-        *before, yt_scale, rstd, raised, m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
+        *before, yt_scale, rstd, raised, *draw_arguments(dropout), m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
         bm, bn, bk, group, wide < bn, split > 1, *form, transpose, *rest, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if part is not None:
         _finish[(tiles - whole, bm // FINISH_ROWS)](
-            part, _descriptor(y, [FINISH_ROWS, wide]), _descriptor(z, [FINISH_ROWS, wide]), *before, rstd, raised, m, n, whole,
+            part, _descriptor(y, [FINISH_ROWS, wide]), _descriptor(z, [FINISH_ROWS, wide]), *before, rstd, raised, *draw_arguments(dropout), m, n, whole,
             bm, bn, FINISH_ROWS, group, split, wide < bn, *form, *rest, num_warps=4,
         )  # fmt: skip
     return {"y": y, "y_scale": y_scale, "y_t": y_t, "yt_scale": yt_scale, "z": z, "rstd": rstd}

@@ -15,6 +15,7 @@ from torch import Tensor
 from loka.formats import E4M3, Block, QTensor
 from loka.kernels.backend import Verdict, no
 from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, SwigluCall
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.scaled_mm.layout import float_scales, fp8_gpu, library
 
 ALIGNMENT = 128
@@ -69,7 +70,7 @@ def run(x: QTensor, w: QTensor, offsets: Tensor, *, out_dtype: torch.dtype, fast
     return out
 
 
-@torch.library.custom_op("loka::deepgemm_grouped_mm", mutates_args=())
+@torch_op("deepgemm_grouped_mm")
 def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, owner: Tensor) -> Tensor:
     import deep_gemm
 
@@ -78,6 +79,6 @@ def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, owner: Tensor)
     return out
 
 
-@_gemm.register_fake
+@fake_of(_gemm)
 def _(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, owner: Tensor) -> Any:
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)

@@ -18,6 +18,7 @@ from torch import Tensor
 from loka.formats import QTensor, Spec, quantize
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, Permutation, SwigluCall
+from loka.kernels.op import fake_of, torch_op
 
 
 def supports(call: GroupedCall | SwigluCall | MoveCall, device: torch.device) -> Verdict:
@@ -37,7 +38,7 @@ def _parts(x: QTensor | Tensor) -> tuple[Tensor, Tensor | None, str]:
     return (x.data, x.scale, str(x.spec)) if isinstance(x, QTensor) else (x, None, "")
 
 
-@torch.library.custom_op("loka::grouped_mm_reference", mutates_args=())
+@torch_op("grouped_mm_reference")
 def _multiply(
     x: Tensor, sx: Tensor | None, x_spec: str, w: Tensor, sw: Tensor | None, w_spec: str, offsets: Tensor, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
@@ -50,7 +51,7 @@ def _multiply(
     return out if out.dtype == out_dtype else out.to(out_dtype)
 
 
-@_multiply.register_fake
+@fake_of(_multiply)
 def _(x: Tensor, sx: Tensor | None, x_spec: str, w: Tensor, sw: Tensor | None, w_spec: str, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], w.shape[1], dtype=out_dtype)
 

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from loka.kernels.grouped_mm import triton_kernels as kernels
+from loka.kernels.op import fake_of, torch_op
 
 
-@torch.library.custom_op("loka::grouped_mm", mutates_args=())
+@torch_op("grouped_mm")
 def grouped_mm(
     a: Tensor, b: Tensor, sa: Tensor | None, sb: Tensor | None, offsets: Tensor, scales: int, exact: bool, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
@@ -14,12 +15,12 @@ def grouped_mm(
     return kernels.gemm(a, b, sa, sb, offsets, scales=scales, exact=exact, out_dtype=out_dtype)
 
 
-@grouped_mm.register_fake
+@fake_of(grouped_mm)
 def _(a, b, sa, sb, offsets, scales, exact, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-@torch.library.custom_op("loka::grouped_swiglu", mutates_args=())
+@torch_op("grouped_swiglu")
 def grouped_swiglu(
     a: Tensor, b: Tensor, sa: Tensor | None, sb: Tensor | None, offsets: Tensor, scales: int, exact: bool, fp8: bool, pow2: bool,
     out_dtype: torch.dtype,
@@ -29,7 +30,7 @@ def grouped_swiglu(
     return kernels.gemm_swiglu(a, b, sa, sb, offsets, **options)
 
 
-@grouped_swiglu.register_fake
+@fake_of(grouped_swiglu)
 def _(a, b, sa, sb, offsets, scales, exact, fp8, pow2, out_dtype):  # type: ignore[no-untyped-def]
     return _quantized(a, a.shape[0], b.shape[1] // 2, fp8, False, out_dtype)
 
@@ -41,31 +42,31 @@ def _quantized(like, m, f, fp8, whole, dtype):  # type: ignore[no-untyped-def]
     return out, like.new_empty(m, 1, dtype=torch.float32) if whole else kernels.block_scales(m, f, 3, like.device)
 
 
-@torch.library.custom_op("loka::swiglu_quantize", mutates_args=())
+@torch_op("swiglu_quantize")
 def swiglu(h: Tensor, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Tensor]:
     """See `triton_kernels.swiglu`."""
     return kernels.swiglu(h, fp8=fp8, whole=whole, pow2=pow2)
 
 
-@swiglu.register_fake
+@fake_of(swiglu)
 def _(h, fp8, whole, pow2):  # type: ignore[no-untyped-def]
     return _quantized(h, h.shape[0], h.shape[1] // 2, fp8, whole, h.dtype)
 
 
-permute = torch.library.custom_op("loka::permute", kernels.permute, mutates_args=())
+permute = torch_op("permute")(kernels.permute)
 
 
-@permute.register_fake
+@fake_of(permute)
 def _(ids, experts):  # type: ignore[no-untyped-def]
     visits = ids.shape[0] * ids.shape[1]
     long = {"dtype": torch.int64}
     return ids.new_empty(visits, **long), ids.new_empty(experts + 1, dtype=torch.int32), ids.new_empty(visits, **long)
 
 
-gather = torch.library.custom_op("loka::gather_rows", kernels.gather, mutates_args=())
+gather = torch_op("gather_rows")(kernels.gather)
 
 
-@gather.register_fake
+@fake_of(gather)
 def _(x, scale, order, top):  # type: ignore[no-untyped-def]
     rows, k = order.shape[0], x.shape[1]
     out = kernels.aligned(rows, k, x.dtype, x.device) if x.element_size() == 1 else x.new_empty(rows, k)
@@ -73,9 +74,9 @@ def _(x, scale, order, top):  # type: ignore[no-untyped-def]
     return out, x.new_empty(groups, rows, dtype=torch.float32).T
 
 
-combine = torch.library.custom_op("loka::combine", kernels.combine, mutates_args=())
+combine = torch_op("combine")(kernels.combine)
 
 
-@combine.register_fake
+@fake_of(combine)
 def _(y, inverse, weights, add):  # type: ignore[no-untyped-def]
     return y.new_empty(weights.shape[0], y.shape[1])

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from loka.kernels.interaction import triton_kernels as kernels
+from loka.kernels.op import fake_of, torch_op
 
 
-@torch.library.custom_op("loka::interact", mutates_args=())
+@torch_op("interact")
 def interact(
     x: Tensor, weight: Tensor, scale: Tensor, k: int, n_l: int, n_f: int, project: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -14,7 +15,7 @@ def interact(
     return kernels.interact(x, weight, scale, k=k, n_l=n_l, n_f=n_f, project=project, keep=keep)
 
 
-@interact.register_fake
+@fake_of(interact)
 def _(x, weight, scale, k, n_l, n_f, project, keep):  # type: ignore[no-untyped-def]
     rows, n, d = x.shape
     return (
@@ -25,26 +26,26 @@ def _(x, weight, scale, k, n_l, n_f, project, keep):  # type: ignore[no-untyped-
     )
 
 
-@torch.library.custom_op("loka::interact_finish", mutates_args=("following", "rstd"))
+@torch_op("interact_finish", mutates=("following", "rstd"))
 def finish(following: Tensor, tower: Tensor, residual: Tensor, rstd: Tensor, n_f: int) -> None:
     """following[:, :n_f] = BlockNorm_d(tower + residual), and its rstd where that is not empty."""
     kernels.finish(following, tower, residual, rstd if rstd.numel() else None, n_f=n_f)
 
 
-@finish.register_fake
+@fake_of(finish)
 def _(following, tower, residual, rstd, n_f):  # type: ignore[no-untyped-def]
     return None
 
 
-norm_gradient = torch.library.custom_op("loka::interact_norm_gradient", kernels.norm_gradient, mutates_args=())
+norm_gradient = torch_op("interact_norm_gradient")(kernels.norm_gradient)
 
 
-@norm_gradient.register_fake
+@fake_of(norm_gradient)
 def _(g, following, rstd):  # type: ignore[no-untyped-def]
     return torch.empty_like(following)
 
 
-@torch.library.custom_op("loka::interact_gradient", mutates_args=())
+@torch_op("interact_gradient")
 def interact_gradient(
     x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, k: int, n_l: int, n_f: int, project: bool
 ) -> tuple[Tensor, Tensor]:
@@ -52,6 +53,6 @@ def interact_gradient(
     return kernels.interact_gradient(x, weight, dq, ds, k=k, n_l=n_l, n_f=n_f, project=project)
 
 
-@interact_gradient.register_fake
+@fake_of(interact_gradient)
 def _(x, weight, dq, ds, k, n_l, n_f, project):  # type: ignore[no-untyped-def]
     return torch.empty_like(x), weight.new_empty(weight.shape, dtype=torch.float32)

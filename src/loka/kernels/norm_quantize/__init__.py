@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec
+from loka.kernels.dropout import Dropout, draws
 from loka.kernels.norm_quantize.call import NormCall, NormGradient, NormGradientCall, NormResult
 from loka.kernels.registry import pick
 
@@ -26,6 +27,7 @@ def norm_quantize(
     out_dtype: torch.dtype | None = None,
     transpose: bool = False,
     amax: Tensor | None = None,
+    dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> NormResult:
     """q = quantize(activation(norm(x + residual) * weight + bias)) for x [M, K].
@@ -42,7 +44,8 @@ def norm_quantize(
         scale: the given scale of a static or delayed spec, a float32 scalar.
         out_dtype: also write the output before quantisation, in this type.
         transpose: also write q^T [K, M], contiguous along M, under the same given scale.
-        amax: a float32 scalar, raised in place to the largest finite |output| before quantisation.
+        amax: a float32 scalar, raised in place to the largest finite |output| before dropout and quantisation.
+        dropout: a draw for the elements of the output: output * kept / (1 - p). A given scale is that of values before 1 / (1 - p), which goes into the scale of q.
         backend: a name of the registry, or "auto".
 
     Returns:
@@ -56,11 +59,24 @@ def norm_quantize(
     affine = weight is not None or bias is not None
     kept = x.spec if isinstance(x, QTensor) else None
     dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
-    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, dtype, out_dtype, transpose, kept)
+    call = NormCall(
+        m,
+        k,
+        spec,
+        norm,
+        activation,
+        affine,
+        residual is not None,
+        dtype,
+        out_dtype,
+        transpose,
+        kept,
+        draws(dropout, x.device),
+    )
     chosen = pick("norm_quantize", backend, call, x.device)
     result = chosen.backend.run(
         x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype,
-        transpose=transpose, amax=amax,
+        transpose=transpose, amax=amax, dropout=dropout,
     )  # fmt: skip
     return cast(NormResult, result)
 
@@ -79,6 +95,7 @@ def norm_gradient(
     spec: Spec | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    dropout: Dropout | None = None,
     backend: str = "auto",
 ) -> NormGradient:
     """The gradient of `norm_quantize` from what it kept; with a `spec` dx is written in FP8 both ways, and never in 16 bits.
@@ -96,6 +113,7 @@ def norm_gradient(
         spec: FP8 with one given scale (static or delayed), for dx [M, K] and dx^T [K, M].
         scale: that scale, a float32 scalar.
         amax: a float32 scalar, raised in place to the largest finite |dx|.
+        dropout: the draw of forward.
         backend: a name of the registry, or "auto".
 
     Returns:
@@ -108,11 +126,12 @@ def norm_gradient(
     m, k = dy.shape
     affine = weight is not None or bias is not None
     call = NormGradientCall(
-        m, k, norm, activation, affine, dh is not None, dy.dtype, spec, h.spec if isinstance(h, QTensor) else None
-    )
+        m, k, norm, activation, affine, dh is not None, dy.dtype, spec, h.spec if isinstance(h, QTensor) else None, draws(dropout, dy.device)
+    )  # fmt: skip
     chosen: Any = pick("norm_quantize", backend, call, dy.device).backend
     result = chosen.gradient(
-        dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax
+        dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax,
+        dropout=dropout,
     )  # fmt: skip
     return cast(NormGradient, result)
 

@@ -33,6 +33,7 @@ class NormCall:
     out_dtype: torch.dtype | None = None
     transpose: bool = False
     kept: Spec | None = None
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         _check(self.norm, self.activation, affine=self.affine, kept=self.kept)
@@ -49,7 +50,7 @@ class NormCall:
         x = f" {self.kept}" if self.kept else ""
         out = self.spec or str(self.out_dtype).removeprefix("torch.")
         sources = f"{x} {'residual+' if self.residual else ''}{self.norm} {self.activation}"
-        return f"{self.m}x{self.k}{sources} -> {out}{' + T' if self.transpose else ''}"
+        return f"{self.m}x{self.k}{sources} -> {out}{' + T' if self.transpose else ''}{' +dropout' if self.dropout else ''}"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class NormGradientCall:
     in_dtype: torch.dtype = torch.bfloat16
     spec: Spec | None = None
     kept: Spec | None = None
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         _check(self.norm, self.activation, affine=self.affine, kept=self.kept)
@@ -74,7 +76,8 @@ class NormGradientCall:
     def __str__(self) -> str:
         x = f" {self.kept}" if self.kept else ""
         out = f"{self.spec} + T" if self.spec else "16 bits"
-        return f"{self.m}x{self.k}{x} gradient {self.norm} {self.activation}{' +dh' if self.residual else ''} -> {out}"
+        extras = f"{' +dh' if self.residual else ''}{' +dropout' if self.dropout else ''}"
+        return f"{self.m}x{self.k}{x} gradient {self.norm} {self.activation}{extras} -> {out}"
 
 
 def _check(norm: str, activation: str, *, affine: bool, kept: Spec | None) -> None:

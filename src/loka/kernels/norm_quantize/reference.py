@@ -3,9 +3,9 @@
 h    = x + residual                                    rounded to x's type: it is the residual stream; an x in FP8 is dequantised
 xhat = (h - mean) * rstd                               layer;  h * rstd for rms (per row) and block (per 256 columns)
 p    = xhat * weight + bias
-y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|)
+y    = activation(p);   q = quantize(y);   amax = max(amax, largest finite |y|)            (y * kept / (1 - p) is quantised, where there is dropout: `loka.kernels.dropout`)
 
-dp   = dy * activation'(p)
+dp   = dy * activation'(p)                             (dy * kept / (1 - p) in place of dy)
 dx   = rstd * (dxhat - [mean(dxhat)] - xhat * mean(dxhat * xhat)),   dxhat = dp * weight;  the bracket for layer norm only
 
 Backward sees x as it was kept: an x in FP8 is the rounded one, while mean and rstd are those of forward.
@@ -19,6 +19,7 @@ from torch import Tensor
 from loka.formats import TENSOR, QTensor, Spec, block_amax, quantize
 from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
+from loka.kernels.dropout import Dropout, dropped, factor_of
 from loka.kernels.norm_quantize.call import EPS, NORM_BLOCK, NormCall, NormGradient, NormGradientCall, NormResult
 
 
@@ -74,15 +75,22 @@ def run(
     out_dtype: torch.dtype | None = None,
     transpose: bool = False,
     amax: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> NormResult:
     """Forward."""
     h: Any = x if residual is None else (_wide(x) + residual.float()).to(x.dtype)  # type: ignore[union-attr]
     xhat, mean, rstd = _normalize(_wide(h), norm, EPS[norm] if eps is None else eps)
     y = activate(_affine(xhat, weight, bias), activation)
     _raise(amax, y)
-    q = None if spec is None else quantize(y, spec, scale=scale)
-    q_t = quantize(y.T.contiguous(), spec, scale=scale) if transpose and spec is not None else None
-    return NormResult(q, None if out_dtype is None else y.to(out_dtype), h, mean, rstd, q_t)
+    factor = 1.0 if dropout is None else factor_of(dropout.p)
+    y = dropped(y, dropout)
+    wide = y if dropout is None else y * factor
+    quantized = y if scale is not None else wide
+    q = None if spec is None else quantize(quantized, spec, scale=scale)
+    q_t = quantize(quantized.T.contiguous(), spec, scale=scale) if transpose and spec is not None else None
+    if dropout is not None and scale is not None:
+        q, q_t = (None if made is None else QTensor(made.data, made.scale * factor, made.spec) for made in (q, q_t))
+    return NormResult(q, None if out_dtype is None else wide.to(out_dtype), h, mean, rstd, q_t)
 
 
 def gradient(
@@ -99,13 +107,15 @@ def gradient(
     spec: Spec | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> NormGradient:
     """Backward. `dh` is the gradient that reaches h from the residual stream."""
     columns = dy.shape[1]
     wide = _wide(h)
     centred = wide if mean is None else wide - mean
     xhat = centred * _spread(rstd, norm, columns)
-    dp = dy.float() * activation_slope(_affine(xhat, weight, bias), activation)
+    arriving = dy.float() if dropout is None else dropped(dy.float(), dropout) * factor_of(dropout.p)
+    dp = arriving * activation_slope(_affine(xhat, weight, bias), activation)
     dxhat = dp if weight is None else dp * weight.float()
     dx = dxhat - xhat * _spread(_mean(dxhat * xhat, norm), norm, columns)
     if norm == "layer":

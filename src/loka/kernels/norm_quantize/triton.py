@@ -5,6 +5,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import YES, Verdict, no
+from loka.kernels.dropout import Dropout, taken_apart
 from loka.kernels.norm_quantize.call import (
     ACTIVATIONS,
     EPS,
@@ -84,6 +85,7 @@ def run(
     out_dtype: torch.dtype | None = None,
     transpose: bool = False,
     amax: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> NormResult:
     """Forward."""
     if spec is not None and (spec.mode == "dynamic") != (scale is None):
@@ -93,7 +95,7 @@ def run(
 
         return reference.run(
             x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype,
-            transpose=transpose, amax=amax,
+            transpose=transpose, amax=amax, dropout=dropout,
         )  # fmt: skip  # nothing to compute: the law defines what an empty result looks like
     from loka.kernels.norm_quantize import triton_ops
 
@@ -102,20 +104,22 @@ def run(
     options = NORMS.index(norm), ACTIVATIONS.index(activation), EPS[norm] if eps is None else eps
     if spec is not None and transpose:
         assert scale is not None  # a spec of both ways has one
-        q, q_t, mean, rstd = triton_ops.norm_quantize_both(
-            data, x_scale, w, b, scale, amax, *options, spec.format.dtype
+        q, q_t, made, mean, rstd = triton_ops.norm_quantize_both(
+            data, x_scale, w, b, scale, amax, *options, spec.format.dtype, *taken_apart(dropout)
         )
-        given = scale.float().reshape(())
+        given = scale.float().reshape(()) if dropout is None else made
         kept = mean if norm == "layer" else None
         return NormResult(QTensor(q, given, spec), None, x, kept, rstd, QTensor(q_t, given, spec))
     added = None if residual is None else unit_rows(residual)
     kind = torch.float8_e4m3fn if spec is None else spec.format.dtype
     source, pow2 = (0, False) if spec is None else (_SOURCES[spec.block], spec.scale in ("pow2", "e8m0"))
     q, made, h, y, mean, rstd = triton_ops.norm_quantize(
-        data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, out_dtype
+        data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, out_dtype, *taken_apart(dropout)
     )
     return NormResult(
-        None if spec is None else QTensor(q, made if scale is None else scale.float().reshape(()), spec),
+        None
+        if spec is None
+        else QTensor(q, made if scale is None or dropout is not None else scale.float().reshape(()), spec),
         None if out_dtype is None else y,
         x if residual is None else h,
         mean if norm == "layer" else None,
@@ -146,6 +150,7 @@ def gradient(
     spec: Spec | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> NormGradient:
     """Backward."""
     if (spec is None) != (scale is None):
@@ -154,23 +159,24 @@ def gradient(
         from loka.kernels.norm_quantize import reference
 
         return reference.gradient(
-            dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax
+            dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax,
+            dropout=dropout,
         )  # fmt: skip
     from loka.kernels.norm_quantize import triton_ops
 
     data, h_scale = _operands(h)
     kept = unit_rows(dy), data, h_scale, _dense(weight), _dense(bias), mean, rstd
-    options = NORMS.index(norm), ACTIVATIONS.index(activation)
+    options, draw = (NORMS.index(norm), ACTIVATIONS.index(activation)), taken_apart(dropout)
     if spec is None or scale is None:
-        dx, dw, db = triton_ops.norm_gradient(*kept, None if dh is None else unit_rows(dh), amax, *options)
+        dx, dw, db = triton_ops.norm_gradient(*kept, None if dh is None else unit_rows(dh), amax, *options, *draw)
         return NormGradient(dx, None, None if weight is None else dw, None if bias is None else db)
     given = scale.float().reshape(())
     if dy.shape[1] <= WIDEST and h_scale is None and data.dtype in (torch.bfloat16, torch.float16):
         # dx in 16 bits, then both ways: a row fits into registers here, and into none that also hold 16 rows of its transpose. 91 us against 186 for 6144 x 3072 on an H200
-        whole, dw, db = triton_ops.norm_gradient(*kept, None, amax, *options)
+        whole, dw, db = triton_ops.norm_gradient(*kept, None, amax, *options, *draw)
         q, q_t = quantize_both(whole, spec, spec, scale=given, transpose_scale=given, backend="triton")
         return NormGradient(q, q_t, None if weight is None else dw, None if bias is None else db)
-    dx, dx_t, dw, db = triton_ops.norm_gradient_both(*kept, scale, amax, *options, spec.format.dtype)
+    dx, dx_t, dw, db = triton_ops.norm_gradient_both(*kept, scale, amax, *options, spec.format.dtype, *draw)
     return NormGradient(
         QTensor(dx, given, spec),
         QTensor(dx_t, given, spec),

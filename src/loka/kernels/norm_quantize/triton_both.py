@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
 from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
@@ -25,6 +26,7 @@ from loka.kernels.tile import (
     INTERPRETED,
     activate,
     activation_slope,
+    drawn,
     finite_magnitude,
     inverse,
     nan_for_inf,
@@ -131,11 +133,11 @@ def _larger_of_rows(largest, y0, y1, y2, y3):
     return tl.maximum(largest, tl.maximum(low, tl.maximum(finite_magnitude(y2), finite_magnitude(y3))))
 
 
-@triton.jit
-def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, q_ptr, qt_ptr, mean_ptr, rstd_ptr, amax_ptr, M, K, stride_x, stride_q, words, eps,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, made_ptr, q_ptr, qt_ptr, mean_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream, M, K, stride_x, stride_q, words, eps,
                   ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
                   BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
-                  PREROUND: tl.constexpr):  # fmt: skip
+                  DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4  # as in quantize: whole vectors
     Q: tl.constexpr = ROWS // 4
     word = tl.program_id(0).to(tl.int64) * Q + tl.arange(0, Q)
@@ -166,6 +168,8 @@ def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, q_ptr, qt_ptr, mean_ptr, r
     mean2, rstd2 = _moments(total2, squares2, shift2, mean_ptr, rstd_ptr, row2, M, K, eps, NORM)
     mean3, rstd3 = _moments(total3, squares3, shift3, mean_ptr, rstd_ptr, row3, M, K, eps, NORM)
     inv = inverse(tl.load(s_ptr))
+    if DROP:
+        tl.store(made_ptr, tl.load(s_ptr) * upscale, tl.program_id(0) == 0)
     largest = tl.zeros((Q, BK), tl.float32)
     for start in range(0, K, BK):
         column = start + tl.arange(0, BK)
@@ -176,19 +180,26 @@ def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, q_ptr, qt_ptr, mean_ptr, r
         y3 = _output(x_ptr, xs_ptr, mean3, rstd3, w, b, row3, column, M, K, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
         if AMAX:
             largest = _larger_of_rows(largest, y0, y1, y2, y3)
+        if DROP:
+            y0 *= drawn(tl.load(seed_ptr), row0, column, stream, threshold, 1.0)
+            y1 *= drawn(tl.load(seed_ptr), row1, column, stream, threshold, 1.0)
+            y2 *= drawn(tl.load(seed_ptr), row2, column, stream, threshold, 1.0)
+            y3 *= drawn(tl.load(seed_ptr), row3, column, stream, threshold, 1.0)
         _store_both(y0, y1, y2, y3, inv, q_ptr, qt_ptr, word, column, M, K, stride_q, words, E5M2, PREROUND)
     if AMAX:
         raise_amax(amax_ptr, tl.max(tl.max(largest, 1)))
 
 
 @triton.jit
-def _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean, rstd, w, b, row, column, M, K, stride_dy, stride_x, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-                  ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+def _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean, rstd, w, b, seed_ptr, threshold, upscale, stream, row, column, M, K, stride_dy, stride_x, WEIGHT: tl.constexpr,
+                  BIAS: tl.constexpr, ACTIVATION: tl.constexpr, X_SCALE: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     """xhat and dp = dy * activation'(p) of some rows and columns, 0 outside."""
     inside = (row < M)[:, None] & (column < K)[None, :]
     x = _values(x_ptr, xs_ptr, row, column, M, K, stride_x, X_SCALE)
     xhat = tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
     dy = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
+    if DROP:
+        dy *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
     return xhat, dy * activation_slope(_affine(xhat, w, b, WEIGHT, BIAS), ACTIVATION, PREROUND)
 
 
@@ -210,12 +221,12 @@ def _gradient(xhat, dp, w, rstd, plain, product, row, column, M, K, NORM: tl.con
     return tl.where((row < M)[:, None] & (column < K)[None, :], dx, 0.0)
 
 
-@triton.jit
-def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_ptr, dx_ptr, dxt_ptr, dw_ptr, db_ptr, amax_ptr,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_ptr, dx_ptr, dxt_ptr, dw_ptr, db_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
                    M, K, stride_dy, stride_x, stride_q, words,
                    ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
                    BIAS: tl.constexpr, X_SCALE: tl.constexpr, E5M2: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr,
-                   PREROUND: tl.constexpr):  # fmt: skip
+                   DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_dy, stride_x, words = (
         K // ALIGN * ALIGN,
         stride_dy // ALIGN * ALIGN,
@@ -236,10 +247,10 @@ def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_pt
     for start in range(0, K, BK):
         column = start + tl.arange(0, BK)
         w, b = _parameter(w_ptr, column, K, WEIGHT, BK, 1.0), _parameter(b_ptr, column, K, BIAS, BK, 0.0)
-        h0, p0 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean0, rstd0, w, b, row0, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
-        h1, p1 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean1, rstd1, w, b, row1, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
-        h2, p2 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean2, rstd2, w, b, row2, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
-        h3, p3 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean3, rstd3, w, b, row3, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h0, p0 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean0, rstd0, w, b, seed_ptr, threshold, upscale, stream, row0, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
+        h1, p1 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean1, rstd1, w, b, seed_ptr, threshold, upscale, stream, row1, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
+        h2, p2 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean2, rstd2, w, b, seed_ptr, threshold, upscale, stream, row2, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
+        h3, p3 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean3, rstd3, w, b, seed_ptr, threshold, upscale, stream, row3, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
         if WEIGHT:
             tl.store(dw_ptr + program * K + column, tl.sum((p0 * h0 + p1 * h1) + (p2 * h2 + p3 * h3), 0), column < K)
         if BIAS:
@@ -257,10 +268,10 @@ def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_pt
     for start in range(0, K, BK):
         column = start + tl.arange(0, BK)
         w, b = _parameter(w_ptr, column, K, WEIGHT, BK, 1.0), _parameter(b_ptr, column, K, BIAS, BK, 0.0)
-        h0, p0 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean0, rstd0, w, b, row0, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
-        h1, p1 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean1, rstd1, w, b, row1, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
-        h2, p2 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean2, rstd2, w, b, row2, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
-        h3, p3 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean3, rstd3, w, b, row3, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, PREROUND)  # fmt: skip
+        h0, p0 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean0, rstd0, w, b, seed_ptr, threshold, upscale, stream, row0, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
+        h1, p1 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean1, rstd1, w, b, seed_ptr, threshold, upscale, stream, row1, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
+        h2, p2 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean2, rstd2, w, b, seed_ptr, threshold, upscale, stream, row2, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
+        h3, p3 = _pre_gradient(dy_ptr, x_ptr, xs_ptr, mean3, rstd3, w, b, seed_ptr, threshold, upscale, stream, row3, column, M, K, stride_dy, stride_x, WEIGHT, BIAS, ACTIVATION, X_SCALE, DROP, PREROUND)  # fmt: skip
         g0 = _gradient(h0, p0, w, rstd0, c0, d0, row0, column, M, K, NORM, WEIGHT)
         g1 = _gradient(h1, p1, w, rstd1, c1, d1, row1, column, M, K, NORM, WEIGHT)
         g2 = _gradient(h2, p2, w, rstd2, c2, d2, row2, column, M, K, NORM, WEIGHT)
@@ -286,24 +297,25 @@ def _as_words(turned: Tensor) -> Tensor:
 
 def forward_both(
     x: Tensor, x_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor, amax: Tensor | None,
-    *, norm: int, activation: int, eps: float, dtype: torch.dtype,
+    *, norm: int, activation: int, eps: float, dtype: torch.dtype, dropout: Dropout | None = None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the forward kernel; x [M, K] with unit stride along K."""
     m, k = x.shape
     q, q_t = aligned(m, k, dtype, x.device), aligned(k, m, dtype, x.device)
     mean, rstd = (torch.empty(m, 1, dtype=torch.float32, device=x.device) for _ in range(2))
     rows = rows_of(m, k, x.element_size(), x.device)
+    made = None if dropout is None else torch.empty((), dtype=torch.float32, device=x.device)
     _forward_both[(triton.cdiv(m, rows),)](
-        x, x_scale, weight, bias, scale, q, _as_words(q_t), mean, rstd, amax, m, k, x.stride(0), q.stride(0), q_t.stride(0) // 4, eps,
+        x, x_scale, weight, bias, scale, made, q, _as_words(q_t), mean, rstd, amax, *draw_arguments(dropout), m, k, x.stride(0), q.stride(0), q_t.stride(0) // 4, eps,
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(x_scale), dtype == torch.float8_e5m2, amax is not None,
-        alignment(x), INTERPRETED, **_LAUNCH,
+        alignment(x), dropout is not None, INTERPRETED, **_LAUNCH,
     )  # fmt: skip
-    return {"q": q, "q_t": q_t, "mean": mean if norm == LAYER else None, "rstd": rstd}
+    return {"q": q, "q_t": q_t, "scale": made, "mean": mean if norm == LAYER else None, "rstd": rstd}
 
 
 def backward_both(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, scale: Tensor,
-    amax: Tensor | None, *, norm: int, activation: int, dtype: torch.dtype,
+    amax: Tensor | None, *, norm: int, activation: int, dtype: torch.dtype, dropout: Dropout | None = None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the backward kernel."""
     m, k = dy.shape
@@ -313,10 +325,10 @@ def backward_both(
     dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward_both[(programs,)](
-        dy, h, h_scale, weight, bias, mean, rstd, scale, dx, _as_words(dx_t), dw, db, amax,
+        dy, h, h_scale, weight, bias, mean, rstd, scale, dx, _as_words(dx_t), dw, db, amax, *draw_arguments(dropout),
         m, k, dy.stride(0), h.stride(0), dx.stride(0), dx_t.stride(0) // 4,
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(h_scale), dtype == torch.float8_e5m2, amax is not None,
-        alignment(dy, h), INTERPRETED, **_LAUNCH,
+        alignment(dy, h), dropout is not None, INTERPRETED, **_LAUNCH,
     )  # fmt: skip
     return {
         "dx": dx,

@@ -10,10 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.tile import INTERPRETED, activate, activation_slope, finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.tile import (
+    INTERPRETED,
+    activate,
+    activation_slope,
+    drawn,
+    finite_magnitude,
+    inverse,
+    scale_of,
+    to_fp8,
+)
 
 LAYER, RMS, BLOCK = 0, 1, 2
 # Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.
@@ -123,12 +133,13 @@ def _quantize(y, s_ptr, row, M, K, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALE
     return q
 
 
-@triton.jit
-def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, amax_ptr,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, y_ptr, mean_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
              M, K, blocks, stride_x, stride_r, stride_q, eps,
              ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
              WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
-             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+             X_SCALE: tl.constexpr, AMAX: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, DROP: tl.constexpr,
+             PREROUND: tl.constexpr):  # fmt: skip
     K, stride_x, stride_r = (
         K // ALIGN * ALIGN,
         stride_x // ALIGN * ALIGN,
@@ -168,10 +179,16 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
     y = activate(y, ACTIVATION, PREROUND)
     if ACTIVATION == _SIGMOID and not FULL:  # the only activation that is not 0 at 0
         y = tl.where(inside, y, 0.0)
-    if OUT:
-        tl.store(y_ptr + offset, y, inside)
     if AMAX:
         raise_amax(amax_ptr, _largest(y, row, M, EVEN, PREROUND))
+    if DROP:
+        if SCALE == _SCALAR:  # a code or zero; the factor is in the scale
+            y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, 1.0)
+            tl.store(made_ptr, tl.load(s_ptr) * upscale, tl.program_id(0) == 0)
+        else:
+            y *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
+    if OUT:
+        tl.store(y_ptr + offset, y * upscale if DROP and SCALE == _SCALAR else y, inside)
     if SCALE != _UNSCALED:
         q = _quantize(y, s_ptr, row, M, K, ROWS, WIDE, SCALE, E5M2, POW2, not (WEIGHT or BIAS), PREROUND)
         tl.store(
@@ -179,12 +196,12 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, y_ptr, mea
         )
 
 
-@triton.jit
-def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, amax_ptr,
+@triton.jit(do_not_specialize=["threshold", "stream"])
+def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
               M, K, blocks, stride_dy, stride_h, stride_dh,
               ROWS: tl.constexpr, WIDE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
               WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-              X_SCALE: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
+              X_SCALE: tl.constexpr, AMAX: tl.constexpr, ALIGN: tl.constexpr, DROP: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
     K, stride_dy, stride_h, stride_dh = (
         K // ALIGN * ALIGN,
         stride_dy // ALIGN * ALIGN,
@@ -222,6 +239,8 @@ def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, d
         if BIAS:
             p += b
         dp = tl.load(dy_ptr + row[:, None] * stride_dy + column[None, :], inside, other=0.0).to(tl.float32)
+        if DROP:
+            dp *= drawn(tl.load(seed_ptr), row, column, stream, threshold, upscale)
         dp *= activation_slope(p, ACTIVATION, PREROUND)
         if WEIGHT:
             dw += tl.sum(dp * xhat, 0)
@@ -258,6 +277,7 @@ def scale_source(scale: Tensor | None) -> int:
 def forward(
     x: Tensor, x_scale: Tensor | None, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, amax: Tensor | None,
     *, norm: int, activation: int, eps: float, dtype: torch.dtype, source: int, pow2: bool, out_dtype: torch.dtype | None,
+    dropout: Dropout | None = None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the forward kernel; x [M, K] with unit stride along K."""
     m, k = x.shape
@@ -274,17 +294,18 @@ def forward(
     mean = torch.empty(m, 1, dtype=torch.float32, **new) if norm == LAYER else None
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
     rows = _rows_per_program(wide)
+    made = torch.empty((), dtype=torch.float32, **new) if dropout is not None and source == SCALAR else None
     _forward[(triton.cdiv(m, rows),)](
-        x, x_scale, residual, h, weight, bias, q, scale, y, mean, rstd, amax, m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
+        x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
         0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
-        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
+        dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), dropout is not None, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
     )  # fmt: skip
-    return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else None, "h": h, "y": y, "mean": mean, "rstd": rstd}
+    return {"q": q, "scale": scale if source in (VECTOR, GROUPED) else made, "h": h, "y": y, "mean": mean, "rstd": rstd}
 
 
 def backward(
     dy: Tensor, h: Tensor, h_scale: Tensor | None, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor, dh: Tensor | None,
-    amax: Tensor | None, *, norm: int, activation: int,
+    amax: Tensor | None, *, norm: int, activation: int, dropout: Dropout | None = None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the backward kernel; dx has the type of h, or of dy where h is FP8."""
     m, k = dy.shape
@@ -297,8 +318,8 @@ def backward(
     dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward[(programs,)](
-        dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
-        rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), INTERPRETED,
+        dy, h, h_scale, weight, bias, mean, rstd, dh, dx, dw, db, amax, *draw_arguments(dropout), m, k, rstd.shape[1], dy.stride(0), h.stride(0), dh.stride(0) if dh is not None else 0,
+        rows, wide, norm, activation, weight is not None, bias is not None, dh is not None, scale_source(h_scale), amax is not None, alignment(dy, h, dh), dropout is not None, INTERPRETED,
         num_warps=16 if many else 4 if rows * wide <= 2048 else 8,
     )  # fmt: skip
     return {

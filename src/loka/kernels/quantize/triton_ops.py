@@ -1,10 +1,15 @@
 """The Triton quantiser as one torch op, so that torch.compile sees a call and not Python. Specs travel as their canonical strings."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from loka.formats import E5M2, ROW, TENSOR, Block, Spec, scale_shape
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.quantize import triton_kernels as kernels
+
+_parse = lru_cache(Spec.parse)  # every call of the op has its specs as text
 
 
 def _source(spec: Spec) -> int:
@@ -15,14 +20,14 @@ def _source(spec: Spec) -> int:
     return kernels.GROUPED if spec.block == Block(1, 128) else kernels.SQUARE
 
 
-@torch.library.custom_op("loka::quantize", mutates_args=())
+@torch_op("quantize")
 def quantize(
     x: Tensor, spec: str, scale: Tensor | None, transpose: str, transpose_scale: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, scale, qt, t_scale. What was not asked for (an empty spec), and scales that were given, come back empty: an op's outputs may not alias its inputs."""
-    want, want_t = (Spec.parse(text) if text else None for text in (spec, transpose))
+    want, want_t = (_parse(text) if text else None for text in (spec, transpose))
     if want_t is None:
-        return *_quantize_alone(x, Spec.parse(spec), scale, seed), *_nothing(x)
+        return *_quantize_alone(x, _parse(spec), scale, seed), *_nothing(x)
     turned = (x.shape[1], x.shape[0])
     if want is not None and _rows_come_first(x, want, want_t):
         return _rows_then_transpose(x, want, want_t, transpose_scale, seed)
@@ -82,7 +87,7 @@ def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
     return scale.reshape(scale_shape(shape, spec.block)) if spec.block in (TENSOR, ROW) else scale
 
 
-@quantize.register_fake
+@fake_of(quantize)
 def _(x, spec, scale, transpose, transpose_scale, seed):  # type: ignore[no-untyped-def]
     plain = _fake(x, x.shape, Spec.parse(spec)) if spec else _nothing(x)
     turned = _fake(x, (x.shape[1], x.shape[0]), Spec.parse(transpose)) if transpose else _nothing(x)
@@ -141,9 +146,9 @@ def _pair(spec: Spec) -> tuple[bool, bool]:
     return spec.format == E5M2, spec.scale in ("pow2", "e8m0")
 
 
-transpose = torch.library.custom_op("loka::transpose_fp8", kernels.transpose, mutates_args=())
+transpose = torch_op("transpose_fp8")(kernels.transpose)
 
 
-@transpose.register_fake
+@fake_of(transpose)
 def _(data):  # type: ignore[no-untyped-def]
     return kernels.aligned(data.shape[1], data.shape[0], data.dtype, data.device)

@@ -2,15 +2,16 @@
 
 import torch
 
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.route import triton_kernels as kernels
 
-route = torch.library.custom_op("loka::route", kernels.route, mutates_args=())
+route = torch_op("route")(kernels.route)
 
 
-route_sorted = torch.library.custom_op("loka::route_sorted", kernels.route_sorted, mutates_args=())
+route_sorted = torch_op("route_sorted")(kernels.route_sorted)
 
 
-@route_sorted.register_fake
+@fake_of(route_sorted)
 def _(x, weight, balance, top, always):  # type: ignore[no-untyped-def]
     tokens, columns = x.shape[0], top + int(always)
     order, inverse = (x.new_empty(tokens * columns, dtype=torch.int64) for _ in range(2))
@@ -18,7 +19,7 @@ def _(x, weight, balance, top, always):  # type: ignore[no-untyped-def]
     return order, offsets, inverse, x.new_empty(tokens, columns, dtype=torch.float32)
 
 
-@route.register_fake
+@fake_of(route)
 def _(x, weight, balance, top, always):  # type: ignore[no-untyped-def]
     shape = (x.shape[0], top + int(always))
     return x.new_empty(shape, dtype=torch.int64), x.new_empty(shape, dtype=torch.float32)

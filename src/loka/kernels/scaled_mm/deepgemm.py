@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, outer_major, up
@@ -63,7 +64,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
     return cut(out, m, n)
 
 
-@torch.library.custom_op("loka::deepgemm_scaled_mm", mutates_args=())
+@torch_op("deepgemm_scaled_mm")
 def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, square: bool) -> Tensor:
     import deep_gemm
 
@@ -76,6 +77,6 @@ def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, square: bool) 
     return out
 
 
-@_gemm.register_fake
+@fake_of(_gemm)
 def _(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, square: bool) -> Any:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16 if square else torch.float32)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import (
@@ -93,7 +94,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
     return cut(_gemm(aligned(a.data, rows, w.shape[1]), w, scale_a, scale_b, kernel, fast_accum), m, n)
 
 
-@torch.library.custom_op("loka::fbgemm_scaled_mm", mutates_args=())
+@torch_op("fbgemm_scaled_mm")
 def _gemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str, fast_accum: bool) -> Tensor:
     import fbgemm_gpu.experimental.gen_ai  # noqa: F401  (registers the ops)
 
@@ -107,6 +108,6 @@ def _gemm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str, f
     return out
 
 
-@_gemm.register_fake
+@fake_of(_gemm)
 def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, kernel: str, fast_accum: bool) -> Any:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)

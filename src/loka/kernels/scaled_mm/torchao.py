@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, library, up
@@ -55,7 +56,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
     return cut(_gemm(aligned(a.data, m, w.shape[1]), a.scale.contiguous(), w, scale_b), m, n)
 
 
-@torch.library.custom_op("loka::torchao_scaled_mm", mutates_args=())
+@torch_op("torchao_scaled_mm")
 def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     from torchao.kernel.blockwise_quantization import blockwise_fp8_gemm
 
@@ -63,6 +64,6 @@ def _gemm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
     return out
 
 
-@_gemm.register_fake
+@fake_of(_gemm)
 def _(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Any:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)

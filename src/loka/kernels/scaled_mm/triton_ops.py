@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.scaled_mm import triton_kernels as kernels
 
 
-@torch.library.custom_op("loka::scaled_mm", mutates_args=())
+@torch_op("scaled_mm")
 def scaled_mm(
     a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, a_source: int, b_source: int, exact: bool, out_dtype: torch.dtype
 ) -> Tensor:
@@ -14,6 +15,6 @@ def scaled_mm(
     return kernels.gemm(a, b, sa, sb, a_source=a_source, b_source=b_source, exact=exact, out_dtype=out_dtype)
 
 
-@scaled_mm.register_fake
+@fake_of(scaled_mm)
 def _(a, b, sa, sb, a_source, b_source, exact, out_dtype):  # type: ignore[no-untyped-def]
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

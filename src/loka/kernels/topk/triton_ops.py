@@ -2,21 +2,22 @@
 
 import torch
 
+from loka.kernels.op import fake_of, torch_op
 from loka.kernels.topk import triton_kernels as kernels
 
-topk = torch.library.custom_op("loka::topk", kernels.topk, mutates_args=())
+topk = torch_op("topk")(kernels.topk)
 
 
-@topk.register_fake
+@fake_of(topk)
 def _(scores, k, in_order):  # type: ignore[no-untyped-def]
     rows = scores.shape[0]
     return scores.new_empty(rows, k), scores.new_empty(rows, k, dtype=torch.int64)
 
 
-beam_topk = torch.library.custom_op("loka::beam_topk", kernels.beam_topk, mutates_args=())
+beam_topk = torch_op("beam_topk")(kernels.beam_topk)
 
 
-@beam_topk.register_fake
+@fake_of(beam_topk)
 def _(logits, beam_scores, k, mask, lse):  # type: ignore[no-untyped-def]
     shape = (logits.shape[0], k)
     index = {"dtype": torch.int64}
