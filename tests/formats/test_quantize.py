@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -452,3 +453,20 @@ def test_the_gpu_computes_the_same_bits(spec: Spec) -> None:
         assert torch.equal(there.scale.cpu(), here.scale)
         assert torch.equal(there.data.cpu().view(torch.uint8), here.data.view(torch.uint8))
         assert torch.equal(there.dequantize().cpu(), here.dequantize())
+
+
+def test_a_compiler_sees_that_two_scales_of_one_tensor_are_one() -> None:
+    """What two chains read is then quantised once. A NaN in the graph would be unequal to itself."""
+    from torch._functorch.compile_utils import fx_graph_cse
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    spec = Spec.parse("e4m3:tensor")
+    traced = make_fx(lambda x: (scale_from_amax(x.amax(), spec) * 2, scale_from_amax(x.amax(), spec) * 3))(
+        torch.ones(4)
+    )
+    left = Counter(str(node.target) for node in fx_graph_cse(traced.graph).nodes if node.op == "call_function")
+    assert left.pop("aten.mul.Tensor") == 2
+    assert set(left.values()) == {1}
+    found = scale_from_amax(torch.tensor([0.0, 448.0, torch.inf, torch.nan]), spec)
+    assert torch.equal(found.isnan(), torch.tensor([False, False, True, True]))
+    assert found[:2].tolist() == [1.0, 1.0]

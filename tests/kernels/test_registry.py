@@ -222,3 +222,14 @@ def test_emulation_on_a_gpu_is_said_aloud() -> None:
         UserWarning, match=r"quantize 4x16 .* runs emulated on the GPU, no kernel can: triton: writes e4m3"
     ):
         assert registry.pick("quantize", "auto", call, torch.device("cuda")).name == "reference"
+
+
+def test_no_op_has_an_argument_called_out() -> None:
+    """torch's compiler takes a call with one for a mutation of everything, and merges nothing across it (`fused_linear` once had one: inputs that several chains read were quantised once for each)."""
+    for op in ("fused_linear", "norm_quantize", "quantize", "scaled_mm"):
+        importlib.import_module(f"loka.kernels.{op}.triton_ops")
+    names = [name for name in dir(torch.ops.loka) if isinstance(getattr(torch.ops.loka, name), torch._ops.OpOverloadPacket)]  # fmt: skip
+    assert {"fused_linear", "quantize"} <= set(names)
+    for name in names:
+        schema = getattr(torch.ops.loka, name).default._schema
+        assert "out" not in {argument.name for argument in schema.arguments}, name

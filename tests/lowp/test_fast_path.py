@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loka import mods
 from loka.lowp.linear import linears_of
 from loka.placing import convert, revert
 
@@ -60,6 +61,30 @@ def test_an_encoder_with_padding_runs_converted() -> None:
         revert(model)
         assert model.use_nested_tensor == plain.use_nested_tensor
         assert set(vars(model)) == set(vars(plain))
+
+
+@pytest.mark.parametrize("way", ["converted", "modified"])
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm(32)], ids=["no last norm", "last norm"])
+@pytest.mark.parametrize("alike", [True, False], ids=["left aligned", "anywhere"])
+def test_padding_comes_out_as_torch_leaves_it(way: str, norm: nn.Module | None, alike: bool) -> None:
+    """A model that averages over all positions would have another result in eval mode."""
+    model = nn.TransformerEncoder(layer(), 2, norm=copy.deepcopy(norm)).eval()
+    if norm is not None:
+        nn.init.normal_(model.norm.bias)  # zeros before it are no zeros behind it
+    plain, padding = copy.deepcopy(model), PADDING if alike else PADDING.flip(1)
+    if way == "converted":
+        convert(model, recipe="rowwise")
+    else:
+        assert mods.apply(model, "attention_layout", example={"src": X, "src_key_padding_mask": padding}).summary.changed  # fmt: skip
+    with torch.no_grad():
+        expected = plain(X, src_key_padding_mask=padding)
+        for twin in (model, copy.deepcopy(model)):
+            y = twin(X, src_key_padding_mask=padding)
+            assert relative(y.mean(1), expected.mean(1)) < 0.1
+            assert relative(y, expected) < 0.1
+        revert(model) if way == "converted" else mods.revert(model)
+        assert torch.equal(model(X, src_key_padding_mask=PADDING), plain(X, src_key_padding_mask=PADDING))
+    assert not any(m._forward_hooks or m._forward_hooks_with_kwargs for m in model.modules())
 
 
 def test_a_layer_that_is_kept_keeps_its_fast_path() -> None:

@@ -3,6 +3,9 @@
 Run this under the oldest torch that is supported before a GPU is used: compilers differ in what they trace.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +13,9 @@ from torch import Tensor, nn
 import loka
 from foreign_zoo import ZOO
 from loka import mods
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import zoo_more
 
 
 class Wukong(nn.Module):
@@ -47,8 +53,12 @@ class Dropping(nn.Module):
 
 
 MODELS = {
-    **{name: ZOO[name] for name in ("dlrm", "tower", "cross", "encoder")},
+    **{name: ZOO[name] for name in ("dlrm", "tower", "encoder")},
     "wukong": (Wukong, lambda b: (torch.randn(b, 16, 16),)),
+    "llama": (
+        lambda: zoo_more.Llama(**{**zoo_more.MODELS["llama"].tiny, "layers": 1}),
+        lambda b: (torch.randint(100, (b, 12)), torch.randint(100, (b, 12))),
+    ),
     "dropping": (Dropping, lambda b: (torch.randn(b, 64),)),
 }
 

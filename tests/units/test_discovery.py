@@ -173,7 +173,7 @@ def _protect(model: Net) -> None:
         (straight, {"act": nn.Dropout(0.0)}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (straight, {"act": nn.Dropout(0.5), "serving": True}, [["a", "b", "c"]], "last: it is a prediction layer"),
         (straight, {"act": nn.Softmax(-1)}, [["b", "c"]], "act (Softmax) stands behind it"),
-        (straight, {"act": nn.BatchNorm1d(96)}, [["b", "c"]], "act (BatchNorm1d) stands behind it"),
+        (straight, {"act": nn.BatchNorm1d(96)}, [["b", "c"]], "act (BatchNorm1d) normalises by the batch in training"),
         (straight, {"act": nn.LayerNorm([96])}, [["a", "b", "c"]], "last: it is a prediction layer"),
     ],
 )  # fmt: skip

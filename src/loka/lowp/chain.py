@@ -15,7 +15,7 @@ model and the counters that Guard reads.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ from loka.lowp.chain_modules import (  # fmt: skip
     is_watched,
     reclass,
 )
+from loka.lowp.folding import fold, statistics
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
 from loka.lowp.passing import draws_dropout
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
@@ -69,7 +70,7 @@ class Part:
     Args:
         link: what it computes.
         linear: the nn.Linear.
-        norm: the module whose weight, bias and eps the norm has; None without a norm.
+        norm: the module whose weight, bias and eps the norm has; None without a norm. A batch norm is folded into the linear, and the link has none.
         passed: modules that hand on their input from now on: the norm, the activation, the dropout, identities.
         callers: modules whose forward calls the activation, or a dropout, as a function (`loka.lowp.passing`).
         called: whether one of them calls the activation.
@@ -87,6 +88,11 @@ class Part:
     def stops(self, p: float) -> int:
         """What is called between this linear and the next, and hands on what it is given, where dropout drops a share of p."""
         return len(self.passed) + self.called + (p > 0 and self.drops_in_call)
+
+    @property
+    def folds(self) -> bool:
+        """Whether a batch norm is folded into the linear, for serving."""
+        return isinstance(self.norm, nn.BatchNorm1d)
 
     @property
     def drops_in_call(self) -> bool:
@@ -163,6 +169,7 @@ class Chain:
         self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
+        self.frozen_biases: dict[int, Tensor] = {}  # of links with a batch norm folded in, while the weights are frozen
         self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
         self.placed = False
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
@@ -331,7 +338,10 @@ class Chain:
     def layout(self, dtype: torch.dtype) -> Layout:
         """The chain without its tensors."""
         types = tuple(linear.weight.dtype for linear in self.linears)
-        biases = tuple(None if linear.bias is None else linear.bias.dtype for linear in self.linears)
+        biases = tuple(
+            part.linear.weight.dtype if part.folds else None if part.linear.bias is None else part.linear.bias.dtype
+            for part in self.parts
+        )
         dropout = tuple(part.find_p() for part in self.parts)
         return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None, dropout)  # fmt: skip
 
@@ -342,11 +352,12 @@ class Chain:
 
     def tensors(self, seed: Tensor | None = None) -> ChainTensors:
         """Its tensors, as they are now; without a seed nothing is dropped. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
-        norms = [part.norm for part in self.parts]
+        norms = [None if part.folds else part.norm for part in self.parts]
+        weights, biases = zip(*self._parameters(), strict=True)
         counts = self.training or self.frozen is not None or not self.primed
         return ChainTensors(
-            tuple(linear.weight for linear in self.linears),
-            tuple(linear.bias for linear in self.linears),
+            weights,
+            biases,
             tuple(getattr(norm, "weight", None) for norm in norms),
             tuple(getattr(norm, "bias", None) for norm in norms),
             tuple(bound if link.bounded else None if s is None else s.scale for link, s, bound in zip(self.links, self.out, self.bounds, strict=True)),
@@ -355,6 +366,16 @@ class Chain:
             tuple(None if s is None else s.pending for s in self.grad),
             seed,
         )  # fmt: skip
+
+    def _parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of every link, with what is folded into them."""
+        for at, part in enumerate(self.parts):
+            if at in self.frozen_biases:  # frozen: nobody asks for the weight
+                yield part.linear.weight, self.frozen_biases[at].to(part.linear.weight.dtype)
+            elif part.folds:
+                yield fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)
+            else:
+                yield part.linear.weight, part.linear.bias
 
     def run(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N] in the input's type, or autocast's where it is on."""
@@ -402,10 +423,11 @@ class Chain:
 
     def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None) -> Tensor:
         """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`."""
+        weights = self._quantized_weights()  # first: it finds out whether what is frozen still holds
         tensors = self.tensors(seed)
         a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
         y: Tensor | None = None
-        for at, weight in enumerate(self._quantized_weights()):
+        for at, weight in enumerate(weights):
             step = run_link(a, weight, at, layout, tensors, training=False)
             a, y = (a if step.a is None else step.a), step.y
         assert y is not None
@@ -420,7 +442,8 @@ class Chain:
     def run_link_exactly(self, x: Tensor, at: int) -> Tensor:
         """One layer in the precision of x."""
         linear, norm = self.linears[at], self.parts[at].norm
-        x = F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
+        weight, bias = fold(linear, cast(nn.BatchNorm1d, norm)) if self.parts[at].folds else (linear.weight, linear.bias)  # fmt: skip
+        x = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         return follow_linear(x, self.links[at], getattr(norm, "weight", None), getattr(norm, "bias", None))
 
     # Weights for serving
@@ -428,16 +451,17 @@ class Chain:
     def _quantized_weights(self) -> list[QTensor]:
         if self.frozen is not None and self._are_frozen_current():
             return self.frozen
-        return [self._quantize(linear) for linear in self.linears]
+        return [self._quantize(part) for part in self.parts]
 
     def quantized_weight(self, at: int) -> QTensor:
         """A weight as the forward GEMM has it."""
         fresh = self.frozen is None or self._witnesses is None
-        return self._quantize(self.linears[at]) if fresh else self.frozen[at]  # type: ignore[index]
+        return self._quantize(self.parts[at]) if fresh else self.frozen[at]  # type: ignore[index]
 
-    def _quantize(self, linear: nn.Linear) -> QTensor:
-        device = linear.weight.device if self.frozen is None else self.frozen[0].device
-        return quantize(linear.weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
+    def _quantize(self, part: Part) -> QTensor:
+        device = part.linear.weight.device if self.frozen is None else self.frozen[0].device
+        weight = fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)[0] if part.folds else part.linear.weight  # fmt: skip
+        return quantize(weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
 
     def _are_frozen_current(self) -> bool:
         """Whether nobody has written to a weight since it was frozen. Says once where somebody has; from then on every call quantises the chain's weights."""
@@ -445,11 +469,11 @@ class Chain:
             return True
         if self._witnesses is None:
             return False
-        pairs = zip(self.links, self.linears, self._witnesses, strict=True)
-        changed = [link.linear for link, linear, witness in pairs if not witness.agrees(linear.weight)]
+        pairs = zip(self._witnessed(), self._witnesses, strict=True)
+        changed = [name for (name, held), witness in pairs if not witness.agrees(held)]
         if changed:
-            warn_stale(", ".join(changed))
-            self._witnesses = None
+            warn_stale(", ".join(dict.fromkeys(changed)))
+            self._witnesses, self.frozen_biases = None, {}
         return not changed
 
     def freeze(self, *, offload: bool = False) -> None:
@@ -461,22 +485,37 @@ class Chain:
         if not self.primed:
             raise ValueError(f"{self.name} has no scales yet; hint: with loka.placing.calibrating(model): model(batch)")
         self.thaw()
-        self.frozen = [self._quantize(linear) for linear in self.linears]
+        self._fix_weights()
         if offload:
             self._move_weights(torch.device("cpu"))
-        self._witnesses = [Witness(linear.weight) for linear in self.linears]
+        self._witnesses = [Witness(held) for _, held in self._witnessed()]
+
+    def _fix_weights(self) -> None:
+        """Quantise what the forward multiplies now, and compute what it adds."""
+        self.frozen_biases = {}
+        self.frozen = [self._quantize(part) for part in self.parts]
+        with torch.no_grad():
+            made = {at: bias for at, (_, bias) in enumerate(self._parameters()) if self.parts[at].folds}
+        self.frozen_biases = {at: bias.to(self.frozen[0].device) for at, bias in made.items() if bias is not None}
+
+    def _witnessed(self) -> Iterator[tuple[str, Tensor]]:
+        """What frozen weights were made from, by the linear's name."""
+        for part in self.parts:
+            yield part.link.linear, part.linear.weight
+            if part.folds:
+                yield part.link.linear, statistics(part.linear, cast(nn.BatchNorm1d, part.norm))
 
     def thaw(self) -> None:
         """Follow the weights again."""
         if self.frozen is not None:
             self._move_weights(self.frozen[0].device)
-        self.frozen = None
+        self.frozen, self.frozen_biases = None, {}
 
     def refresh(self) -> None:
         """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
         if self.frozen is not None:
-            self.frozen = [self._quantize(linear) for linear in self.linears]
-            self._witnesses = [Witness(linear.weight) for linear in self.linears]
+            self._fix_weights()
+            self._witnesses = [Witness(held) for _, held in self._witnessed()]
 
     def _move_weights(self, device: torch.device) -> None:
         for linear in self.linears:
@@ -549,6 +588,7 @@ class Chain:
             self.health = [vector.to(device) for vector in self.health]
         if self.frozen is not None:
             self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
+        self.frozen_biases = {at: bias.to(device) for at, bias in self.frozen_biases.items()}
 
     # Being looked at
 

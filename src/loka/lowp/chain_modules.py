@@ -73,7 +73,7 @@ class _InChain(_Reclassed):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         chain = self.__dict__[CHAIN]
-        if chain.frozen is not None and isinstance(self, nn.Linear):  # made from other weights
+        if chain.frozen is not None and isinstance(self, (nn.Linear, nn.BatchNorm1d)):  # made from other weights
             chain.refresh()
 
     def train(self, mode: bool = True) -> Any:

@@ -2,7 +2,8 @@
 
 In eval mode and without gradients nn.TransformerEncoderLayer hands the weights of its linears to one fused kernel and never calls the linears: converted ones would run in high
 precision without a word. torch takes the ordinary path where anything inside the layer has a hook, so a layer with a converted linear gets one, which does nothing. The
-nn.TransformerEncoder around it packs padded batches into nested tensors for that kernel alone, so this is switched off with it.
+nn.TransformerEncoder around it packs padded batches into nested tensors for that kernel alone, so this is switched off with it, and the zeros it left for the padding are put there
+(`loka.nn.padding`).
 
 nn.TransformerDecoderLayer has no such path. nn.MultiheadAttention has one, which reads its own parameters and those of `out_proj`: that linear is never converted
 (`loka.lowp.linear.refuse`).
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from loka.lowp.chain import chain_of
 from loka.lowp.linear import Linear
+from loka.nn.padding import ZeroPadding
 
 _NESTED = "loka_used_nested_tensor"  # on an encoder: what `use_nested_tensor` was
 
@@ -46,6 +48,8 @@ def close_fast_paths(model: nn.Module) -> None:
     for encoder in _encoders(model):
         if hasattr(encoder, "use_nested_tensor") and any(_has_hook(layer) for layer in encoder.layers):
             setattr(encoder, _NESTED, encoder.use_nested_tensor)
+            if encoder.use_nested_tensor:
+                encoder.layers[-1].register_forward_hook(ZeroPadding(encoder), with_kwargs=True)
             encoder.use_nested_tensor = False
 
 
@@ -59,3 +63,8 @@ def open_fast_paths(model: nn.Module) -> None:
         if hasattr(encoder, _NESTED):
             encoder.use_nested_tensor = getattr(encoder, _NESTED)
             delattr(encoder, _NESTED)
+            if encoder.use_nested_tensor:
+                last = encoder.layers[-1]
+                for number in [number for number, hook in last._forward_hooks.items() if isinstance(hook, ZeroPadding)]:
+                    del last._forward_hooks[number]
+                    last._forward_hooks_with_kwargs.pop(number, None)

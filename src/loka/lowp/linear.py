@@ -337,7 +337,7 @@ def refuse(module: nn.Module) -> str | None:
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, expected a floating-point type"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear" and not getattr(module, "loka_called", False):
-        return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout"
+        return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout, which takes attention of a sequence to itself"
     return None
 
 

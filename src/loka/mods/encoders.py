@@ -3,7 +3,7 @@
 In eval mode and without gradients nn.TransformerEncoderLayer hands the weights of its linears and norms to one fused kernel and calls none of them: a norm that became a
 BlockNorm has no weight to hand over, an activation that was swapped would not be the one that runs. torch takes the ordinary path where anything inside the layer has a
 hook, so a layer in which a mod changed something gets one that does nothing else; the nn.TransformerEncoder around it packs padded batches for that kernel alone, so this is
-switched off with it. Both are steps of the journal and undone with the mods. `convert` does the same for its own linears (`loka.lowp.fast_path`), each without the other.
+switched off with it, and the zeros it left for the padding are put there (`loka.nn.padding`). All are steps of the journal and undone with the mods. `convert` does the same for its own linears (`loka.lowp.fast_path`), each without the other.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from loka.mods.journal import Hook, Mark, journal_of
+from loka.nn.padding import ZeroPadding
 
 __all__ = ["has_encoders", "keep_ordinary_paths"]
 
@@ -45,8 +46,13 @@ def keep_ordinary_paths(model: nn.Module) -> None:
     for name, encoder in list(model.named_modules()):
         packs = isinstance(encoder, nn.TransformerEncoder) and getattr(encoder, "use_nested_tensor", False)
         if packs and _any_inside(name, closed):
+            assert isinstance(encoder, nn.TransformerEncoder)
+            last = f"{name}.layers.{len(encoder.layers) - 1}".removeprefix(".")
             steps.append(Mark(name, "use_nested_tensor", True))
             encoder.__dict__["use_nested_tensor"] = False
+            zeros = Hook(last, ZeroPadding(encoder), before=False)
+            zeros.apply_to(model)
+            steps.append(zeros)
 
 
 def has_encoders(model: nn.Module) -> bool:

@@ -108,7 +108,7 @@ class Hook:
         if self.before:
             module.register_forward_pre_hook(self.hook, with_kwargs=True)
         else:
-            module.register_forward_hook(self.hook)
+            module.register_forward_hook(self.hook, with_kwargs=getattr(self.hook, "with_kwargs", False))
 
     def undo(self, model: nn.Module) -> None:
         """Remove it; found by identity, because a copy of the model has the hook and not the handle."""
@@ -117,6 +117,7 @@ class Hook:
         for number in [number for number, hook in hooks.items() if hook is self.hook]:
             del hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
+            module._forward_hooks_with_kwargs.pop(number, None)
 
     def adapt(self, state: MutableMapping[str, Tensor]) -> None:
         """No parameter is touched."""

@@ -22,7 +22,7 @@ from torch import nn
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import Linear
 from loka.mods.editor import Editor, ModuleFilter
-from loka.mods.journal import Drop, Fold, Mark, PlacedUnit, Step, Swap, journal_of, undo_to
+from loka.mods.journal import Drop, Fold, PlacedUnit, Step, Swap, journal_of, undo_to
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
 from loka.mods.trial import Trial
@@ -143,19 +143,7 @@ class _Job:
         lost = [step for step in steps if isinstance(step, Drop) or (isinstance(step, Swap) and step.lost)]
         if self.ddp and lost:
             return "DistributedDataParallel waits for the gradients of every parameter it was given; apply the mods before wrapping"
-        why = None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=self.low)
-        return None if why is None else why + self._explain(steps)
-
-    @staticmethod
-    def _explain(steps: Sequence[Step]) -> str:
-        """What else the steps did: without its fused path torch's encoder no longer sets padded positions to zero."""
-        unpacked = [step for step in steps if isinstance(step, Mark) and step.attribute == "use_nested_tensor"]
-        if not unpacked:
-            return ""
-        return (
-            f"; {unpacked[0].name} packs padded batches in eval mode and returns zeros for padding, which only torch's own layers can do; "
-            "hint: nn.TransformerEncoder(..., enable_nested_tensor=False)"
-        )
+        return None if self.trial is None else self.trial.refuse(effect, touched=self._touched(steps), low=self.low)
 
     def _touched(self, steps: Sequence[Step]) -> set[int]:
         """Parameters whose values a step changed: their gradients change with them."""

@@ -32,6 +32,7 @@ from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import Chain, chains_of
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
+from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
 from loka.lowp.scaling import AmaxState, Scaling
@@ -57,7 +58,6 @@ __all__ = [
 ]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
-PACKED = "loka_packed"  # on a module: FP8 weights alone, nothing to revert to
 _THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
 _MODS = "_loka_converted_with"  # on a model: the mods its plan applied, with the effect of each
 _COLLECTIVES = "loka.comms.placement"  # a room above this one, found by its name: only a plan with collectives needs it

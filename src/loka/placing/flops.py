@@ -13,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from loka.lowp.binding import LinearBinding
 from loka.nn.wrapping import named_sites
 from loka.units.flow import call_model
+
+_CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
+}  # fmt: skip
 
 
 def low_precision_share(
@@ -70,7 +75,8 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        packet = getattr(func, "_overloadpacket", None)
+        formula: Any = flop_registry.get(packet) or _CPU_ATTENTION.get(packet)
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=out))
         return out

@@ -28,7 +28,7 @@ REASONS: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.RNNCellBase, "a recurrent cell multiplies by functions"),
     (
         nn.MultiheadAttention,
-        "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules; hint: the mod attention_layout",
+        "nn.MultiheadAttention multiplies in_proj and out_proj by functions, without their modules; hint: the mod attention_layout, which takes attention of a sequence to itself",
     ),
     (_ConvNd, "a convolution is no GEMM that conversion could swap"),
     (nn.Bilinear, "a bilinear form is no GEMM that conversion could swap"),
@@ -65,14 +65,16 @@ def find_unseen(model: nn.Module, watched: Collection[int], outside: Collection[
             continue
         own = list(_matrices(module, recurse=False))
         if own:
-            reason = "it holds a matrix of its own and multiplies it by functions"
+            reason = (
+                "it holds a matrix of its own, and a function that multiplies it is not seen; hint: an nn.Linear is"
+            )
             found.append(UnseenWatch(name, module, reason, sum(p.numel() for p in own)))
     return found
 
 
 def _matrices(module: nn.Module, *, recurse: bool) -> Iterator[Tensor]:
     for parameter in module.parameters(recurse=recurse):
-        if not isinstance(parameter, UninitializedParameter) and parameter.dim() >= 2:
+        if not isinstance(parameter, UninitializedParameter) and parameter.numel() > max(parameter.shape, default=1):
             yield parameter
 
 

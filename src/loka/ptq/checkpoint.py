@@ -124,7 +124,7 @@ def load_quantized(
     try:
         weights = take_weights(tensors, record.units, getattr(torch, header["dtype"]))
         _fill(model, tensors, device)
-        restore_chains(model, record.units, weights, backend)
+        restore_chains(model.eval(), record.units, weights, backend)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return model.eval().requires_grad_(False), Summary(record)

@@ -10,7 +10,7 @@ from loka.records.record import Part
 
 UnitKind = Literal["chain"]
 ScaleSource = Literal["dynamic", "bounded", "delayed", "calibrated"]
-NormName = Literal["none", "block", "layer", "rms"]
+NormName = Literal["none", "block", "layer", "rms", "batch"]
 GradientScales = Literal["tensor", "block", "delayed"]
 
 
@@ -20,7 +20,7 @@ class LinkPlan(Part, frozen=True):
     Args:
         linear: the linear's name.
         k, n: its inputs and outputs.
-        norm: what normalises its output.
+        norm: what normalises its output; a batch norm in serving alone, where it is folded into the weight.
         norm_site: the name of that norm.
         activation: by the kernels' names.
         passed: modules that do nothing while the chain runs: the norm, the activation, the dropout.

@@ -18,6 +18,7 @@ from torch import nn
 
 from loka.kernels.activation import LEAK
 from loka.lowp.chain import is_watched
+from loka.lowp.folding import can_fold
 from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
@@ -292,6 +293,9 @@ class _Search:
         again = len(self.calls[reader.site]) != 1
         if again and norm_kind(module, state.linear.out_features) is not None:
             return f"{where} is used more than once"
+        if isinstance(module, nn.BatchNorm1d) and (not self.serving or len(self.flow.shapes[value]) != 2):
+            what = "normalises by the batch in training" if not self.serving else "normalises along another dimension"
+            return f"{where} ({type(module).__name__}) {what}"
         return state.take(reader.site, module, serving=self.serving, caller=reader.inside if again else None)
 
     def _watched_between(self, call: Call, reader: Call) -> str | None:
@@ -446,6 +450,8 @@ def norm_kind(module: nn.Module, width: int) -> str | None:
     if isinstance(module, BlockNorm):
         fits = module.block == min(BLOCK, module.width) and module.eps == EPS
         return "block" if fits else None
+    if can_fold(module, width):
+        return "batch"
     shape = getattr(module, "normalized_shape", None)
     if shape is None or tuple(shape) != (width,):
         return None

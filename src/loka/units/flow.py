@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.kernels.activation import LEAK
 from loka.lowp.passing import DROPOUTS, spell_call
-from loka.units.undisturbed import set_mode, undisturbed
+from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
 
 # Operations that hand on every channel of the last dimension as it is.
 _COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
@@ -246,7 +246,7 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
         return Unknown("no example was given, so the order in which its modules run is not known; pass example=")
     recorder = _Recorder(model)
     try:
-        with undisturbed(model), recorder.watching(training), torch.no_grad():
+        with undisturbed(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
             result = recorder.run_without_storage() if ghost else call_model(model, example)
             return recorder.finish(result)  # in here: what a forward keeps in attributes is still there
     except Exception as error:  # whatever a user's forward raises: the mods can do without, and say so

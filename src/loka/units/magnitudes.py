@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, UnitPlan
+from loka.units.undisturbed import ordinary_encoders
 
 __all__ = ["Seen", "measuring"]
 
@@ -92,6 +93,7 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
     """
     seen, modules = Seen(units), dict(named_sites(model))
     with ExitStack() as stack:
+        stack.enter_context(ordinary_encoders())
         for unit in units:
             for link in unit.links:
                 stack.callback(
@@ -104,7 +106,9 @@ def measuring(model: nn.Module, units: Sequence[UnitPlan]) -> Iterator[Seen]:
 
 
 def _last_passed(link: LinkPlan) -> str | None:
-    """The module behind whose output the scale of a normed link is for."""
+    """The module behind whose output the scale of a normed link is for; a batch norm is part of the linear, and what follows it is bounded by its output."""
+    if link.norm == "batch":
+        return link.norm_site
     return link.passed[-1] if link.norm in ("layer", "rms") and link.passed else None
 
 

@@ -145,7 +145,14 @@ def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
 
 def _part(modules: dict[str, nn.Module], link: LinkPlan) -> Part:
     return Part(
-        Link(link.linear, link.norm, link.activation, link.eps, link.slope, link.dropout),
+        Link(
+            link.linear,
+            "none" if link.norm == "batch" else link.norm,
+            link.activation,
+            link.eps,
+            link.slope,
+            link.dropout,
+        ),
         cast(nn.Linear, modules[link.linear]),
         None if link.norm_site is None else modules[link.norm_site],
         tuple(modules[name] for name in link.passed),
@@ -171,7 +178,7 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
         link, linear = part.link, part.linear
         links.append(
             LinkPlan(
-                linear=link.linear, k=linear.in_features, n=linear.out_features, norm=link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
+                linear=link.linear, k=linear.in_features, n=linear.out_features, norm="batch" if part.folds else link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
                 norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
                 callers=[names[id(module)] for module in part.callers], called=part.called,
                 dropout=getattr(part.dropout, "p", link.dropout), dropout_site=None if part.dropout is None else names[id(part.dropout)],

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_compiled", "run_eagerly", "same_randomness", "set_mode", "undisturbed"]
+__all__ = ["is_compiled", "ordinary_encoders", "run_eagerly", "same_randomness", "set_mode", "undisturbed"]
 
 _KEPT = ("_parameters", "_buffers", "_modules")
 
@@ -73,6 +73,17 @@ def same_randomness() -> Iterator[None]:
             random.setstate(python)
             if numpy is not None:
                 numpy.random.set_state(arrays)
+
+
+@contextmanager
+def ordinary_encoders() -> Iterator[None]:
+    """Every module of an encoder is called: torch's fused encoder calls none of its modules, and packs padded batches into nested tensors for it; a converted one takes the ordinary path (`loka.lowp.fast_path`)."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def is_compiled(model: nn.Module) -> bool:
