@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("loka", "FRAGMENT")
+_LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 Function = Callable[..., Any]
 
@@ -36,8 +36,8 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
 
     def register(function: Function) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         return getattr(torch.ops.loka, name).default
 
     return register
