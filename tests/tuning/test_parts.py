@@ -260,7 +260,9 @@ def test_a_step_that_waits_for_the_host_is_told() -> None:
     assert say_host(step, {"loka": 800.0, "bf16": 400.0}, "loka", "bf16") is None
     said = say_host(step, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
     assert said is not None
-    assert "3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x" in said  # bf16 is not launched faster than it runs
+    assert (
+        "3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x" in said
+    )  # bf16 is not launched faster than it runs
 
 
 def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:
