@@ -272,7 +272,7 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
             scales = unit.scales if len(links) > 1 or unit.scales == "calibrated" else "dynamic"
             names = {part.linear for part in links}
             magnitudes = {name: value for name, value in unit.magnitudes.items() if name in names}
-            yield msgspec.structs.replace(unit, name=links[0].linear, links=links, scales=scales, bounded_input=bounded, magnitudes=magnitudes, around=None, reads_with=unit.reads_with if links[0] == unit.links[0] else None)  # fmt: skip
+            yield msgspec.structs.replace(unit, name=links[0].linear, links=links, scales=scales, bounded_input=bounded, magnitudes=magnitudes, around=None)  # fmt: skip
         links, bounded = [], link is not None and link.norm == "block"
 
 

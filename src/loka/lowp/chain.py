@@ -53,7 +53,6 @@ from loka.lowp.folding import fold, statistics
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
 from loka.lowp.passing import draws_dropout
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
-from loka.lowp.sharing import SharedInput
 from loka.lowp.step import follow, unfollow
 from loka.lowp.witness import Witness, warn_stale
 from loka.nn.norm import BlockNorm
@@ -167,7 +166,6 @@ class Chain:
         self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
         self.static = torch.full((), NORMALIZED_SCALE, device=device)
         self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
-        self.shared: SharedInput | None = None  # with the chains that read the same input
         self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
         self.frozen: list[QTensor] | None = None
@@ -238,9 +236,6 @@ class Chain:
         """The modules are what they were; parameters keep what was trained."""
         self.thaw()
         unfollow(self)
-        if self.shared is not None:
-            self.shared.readers -= 1
-            self.shared = None
         for part in self.parts:
             for module in (part.linear, *part.passed):
                 module.__dict__.pop(CHAIN, None)
@@ -402,7 +397,7 @@ class Chain:
                 if self.needs_gradient(x):
                     y = ChainFunction.apply(flat, self.input_scale, layout, *self.tensors(seed).flatten())  # type: ignore[no-untyped-call]
                 else:
-                    y = self.infer(flat.detach(), layout, seed, x)
+                    y = self.infer(flat.detach(), layout, seed)
                 if self.watching and self.health is not None:
                     self.look(flat, y, seed)
         y = y.reshape(*x.shape[:-1], self.linears[-1].out_features)
@@ -426,23 +421,17 @@ class Chain:
             raise ValueError(f"{self.name} is frozen for serving and has no gradient, and its input asks for one; hint: torch.no_grad(), or model.train()")  # fmt: skip
         return False
 
-    def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None, given: Tensor | None = None) -> Tensor:
-        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`; `given`: what x is a view of."""
+    def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None) -> Tensor:
+        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`."""
         weights = self._quantized_weights()  # first: it finds out whether what is frozen still holds
         tensors = self.tensors(seed)
-        a = x if isinstance(x, QTensor) else self._quantize_input(x, layout, given)
+        a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
         y: Tensor | None = None
         for at, weight in enumerate(weights):
             step = run_link(a, weight, at, layout, tensors, training=False)
             a, y = (a if step.a is None else step.a), step.y
         assert y is not None
         return y
-
-    def _quantize_input(self, x: Tensor, layout: Layout, given: Tensor | None) -> QTensor:
-        """Compiled, once for all chains that read it."""
-        if self.shared is None or given is None or self.frozen is None or not torch.compiler.is_compiling():
-            return quantize_input(x, self.input_scale, layout, rows=not self.training)
-        return self.shared.take(given, lambda: quantize_input(x, self.input_scale, layout))
 
     def run_exactly(self, x: Tensor) -> Tensor:
         """The same layers in the precision of x."""

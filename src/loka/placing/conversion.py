@@ -36,7 +36,6 @@ from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
 from loka.lowp.scaling import AmaxState, Scaling
-from loka.lowp.sharing import share_input
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites, unwrap
 from loka.placing.flops import low_precision_share
@@ -218,16 +217,12 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
         raise ValueError("the plan's units do not fit this model:\n  " + "\n  ".join(dict.fromkeys(problems)))
     _settle(model, bound)
     undo.callback(_release, model)
-    readers: dict[str, list[Chain]] = {}
     for unit in units:
         chain = place(model, unit)
-        readers.setdefault(unit.reads_with or unit.name, []).append(chain)
         if not (chain.primed and (chain.gradients_primed or unit.scales == "calibrated")):
             bound.notes.append(f"{unit.name}: no magnitudes in the plan: its first step finds scales from the tensors, then it runs as planned")  # fmt: skip
         for name in unit.linears:
             bound.kept.pop(name, None)
-    for chains in readers.values():
-        share_input(chains)
     _adopt(model, bound.bindings)
     close_fast_paths(model)
 

@@ -90,7 +90,6 @@ class UnitPlan(Part, frozen=True):
         gradient: scales of the gradients.
         bounded_input: the input comes out of a BlockNorm.
         around: the layer whose interactions are fused around the chain, a Wukong layer; None for none.
-        reads_with: the first unit that reads the same input; None where no other does. In serving they quantise it once.
         magnitudes: where the first scales come from, by linear.
         kernels: what runs, by bucket of rows.
         evidence: what was measured.
@@ -105,7 +104,6 @@ class UnitPlan(Part, frozen=True):
     gradient: GradientScales = "delayed"
     bounded_input: bool = False
     around: str | None = None
-    reads_with: str | None = None
     magnitudes: dict[str, Magnitude] = msgspec.field(default_factory=dict)
     kernels: list[KernelBucket] = msgspec.field(default_factory=list)
     evidence: UnitEvidence | None = None

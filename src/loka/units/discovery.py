@@ -164,7 +164,6 @@ class _Search:
 
     def run(self, others: "list[_Search]", asked: _Asked) -> Discovered:
         taken: set[str] = set()
-        readers: dict[int, str] = {}  # the first unit that reads a value
         called = {id(self.modules[site]) for site in self.calls}
         for name, module in self.modules.items():
             if isinstance(module, nn.Linear) and id(module) not in called:
@@ -189,10 +188,7 @@ class _Search:
                 bounded = self._is_bounded(call) and all(
                     other._is_bounded(theirs) for other in others for theirs in other.calls.get(call.site, [])
                 )
-                unit = _unit(links, bounded, self._find_around(links, bounded), asked)
-                first = readers.setdefault(call.inputs[0], unit.name)
-                shared = first if asked.serving and first != unit.name else None
-                self.found.units.append(msgspec.structs.replace(unit, reads_with=shared))
+                self.found.units.append(_unit(links, bounded, self._find_around(links, bounded), asked))
                 self.found.ends[links[-1].linear] = end
         return self.found
 
