@@ -14,11 +14,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import loka
 from loka.dispatch.choosing import Limits, Looked, SiteLook, add_in_squares, make_offers, split_unit, to_plan_parts
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
+from loka.tuning import timing
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
-from loka.tuning.timing import can_time, compare, make_fragment, say_host
+from loka.tuning.timing import Captured, can_time, compare, make_fragment, say_host
 from loka.tuning.verifying import Losses
 from loka.units import discover, place
 
@@ -263,6 +264,24 @@ def test_a_step_that_waits_for_the_host_is_told() -> None:
     assert (
         "3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x" in said
     )  # bf16 is not launched faster than it runs
+
+
+@pytest.mark.parametrize(("alone", "chains"), [(80.0, 1), (70.0, 0)])
+def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Times are made up: on this machine none means anything."""
+    taken = {"bf16": 100.0, "bf16 layout": 100.0, "chain": 81.0, "rowwise": alone, "loka": 60.0}
+    monkeypatch.setattr(timing, "can_time", lambda device: None)
+    monkeypatch.setattr(timing, "capture", lambda step: Captured(step, 1.0))
+    monkeypatch.setattr(timing, "time_in_turns", lambda runs: {name: [taken[name]] * 3 for name in runs})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+    model, _ = make_trained(5)
+    done = loka.tune(model, make_batches(8), loss, target="serve", margin=0.5, seconds=600, progress=False)
+    assert len(done.plan.units) == chains
+    low = {site.site: site.choices[0] for site in done.plan.sites if site.choices[0].backend not in ("high",)}
+    if not chains:
+        assert {choice.a for choice in low.values()} == {"e4m3:row"}
+        assert all("where the chain" in choice.reason for choice in low.values())
+        assert {unit.way for unit in done.record.units if unit.way != "high"} == {"rowwise"}
 
 
 def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,6 +198,25 @@ def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> 
     return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
 
 
+def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training: bool) -> list[Offer]:
+    """The linears of a chain that was offered, each by itself.
+
+    Args:
+        offer: the chain.
+        recipe: that they run.
+        looked: what is known of them.
+        why: they are better so.
+        training: whether gradients count.
+
+    Returns:
+        One offer a linear.
+    """
+    total = sum(site.flops for site in looked.sites.values()) or 1.0
+    sites = [looked.sites[name] for name in offer.unit.linears]
+    harms = [site.total_harm(recipe, training=training) for site in sites]
+    return [Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}") for site, harm in zip(sites, harms, strict=True)]  # fmt: skip
+
+
 def predicted_harm(site: SiteLook, *, training: bool) -> float:
     """What one scale for the tensor is predicted to cost at a linear, as a relative change of the loss; 0 where nothing is known."""
     harm = site.total_harm("delayed" if training else "static", training=training)

@@ -20,6 +20,7 @@ from loka.dispatch.choosing import (
     part_of,
     predicted_harm,
     split_unit,
+    take_apart,
     to_plan_parts,
 )
 from loka.placing import convert
@@ -35,6 +36,8 @@ from loka.tuning.task import MakeOptimizer, Task
 from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, train_paired
 
 EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
+ALONE = "rowwise"  # what a library would do with the linears of a chain
+CLEARLY = 1.03  # times as fast: differences under 3 % are noise
 COARSE = 0.001  # the margin where the data cannot resolve a finer one
 
 
@@ -179,15 +182,22 @@ class Session:
         kept = []
         for index, offer in enumerate(sorted(chosen.offers, key=lambda o: -o.flops_share)):
             self.progress("time units", index + 1, len(chosen.offers))
-            found = self.time_unit(offer, looked)
-            if found is None:
+            timed = self.time_unit(offer, looked)
+            if timed is None:
                 kept.append(offer)
                 continue
-            speeds[offer.name] = found
+            way = max(timed, key=lambda name, timed=timed: timed[name].value)  # type: ignore[misc]
+            way = way if timed[way].value > CLEARLY * timed[offer.way].value else offer.way
+            found, taken = timed[way], [offer]
+            if way != offer.way:
+                why = f"{found.value:.2f}x, where the chain {offer.name} is {timed[offer.way].value:.2f}x"
+                taken = take_apart(offer, way, looked, why=why, training=self.training)
+                chosen.offers[:] = [*(o for o in chosen.offers if o is not offer), *taken]
+            speeds.update(dict.fromkeys((o.name for o in taken), found))
             if found.low > 1.0:
-                kept.append(offer)
+                kept += taken
             else:
-                chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{offer.way}: {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}], not faster than compiled 16 bits"))  # fmt: skip
+                chosen.kept.update(dict.fromkeys(offer.unit.linears, f"{way}: {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}], not faster than compiled 16 bits"))  # fmt: skip
         return kept, speeds
 
     def estimate_units(self, estimator: Estimator, chosen: Chosen, looked: Looked) -> list[Offer]:
@@ -234,39 +244,48 @@ class Session:
             total = Interval(value=high / low, low=high / worst, high=high / best)
         return Estimate(target=found.target, method=str(found), rows=self.row_factor, linears=total)
 
-    def time_unit(self, offer: Offer, looked: Looked) -> Interval | None:
-        """The speed-up of a unit cut out of the model; None where the budget does not reach."""
+    def time_unit(self, offer: Offer, looked: Looked) -> dict[str, Interval] | None:
+        """Speed-ups of a unit cut out of the model, by way: as it is offered and, of a chain that is served, its linears each by itself as a library would run them. None where the budget does not reach."""
         rows = looked.sites[offer.unit.linears[0]].rows
-        key = f"unit {offer.way} {rows} " + " ".join(
+        ways = [offer.way, *([ALONE] if offer.way == "chain" and not self.training else [])]
+        shape = " ".join(
             f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
             for link in offer.unit.links
         )
-        known = self.evidence.get_interval(key)
-        if known is not None:
+        keys = {way: f"unit {way} {rows} {shape}" for way in ways}
+        known = {way: found for way, key in keys.items() if (found := self.evidence.get_interval(key)) is not None}
+        if len(known) == len(ways):
             return known
         if self.left < self.budget * 0.4:
             self.notes.append(
                 f"{offer.name} was not timed alone: the budget of {self.budget:g} s is kept for the whole step"
             )
             return None
-        from loka.units import place
-
         plain, _ = timing.make_fragment(self.task.model, offer.unit)
-        low, unit = timing.make_fragment(self.task.model, offer.unit)
         dtype = self.task.autocast or next(self.task.model.parameters()).dtype
         x = torch.randn(rows, offer.unit.links[0].k, device=self.task.device, dtype=dtype)
-        chain = place(low, unit) if offer.way == "chain" else None
-        if chain is None:
-            convert(low, recipe=offer.way)
-        elif not self.training:
+        options: dict[str, Any] = {"training": self.training, "autocast": self.task.autocast, "mode": None}
+        runs = {"bf16": timing.fragment_step(plain.train(self.training), x, **options)}
+        runs |= {way: timing.fragment_step(self.lower_fragment(offer, way, x), x, **options) for way in ways}
+        times = timing.time_in_turns(runs)
+        return {way: self.evidence.put_interval(key, timing.compare(times, way, "bf16")) for way, key in keys.items()}
+
+    def lower_fragment(self, offer: Offer, way: str, x: Tensor) -> nn.Module:
+        """A unit cut out of the model and converted."""
+        from loka.units import place
+
+        low, unit = timing.make_fragment(self.task.model, offer.unit)
+        if way != "chain":
+            low.train(self.training)
+            convert(low, recipe=way)
+            return low
+        chain = place(low, unit)
+        if self.training:
+            self.prime(low, x)
+        else:
             low.eval().requires_grad_(False)
             chain.freeze()
-        options: dict[str, Any] = {"training": self.training, "autocast": self.task.autocast, "mode": None}
-        plain.train(self.training)
-        if chain is not None and self.training:
-            self.prime(low, x)
-        runs = {"bf16": timing.fragment_step(plain, x, **options), "loka": timing.fragment_step(low, x, **options)}
-        return self.evidence.put_interval(key, timing.compare(timing.time_in_turns(runs), "loka", "bf16"))
+        return low
 
     def prime(self, model: nn.Module, x: Tensor) -> None:
         """Steps without a change, so that delayed scales are known before anything is compiled."""
