@@ -51,7 +51,8 @@ def test_an_op_with_a_gradient_has_it(compiled: bool) -> None:
     x = torch.full((3,), 2.0, requires_grad=True)
     run = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
     run(x).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, torch.full((3,), 12.0))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 12.0))
 
 
 def test_results_of_inputs_without_gradients_need_none() -> None:
