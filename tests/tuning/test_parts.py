@@ -12,9 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import loka
-from loka.dispatch.choosing import Limits, Looked, SiteLook, add_in_squares, make_offers, split_unit, to_plan_parts
+from loka.dispatch.choosing import (
+    Limits,
+    Looked,
+    Offer,
+    SiteLook,
+    add_in_squares,
+    make_offers,
+    split_unit,
+    to_plan_parts,
+)
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
 from loka.tuning import timing
+from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
@@ -319,6 +329,20 @@ def test_a_chain_that_was_timed_before_is_not_forgotten_where_the_budget_is_over
     known = session.evidence.put_interval(f"unit chain {looked.sites[offer.name].rows} {links}", Interval(value=1.2, low=1.1, high=1.3))  # fmt: skip
     assert session.time_unit(offer, looked) == {"chain": known}
     assert not session.notes
+
+
+def test_every_call_of_a_linear_is_in_an_estimate_of_the_whole() -> None:
+    def estimate(calls: int) -> float:
+        sites = {name: SiteLook(name, 2048, 2048, 16384, calls=calls if name == "again" else 1) for name in ("a", "again")}  # fmt: skip
+        unit = UnitPlan(name="a", links=[LinkPlan(linear="a", k=2048, n=2048, activation="relu")], scales="delayed", gradient="tensor")  # fmt: skip
+        session = Session.__new__(Session)
+        session.estimator, session.row_factor, session.training, session.estimates = Estimator("NVIDIA H200"), 1.0, True, {}  # fmt: skip
+        found = session.estimate([Offer(unit, "chain", None, 0.5, "")], Looked(sites, [unit], {"again": "called"}, 0.5))
+        assert found is not None
+        assert found.linears is not None
+        return found.linears.value
+
+    assert 1.0 < estimate(8) < 1.0 + (estimate(1) - 1.0) / 3
 
 
 def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:

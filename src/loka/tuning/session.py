@@ -234,10 +234,10 @@ class Session:
             for name, site in looked.sites.items():
                 rows = max(1, round(site.rows * self.row_factor))
                 if name not in taken:
-                    t16 = found.microseconds(Unit(rows, ((site.k, site.n),), self.training))[0]
+                    t16 = site.calls * found.microseconds(Unit(rows, ((site.k, site.n),), self.training))[0]
                     high, low, best, worst = high + t16, low + t16, best + t16, worst + t16
             for offer in offers:
-                t16 = found.microseconds(self.unit_of(offer, looked))[0]
+                t16 = looked.sites[offer.name].calls * found.microseconds(self.unit_of(offer, looked))[0]
                 speed = self.estimates.get(offer.name) or found.speedup(self.unit_of(offer, looked))
                 high, low = high + t16, low + t16 / speed.value
                 best, worst = best + t16 / speed.high, worst + t16 / speed.low
