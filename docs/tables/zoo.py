@@ -90,7 +90,10 @@ def more_table() -> str | None:
                 cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
                 others = [cells[way]["ms"] for way in ("bf16", "torchao-rowwise") if "ms" in cells.get(way, {})]
                 mine = cells.get("loka", {}).get("ms")
-                ratio = "not compiled in time" if mine is None or not others else f"**{min(others) / mine:.2f}x**"
+                alone = "" if len(others) == 2 else ", over bf16 alone"
+                ratio = (
+                    "not compiled in time" if mine is None or not others else f"**{min(others) / mine:.2f}x**{alone}"
+                )
                 rows.append([MORE[model], name, *(_cell(cells.get(way)) for way in ("bf16", "torchao-rowwise", "loka")), ratio])  # fmt: skip
     head = ["model", "step, ms", "bf16", "torchao rowwise", "loka", "loka over the faster of both"]
     return table(head, rows) if rows else None

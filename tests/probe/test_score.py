@@ -254,3 +254,38 @@ def test_what_several_calls_of_a_linear_do_adds_up() -> None:
         assert found is not None
         harms.append(found[0].value)
     assert harms[1] == pytest.approx(harms[0], rel=0.05)
+
+
+class Split(nn.Module):
+    """One linear, called once or for every part of the rows; what `dropped` calls more make is not used."""
+
+    def __init__(self, parts: tuple[int, ...] = (), dropped: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.parts, self.dropped = nn.Linear(12, 32), nn.Linear(32, 1), parts, dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.dropped):
+            self.layer(x)
+        parts = x.split(self.parts) if self.parts else (x,)
+        return self.head(torch.cat([torch.tanh(self.layer(part)) for part in parts]))
+
+
+def _harm_of(model: nn.Module, rows: int) -> float:
+    probe = Probe(model, every=1, rows=64)
+    generator = torch.Generator().manual_seed(3)
+    data = [(torch.randn(rows, 12, generator=generator), torch.randint(2, (rows, 1), generator=generator).float()) for _ in range(2)]  # fmt: skip
+    train(model, data, probe)
+    found = probe.watch("layer").tally.harm("fprop", "rowwise")
+    assert found is not None
+    return found[0].value
+
+
+def test_small_calls_beside_a_large_one_make_the_score_at_most_sqrt_of_calls_too_large() -> None:
+    parts = (1000, *[1] * 15)
+    ratio = _harm_of(Split(parts), sum(parts)) / _harm_of(Split(), sum(parts))
+    assert 0.9 < ratio < 1.1 * len(parts) ** 0.5
+
+
+def test_calls_that_nothing_depends_on_do_not_count() -> None:
+    assert _harm_of(Split(dropped=5), 128) == pytest.approx(_harm_of(Split(), 128), rel=0.05)

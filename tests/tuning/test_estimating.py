@@ -61,6 +61,15 @@ def test_linears_alone_come_from_the_database(estimator: Estimator) -> None:
     assert estimator.linear_speedup(256, 64, 64, "rowwise", training=True).high < 1
 
 
+def test_a_gemm_that_stays_in_16_bits_takes_its_time_in_an_estimate(estimator: Estimator) -> None:
+    """Two GEMMs of three in FP8: with the third in no time at all the linear would be as fast as those two."""
+    whole = estimator.linear_speedup(16384, 4096, 4096, "rowwise_with_gw_hp", training=True)
+    forward = estimator.linear_speedup(16384, 4096, 4096, "rowwise", training=False)
+    assert whole is not None
+    assert forward is not None
+    assert 1.0 < whole.value < 3 / (2 / forward.value + 1)
+
+
 def test_tune_takes_what_is_estimated_to_pay_and_says_so(tmp_path: Path) -> None:
     model, _ = make_trained()
     options = {"margin": MARGIN, "progress": False, "estimate_for": H200}

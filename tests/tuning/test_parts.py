@@ -12,12 +12,23 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import loka
-from loka.dispatch.choosing import Limits, Looked, SiteLook, add_in_squares, make_offers, split_unit, to_plan_parts
+from loka.dispatch.choosing import (
+    Limits,
+    Looked,
+    Offer,
+    SiteLook,
+    add_in_squares,
+    make_offers,
+    split_unit,
+    to_plan_parts,
+)
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
 from loka.tuning import timing
+from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
+from loka.tuning.session import Session
 from loka.tuning.task import Task
 from loka.tuning.timing import Captured, can_time, compare, make_fragment, say_host
 from loka.tuning.verifying import Losses
@@ -266,6 +277,29 @@ def test_a_step_that_waits_for_the_host_is_told() -> None:
     )  # bf16 is not launched faster than it runs
 
 
+def test_calls_of_different_size_cost_what_two_linears_would() -> None:
+    """A tower that reads a query, and the 64 items beside it, whose mean counts."""
+
+    class Towers(nn.Module):
+        def __init__(self, *, shared: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.out = nn.Linear(64, 64), nn.Linear(64, 1)
+            self.items = self.query if shared else nn.Linear(64, 64)
+            self.items.load_state_dict(self.query.state_dict())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            items = torch.relu(self.items(x.repeat(64, 1))).view(64, *x.shape).mean(0)
+            return self.out(torch.relu(self.query(x)) + items).squeeze(-1)
+
+    def harms(*, shared: bool) -> dict[str, float]:
+        sites = look(Task(Towers(shared=shared), make_batches(2), loss), training=False).sites
+        return {name: site.harm["fprop", "rowwise"].value for name, site in sites.items()}
+
+    apart, together = harms(shared=False), harms(shared=True)["query"]
+    assert max(apart["query"], apart["items"]) < together < 1.1 * 2**0.5 * (apart["query"] + apart["items"])
+
+
 @pytest.mark.parametrize(("alone", "chains"), [(80.0, 1), (70.0, 0)])
 def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float, chains: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Times are made up: on this machine none means anything."""
@@ -282,6 +316,33 @@ def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float,
         assert {choice.a for choice in low.values()} == {"e4m3:row"}
         assert all("where the chain" in choice.reason for choice in low.values())
         assert {unit.way for unit in done.record.units if unit.way != "high"} == {"rowwise"}
+
+
+def test_a_chain_that_was_timed_before_is_not_forgotten_where_the_budget_is_over() -> None:
+    """Evidence of an older version has the chain alone, without its linears each by itself."""
+    looked = looked_at(**{name: predicted(1e-5) for name in "ab"})
+    (offer,) = make_offers(looked, limits=LIMITS, training=False).offers
+    session = Session.__new__(Session)
+    session.training, session.budget, session.began, session.notes = False, 0.0, 0.0, []
+    session.evidence = Evidence(None, nn.Linear(1, 1), {})
+    links = " ".join(f"{link.k}x{link.n} {link.norm} {link.activation}" for link in offer.unit.links)
+    known = session.evidence.put_interval(f"unit chain {looked.sites[offer.name].rows} {links}", Interval(value=1.2, low=1.1, high=1.3))  # fmt: skip
+    assert session.time_unit(offer, looked) == {"chain": known}
+    assert not session.notes
+
+
+def test_every_call_of_a_linear_is_in_an_estimate_of_the_whole() -> None:
+    def estimate(calls: int) -> float:
+        sites = {name: SiteLook(name, 2048, 2048, 16384, calls=calls if name == "again" else 1) for name in ("a", "again")}  # fmt: skip
+        unit = UnitPlan(name="a", links=[LinkPlan(linear="a", k=2048, n=2048, activation="relu")], scales="delayed", gradient="tensor")  # fmt: skip
+        session = Session.__new__(Session)
+        session.estimator, session.row_factor, session.training, session.estimates = Estimator("NVIDIA H200"), 1.0, True, {}  # fmt: skip
+        found = session.estimate([Offer(unit, "chain", None, 0.5, "")], Looked(sites, [unit], {"again": "called"}, 0.5))
+        assert found is not None
+        assert found.linears is not None
+        return found.linears.value
+
+    assert 1.0 < estimate(8) < 1.0 + (estimate(1) - 1.0) / 3
 
 
 def test_progress_is_silent_unless_asked(capsys: pytest.CaptureFixture[str]) -> None:

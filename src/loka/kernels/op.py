@@ -3,13 +3,15 @@
 `torch.library.custom_op` registers the same with more in front of it (its own autograd, checks of aliases, versions of mutated tensors): 30 to 45 us a call on a CPU, where this
 takes 8. A step of a Wukong makes hundreds of them, and without a CUDA graph a GPU waits for that.
 
-An op that is not given to `differentiate` has no gradient: the autograd functions that call these write theirs down. Whoever differentiates through one all the same is warned by torch.
+An op that is not given to `differentiate` has no gradient: the autograd functions that call these write theirs down. Whoever differentiates through one all the same gets an error:
+torch alone would warn once and hand back no gradient.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -37,10 +39,53 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
     def register(function: Function) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        return getattr(torch.ops.loka, name).default
+        _LIBRARY.impl(name, _bar(name, function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        op = getattr(torch.ops.loka, name).default
+
+        def below(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)
+
+        op.py_impl(torch._C.DispatchKey.Autograd)(
+            _bar(name, below)
+        )  # asked by tracers alone, which do not run the function
+        return op
 
     return register
+
+
+class _NoGradient(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.name = name
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            f"loka::{ctx.name} has no gradient; hint: call it under torch.no_grad(), or use a module or function that has one"
+        )
+
+
+def _bar(name: str, function: Function) -> Function:
+    """The function, whose results raise where somebody differentiates them. Autograd functions call ops with gradients off and pay for one question."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        needed = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
+        with torch.set_grad_enabled(not needed):
+            found = function(*args, **kwargs)
+
+        def mark(output: Any) -> Any:
+            barred = bool(needed) and isinstance(output, Tensor) and output.is_floating_point()
+            return _NoGradient.apply(name, output, *needed) if barred else output  # type: ignore[no-untyped-call]
+
+        return type(found)(map(mark, found)) if type(found) in (tuple, list) else mark(found)
+
+    return run
 
 
 def fake_of(op: Any) -> Callable[[Function], Function]:
@@ -64,4 +109,5 @@ def differentiate(op: Any, backward: Function, *, save: Function) -> None:
         backward: (ctx, *gradients) -> gradients of the arguments.
         save: (ctx, inputs, output) -> None, what backward needs.
     """
+    op.py_kernels.pop(torch._C.DispatchKey.Autograd)
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)

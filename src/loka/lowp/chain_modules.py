@@ -103,7 +103,7 @@ class Head(_InChain):
     def forward(self, input: Tensor) -> Tensor:
         """The whole chain."""
         chain = self.__dict__[CHAIN]
-        refuse_export(chain.name)
+        refuse_export(chain)
         result: Tensor = chain.run(input)
         chain.begin(result)
         return result

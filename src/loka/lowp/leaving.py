@@ -1,6 +1,6 @@
 """Converted modules under exporters that cannot take them: the error says which, and the way on."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,11 +12,14 @@ def refuse_script(name: str) -> NoReturn:
     raise ValueError(f"{name or 'a linear'} is converted: TorchScript cannot compile it; {_WAY_ON}")
 
 
-def refuse_export(name: str) -> None:
-    """torch.onnx.export and torch.export fail far from here, with a message about a type or a constant that is written to."""
+def refuse_export(converted: Any) -> None:
+    """torch.onnx.export and torch.export fail far from here, with a message about a type or a constant that is written to.
+
+    Takes what has the name: torch 2.11 compiles anew for every name that is read.
+    """
     if _is_exporting():
         raise ValueError(
-            f"{name or 'a linear'} is converted: torch.onnx.export and torch.export cannot take its scales and casts; {_WAY_ON}"
+            f"{converted.name or 'a linear'} is converted: torch.onnx.export and torch.export cannot take its scales and casts; {_WAY_ON}"
         )
 
 

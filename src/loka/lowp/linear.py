@@ -165,7 +165,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type, or autocast's where it is on."""
-        refuse_export(self.state.name)
+        refuse_export(self.state)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         with torch.autocast(kind, enabled=False):

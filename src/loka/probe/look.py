@@ -40,6 +40,7 @@ class Look:
     dy: Tensor | None = None
     own: Own | None = None  # of a link of a chain: the same rows as the chain itself multiplied them
     calls: int = 1  # of this linear in the same call of the model
+    weighs: float = 1.0  # what a row counts beside those of the other calls
 
     def rows_to_score(self) -> Tensor:
         """Which of the rows, whole groups of an example's."""
@@ -61,4 +62,5 @@ class Look:
             per_example=self.count // self.examples,
             largest=self.largest,
             before=before,
+            weighs=self.weighs,
         )

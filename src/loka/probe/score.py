@@ -161,7 +161,7 @@ def _score_fprop(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, sho
         operands.kept[key] = _product(operands.plain("dy"), operands.low("w", chosen.b) - operands.plain("w"))
     bent = operands.kept[key]
     rows = ((xq - x) * (pulled + bent) + x * bent).sum(1)
-    return _sums(_per_example(rows * (shown.examples / shown.loss), shown))
+    return _sums(_per_example(rows * (shown.examples / shown.loss), shown)) * shown.weighs
 
 
 def _per_example(rows: Tensor, shown: Shown) -> Tensor:
@@ -214,7 +214,7 @@ def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor) -> Tensor
     Beside a raw timestamp every other gradient is small, so the direction of the whole says nothing about a raw year; an optimizer that divides by an element's own
     history makes no such difference. The mean, which a norm or a bias takes away again, is no part of what such a column teaches.
     """
-    mean, spread = x.mean(0), x.std(0)
+    mean, spread = x.mean(0), x.std(0, correction=min(len(x) - 1, 1))  # of one row: 0, without a warning
     error = (low - exact).square().sum(0)
     drawn = dy.square().sum(1) @ (x - mean).square()
     offset = (spread > 0) & (mean.abs() > OFFSET * spread)

@@ -32,11 +32,12 @@ class Shown:
         weight: [N, K].
         loss: the loss that was differentiated, 0-d; NaN where it is not known.
         nats: the mean loss of an example where the loss is a likelihood, else 1.
-        examples: how many the call had; of a linear that is called several times for one loss, those of all its calls, so that the mean of r over them is what they do together.
+        examples: how many the call had; of a linear that is called several times for one loss, as many times that as it has calls, so that the mean of r over its calls is what they do together.
         together: rows of one example that lie next to each other in x.
         per_example: rows one example has in the call.
         largest: of the whole call's x and dy, where known: tensor scales come from all rows, not from those looked at.
         before: largest values of x and dy in earlier calls, for given scales; without them, this call's.
+        weighs: what a row counts beside those of the linear's other calls for the same loss, which count the same in all, however many of their rows were taken.
     """
 
     x: Tensor
@@ -49,6 +50,7 @@ class Shown:
     per_example: int = 1
     largest: Mapping[str, Tensor] | None = None
     before: Mapping[str, Tensor] | None = None
+    weighs: float = 1.0
 
 
 class RoundedOperands:

@@ -22,7 +22,7 @@ An observer must not raise into a training loop: whatever goes wrong switches th
 """
 
 import copy
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -337,12 +337,12 @@ class Watch:
             self.learned.see_weight(self._sampled_weight(weight), step)
         due = self.tally.due(self.steps)
         self.steps += 1
-        calls = Counter(look.call for look in looks.values() if look.count)
+        if due:
+            _weigh_calls(look for look in looks.values() if look.dy is not None)
         for ticket, look in looks.items():
             if look.count == 0:
                 continue
             self.learned.see(look.x, look.dy, look.right, step, self._generator(-1 - ticket))
-            look.calls = calls[look.call]
             if due:
                 self._try_to_score(look, step, loss_of)
                 self._measure_own(look, step, loss_of)
@@ -485,3 +485,14 @@ class Watch:
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _weigh_calls(looks: Iterable[Look]) -> None:
+    """Calls of a linear in one call of the model count the same, however many rows of each are scored; those that nothing depends on do not count."""
+    together: defaultdict[int, list[tuple[Look, int]]] = defaultdict(list)
+    for look in looks:
+        together[look.call].append((look, look.rows_to_score().numel() // look.together))
+    for calls in together.values():
+        mean = sum(rows for _, rows in calls) / len(calls)
+        for look, rows in calls:
+            look.calls, look.weighs = len(calls), mean / max(rows, 1)

@@ -114,14 +114,14 @@ class _Eye:
     @torch.no_grad()
     def judge(self, loss: Tensor) -> None:
         """Score the rows of this batch, then forget them."""
-        examples = sum(count for _, _, count in self._rows)  # of all calls: what they do to the loss adds up
+        calls = len(self._rows)  # what they do to the loss adds up
+        taken = sum(len(x) for x, _, _ in self._rows) / max(calls, 1)
         for x, dy, count in self._rows:
             every = max(count // ROWS, 1)
             largest = {"x": x.abs().amax().float(), "dy": dy.abs().amax().float()}
             before = {role: torch.maximum(self._largest[role], largest[role]) for role in largest}
-            shown = Shown(
-                x, dy[::every], self.module.weight.detach(), loss, loss, examples, largest=largest, before=before
-            )
+            weight = self.module.weight.detach()
+            shown = Shown(x, dy[::every], weight, loss, loss, count * calls, largest=largest, before=before, weighs=taken / len(x))  # fmt: skip
             for key, sums in score_look(shown, SCORED).items():
                 self._sums.setdefault(key, []).append(sums)
             self._largest = before

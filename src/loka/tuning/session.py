@@ -234,10 +234,10 @@ class Session:
             for name, site in looked.sites.items():
                 rows = max(1, round(site.rows * self.row_factor))
                 if name not in taken:
-                    t16 = found.microseconds(Unit(rows, ((site.k, site.n),), self.training))[0]
+                    t16 = site.calls * found.microseconds(Unit(rows, ((site.k, site.n),), self.training))[0]
                     high, low, best, worst = high + t16, low + t16, best + t16, worst + t16
             for offer in offers:
-                t16 = found.microseconds(self.unit_of(offer, looked))[0]
+                t16 = looked.sites[offer.name].calls * found.microseconds(self.unit_of(offer, looked))[0]
                 speed = self.estimates.get(offer.name) or found.speedup(self.unit_of(offer, looked))
                 high, low = high + t16, low + t16 / speed.value
                 best, worst = best + t16 / speed.high, worst + t16 / speed.low
@@ -254,9 +254,10 @@ class Session:
         )
         keys = {way: f"unit {way} {rows} {shape}" for way in ways}
         known = {way: found for way, key in keys.items() if (found := self.evidence.get_interval(key)) is not None}
-        if len(known) == len(ways):
+        late = self.left < self.budget * 0.4
+        if len(known) == len(ways) or (late and offer.way in known):
             return known
-        if self.left < self.budget * 0.4:
+        if late:
             self.notes.append(
                 f"{offer.name} was not timed alone: the budget of {self.budget:g} s is kept for the whole step"
             )
@@ -410,9 +411,7 @@ class Session:
             )
             original = min((n for n in self.base), key=medians.__getitem__)
             if timing.compare(times, mine, best).value >= 1.0:
-                self.host = {name: run.host_microseconds for name, run in runs.items()}
-                if said := timing.say_host(medians, self.host, mine, original):
-                    self.notes.append(said)
+                self.note_host(runs, medians, mine, original)
                 return taken, medians, timing.compare(times, mine, original), None
             if self.left < 0.2 * self.budget or len(taken) == 1 or attempt == 2:
                 break
@@ -427,8 +426,15 @@ class Session:
             return [], {}, None, f"{note}: nothing is converted"
         times = timing.time_in_turns(base)
         medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-        speedup = timing.compare(times, "bf16 layout", min(self.base, key=medians.__getitem__))
-        return [], medians, speedup, None
+        original = min(self.base, key=medians.__getitem__)
+        self.note_host(base, medians, "bf16 layout", original)
+        return [], medians, timing.compare(times, "bf16 layout", original), None
+
+    def note_host(self, runs: dict[str, timing.Captured], medians: dict[str, float], mine: str, original: str) -> None:
+        """Keep what the host takes to launch the steps that are reported, and say so where that is what a step would wait for."""
+        self.host = {name: run.host_microseconds for name, run in runs.items()}
+        if said := timing.say_host(medians, self.host, mine, original):
+            self.notes.append(said)
 
     def _freeze(self) -> None:
         from loka.placing import freeze_model

@@ -281,12 +281,12 @@ def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, ba
 
     Example:
         >>> say_host({"loka": 900.0, "bf16": 1200.0}, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
-        'these are steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: capture the step, see "Capture a step" in docs/guides/how-to.md'
+        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: capture the step, see "Capture a step" in docs/guides/how-to.md'
     """
     if host[mine] <= step[mine]:
         return None
     ours, theirs = (max(host[name], step[name]) for name in (mine, base))
     return (
-        f"these are steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
+        f"this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
         'capture the step, see "Capture a step" in docs/guides/how-to.md'
     )
