@@ -44,4 +44,4 @@ def _cell(row: dict[str, Any]) -> str:
 
 def _ratio(cells: dict[str, dict[str, Any]]) -> str:
     limited = any(cells[v].get("limited_by_most") for v in ("fp8", "bf16"))
-    return f"**{cells['fp8']['goodput'] / cells['bf16']['goodput']:.2f}x**" + (", the front is asked for no more" if limited else "")  # fmt: skip
+    return f"**{cells['fp8']['goodput'] / cells['bf16']['goodput']:.2f}x**" + (", no higher load was offered" if limited else "")  # fmt: skip
