@@ -61,6 +61,8 @@ class Handing(Protocol):
 class HandOn(TorchFunctionMode):
     """What a caller's forward runs under. `chains` are those that pass through it."""
 
+    loka_hands_on = True  # `loka.nn.padding.HANDS_ON`
+
     def __init__(self) -> None:
         super().__init__()
         self.chains: list[Handing] = []
