@@ -264,7 +264,9 @@ class Chain:
         for begin, end in ((0, at), (at + 1, len(names))):
             if begin == end:
                 continue
-            bounded = self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None  # its 1 / (1 - p) knows no bound
+            bounded = (
+                self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
+            )  # its 1 / (1 - p) knows no bound
             parts = (*self.parts[begin : end - 1], _as_last(self.parts[end - 1]))
             half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
             half.primed, half.gradients_primed = self.primed, self.gradients_primed
@@ -280,7 +282,9 @@ class Chain:
     # Handing on
 
     def begin(self, result: Tensor) -> None:
-        """The head has run the chain: `result` goes through everything that stood between its linears."""
+        """The head has run the chain: `result` goes through everything that stood between its linears and behind the last. Says where the call before left something of it out."""
+        if self.pending is not None:
+            self._refuse_rest("in the call before this one")
         self._at = self._met = 0
         self._dropping = tuple(part.find_p() for part in self.parts)
         self.pending = result if len(self.parts) > 1 or self._stops() else None
@@ -314,6 +318,18 @@ class Chain:
             )
         self._met += called != "dropout" or number > 0
         self._end_here()
+
+    def leave(self, caller: nn.Module) -> None:
+        """The forward of a caller is over: what it calls behind the last linear must have been called."""
+        if self.pending is not None and self._at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers):  # fmt: skip
+            self._refuse_rest("in this call")
+
+    def _refuse_rest(self, when: str) -> None:
+        self.pending = None
+        raise RuntimeError(
+            f"the chain {self.name} has computed what stood behind {self.links[self._at].linear} when it was found, and {when} the model did not call all of it: that forward took another path "
+            "than the example the chain was found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path"
+        )
 
     def _stops(self) -> int:
         return self.parts[self._at].stops(self._dropping[self._at])
@@ -473,7 +489,9 @@ class Chain:
             return True
         if self._witnesses is None:
             return False
-        if self._folded_types != self._find_folded_types():  # cast: other bits of the same numbers, as Witness has it for weights
+        if (
+            self._folded_types != self._find_folded_types()
+        ):  # cast: other bits of the same numbers, as Witness has it for weights
             self._call_witnesses()
         pairs = zip(self._witnessed(), self._witnesses, strict=True)
         changed = [name for (name, held), witness in pairs if not witness.agrees(held)]
