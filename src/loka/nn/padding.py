@@ -6,6 +6,7 @@ what comes out of its last layer is zeroed wherever torch would have packed. Onl
 """
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class ZeroPadding:
             or torch.is_autocast_enabled()
             or output.requires_grad
             or not torch.backends.mha.get_fastpath_enabled()
-            or any(not getattr(mode, HANDS_ON, False) for mode in _get_current_function_mode_stack())
+            or any(not getattr(mode, HANDS_ON, False) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
             or not _is_run_by_encoder(module)
         ):
             return output
@@ -56,9 +57,9 @@ class ZeroPadding:
 
 def _is_run_by_encoder(layer: nn.Module) -> bool:
     """Whether torch's own forward of an encoder is running this layer as its last. The frames know, whatever happens in between: a subclass, an exception, threads, a wrapper of the layer."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is nn.TransformerEncoder.forward.__code__:
             return any(inner is layer for inner in frame.f_locals["self"].layers[-1].modules())
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
