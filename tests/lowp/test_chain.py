@@ -420,9 +420,11 @@ def test_another_path_is_an_error_and_never_another_number() -> None:
     with pytest.raises(RuntimeError, match="takes another path"):
         mlp.last(torch.randn(3, 256))
     first = mlp.layers[0].linear(x)
-    mlp.layers[0].linear(x)
+    with pytest.raises(RuntimeError, match="in the call before this one"):  # the head alone gave the whole chain
+        mlp.layers[0].linear(x)
     with pytest.raises(RuntimeError, match="takes another path"):
         mlp.layers[0].norm(first)
+    mlp(x)
 
 
 def test_scales_move_with_the_model() -> None:

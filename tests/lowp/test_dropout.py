@@ -427,3 +427,25 @@ def test_every_chain_has_draws_of_its_own() -> None:
     assert not torch.equal(first, second)
     model.eval()
     assert torch.equal(*model(x))
+
+
+def test_what_stands_behind_a_split_dropout_is_not_bounded_by_its_norm() -> None:
+    """16 / (1 - p) exceeds what the static scale of a BlockNorm can hold."""
+    model = Tower("block", p=(0.4, 0.2)).train()
+    chain = placed(model, torch.randn(ROWS, WIDTH))
+    assert [half.bounded_input for half in chain.split("body.0")] == [False]
+
+
+def test_the_p_of_a_function_is_not_read_from_an_attribute_of_its_caller() -> None:
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.head, self.p = nn.Linear(WIDTH, 128), nn.Linear(128, 64), nn.Linear(64, 1), 7.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.b(F.dropout(F.relu(self.a(x)), 0.25, self.training)))
+
+    model = Caller()
+    chain = placed(model, torch.randn(ROWS, WIDTH))
+    assert describe_chain(model, chain).links[0].dropout == 0.25

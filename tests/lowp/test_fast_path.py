@@ -1,5 +1,6 @@
 """A converted linear inside torch's transformer modules is called in eval mode as in training; reverted, torch's fused kernel is back."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -137,3 +138,31 @@ def test_a_layer_that_was_converted_alone_refuses_the_packed_batches_of_its_enco
     convert(encoder.layers[0], recipe="rowwise", backend="reference")
     with torch.no_grad(), pytest.raises(ValueError, match="convert the encoder or the whole model"):
         encoder(X, src_key_padding_mask=PADDING)
+
+
+class _Looping(nn.TransformerEncoder):
+    def forward(self, src: Tensor, src_key_padding_mask: Tensor) -> Tensor:  # type: ignore[override]
+        for inner in self.layers:
+            src = inner(src, src_key_padding_mask=src_key_padding_mask)
+        return src
+
+
+class _Inheriting(nn.TransformerEncoder):
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(*args, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [nn.TransformerEncoder, _Looping, _Inheriting])
+@pytest.mark.parametrize("around", ["nothing", "no fast path", "a function mode"])
+def test_padding_is_zeroed_where_torch_would_have_packed_and_nowhere_else(kind: type, around: str) -> None:
+    """Encoders that never pack: layers that somebody loops over, torch's fused path switched off, a default device."""
+    model = kind(layer(), 2).eval()
+    plain = copy.deepcopy(model)
+    convert(model, recipe="rowwise")
+    model = copy.deepcopy(model)
+    torch.backends.mha.set_fastpath_enabled(around != "no fast path")
+    try:
+        with torch.no_grad(), torch.device("cpu") if around == "a function mode" else contextlib.nullcontext():
+            assert relative(model(X, src_key_padding_mask=PADDING), plain(X, src_key_padding_mask=PADDING)) < 0.1
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)

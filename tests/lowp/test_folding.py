@@ -138,3 +138,36 @@ def test_a_file_of_fp8_weights_serves_the_same(x: Tensor, tmp_path: Path) -> Non
         loka.ptq.save(model, summary, tmp_path / "q.safetensors", dtype=torch.float32)
         again, _ = loka.ptq.load_quantized(tmp_path / "q.safetensors", build=lambda: tower().train())
         assert torch.equal(again(x), expected)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_norm_that_leaves_evaluation_behind_the_back_of_train_is_refused(x: Tensor, freeze: bool) -> None:
+    model = tower()
+    loka.convert(model, loka.placing.plan_everything(model, x, serving=True), freeze=freeze)
+    model[1].training = True
+    with torch.no_grad(), pytest.raises(ValueError, match="in training mode"):
+        model(x)
+
+
+def test_another_eps_of_a_folded_norm_is_seen(x: Tensor) -> None:
+    model, plain = served(tower(), x), tower()
+    model[1].eps = plain[1].eps = 10.0
+    with torch.no_grad(), pytest.warns(StaleWeightWarning):
+        assert distance(model(x), plain(x)) < 0.1
+
+
+def test_more_dimensions_than_the_example_are_refused_where_a_batch_norm_would_take_another(x: Tensor) -> None:
+    model = served(tower(), x)
+    with torch.no_grad(), pytest.raises(ValueError, match="last dimension"):
+        model(torch.randn(3, 96, 64))  # the norm itself would normalise the 96 in the middle
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("error::loka.lowp.witness.StaleWeightWarning")
+def test_a_frozen_chain_that_is_cast_stays_frozen(x: Tensor, dtype: torch.dtype) -> None:
+    model, plain = served(tower(), x).to(dtype), tower().to(dtype)
+    with torch.no_grad():
+        assert distance(model(x.to(dtype)).float(), plain(x.to(dtype)).float()) < 0.1
+    model[1].get_buffer("running_mean").add_(1)
+    with torch.no_grad(), pytest.raises(StaleWeightWarning):
+        model(x.to(dtype))

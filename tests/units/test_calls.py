@@ -173,3 +173,33 @@ def test_the_compiler_sees_one_graph_without_the_calls(make) -> None:
     assert torch.equal(compiled(x), eager)
     assert not any("gelu" in name or "leaky" in name for name in seen)
     assert torch.equal(compiled(2 * x), model(2 * x))
+
+
+class Tail(nn.Module):
+    """What stands behind the last linear of its chain is called or not."""
+
+    def __init__(self, tail: nn.Module | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.out, self.tail, self.skip = nn.Linear(W, W), nn.Linear(W, W), nn.Linear(W, 1), tail, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(torch.relu(self.a(x)))
+        if not self.skip:
+            h = torch.relu(h) if self.tail is None else self.tail(h)
+        return self.out(h.view(-1, W))
+
+
+@pytest.mark.parametrize("tail", [None, nn.ReLU()])
+def test_what_is_left_out_behind_the_last_linear_is_an_error(tail: nn.Module | None) -> None:
+    """The chain has computed it already. The forward that calls a function is asked when it ends; for a module the next call of the chain says so."""
+    model, x = Tail(tail), torch.randn(32, W)
+    loka.convert(model, plan_everything(model, x))
+    right = model(x).detach()
+    model.skip = True
+    if tail is not None:
+        model(x)
+    with pytest.raises(RuntimeError, match="did not call all of it"):
+        model(x)
+    model.skip = False
+    assert torch.equal(model(x), right)

@@ -49,7 +49,7 @@ from loka.lowp.chain_modules import (  # fmt: skip
     is_watched,
     reclass,
 )
-from loka.lowp.folding import fold, statistics
+from loka.lowp.folding import fold, refuse_training, statistics
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
 from loka.lowp.passing import draws_dropout
 from loka.lowp.scaling import AmaxState, Scaling, find_amax
@@ -171,6 +171,7 @@ class Chain:
         self.frozen: list[QTensor] | None = None
         self.frozen_biases: dict[int, Tensor] = {}  # of links with a batch norm folded in, while the weights are frozen
         self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
+        self._folded_types: set[torch.dtype] = set()  # of what was folded into them
         self.placed = False
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
         self.watching = False
@@ -263,7 +264,9 @@ class Chain:
         for begin, end in ((0, at), (at + 1, len(names))):
             if begin == end:
                 continue
-            bounded = self.bounded_input if begin == 0 else self.links[at].bounded
+            bounded = (
+                self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
+            )  # its 1 / (1 - p) knows no bound
             parts = (*self.parts[begin : end - 1], _as_last(self.parts[end - 1]))
             half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
             half.primed, half.gradients_primed = self.primed, self.gradients_primed
@@ -279,7 +282,9 @@ class Chain:
     # Handing on
 
     def begin(self, result: Tensor) -> None:
-        """The head has run the chain: `result` goes through everything that stood between its linears."""
+        """The head has run the chain: `result` goes through everything that stood between its linears and behind the last. Says where the call before left something of it out."""
+        if self.pending is not None:
+            self._refuse_rest("in the call before this one")
         self._at = self._met = 0
         self._dropping = tuple(part.find_p() for part in self.parts)
         self.pending = result if len(self.parts) > 1 or self._stops() else None
@@ -313,6 +318,18 @@ class Chain:
             )
         self._met += called != "dropout" or number > 0
         self._end_here()
+
+    def leave(self, caller: nn.Module) -> None:
+        """The forward of a caller is over: what it calls behind the last linear must have been called."""
+        if self.pending is not None and self._at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers):  # fmt: skip
+            self._refuse_rest("in this call")
+
+    def _refuse_rest(self, when: str) -> None:
+        self.pending = None
+        raise RuntimeError(
+            f"the chain {self.name} has computed what stood behind {self.links[self._at].linear} when it was found, and {when} the model did not call all of it: that forward took another path "
+            "than the example the chain was found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path"
+        )
 
     def _stops(self) -> int:
         return self.parts[self._at].stops(self._dropping[self._at])
@@ -371,6 +388,7 @@ class Chain:
         """Weight and bias of every link, with what is folded into them."""
         for at, part in enumerate(self.parts):
             if at in self.frozen_biases:  # frozen: nobody asks for the weight
+                refuse_training(part.norm, part.link.linear)
                 yield part.linear.weight, self.frozen_biases[at].to(part.linear.weight.dtype)
             elif part.folds:
                 yield fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)
@@ -384,6 +402,8 @@ class Chain:
         width = self.linears[0].in_features
         if x.shape[-1] != width:
             raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
+        if x.dim() != 2 and any(part.folds for part in self.parts):
+            raise ValueError(f"{self.name}: a batch norm is folded into it, which normalises the last dimension of [rows, {width}] alone; got {tuple(x.shape)}")  # fmt: skip
         if not torch.compiler.is_compiling():
             self._refuse_shards()
         flat, seed = x.reshape(-1, width), None
@@ -469,6 +489,10 @@ class Chain:
             return True
         if self._witnesses is None:
             return False
+        if (
+            self._folded_types != self._find_folded_types()
+        ):  # cast: other bits of the same numbers, as Witness has it for weights
+            self._call_witnesses()
         pairs = zip(self._witnessed(), self._witnesses, strict=True)
         changed = [name for (name, held), witness in pairs if not witness.agrees(held)]
         if changed:
@@ -488,7 +512,7 @@ class Chain:
         self._fix_weights()
         if offload:
             self._move_weights(torch.device("cpu"))
-        self._witnesses = [Witness(held) for _, held in self._witnessed()]
+        self._call_witnesses()
 
     def _fix_weights(self) -> None:
         """Quantise what the forward multiplies now, and compute what it adds."""
@@ -497,6 +521,15 @@ class Chain:
         with torch.no_grad():
             made = {at: bias for at, (_, bias) in enumerate(self._parameters()) if self.parts[at].folds}
         self.frozen_biases = {at: bias.to(self.frozen[0].device) for at, bias in made.items() if bias is not None}
+
+    def _call_witnesses(self) -> None:
+        """Remember what frozen weights were made from."""
+        self._witnesses = [Witness(held) for _, held in self._witnessed()]
+        self._folded_types = self._find_folded_types()
+
+    def _find_folded_types(self) -> set[torch.dtype]:
+        tensors = [(part.linear.bias, part.norm.running_mean, part.norm.weight) for part in self.parts if isinstance(part.norm, nn.BatchNorm1d)]  # fmt: skip
+        return {tensor.dtype for three in tensors for tensor in three if tensor is not None}
 
     def _witnessed(self) -> Iterator[tuple[str, Tensor]]:
         """What frozen weights were made from, by the linear's name."""
@@ -515,7 +548,7 @@ class Chain:
         """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
         if self.frozen is not None:
             self._fix_weights()
-            self._witnesses = [Witness(held) for _, held in self._witnessed()]
+            self._call_witnesses()
 
     def _move_weights(self, device: torch.device) -> None:
         for linear in self.linears:

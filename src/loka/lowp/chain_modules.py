@@ -123,8 +123,12 @@ class _Caller(_Reclassed):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Its own, with those calls handing on what they are given."""
-        with self.__dict__[CALLS]:
-            return super().forward(*args, **kwargs)
+        mode: HandOn = self.__dict__[CALLS]
+        with mode:
+            result = super().forward(*args, **kwargs)
+        for chain in mode.chains:
+            chain.leave(self)
+        return result
 
 
 def add_call(caller: nn.Module, chain: "Chain") -> None:

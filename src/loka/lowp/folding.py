@@ -42,19 +42,24 @@ def fold(linear: nn.Linear, norm: nn.BatchNorm1d, name: str = "") -> tuple[Tenso
     Raises:
         ValueError: the norm is in training mode.
     """
-    if norm.training:
-        raise ValueError(f"{name}: the batch norm behind it is folded into its weight, as evaluation has it, and is in training mode; hint: model.eval(), or loka.revert(model) to train")  # fmt: skip
+    refuse_training(norm, name)
     mean, shift, variance, gain, bias = statistics(linear, norm)
-    factor = gain * torch.rsqrt(variance + norm.eps)
+    factor = gain * torch.rsqrt(variance)
     weight = linear.weight if linear.__dict__.get(PACKED) else (linear.weight.float() * factor[:, None].to(linear.weight.device)).to(linear.weight.dtype)  # fmt: skip
     return weight, ((bias - mean) * factor + shift).to(linear.weight.dtype)
 
 
+def refuse_training(norm: nn.Module | None, name: str) -> None:
+    """ValueError where a norm that is folded into the linear `name` would normalise by the batch."""
+    if norm is not None and norm.training:
+        raise ValueError(f"{name}: the batch norm behind it is folded into its weight, as evaluation has it, and is in training mode; hint: model.eval(), or loka.revert(model) to train")  # fmt: skip
+
+
 def statistics(linear: nn.Linear, norm: nn.BatchNorm1d) -> Tensor:
-    """Everything that is folded into a weight: mean, beta, variance and gamma of the norm and the linear's bias, one row each, in float32."""
+    """Everything that is folded into a weight: mean, beta, variance + eps and gamma of the norm and the linear's bias, one row each, in float32."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    mean, variance = norm.running_mean.float(), norm.running_var.float()
+    mean, variance = norm.running_mean.float(), norm.running_var.float() + norm.eps
     shift = torch.zeros_like(mean) if norm.bias is None else norm.bias.float()
     gain = torch.ones_like(mean) if norm.weight is None else norm.weight.float()
     bias = torch.zeros_like(mean) if linear.bias is None else linear.bias.float()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from loka.kernels.activation import LEAK
@@ -57,9 +57,14 @@ class Handing(Protocol):
     def meet_call(self, called: str, number: float) -> None:
         """A function was called on what is handed on; raises where the chain expects something else."""
 
+    def leave(self, caller: nn.Module) -> None:
+        """A forward that calls functions of the chain is over; raises where it left one out."""
+
 
 class HandOn(TorchFunctionMode):
     """What a caller's forward runs under. `chains` are those that pass through it."""
+
+    loka_hands_on = True  # `loka.nn.padding.HANDS_ON`
 
     def __init__(self) -> None:
         super().__init__()

@@ -181,7 +181,7 @@ def describe_chain(model: nn.Module, chain: Chain) -> UnitPlan:
                 linear=link.linear, k=linear.in_features, n=linear.out_features, norm="batch" if part.folds else link.norm, activation=link.activation, eps=link.eps, slope=link.slope,
                 norm_site=None if part.norm is None else names[id(part.norm)], passed=[names[id(module)] for module in part.passed],
                 callers=[names[id(module)] for module in part.callers], called=part.called,
-                dropout=getattr(part.dropout, "p", link.dropout), dropout_site=None if part.dropout is None else names[id(part.dropout)],
+                dropout=part.dropout.p if isinstance(part.dropout, nn.Dropout) else link.dropout, dropout_site=None if part.dropout is None else names[id(part.dropout)],
             )
         )  # fmt: skip
         largest = [0.0 if state is None else float(state.largest) for state in (out, grad)]
