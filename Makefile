@@ -4,8 +4,6 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 LOCK   := pyproject.toml constraints.txt
-# One more than there are cores: a third of its time a test waits for a process that it started.
-WORKERS := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
 .PHONY: demo test test-foreign test-scale check format bench evidence docs clean
 
@@ -28,7 +26,7 @@ demo: $(VENV)/.demo  ## the whole job on embedded real data, CPU
 	$(BIN)/loka demo
 
 test: $(VENV)/.dev  ## every test a machine without a GPU can run
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 # In an environment of its own: these libraries bring a hundred others, and some ask for versions that nobody has any more (hence --no-deps).
 FOREIGN := $(VENV)-foreign
