@@ -358,7 +358,8 @@ def main() -> None:
     deadline, body = time.time() + a.seconds, json.loads(a.out.read_text()) if a.out.exists() else {}
     for part in ("runs", "plans", "failed"):
         body.setdefault(part, {})
-    body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command()))  # fmt: skip
+    device = torch.cuda.get_device_name() if a.device == "cuda" else a.device
+    body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command(), device=device))
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a.root, a.device, a.width, a.steps, a.rows, Path(folder))

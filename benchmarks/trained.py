@@ -576,7 +576,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a.root, a.device, a.size, a.batch, a.steps, a.learning_rate, a.tune_seconds, Path(folder))
         campaign = Campaign(bench, a.out, deadline)
-        campaign.body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command()))
+        device = torch.cuda.get_device_name() if a.device == "cuda" else a.device
+        campaign.body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command(), device=device))  # fmt: skip
         campaign.body["power"] = {data: find_power(data, a.seeds) for data in a.data.split(",")}
         cells = [f"{family}/{data}" for family in a.families.split(",") for data in a.data.split(",")]
         sources = [(arm, arch) for arm, arch, used in (("bf16", False, ("tuned", "layout")), ("mods", True, ("tuned-mods",))) if any(u in arms for u in used)]  # fmt: skip

@@ -19,7 +19,7 @@ Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
     bf16-before             bf16 in the checkout that `--before` names, for the two families of ours (interformer, hstu), which are asked for by name
 
 One process a case; all prepare at once, then are timed one after another, in turns (ABAB), on an idle GPU. Outputs are compared with float32 before anything is timed; in training the gradients
-too. A case that fails is a row with its reason. `activations_gib`: the peak of a step above weights, gradients, optimizer state and inputs.
+too. A case that fails is a row with its reason. `host_ms`: what the host takes to launch a step that is in no graph. `activations_gib`: the peak of a step above weights, gradients, optimizer state and inputs.
 """
 
 import argparse
@@ -377,6 +377,10 @@ def _graph(model, run, inputs, mode, facts):
     with torch.cuda.stream(stream):
         for _ in range(4):
             step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        facts["host_ms"] = 1000 * (time.perf_counter() - began)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     if optimizer is not None:

@@ -91,6 +91,14 @@ def test_evidence_is_on_disk_at_once_and_belongs_to_one_model(tmp_path: Path) ->
     assert not Evidence(None, Ranker(), {}).resumed
 
 
+def test_evidence_of_what_units_ran_before_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Evidence(tmp_path, nn.Linear(2, 2), {}).put("unit", 1.0)
+    assert Evidence(tmp_path, nn.Linear(2, 2), {}).resumed
+    monkeypatch.setattr("loka.tuning.evidence.REVISION", 99)
+    assert not Evidence(tmp_path, nn.Linear(2, 2), {}).resumed
+    assert (tmp_path / "evidence-of-another-model.json").exists()
+
+
 def test_independent_errors_add_in_squares() -> None:
     assert add_in_squares([exactly(3.0), exactly(4.0)]).value == 5.0
 

@@ -1,7 +1,7 @@
 """Everything that was measured, on disk as soon as it is known. A call that was cut short goes on where it was: what is known is not measured again.
 
-One JSON file, replaced in one step, so that a kill at any moment leaves the old one or the new one. It belongs to one model (names and shapes of its parameters) on one machine with one torch:
-for any other it is set aside, never mixed.
+One JSON file, replaced in one step, so that a kill at any moment leaves the old one or the new one. It belongs to one model (names and shapes of its parameters) on one machine with one torch
+and one REVISION of what units run: for any other it is set aside, never mixed.
 """
 
 import hashlib
@@ -15,6 +15,8 @@ from torch import nn
 from loka.records import Interval, write_atomically
 
 __all__ = ["Evidence"]
+
+REVISION = 2  # raised where the same unit runs something else than before. 2: weight gradients are added exactly
 
 
 class Evidence:
@@ -75,5 +77,5 @@ def _fingerprint(model: nn.Module, settings: dict[str, Any]) -> str:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     shapes = [(key, list(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
-    text = json.dumps([name, torch.__version__, settings, shapes], sort_keys=True)
+    text = json.dumps([name, torch.__version__, REVISION, settings, shapes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
