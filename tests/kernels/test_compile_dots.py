@@ -23,3 +23,9 @@ def test_compiles_for_hopper(kernel: str, kind: str, n: int, d: int) -> None:
     assert ".target sm_90" in ptx
     if kind != "fp32":
         assert "mma" in ptx
+
+
+def test_the_table_of_places_compiles_for_hopper() -> None:
+    types = {"first_ptr": "*i64", "second_ptr": "*i64", "place_ptr": "*i32"}
+    made = compile_kernel("dots", "_places", (types, {"SIZE": 4096}, {"num_warps": 8}), set())
+    assert "bar.sync" in made.asm["ptx"]

@@ -33,8 +33,9 @@ _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul
 class _Looking(TorchFunctionMode):
     """Returns the pairwise products where their index is asked for. A write in place forgets what was seen: the product may not be x's any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: "FusedDots") -> None:
         super().__init__()
+        self.module = module
         self.turned: list[tuple[Tensor, Tensor]] = []
         self.products: list[tuple[Tensor, Tensor]] = []
         self.joined: list[tuple[Tensor, Tensor, Tensor]] = []  # a concatenation of two, and both
@@ -71,7 +72,7 @@ class _Looking(TorchFunctionMode):
             return None
         for product, x in self.products:
             if value is product:
-                if not _are_pairs(x, first, second):
+                if not self.module.takes_pairs(x, first, second):
                     return None
                 for made, head, rest in () if torch.is_grad_enabled() else self.joined:
                     if made is x:  # nobody else may read the concatenation, and then it is never written
@@ -115,22 +116,30 @@ def _is_inplace(func: Any) -> bool:
     return name.endswith("_")
 
 
-def _are_pairs(x: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Whether the kernel multiplies these as the index would; compiled, where values cannot be seen, the kernel looks itself."""
-    if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
-        return False
-    if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)) or first.shape != second.shape:
-        return False
-    return torch.compiler.is_compiling() or find_fault(first, second, x.shape[1]) is None
-
-
 class FusedDots(nn.Module):
     """Mixed in front of the module whose forward has the products."""
 
+    odd_pairs = False  # of the mixed class: whether an eager call of one of its modules has met pairs that the kernel cannot take
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, looked at."""
-        with _Looking():
+        with _Looking(self):
             return super().forward(*args, **kwargs)
+
+    def takes_pairs(self, x: Tensor, first: Tensor, second: Tensor) -> bool:
+        """Whether the kernel multiplies these as the index would. Compiled code cannot see values: it goes by what eager calls have met, the mod's own check being the first."""
+        if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
+            return False
+        if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)):
+            return False
+        if first.shape != second.shape or first.shape[0] > x.shape[1] ** 2:
+            return False
+        if torch.compiler.is_compiling():
+            return not self.odd_pairs
+        if find_fault(first, second, x.shape[1]) is None:
+            return True
+        type(self).odd_pairs = True  # not the module's: what a mod's check leaves on a module is undone
+        return False
 
 
 @dataclass(frozen=True)
