@@ -222,18 +222,13 @@ def test_compiled_the_kernel_stands_in_the_graph(body: Body) -> None:
     assert any("autograd_function" in name for name in names), names
 
 
-def test_pairs_that_occur_twice_stay_the_users_own_compiled_too() -> None:
-    """Compiled code cannot see the indices; the eager call that checks the mod has."""
+def test_pairs_that_occur_twice_stay_the_users_own() -> None:
+    """Compiled code could not see them: the example is looked at before."""
     model, x = make(by_bmm)
-    model.__class__ = type("Model", (Model,), {})  # of its own: what was met is known to the class
-    model.j[0] = model.j[1]
-    model.i[0] = model.i[1]
-    expected = step(model, x)
-    mods.apply(model, "fused_dots", example=x)
-    assert isinstance(model, fused_dots.FusedDots)
-    found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert model.odd_pairs
+    model.j[0], model.i[0] = model.j[1], model.i[1]
+    summary = mods.apply(model, "fused_dots", example=x)
+    assert "occurs 2 times" in str(summary)
+    assert type(model) is Model
 
 
 def test_inference_mode() -> None:
