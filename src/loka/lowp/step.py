@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loka.lowp.scaling import finish_step
+from loka.kernels.amax_history import file_amax
 
 if TYPE_CHECKING:
     from loka.lowp.chain import Chain
@@ -55,7 +55,7 @@ def _file(placed: "list[Linear | Chain]") -> None:
     for one in placed:
         magnitudes += one.remembered
     if magnitudes:
-        finish_step(magnitudes)
+        file_amax(magnitudes)
     for one in placed:
         one.after_step()
 
