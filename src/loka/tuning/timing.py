@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
+from loka.units.flow import copy_example
 
 __all__ = [
     "Captured",
@@ -184,12 +185,12 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
     Returns:
         What replays the step.
     """
-    model, batch = task.model, task.kept[0]
+    model, batch = task.model, copy_example(task.kept[0])  # one copy: made in every step it would be timed with it
     run = torch.compile(model, dynamic=False, mode=mode)
 
     def step() -> None:
         with torch.set_grad_enabled(training):
-            loss = task.mean_loss(run, batch)  # type: ignore[arg-type]
+            loss = task.mean_loss(run, batch, copied=False)  # type: ignore[arg-type]
             if training:
                 loss.backward()  # type: ignore[no-untyped-call]
                 model.zero_grad(set_to_none=True)
@@ -288,12 +289,12 @@ def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, ba
 
     Example:
         >>> say_host({"loka": 900.0, "bf16": 1200.0}, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
-        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: capture the step, see "Capture a step" in docs/guides/how-to.md'
+        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md)'
     """
     if host[mine] <= step[mine]:
         return None
     ours, theirs = (max(host[name], step[name]) for name in (mine, base))
     return (
         f"this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
-        'capture the step, see "Capture a step" in docs/guides/how-to.md'
+        'compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md)'
     )
