@@ -71,6 +71,30 @@ def test_files_as_the_reference_does_triton(device: torch.device, tables: int, m
                 assert torch.equal(mine, theirs), (step, a, b)
 
 
+def test_a_table_that_a_graph_reads_outlives_the_others_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    if not triton_runs_on(device):
+        pytest.skip("Triton does not run here")
+    from loka.kernels.amax_history import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "_MOST_TABLES", 1)
+    monkeypatch.setattr(triton_kernels, "_tables", {})
+    monkeypatch.setattr(triton_kernels, "_captured", {})
+    models = [make(device) for _ in range(3)]
+    file_amax(models[0])
+    (table, _) = next(iter(triton_kernels._tables.values()))
+    if device.type == "cuda":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            file_amax(models[0])
+    else:  # the interpreter knows no graphs
+        monkeypatch.setattr(triton_kernels, "_is_capturing", lambda device: True)
+        file_amax(models[0])
+        monkeypatch.setattr(triton_kernels, "_is_capturing", lambda device: False)
+    for model in models[1:]:
+        file_amax(model)
+    assert len(triton_kernels._tables) == 1
+    assert next(iter(triton_kernels._captured.values()))[0] is table
+
+
 @pytest.mark.gpu
 def test_files_in_a_cuda_graph(device: torch.device) -> None:
     """First inside of the graph, where no table of addresses can be made, then with one that is there."""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MOST_TABLES = 16  # models that are trained in one process at the same time
 _tables: dict[tuple[object, ...], tuple[Tensor, int]] = {}
+_captured: dict[
+    tuple[object, ...], tuple[Tensor, int]
+] = {}  # what a CUDA graph reads in every replay: some KiB each, kept for good
 
 
 @triton.jit
@@ -60,15 +63,18 @@ def file_amax(operands: "Sequence[Magnitudes]") -> bool:
     facts = [(*(t.data_ptr() for t in (one.history, one.largest, one.pending, one.scale, one.saturated)), len(one.history), one.headroom, one.floor) for one in operands]  # fmt: skip
     device = operands[0].history.device
     key = (device, *facts)
-    found = _tables.get(key)
+    found = _tables.get(key) or _captured.get(key)
+    capturing = _is_capturing(device)
     if found is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing:
             return False
         rows = [[*fact[:6], _bits(fact[6]), _bits(fact[7])] for fact in facts]
         table = torch.tensor(rows, dtype=torch.int64, device=device)
         while len(_tables) >= _MOST_TABLES:
             del _tables[next(iter(_tables))]
         found = _tables[key] = (table, triton.next_power_of_2(max(fact[5] for fact in facts)))
+    if capturing:
+        _captured[key] = found
     table, longest = found
     with torch.cuda.device_of(table):
         _file[(len(facts),)](table, E4M3.max, SMALLEST_SCALE, longest, num_warps=1 if longest <= 1024 else 4)
@@ -78,3 +84,7 @@ def file_amax(operands: "Sequence[Magnitudes]") -> bool:
 def _bits(value: float) -> int:
     """A float32's, as a signed number."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
