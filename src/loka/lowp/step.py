@@ -50,6 +50,18 @@ def file_magnitudes(placed: "Iterable[Linear | Chain]") -> None:
     _file(list(placed))
 
 
+def end_step(placed: "Iterable[Linear | Chain]") -> None:
+    """Do what an optimizer's step brings about, without one: weights are quantised anew in the next forward, magnitudes are filed. For steps that are timed and train nothing.
+
+    Args:
+        placed: the linears and chains of a model.
+    """
+    placed = list(placed)
+    for one in placed:
+        one.weights_changed(owned=True)
+    _file(placed)
+
+
 def _file(placed: "list[Linear | Chain]") -> None:
     magnitudes: list[AmaxState] = []
     for one in placed:

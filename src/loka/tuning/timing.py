@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.lowp.chain import Chain
+from loka.lowp.chain_modules import chains_of
+from loka.lowp.linear import Linear, linears_of
+from loka.lowp.step import end_step
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
@@ -148,7 +152,7 @@ def fragment_step(
     Args:
         fragment: in training or eval mode.
         x: its input.
-        training: forward and backward, otherwise forward alone.
+        training: forward, backward and what an optimizer's step brings about in low precision, otherwise forward alone.
         autocast: compute in this type.
         mode: of torch.compile.
 
@@ -168,6 +172,7 @@ def fragment_step(
                 y = run(x)
             if training:
                 y.sum().backward()
+                end_step(_placed(fragment))
                 x.grad = None
                 fragment.zero_grad(set_to_none=True)
 
@@ -179,7 +184,7 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
 
     Args:
         task: what the user gave.
-        training: forward and backward; no optimizer, nothing is trained.
+        training: forward, backward, and what an optimizer's step brings about in low precision (weights are quantised anew, scales move on); no optimizer, nothing is trained.
         mode: of torch.compile.
 
     Returns:
@@ -193,9 +198,15 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
             loss = task.mean_loss(run, batch, copied=False)  # type: ignore[arg-type]
             if training:
                 loss.backward()  # type: ignore[no-untyped-call]
+                end_step(_placed(model))
                 model.zero_grad(set_to_none=True)
 
     return capture(step)
+
+
+def _placed(model: nn.Module) -> list[Linear | Chain]:
+    """What is in low precision; not asked for before a step, since a compiled step must not trace it."""
+    return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
 
 def capture(step: Run) -> Captured:
