@@ -39,7 +39,7 @@ import msgspec
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from serving import SLA, TIMES, Line, free_port, offered, quantiles, wait_ready  # noqa: E402
+from serving import SLA, TIMES, Line, free_port, offered, quantiles, scheduling, wait_ready  # noqa: E402
 
 ROOT = HERE.parent
 FEATURES = {"price": [1.0, 2.0, 3.0, 4.0], "user": 7, "item": [1, 2, 3, 4]}
@@ -428,7 +428,9 @@ def main() -> None:
             before = os.getloadavg()[0]
             found[name] = CASES[name](a, Path(folder))
         found[name]["load_average"] = {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)}
-        report = {"environment": msgspec.to_builtins(capture_environment()), "cases": found, "bars": judge(found)}
+        report = {
+            "environment": msgspec.to_builtins(capture_environment()), "scheduling": scheduling(), "cases": found, "bars": judge(found),
+        }  # fmt: skip
         a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for one in report["bars"]:
         print(

@@ -32,10 +32,12 @@ from loka.serving.tokens import Tokens
 
 # Bytes of a request. HAProxy can only send again what its buffer holds whole, and for that copies the whole buffer with every request: at 576 KiB a millisecond.
 BODY, HEAD = 112 * 1024, 16 * 1024
+# A request is sent again whose replica is gone, or went without a word, but only if HAProxy had all of it before it sent the first byte: so it waits for the body, and for neither head nor body longer than this.
+RETRY = ("conn-failure empty-response", "option http-buffer-request", "timeout http-request 10s")
 # Read by Ray's processes when they start; what is set already stays.
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # the replica is gone, or went without a word
+    "RAY_SERVE_HAPROXY_RETRY_ON": "\n    ".join(RETRY),  # Ray writes it into HAProxy's defaults as it stands
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
