@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loka.serving.ray_app import Settings, build_app, from_file, run
+from loka.serving.ray_replica import reload_replicas
 
 from .client import get, post
 from .small import make_ranker
@@ -76,6 +77,12 @@ def test_two_replicas_run_an_experiment(tmp_path: Path) -> None:
         lines = [line for path in (tmp_path / "events").glob("*.jsonl") for line in path.read_bytes().splitlines()]
         assert sorted(json.loads(line)["request_id"] for line in lines) == sorted(f"r{n}" for n in range(12))
         assert post(url, b" " * (settings.body + 1), **known)[0] == 413
+        before = {str(get(url, "/v2/models/a", **known)) for _ in range(8)}
+        make_ranker(tmp_path / "a", seed=1)
+        reload_replicas(serve.get_app_handle("loka"), 2)
+        after = {str(get(url, "/v2/models/a", **known)) for _ in range(8)}  # connections of their own, to both replicas
+        assert len(before) == len(after) == 1
+        assert before != after
         assert survive(8299, {"features": features}, known) == [200] * 8
     finally:
         serve.shutdown()
