@@ -13,7 +13,8 @@ Everything goes through the command line: a server is a process of `loka serve -
     drain       SIGTERM under traffic: who was accepted and not answered
     ingress     SIGKILL to HAProxy, then to the process that watches over it: seconds until the next answer
 
-A kept connection that is closed before any byte of an answer is opened again and the request sent once more under the same id, as HTTP clients do; these are counted as `reconnected`.
+A kept connection that is closed before any byte of an answer is opened again and the request sent once more under the same id, as HTTP clients do; these are counted as `reconnected`,
+and as lost where nobody listens any more.
 """
 
 import argparse
@@ -228,7 +229,7 @@ class Clients:
         while not self.stopped.is_set():
             count += 1
             name, begin, status = f"{number}-{count}", time.perf_counter(), "0"
-            for _ in range(2):
+            for attempt in range(2):
                 kept = connection is not None
                 try:
                     connection = connection or http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -237,6 +238,8 @@ class Clients:
                     break
                 except (OSError, http.client.HTTPException) as error:
                     connection, status = None, type(error).__name__
+                    if attempt and status == "ConnectionRefusedError":
+                        status = "cut"  # it was under way when the server ended
                     if not kept or not isinstance(error, http.client.RemoteDisconnected | ConnectionResetError):
                         break
                     self.reconnected += 1

@@ -9,6 +9,7 @@ Batching stays ours: Ray's own batching queues past the deadline. A replica coun
 Whoever reaches a Ray cluster can run code on it: keep it on a network of its own, with token authentication. HAProxy's metrics and statistics ports listen on every interface.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from loka.serving.call import Limits
@@ -190,8 +192,43 @@ def run(
         time.sleep(0.2)
     reloads += 1
     reloader.shutdown(wait=False, cancel_futures=True)
+    drain_ingress(10 * settings.sla + 5)
     serve.shutdown()
     ray.shutdown()
+
+
+def drain_ingress(seconds: float) -> None:
+    """Let HAProxy on every machine finish what it has, and take no new connections: Ray kills it in the middle of requests."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    stop = ray.remote(num_cpus=0)(stop_haproxy)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    told = [
+        stop.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(node, seconds)
+        for node in nodes
+    ]
+    ray.wait(told, num_returns=len(told), timeout=seconds + 5)
+
+
+def stop_haproxy(node: str, seconds: float) -> None:
+    """On its machine: tell HAProxy of this Ray node to end, and wait until it has. Its configuration lies in a folder of the node's name."""
+    end = time.monotonic() + seconds
+
+    def find() -> list[int]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                if words[0].endswith(b"haproxy") and any(node.encode() in word for word in words):
+                    found.append(int(place.name))
+        return found
+
+    for pid in find():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+    while find() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def need_ray() -> Any:
