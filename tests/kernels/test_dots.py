@@ -92,7 +92,7 @@ def test_pairs_may_be_one_vector_twice_and_both_ways_round(name: str, device: to
 
 
 @every_backend
-@pytest.mark.parametrize(("b", "n", "count"), [(0, 4, 6), (2, 1, 0), (2, 1, 1), (3, 4, 0), (0, 1, 0)])
+@pytest.mark.parametrize(("b", "n", "count"), [(0, 4, 6), (2, 1, 0), (2, 1, 1), (3, 4, 0), (0, 1, 0), (2, 0, 0)])
 def test_edges(name: str, b: int, n: int, count: int, device: torch.device) -> None:
     """No example, one vector, no pair."""
     supported(name, n, 16, count, torch.float32, device)
@@ -113,6 +113,34 @@ def test_a_sliced_input_is_read_where_it_says(name: str, device: torch.device) -
     part = whole[::2, 1::2]
     i, j = triangle(4, device)
     assert gap(dots(part, i, j, backend=name), exact(part, i, j)) <= 1e-5
+
+
+@every_backend
+def test_pairs_may_be_columns_of_one_tensor(name: str, device: torch.device) -> None:
+    """As torch.combinations gives them: every second number in memory is the other column's."""
+    supported(name, 5, 16, 10, torch.float32, device)
+    columns = torch.combinations(torch.arange(5, device=device))
+    i, j = columns.unbind(1)
+    x = torch.randn(3, 5, 16, device=device, requires_grad=True)
+    y = dots(x, i, j, backend=name)
+    assert gap(y.detach(), exact(x.detach(), i, j)) <= 1e-5
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    twin = x.detach().double().requires_grad_()
+    exact(twin, i, j).backward(dy.double())
+    assert gap(x.grad, twin.grad) <= 1e-5
+
+
+def test_compiled_the_reference_takes_what_an_index_takes() -> None:
+    """Nothing looks at the values there: pairs from the end and pairs that occur twice have the products, and the gradient, that torch gives them."""
+    i, j = torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1])
+    x = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    y = torch.compile(lambda t: dots(t, i, j, backend="reference"), fullgraph=True, backend="aot_eager")(x)
+    dy = torch.randn_like(y)
+    (found,) = torch.autograd.grad(y, x, dy)
+    (expected,) = torch.autograd.grad(exact(x, i, j), x, dy)
+    torch.testing.assert_close(y, exact(x, i, j))
+    torch.testing.assert_close(found, expected)
 
 
 def test_gradients_by_finite_differences() -> None:

@@ -44,7 +44,7 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None
         [B, P] in the type of x, summed in float32, float64 in float64.
 
     Raises:
-        ValueError: x is not [B, n, d], or the pairs are out of range or repeat; compiled, where values cannot be asked for, every product is NaN instead.
+        ValueError: x is not [B, n, d], or the pairs are out of range or repeat; compiled, where values cannot be asked for, our kernel makes every product NaN instead, and `reference` does what torch's own index does.
 
     Example:
         >>> i, j = torch.triu_indices(n, n, 1)

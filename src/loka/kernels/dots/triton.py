@@ -27,8 +27,8 @@ def run(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) ->
     """[B, P]."""
     from loka.kernels.dots import triton_ops
 
-    n = x.shape[1] + (0 if head is None else head.shape[1])
-    result: Tensor = triton_ops.dots(x, head, triton_ops.places(first, second, n), first.shape[0])
+    place = _places(first, second, x.shape[1] + (0 if head is None else head.shape[1]))
+    result: Tensor = triton_ops.dots(x, head, place, first.shape[0])
     return result
 
 
@@ -36,5 +36,13 @@ def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """dx [B, n, d]."""
     from loka.kernels.dots import triton_ops
 
-    result: Tensor = triton_ops.dots_gradient(dy, x, triton_ops.places(first, second, x.shape[1]))
+    result: Tensor = triton_ops.dots_gradient(dy, x, _places(first, second, x.shape[1]))
     return result
+
+
+def _places(first: Tensor, second: Tensor, n: int) -> Tensor:
+    """The kernel reads one index after the other; two columns of a list of pairs do not lie so."""
+    from loka.kernels.dots import triton_ops
+
+    place: Tensor = triton_ops.places(first.contiguous(), second.contiguous(), n)
+    return place

@@ -88,7 +88,7 @@ def places(first: Tensor, second: Tensor, n: int) -> Tensor:
     """[n * n + 1] int32: the number of every pair (i, j) or -1, and behind them whether the pairs are wrong."""
     place = torch.empty(n * n + 1, dtype=torch.int32, device=first.device)
     pairs = first.shape[0]
-    _places[(1,)](first, second, place, pairs, n, triton.next_power_of_2(max(n * n, pairs)), num_warps=8)
+    _places[(1,)](first, second, place, pairs, n, triton.next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
     return place
 
 
