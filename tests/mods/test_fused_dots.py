@@ -231,6 +231,37 @@ def test_pairs_that_occur_twice_stay_the_users_own() -> None:
     assert type(model) is Model
 
 
+def test_only_the_module_whose_pairs_are_wrong_is_left() -> None:
+    model, x = make(by_bmm)
+    other, _ = make(by_bmm)
+    other.j[0], other.i[0] = other.j[1], other.i[1]
+    both = nn.ModuleList([model, other])
+    both.forward = lambda x: model(x) + other(x)  # type: ignore[method-assign]
+    summary = mods.apply(both, "fused_dots", example=x)
+    assert "1: its products may be indexed otherwise" in str(summary)
+    assert isinstance(model, fused_dots.FusedDots)
+    assert type(other) is Model
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in both.modules())
+
+
+def test_indices_of_another_type_stay_the_users_own() -> None:
+    """Nothing is claimed that would never run."""
+    model, x = make(by_bmm)
+    model.i, model.j = model.i.int(), model.j.int()
+    assert "of torch.int32" in str(mods.apply(model, "fused_dots", example=x))
+    assert type(model) is Model
+
+
+def test_without_an_example_nothing_is_known_about_the_pairs() -> None:
+    class Described(Model):
+        def example_inputs(self) -> tuple[Tensor, ...]:
+            return (torch.empty(4, N, D, device="meta"),)
+
+    model = Described(by_bmm)
+    assert "not known without an example" in str(mods.apply(model, "fused_dots"))
+    assert type(model) is Described
+
+
 def test_inference_mode() -> None:
     model, x = make(by_bmm)
     with torch.inference_mode():

@@ -9,6 +9,8 @@ The forward stays the user's. While it runs, a torch function mode looks at thre
 that product by two index tensors; the third returns the kernel's result. Compiled, the product that nobody reads is never computed; a transpose spelled `x.mT` is not seen there and stays torch's. Sums are in another order: rounding.
 """
 
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -84,18 +86,23 @@ class _Looking(TorchFunctionMode):
 
     def _takes(self, x: Tensor, first: Tensor, second: Tensor) -> bool:
         """Whether the kernel multiplies these as the index would. Compiled code cannot see the values of indices: the example was looked at before."""
-        if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
-            return False
-        if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)):
-            return False
-        if first.shape != second.shape or first.shape[0] > x.shape[1] ** 2:
-            return False
         if torch.compiler.is_compiling():
-            return True
+            return _suits(x, first, second)
         fault = find_fault(first, second, x.shape[1])
+        if fault is None and not _suits(x, first, second):
+            fault = f"vectors of {x.dtype} on {x.device}, indices on {first.device} and {second.device}"
         if fault is not None:
             self.faults.append(fault)
         return fault is None
+
+
+def _suits(x: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Whether the kernel takes these, as far as can be said without the values of the indices."""
+    if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
+        return False
+    if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)):
+        return False
+    return first.shape == second.shape and first.shape[0] <= x.shape[1] ** 2
 
 
 def writes(func: Any, kwargs: Any) -> bool:
@@ -157,21 +164,48 @@ class FuseDots:
             return
         makers = {value: call for call in flow.calls for value in call.outputs}
         places = {call.inside for call in flow.calls if _is_gram(flow, call, makers)}
-        faults = _find_faults(editor) if places else []
+        faults = _find_faults(editor, places) if places else {}
         for name, module in list(editor.modules()):
-            if name in places and faults:
-                editor.leave(name, f"its products are indexed otherwise than the kernel does: {faults[0]}")
+            if name in faults:
+                editor.leave(name, f"its products may be indexed otherwise than the kernel does: {faults[name]}")
             elif name in places:
                 editor.mix(name, FusedDots)
                 editor.change(name, f"{type(module).__name__}: pairwise products in one kernel", "rounding")
 
 
-def _find_faults(editor: Editor) -> list[str]:
-    """What is wrong with the pairs that the example shows."""
-    looking = _Looking(use=False)
-    with undisturbed(editor.model), torch.no_grad(), looking:
+def _find_faults(editor: Editor, places: Collection[str]) -> dict[str, str]:
+    """What is wrong with the pairs that the example shows, by the module whose forward has them. Each is looked at as `FusedDots` will: from the beginning of its forward to the end."""
+    if editor.example is None:
+        return dict.fromkeys(places, "which pairs it asks for is not known without an example; pass example=")
+    faults: dict[str, str] = {}
+    with ExitStack() as hooks, undisturbed(editor.model), torch.no_grad():
+        for name, module in editor.modules():
+            if name in places:
+                hooks.enter_context(_looked_at(module, name, faults))
         call_model(editor.model, editor.example)
-    return looking.faults
+    return faults
+
+
+@contextmanager
+def _looked_at(module: nn.Module, name: str, faults: dict[str, str]) -> Iterator[None]:
+    running: list[_Looking] = []  # a module may call itself
+
+    def enter(*_: Any) -> None:
+        running.append(_Looking(use=False))
+        running[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        looking = running.pop()
+        looking.__exit__(None, None, None)
+        for fault in looking.faults:
+            faults.setdefault(name, fault)
+
+    handles = module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_gram(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:
