@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch import Tensor
 
 from formats.tables import TABLES
 from kernels.interpreter import run_interpreted
@@ -169,6 +170,21 @@ def test_what_packages_hold_is_the_same_product(shape: tuple[int, int, int], dev
     expected = (values(a) @ values(b).T).float()
     assert found.dtype == torch.bfloat16
     assert float((found.float() - expected).norm() / expected.norm()) < 2.0**-7
+
+
+def test_a_package_takes_more_rows_than_it_has_columns(device: torch.device) -> None:
+    from loka.kernels.scaled_mm import torch as own
+
+    a, b = operands((4, 32, 16), ("e4m3:tensor", "e4m3:tensor"), device)
+    weight = own.prepare(b, a.spec)
+
+    class Product(torch.nn.Module):
+        def forward(self, data: Tensor) -> Tensor:
+            return own.run_packaged(QTensor(data, a.scale, a.spec), weight, out_dtype=torch.bfloat16)
+
+    free = ({0: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(Product(), (a.data,), dynamic_shapes=free, strict=False)
+    assert program.module()(a.data.repeat(25, 1)).shape == (100, 16)
 
 
 def test_infinity_is_not_hidden() -> None:

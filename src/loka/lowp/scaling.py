@@ -50,7 +50,7 @@ def find_amax(x: Tensor) -> Tensor:
     """Largest magnitude, float32, in one read; 0 where x is empty or has a NaN or an Inf."""
     x = x.detach()
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     largest = torch.linalg.vector_norm(x, float("inf")).float()
     return torch.where(largest < float("inf"), largest, torch.zeros_like(largest))  # NaN < inf is false
 
@@ -80,9 +80,9 @@ class AmaxState:
     def __init__(self, scaling: Scaling, device: torch.device, *, floor: float = 0.0) -> None:
         self.scaling, self.floor = scaling, floor  # floor: a magnitude that every scale reaches, whatever was seen
         self.headroom = 2.0**scaling.margin
-        self.history = torch.zeros(scaling.history, device=device)
+        self.history = torch.zeros(scaling.history, dtype=torch.float32, device=device)  # whatever the default type is
         for name in self._TENSORS[1:]:
-            setattr(self, name, torch.zeros((), device=device))
+            setattr(self, name, torch.zeros((), dtype=torch.float32, device=device))
         self.scale.fill_(1.0)
         self.calibrating = False
         self.calibrated = False

@@ -94,6 +94,8 @@ def tune(
         raise ValueError(f"target={target!r}: expected 'train' or 'serve'")
     if not 0 < margin < 1:
         raise ValueError(f"margin={margin}: expected a relative change, e.g. 0.0002 for 0.02 %")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}, expected an nn.Module")
     inner = unwrap(model)
     _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))

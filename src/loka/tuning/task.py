@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.units.flow import call_model
+from loka.units.flow import call_model, copy_containers, copy_example
 from loka.units.undisturbed import undisturbed
 
 __all__ = ["MakeOptimizer", "Step", "Task"]
@@ -83,10 +83,10 @@ class Task:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def losses(self, model: nn.Module, batch: Any, *, copied: bool = True) -> Tensor:
-        """The loss of a batch: one number, or one for each example. `copied`: the model gets a copy of its inputs, which it may write to."""
+        """The loss of a batch: one number, or one for each example. `copied`: the model, or the step, gets a copy of the batch, which it may write to."""
         with self.context():
             if self.step is not None:
-                value = self.step(model, batch)
+                value = self.step(model, copy_example(batch) if copied else copy_containers(batch))
             else:
                 assert self.loss is not None
                 inputs, target = batch
@@ -115,6 +115,8 @@ class Task:
 
 def _check_arity(name: str, function: Any, given: int, what: str) -> None:
     """A function that cannot take what it will be given is named before anything runs."""
+    if not callable(function):
+        raise ValueError(f"{name} is {type(function).__name__} {function!r}, expected a function of {what}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in functions have none

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.kernels.activation import LEAK
@@ -265,7 +266,8 @@ def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
     """The arguments that the model is called with first while `run` runs: an example for whatever calls it."""
     seen: list[Example] = []
     handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(Example(args, kwargs)), with_kwargs=True
+        lambda _, args, kwargs: seen.append(copy_example(Example(args, kwargs))),  # before a forward takes out what it reads
+        with_kwargs=True,
     )
     try:
         with torch.no_grad():
@@ -283,13 +285,12 @@ def call_model(model: nn.Module, example: Any, *, copied: bool = True) -> Any:
     Args:
         model: any.
         example: its arguments.
-        copied: give it a copy, since it may write into its input; where a call is timed, the copy would be timed with it.
+        copied: give it a copy, since it may write into its input; where a call is timed, the copy would be timed with it, and only lists and dicts are made anew.
 
     Returns:
         What the model returns.
     """
-    if copied:
-        example = copy_example(example)
+    example = copy_example(example) if copied else copy_containers(example)
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
@@ -298,11 +299,18 @@ def call_model(model: nn.Module, example: Any, *, copied: bool = True) -> Any:
 
 
 def copy_example(example: Any) -> Any:
-    """A copy, for a model that writes into its input; what cannot be copied is given as it is."""
+    """A copy, for a model that writes into its input; what cannot be copied is given as it is, in new lists and dicts."""
     try:
         return copy.deepcopy(example)
     except Exception:  # a tensor with a history, a handle of a file
-        return example
+        return copy_containers(example)
+
+
+def copy_containers(value: Any) -> Any:
+    """The same tensors in new lists, tuples and dicts: a forward may take out what it reads (`features.pop("dense")`)."""
+    if isinstance(value, Example):
+        return Example(copy_containers(value.args), copy_containers(value.kwargs))
+    return pytree.tree_map(lambda leaf: leaf, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
