@@ -313,6 +313,20 @@ class TestFiles:
         with pytest.raises(ValueError, match="weight of"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 4)))
 
+    def test_a_users_model_runs_in_its_own_type_again(self, tmp_path: Path) -> None:
+        """The file has 16 bits where the model has 32; a norm of 16 bits would refuse what a linear of 32 hands on."""
+
+        def factory() -> nn.Module:
+            return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32))
+
+        model, x = factory(), torch.randn(4, 32)
+        save(model, quantize(model, "rowwise"), tmp_path / "q.safetensors")
+        again, _ = load_quantized(tmp_path / "q.safetensors", build=factory)
+        assert again[1].weight.dtype == torch.float32
+        assert float((again(x) - model(x)).norm() / model(x).norm()) < 0.01
+        half, _ = load_quantized(tmp_path / "q.safetensors", build=lambda: factory().bfloat16())
+        assert half(x.bfloat16()).dtype == torch.bfloat16
+
     def test_what_no_file_holds_is_made_again(self, tmp_path: Path) -> None:
         model = build("interformer", "tiny").eval()  # its rotary angles are a table
         save(model, quantize(model, "rowwise"), tmp_path / "q.safetensors", dtype=torch.float32)
@@ -365,6 +379,18 @@ class TestFiles:
         save(model, quantize(model, plan, batches=[x]), path)
         with pytest.raises(ValueError, match="was quantised with the mods hard_swish, the model has none"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2)))  # fmt: skip
+
+    def test_fixed_scales_need_batches_that_the_model_takes(self) -> None:
+        model, x = chain_of(), torch.randn(64, 64)
+        before = [type(m) for m in model.modules()]
+        with pytest.raises(ValueError, match=r'scales="static" are fixed by batches, and none were given'):
+            quantize(model, "tensorwise", scales="static")
+        with pytest.raises(ValueError, match="cannot run the example: TypeError.*without a target"):
+            quantize(model, "tensorwise", scales="static", batches=[(x, x)])
+        with pytest.raises(TypeError):
+            quantize(model, "tensorwise", scales="static", batches=[x, (x, x)])
+        assert [type(m) for m in model.modules()] == before
+        assert all(m.training for m in model.modules())
 
     def test_fixed_scales_are_not_saved(self, tmp_path: Path) -> None:
         model = chain_of().eval()

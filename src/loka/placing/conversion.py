@@ -220,7 +220,7 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
     for unit in units:
         chain = place(model, unit)
         if not (chain.primed and (chain.gradients_primed or unit.scales == "calibrated")):
-            bound.notes.append(f"{unit.name}: no magnitudes in the plan: its first step finds scales from the tensors, then it runs as planned")  # fmt: skip
+            bound.notes.append(f"{unit.name}: no magnitudes in the plan: the first step, or the calibration, finds scales from the tensors, then it runs as planned")  # fmt: skip
         for name in unit.linears:
             bound.kept.pop(name, None)
     _adopt(model, bound.bindings)

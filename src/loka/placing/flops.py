@@ -87,11 +87,22 @@ def _run(model: nn.Module, example: Any) -> None:
         if callable(example):
             out = example()
         else:
-            out = call_model(model, tuple(example) if isinstance(example, list) else example)
+            out = _call(model, tuple(example) if isinstance(example, list) else example)
         leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         parameters = [p for p in model.parameters() if p.requires_grad]
         if leaves and parameters:
             torch.autograd.grad([t.float().sum() for t in leaves], parameters, allow_unused=True)
+
+
+def _call(model: nn.Module, example: Any) -> Any:
+    try:
+        return call_model(model, example)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot run the example: {type(error).__name__}: {error}; hint: an example is the model's input without a target, a tuple for several arguments, a dict for keyword arguments"
+        ) from error
 
 
 @contextmanager

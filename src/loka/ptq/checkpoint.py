@@ -96,7 +96,7 @@ def load_quantized(
 
     Args:
         path: what `save` wrote.
-        build: makes the model, for one that is not of this library; with the mods it had when it was quantised.
+        build: makes the model, for one that is not of this library; with the mods it had when it was quantised. What is not quantised gets the types that this model has.
         device: where it will run.
         backend: runs its GEMMs.
 
@@ -123,7 +123,7 @@ def load_quantized(
     _place(path, model, record, backend)
     try:
         weights = take_weights(tensors, record.units, getattr(torch, header["dtype"]))
-        _fill(model, tensors, device)
+        _fill(model, tensors, device, own_types=build is not None)
         restore_chains(model.eval(), record.units, weights, backend)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -147,7 +147,8 @@ def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, ba
     put(model, new)
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str) -> None:
+def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | str, *, own_types: bool) -> None:
+    """`own_types`: what the file holds in fewer bits than the model's own type has is widened again, since the rest of a user's model may know no other."""
     expected = model.state_dict()
     if set(expected) != set(tensors):
         odd = sorted(set(expected) ^ set(tensors))[:5]
@@ -155,7 +156,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | s
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}, the model's is {tuple(expected[name].shape)}")
-    model.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
+    types = {name: expected[name].dtype if own_types and t.is_floating_point() and t.element_size() > 1 else t.dtype for name, t in tensors.items()}  # fmt: skip
+    model.load_state_dict({name: t.to(device, types[name]) for name, t in tensors.items()}, assign=True)
     for module in model.modules():  # buffers that no file holds, e.g. first rows of stacked tables
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
             _make_buffers(module, device)

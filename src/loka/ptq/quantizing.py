@@ -141,6 +141,9 @@ def quantize(
     _check(inner, recipe, score, bound, widen, keep, module_filter_fn)
     if isinstance(recipe, Plan) and scales != "dynamic":
         raise ValueError("a plan already says where scales come from: give no scales beside it")
+    held = list(batches)
+    if scales == "static" and not held:
+        raise ValueError('scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model')
     found, before = dict(sites(inner)), size_in_bytes(inner, 2)
     changes: dict[str, Interval] = {}
     total, notes = None, list[str]()
@@ -155,7 +158,7 @@ def quantize(
         name, reasons = mixture.name, decided.reasons
         plan = _plan_of(inner, found, decided.operands, name, scales)
         experts = {n: o for n, o in decided.operands.items() if isinstance(found[n], GroupedLinear)}
-    done = _place(inner, plan, batches, backend)
+    done = _place(inner, plan, held, backend)
     if isinstance(recipe, Plan):
         found = dict(sites(inner))  # its mods may have made others
     running = {
@@ -338,11 +341,11 @@ def _plan_of(
     )  # fmt: skip
 
 
-def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend: str | None) -> Conversion | None:
+def _place(model: nn.Module, plan: Plan | None, held: Sequence[Any], backend: str | None) -> Conversion | None:
     """`convert` with `freeze`, calibrated in between where there are batches."""
-    held = list(batches)
     if plan is None:
         return None
+    modes = [(module, module.training) for module in model.modules()]
     done = convert(model, plan, backend=backend, example=held[0] if held else None)
     try:
         if held:
@@ -352,6 +355,8 @@ def _place(model: nn.Module, plan: Plan | None, batches: Iterable[Any], backend:
         freeze_model(model, offload=True)
     except BaseException:
         revert(model, discard=[spelled.partition("(")[0] for spelled in plan.mods])
+        for module, training in modes:
+            module.training = training
         raise
     return done
 
