@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import loka
 from loka import records
 from loka.cli import app
 from loka.cli.plan import parse_overrides
@@ -58,10 +59,21 @@ def test_explain_and_diff(probe: Path, tmp_path: Path) -> None:
     code, text = run("explain", two, "2")
     assert code == 0
     assert "override '2': high" in text
+    code, text = run("explain", two)
+    assert code == 0
+    assert "2  fprop high precision" in text
+    assert json.loads(run("explain", two, "--json")[1])["kind"] == "plan"
     assert run("diff", one, one) == (0, "")
     code, text = run("diff", one, two)
     assert code == 1
     assert "~ 2 fprop: e4m3:row @ e4m3:row on reference, fast accumulation -> high precision" in text
+
+
+def test_a_linear_in_a_unit_is_explained_by_the_unit(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    plan = loka.placing.plan_everything(model, torch.randn(8, 64)).save(tmp_path / "plan.json")
+    for name in ("0", "2"):
+        assert json.loads(run("explain", plan, name, "--json")[1])["name"] == "0"
 
 
 def test_requests_that_cannot_be_honoured(probe: Path, tmp_path: Path) -> None:

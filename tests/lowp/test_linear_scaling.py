@@ -68,6 +68,16 @@ class TestAmax:
         expected = scale_from_amax(torch.tensor(6.0 * 2**margin), DELAYED)
         assert torch.equal(state.scale_for(DELAYED, torch.tensor(1.0)), expected)
 
+    def test_magnitudes_are_float32_whatever_the_default_type_is(self) -> None:
+        """The kernel that files them reads no other."""
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            state = AmaxState(Scaling(), torch.device("cpu"))
+            assert {getattr(state, name).dtype for name in state._TENSORS} == {torch.float32}
+            assert find_amax(torch.zeros(0)).dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
+
     def test_without_a_history_the_tensor_itself_decides(self) -> None:
         state = AmaxState(Scaling(), torch.device("cpu"))
         assert torch.equal(state.scale_for(DELAYED, torch.tensor(3.0)), scale_from_amax(torch.tensor(3.0), DELAYED))

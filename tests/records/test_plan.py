@@ -75,3 +75,7 @@ def test_committed_plans_are_read(name: str) -> None:
     for row in rows:
         record = from_json(json.dumps(row["record"]), Tuning)
         assert len(record.plan.units) == len(row["record"]["plan"]["units"])
+        lines = str(record.plan).split("\n")
+        assert all(f"{name}  in the unit {unit.name}" in lines for unit in record.plan.units for name in unit.linears if name in {s.site for s in record.plan.sites})  # fmt: skip
+        assert len([line for line in lines if line.startswith("unit ")]) == len(record.plan.units)
+        assert f"{record.plan.low_precision_share:.1%} of" in str(record.plan)

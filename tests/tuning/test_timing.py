@@ -68,6 +68,38 @@ def test_inputs_are_copied_unless_they_are_timed() -> None:
     assert torch.equal(x, torch.full((3, 4), 2.0))
 
 
+class Takes(nn.Module):
+    """Takes out of a dict what it reads, as models do that pass the rest on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, features: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.top(features.pop("dense"))
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("stepped", [True, False], ids=["step", "loss"])
+def test_a_forward_may_take_apart_what_it_is_given(stepped: bool, copied: bool) -> None:
+    x, y = torch.ones(3, 4), torch.zeros(3)
+    batches = [(({"dense": x},), y) for _ in range(2)]
+    step = lambda model, batch: loss(model(*batch[0]), batch[1])  # noqa: E731
+    task = Task(Takes(), batches, None if stepped else loss, step if stepped else None)
+    for _ in range(2):
+        task.mean_loss(task.model, task.kept[0], copied=copied)
+    assert set(batches[0][0][0]) == {"dense"}
+    assert set(task.example().args[0]) == {"dense"}
+
+
+def test_what_is_no_function_and_no_model_is_named() -> None:
+    batches = [(torch.ones(3, 4), torch.zeros(3))] * 2
+    with pytest.raises(ValueError, match=r"loss is str 'mse', expected a function of \(output, target\)"):
+        loka.tune(nn.Linear(4, 1), batches, "mse")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model is function, expected an nn\.Module"):
+        loka.tune(loss, batches, loss)  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False], ids=["chains", "linears"])
 def test_a_captured_step_quantises_its_weights(device: torch.device, chains: bool) -> None:

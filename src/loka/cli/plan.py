@@ -12,13 +12,12 @@
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from loka.dispatch import Database
-    from loka.records import Plan
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan (JSON).")]
 
@@ -78,7 +77,7 @@ def plan(
     )
     if out is not None:
         records.save(made, out)
-    typer.echo(records.to_json(made).decode() if json_ else _describe(made))
+    typer.echo(records.to_json(made).decode() if json_ else str(made))
 
 
 def _rows(db: Path | None) -> "Database":
@@ -96,19 +95,6 @@ def _rows(db: Path | None) -> "Database":
     return rows
 
 
-def _describe(made: "Plan") -> str:
-    from loka.records.prose import spell, spell_unit
-
-    lines = [
-        f"{site.site}  {'; '.join(f'{c.gemm} {spell(c)}' for c in site.choices) or 'no GEMM was seen'}"
-        for site in made.sites
-    ]
-    of = "the model's" if made.flops_of == "model" else "the probed"
-    lines += [spell_unit(unit) for unit in made.units]
-    lines.append(f"{made.low_precision_share:.1%} of {of} GEMM FLOPs in low precision")
-    return "\n".join([*lines, *(f"note: {note}" for note in made.notes)])
-
-
 def parse_overrides(texts: list[str]) -> dict[str, str]:
     """`WILDCARD=RECIPE`, the first that matches a site decides."""
     overrides = {}
@@ -122,18 +108,24 @@ def parse_overrides(texts: list[str]) -> dict[str, str]:
 
 def explain(
     file: PlanFile,
-    site: Annotated[str, typer.Argument(help="Name of the site.")],
-    json_: Annotated[bool, typer.Option("--json", help="Print the site's choices as JSON.")] = False,
+    site: Annotated[
+        str | None,
+        typer.Argument(help="Name of the site, unit, table or collective; without one, the whole plan in short."),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print what runs there as JSON.")] = False,
 ) -> None:
-    """Say why a site runs what it runs."""
+    """Say what a plan runs, or why a site runs what it runs."""
     import msgspec
 
     from loka import records
 
     loaded = records.load(file, records.Plan)
-    text = loaded.explain(site)
-    if json_:
-        text = msgspec.json.encode(next(s for s in loaded.sites if s.site == site)).decode()
+    text = str(loaded) if site is None else loaded.explain(site)
+    if json_ and site is None:
+        text = records.to_json(loaded).decode()
+    elif json_ and site is not None:
+        named: dict[str, Any] = {p.name: p for p in (*loaded.parts, *loaded.units)} | {s.site: s for s in loaded.sites}
+        text = msgspec.json.encode(loaded.unit_of(site) or named[site]).decode()  # in a unit, that is what runs
     typer.echo(text)
 
 

@@ -95,6 +95,7 @@ def tune(
         out=out,
     )
     typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))
-    typer.echo(f"written: {out / 'plan.json'}, {out / 'tuning.json'}, {out / 'report.html'}", err=True)
+    made = [out / name for name in ("plan.json", "conversion.json", "tuning.json", "report.html")]
+    typer.echo(f"written: {', '.join(str(path) for path in made if path.exists())}", err=True)
     if tuned.conversion is None:
         raise typer.Exit(1)

@@ -84,10 +84,8 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
-        if callable(example):
-            out = example()
-        else:
-            out = _call(model, tuple(example) if isinstance(example, list) else example)
+        given = tuple(example) if isinstance(example, list) else example
+        out = example() if callable(example) else _call(model, given)
         leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         parameters = [p for p in model.parameters() if p.requires_grad]
         if leaves and parameters:

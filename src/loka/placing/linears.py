@@ -71,9 +71,7 @@ def bind_by_plan(model: nn.Module, plan: Plan, backend: str | None, options: Lin
         if site is None:
             bound.kept[name] = "not in the plan"
         elif not any(choice.quantized for choice in site.choices):
-            bound.kept[name] = (
-                "; ".join(f"{c.gemm}: {c.reason}" for c in site.choices) or "no sampled step of the probe called it"
-            )
+            bound.kept[name] = _say_why(site)
         elif reason := taken.get(name) or refuse(module):
             problems.append(f"{name}: {reason}")
         else:
@@ -139,3 +137,11 @@ def _tell_override(plan: Plan, backend: str) -> str:
     named = ", ".join(sorted({c.backend for s in plan.sites for c in s.choices if c.quantized})) or "none"
     speeds = "" if plan.min_speedup is None else "; the plan's speed-ups are not of these kernels"
     return f"backend {backend!r} was asked for beside the plan, which names {named}{speeds}"
+
+
+def _say_why(site: SitePlan) -> str:
+    """Why no GEMM of a site is converted; once, where all have one reason."""
+    reasons = {choice.reason for choice in site.choices}
+    if len(reasons) == 1:
+        return reasons.pop()
+    return "; ".join(f"{c.gemm}: {c.reason}" for c in site.choices) or "no sampled step of the probe called it"

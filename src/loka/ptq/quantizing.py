@@ -143,7 +143,9 @@ def quantize(
         raise ValueError("a plan already says where scales come from: give no scales beside it")
     held = list(batches)
     if scales == "static" and not held:
-        raise ValueError('scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model')
+        raise ValueError(
+            'scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model'
+        )
     found, before = dict(sites(inner)), size_in_bytes(inner, 2)
     changes: dict[str, Interval] = {}
     total, notes = None, list[str]()

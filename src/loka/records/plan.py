@@ -203,6 +203,9 @@ class Plan(Record, frozen=True, kw_only=True, tag="plan"):
         sites = [msgspec.structs.replace(site, choices=[turn(c) for c in site.choices]) for site in self.sites]
         return msgspec.structs.replace(self, sites=sites, seal=None)
 
+    def __str__(self) -> str:
+        return prose.describe(self)
+
     def diff(self, other: "Plan") -> str:
         """What changes from this plan to another, one line per difference; empty when they run the same."""
         return prose.diff(self, other)

@@ -28,6 +28,21 @@ def spell(choice: "Choice") -> str:
     return f"{choice.a} @ {choice.b} on {choice.backend}{fast}"
 
 
+def describe(plan: "Plan") -> str:
+    """What runs how: a line for every site, unit, table and collective, then the share, and the notes."""
+    unit_of = {name: unit.name for unit in plan.units for name in unit.linears}
+    lines = [
+        f"{site.site}  {f'in the unit {unit_of[site.site]}' if site.site in unit_of else _spell_site(site) or 'no GEMM was seen'}"
+        for site in plan.sites
+    ]
+    lines += [f"unit {unit.name}  {spell_unit(unit)}" for unit in plan.units]
+    lines += [f"{part.name}  {spell_part(part)}" for part in plan.parts]
+    of = "the model's" if plan.flops_of == "model" else "the probed"
+    lines.append(f"{plan.low_precision_share:.1%} of {of} GEMM FLOPs in low precision")
+    lines += [f"mods: {', '.join(plan.mods)}"] if plan.mods else []
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
 def diff(before: "Plan", after: "Plan") -> str:
     """What changed from one plan to another, one line per difference; empty when they run the same."""
     lines = [

@@ -265,10 +265,12 @@ class Example:
 def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
     """The arguments that the model is called with first while `run` runs: an example for whatever calls it."""
     seen: list[Example] = []
-    handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(copy_example(Example(args, kwargs))),  # before a forward takes out what it reads
-        with_kwargs=True,
-    )
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not seen:  # a copy, before the forward takes out what it reads
+            seen.append(copy_example(Example(args, kwargs)))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with torch.no_grad():
             run()
