@@ -23,6 +23,7 @@ from loka.records import (
     Record,
     RecordError,
     Run,
+    capture_environment,
     from_json,
     load,
     save,
@@ -435,3 +436,8 @@ def test_records_import_neither_torch_nor_numpy() -> None:
     code = "import sys, loka.records; print(sorted({'torch', 'numpy', 'triton', 'polars'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_command_is_recorded_without_the_folders_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/a/b/tune.py", "--out", "/home/me/x.json", "--plan=/home/me/p.json", "runs/x", "a=b"])  # fmt: skip
+    assert capture_environment().command == "tune.py --out x.json --plan=p.json runs/x a=b"

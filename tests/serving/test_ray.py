@@ -1,6 +1,8 @@
 """The same core on Ray Serve; needs Ray, and some seconds."""
 
 import json
+import os
+import subprocess
 import time
 from http.client import HTTPConnection
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loka.serving.ray_app import Settings, build_app, from_file, run
+from loka.serving.ray_app import ENVIRONMENT, Settings, build_app, from_file, run
 from loka.serving.ray_replica import reload_replicas
 
 from .client import get, post
@@ -33,6 +35,14 @@ def test_what_cannot_be_served_is_refused_before_ray_starts(settings: dict[str, 
 def test_a_public_address_needs_a_token() -> None:
     with pytest.raises(ValueError, match="needs a token"):
         run(Settings(folders={"x": "x"}, sla=0.1), host="0.0.0.0", port=1, replicas=1)
+
+
+def test_the_guide_exports_what_is_set_where_ray_is_started_here() -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+    block = guide[guide.index("export RAY_SERVE_ENABLE_HA_PROXY") : guide.index("ray start --head")]
+    found = subprocess.run(["bash", "-euc", f"{block}\nenv -0"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True)  # fmt: skip
+    exported = dict(line.split("=", 1) for line in found.stdout.split("\0") if line.startswith("RAY_"))
+    assert exported == {**ENVIRONMENT, "RAY_AUTH_MODE": "token"}
 
 
 def test_replicas_are_counted() -> None:

@@ -47,7 +47,8 @@ def capture_environment(
     """Describe this process. Imports no torch: versions come from the installed packages, the device from the caller.
 
     Args:
-        command: that was run; None takes this process's own.
+        command: that was run; None takes this process's own, where absolute paths are only their last names: the folders of one machine mean nothing elsewhere, and
+            whoever took them out of a plan later would break its seal.
         device: its name.
         driver: its version.
         threads: of the CPU.
@@ -60,7 +61,7 @@ def capture_environment(
     """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command or shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=command or shlex.join([Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])]),
         loka=_installed("loka") or "not installed",
         commit=_find_commit(),
         python=platform.python_version(),
@@ -71,6 +72,11 @@ def capture_environment(
         cpu=_name_cpu(),
         threads=threads or os.cpu_count() or 1,
     )
+
+
+def _without_folders(word: str) -> str:
+    option, separator, value = word.rpartition("=")
+    return f"{option}{separator}{Path(value).name}" if value.startswith("/") else word
 
 
 @cache
