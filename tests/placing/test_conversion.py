@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -284,6 +285,17 @@ def test_an_example_tells_the_share_and_leaves_no_trace(model: Tower) -> None:
     assert model.head.weight.grad is None
     assert model.calls == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("place", [lambda m: convert(m, recipe="rowwise"), lambda m: loka.quantize(m, "rowwise")], ids=["convert", "quantize"])  # fmt: skip
+def test_a_weight_that_changes_when_it_is_read_is_not_read(place: Callable[[nn.Module], object]) -> None:
+    """In training a spectral norm takes a step of its power iteration with every look at the weight."""
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16), normed)
+    before = {name: value.clone() for name, value in normed.state_dict().items()}
+    place(model)
+    after = normed.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])

@@ -326,7 +326,7 @@ def _bind_by_recipe(
 def _refuse_type(module: nn.Module) -> str | None:
     if isinstance(module, GroupedLinear):
         return "grouped GEMMs have no backward in low precision"
-    if module.weight.dtype == torch.float64:
+    if any(p.dtype == torch.float64 for p in module.parameters()):  # not `weight`: reading a parametrised one may change it
         return "float64 weights: no low-precision GEMM writes float64"
     return None
 

@@ -322,7 +322,8 @@ def _plan_of(
         gemm = LinearBinding(o).with_scales(scales).fprop
         if gemm is not None and isinstance(found[name], nn.Linear):
             linears[name] = gemm
-    total = sum(m.weight.numel() for m in found.values())
+    # not `weight` of a linear: reading a parametrised one may change it
+    total = sum(m.in_features * m.out_features if isinstance(m, nn.Linear) else m.weight.numel() for m in found.values())
     return None if not linears else Plan(
         model=type(model).__name__,
         recipe=recipe,
