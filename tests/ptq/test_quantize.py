@@ -380,6 +380,31 @@ class TestFiles:
         with pytest.raises(ValueError, match="was quantised with the mods hard_swish, the model has none"):
             load_quantized(path, build=lambda: nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2)))  # fmt: skip
 
+    def test_a_factory_may_apply_mods_and_make_buffers(self, tmp_path: Path) -> None:
+        """Both need values, which a model without storage has not."""
+        x, path = torch.randn(64, 64), tmp_path / "q.safetensors"
+
+        class Scaled(nn.Sequential):
+            def __init__(self) -> None:
+                super().__init__(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 2))
+                self.register_buffer("factor", torch.tensor(3.0), persistent=False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.factor * super().forward(x)
+
+        def factory() -> nn.Module:
+            model = Scaled().eval()
+            loka.mods.apply(model, "narrow_outputs", example=x)
+            return model
+
+        torch.manual_seed(0)
+        model = Scaled().eval()
+        summary = quantize(model, loka.placing.plan_everything(model, x, mods=["narrow_outputs"]), batches=[x])
+        assert "by a plan" in str(summary)
+        save(model, summary, path, dtype=torch.float32)
+        again, _ = load_quantized(path, build=factory)
+        assert torch.equal(again(x), model(x))
+
     def test_fixed_scales_need_batches_that_the_model_takes(self) -> None:
         model, x = chain_of(), torch.randn(64, 64)
         before = [type(m) for m in model.modules()]

@@ -298,7 +298,7 @@ def _settle(model: nn.Module, bound: Bound) -> None:
             asked.append(name)
     for pick, names in picked.items():
         refused = f"; refused: {spell_refusals(dict(pick.refusals))}" if pick.refusals else ""
-        bound.notes.append(f"auto is {pick} in {len(names)} linears{refused}")
+        bound.notes.append(f"auto is {pick} in {len(names)} linear{'s' * (len(names) > 1)}{refused}")
         if pick.emulated:
             warnings.warn(f"{', '.join(names)}: emulated on {pick.device}, no kernel can{refused}", stacklevel=3)
     if asked:
@@ -326,7 +326,9 @@ def _bind_by_recipe(
 def _refuse_type(module: nn.Module) -> str | None:
     if isinstance(module, GroupedLinear):
         return "grouped GEMMs have no backward in low precision"
-    if any(p.dtype == torch.float64 for p in module.parameters()):  # not `weight`: reading a parametrised one may change it
+    if any(
+        p.dtype == torch.float64 for p in module.parameters()
+    ):  # not `weight`: reading a parametrised one may change it
         return "float64 weights: no low-precision GEMM writes float64"
     return None
 

@@ -8,6 +8,7 @@ The header (key "loka") holds one JSON object: schema, kind, the family and conf
 what was quantised how. The record says which modules to put in place before the tensors are read, and which chains after; names, shapes and dtypes must then agree exactly.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -116,8 +117,7 @@ def load_quantized(
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from error
     record = from_json(header["record"], Quantized, source=str(path))
-    with torch.device("meta"):
-        model = _build(path, header) if build is None else build()
+    model = _build(path, header) if build is None else _build_own(build)
     if list(applied := mods.applied_to(model)) != record.mods:
         raise ValueError(f"{path}: was quantised with the mods {', '.join(record.mods) or 'none'}, the model has {', '.join(applied) or 'none'}; hint: a build= that applies them, as loka.mods.apply does")  # fmt: skip
     _place(path, model, record, backend)
@@ -161,6 +161,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device | s
     for module in model.modules():  # buffers that no file holds, e.g. first rows of stacked tables
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
             _make_buffers(module, device)
+        module._buffers |= {name: b.to(device) for name, b in module._buffers.items() if b is not None}
 
 
 def _make_buffers(module: nn.Module, device: torch.device | str) -> None:
@@ -199,7 +200,17 @@ def _build(path: str | os.PathLike[str], header: dict[str, Any]) -> nn.Module:
     family, config = header.get("family"), header.get("config")
     if family not in FAMILIES or not isinstance(config, dict):
         raise ValueError(f"{path}: holds no model of this library; give build=, a factory that makes it")
-    return FAMILIES[family].model(_restore(FAMILIES[family].config, config))
+    with torch.device("meta"):
+        return FAMILIES[family].model(_restore(FAMILIES[family].config, config))
+
+
+def _build_own(build: Callable[[], nn.Module]) -> nn.Module:
+    """Without storage where that will do; with it where values are needed: by mods that look at an example, for buffers that no file holds."""
+    with contextlib.suppress(Exception), torch.device("meta"):  # what is wrong with it by itself is raised below
+        model = build()
+        if not any(module._non_persistent_buffers_set for module in model.modules()):
+            return model
+    return build()
 
 
 def _restore(kind: type, values: dict[str, Any]) -> Any:

@@ -75,7 +75,7 @@ class Summary:
     def __str__(self) -> str:
         r = self.record
         lines = [
-            f"{len(self.quantized)} of {len(r.sites)} sites quantised by the recipe {r.recipe}; "
+            f"{len(self.quantized)} of {len(r.sites)} sites quantised by {'a plan' if r.plan else f'the recipe {r.recipe}'}; "
             f"{r.bytes_before / 1e6:,.1f} MB in 16 bits -> {r.bytes_after / 1e6:,.1f} MB ({r.ratio:.2f}x)"
         ]
         if r.change is not None:
@@ -323,7 +323,9 @@ def _plan_of(
         if gemm is not None and isinstance(found[name], nn.Linear):
             linears[name] = gemm
     # not `weight` of a linear: reading a parametrised one may change it
-    total = sum(m.in_features * m.out_features if isinstance(m, nn.Linear) else m.weight.numel() for m in found.values())
+    total = sum(
+        m.in_features * m.out_features if isinstance(m, nn.Linear) else m.weight.numel() for m in found.values()
+    )
     return None if not linears else Plan(
         model=type(model).__name__,
         recipe=recipe,

@@ -53,7 +53,7 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
             of = "the model's" if self.flops_of == "model" else "the probed"
             share = f"; {self.low_precision_share:.1%} of {of} GEMM FLOPs in low precision"
         chained = sum(len(unit.links) for unit in self.units)
-        chains = f" ({chained} in {len(self.units)} chains)" if self.units else ""
+        chains = f" ({chained} in {len(self.units)} chain{'s' * (len(self.units) > 1)})" if self.units else ""
         kept = "".join(f"\n  kept {name}: {why}" for name, why in self.kept.items())
         mods = f"\n  mods: {', '.join(self.mods)}" if self.mods else ""
         notes = "".join(f"\n  note: {note}" for note in self.notes)
