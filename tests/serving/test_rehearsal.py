@@ -2,9 +2,11 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from loka.serving import rehearsal
 from loka.serving.rehearsal import Turns, rehearse
 
 from .small import Sleeper
@@ -12,10 +14,10 @@ from .small import Sleeper
 BUCKET = (1, 0)
 
 
-@pytest.mark.parametrize(("cost", "waits"), [(0.0, True), (0.03, False)])
-def test_only_short_runs_wait_for_the_engine_and_the_first_never_does(cost: float, waits: bool) -> None:
+@pytest.mark.parametrize(("cost", "longest", "waits"), [(0.0, 60.0, True), (0.03, 0.02, False)])
+def test_only_short_runs_wait_for_the_engine_and_the_first_never_does(cost: float, longest: float, waits: bool) -> None:
     model, engine = Sleeper({BUCKET: cost}), threading.Lock()
-    turns, jobs = Turns([engine], longest=0.02), model.example(BUCKET)
+    turns, jobs = Turns([engine], longest=longest), model.example(BUCKET)
     ran = threading.Event()
 
     def again() -> None:
@@ -30,28 +32,17 @@ def test_only_short_runs_wait_for_the_engine_and_the_first_never_does(cost: floa
     assert not engine.locked()
 
 
-def test_an_engine_waits_for_one_short_run_at_most() -> None:
-    """The newcomer leaves the lock alone for longer than it holds it, so whoever waits gets it next."""
-    model, engine, stop = Sleeper({BUCKET: 0.002}), threading.Lock(), threading.Event()
-    turns, jobs = Turns([engine]), model.example(BUCKET)
-
-    def newcomer() -> None:
-        while not stop.is_set():
-            turns.run(model, BUCKET, jobs)
-
-    thread = threading.Thread(target=newcomer)
-    thread.start()
-    while len(model.batches) < 3:
-        time.sleep(0.001)
-    runs = []
-    for _ in range(5):
-        before = len(model.batches)
-        with engine:
-            runs.append(len(model.batches) - before)
-        time.sleep(0.001)
-    stop.set()
-    thread.join(10)
-    assert max(runs) <= 2  # the one that ran, and one that began before this thread asked
+def test_after_a_short_run_the_engine_is_left_alone_for_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So whoever waits for the lock gets it next."""
+    model, engine = Sleeper({BUCKET: 0.0}), threading.Lock()
+    turns, jobs = Turns([engine], longest=60.0), model.example(BUCKET)
+    slept: list[tuple[float, bool]] = []
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: slept.append((seconds, engine.locked())))  # fmt: skip
+    monkeypatch.setattr(rehearsal, "time", clock)
+    turns.run(model, BUCKET, jobs)
+    assert not slept  # it took no turn
+    took = [turns.run(model, BUCKET, jobs)[1] for _ in range(2)]
+    assert slept == [(2 * seconds, False) for seconds in took]
 
 
 def test_a_run_that_fails_gives_the_turn_back() -> None:
@@ -65,7 +56,7 @@ def test_a_run_that_fails_gives_the_turn_back() -> None:
 
 
 def test_every_bucket_is_timed() -> None:
-    model = Sleeper({(1, 0): 0.001, (4, 0): 0.004})
+    model = Sleeper({(1, 0): 0.001, (4, 0): 0.05})
     times = rehearse(model, Turns())
     assert model.captures == 2
-    assert times.quantile((4, 0), 0.5) >= 0.004 > times.quantile((1, 0), 0.5) >= 0.001
+    assert times.quantile((4, 0), 0.5) >= 0.05 > times.quantile((1, 0), 0.5) >= 0.001
