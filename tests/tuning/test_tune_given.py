@@ -71,6 +71,8 @@ def test_a_metric_instead_of_the_loss() -> None:
         return ((model(batch[0]) > 0) != (batch[1] > 0)).float()
 
     tuned = tune(make_trained()[0], metric=wrong_rankings)
+    assert tuned.record.metric_name == "wrong_rankings"
+    assert "loss" not in tuned.record.verdict
     assert seen
     assert not any(seen), "a metric is taken in eval mode"
     assert 0.1 < tuned.record.metric < 0.5

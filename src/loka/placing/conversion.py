@@ -342,7 +342,7 @@ def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:
 
 
 def revert(model: nn.Module, *, discard: Sequence[str] = ()) -> int:
-    """Take a conversion back: the original modules, keys and Parameter objects, with what was trained.
+    """Take a conversion back: the original modules, keys and Parameter objects, with what was trained. Tables that a plan keeps in fewer bits give back the rounded rows.
 
     Args:
         model: converted, wrapped or not.

@@ -89,6 +89,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
         metric: mean of the metric in high precision.
         metric_change: of the whole plan, paired, on held-out batches.
         metric_unit: what the interval is over: "examples" or "batches".
+        metric_name: "loss", or what the user's own metric is called.
         gradients: how gradients were judged.
         training_change: of the metric after a paired run of training, where the user allowed one.
         seconds: by phase.
@@ -112,6 +113,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
     metric: float | None = None
     metric_change: Interval | None = None
     metric_unit: str = "examples"
+    metric_name: str = "loss"
     gradients: str = "by the score"
     training_change: Interval | None = None
     seconds: dict[str, float] = msgspec.field(default_factory=dict)
@@ -132,9 +134,9 @@ class Tuning(Record, frozen=True, tag="tuning"):
         if change is None:
             quality = "the metric was not measured"
         elif change.high <= self.used_margin:
-            quality = f"loss {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: within {self.used_margin:.2%}"
+            quality = f"{self.metric_name} {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: within {self.used_margin:.2%}"
         else:
-            quality = f"loss {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: not shown to be within {self.used_margin:.2%}"
+            quality = f"{self.metric_name} {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: not shown to be within {self.used_margin:.2%}"
         speed = "speed not measured" + (f" ({self.speed_note})" if self.speed_note else "")
         if self.speedup is not None:
             speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"

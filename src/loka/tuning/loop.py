@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -73,7 +74,7 @@ def tune(
         train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
             the model itself is not trained. 0: gradients are judged by the score alone.
         optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
-        tables: also choose the rows of every embedding table: the fewest bytes within the margin.
+        tables: also choose the rows of every embedding table: the fewest bytes within the margin. Such rows are rounded for good: reverting gives them back as they are then.
         collectives: also choose codecs for the weights and gradients that ranks would send each other.
         estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
         row_factor: with `estimate_for`, rows of a call there over those here.
@@ -112,7 +113,7 @@ def tune(
         else:
             undo.callback(mods_room.revert, inner)
             names = session.apply_mods(list(mods_room.CORE) if architecture else [])
-        record = session.run(names)
+        record = msgspec.structs.replace(session.run(names), metric_name=_name_metric(metric))
         undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
         if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
             done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
@@ -123,6 +124,12 @@ def tune(
         tuned.save(out)
     session.progress.finish(record.verdict)
     return tuned
+
+
+def _name_metric(metric: Any) -> str:
+    """What a verdict calls what was verified."""
+    name = "loss" if metric is None else getattr(metric, "__name__", "metric")
+    return "metric" if name == "<lambda>" else name
 
 
 def _check_model(model: nn.Module) -> None:
