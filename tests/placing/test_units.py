@@ -65,7 +65,7 @@ def test_plan_save_load_convert_train_revert(name: str, tmp_path) -> None:
     assert {n for unit in plan.units for n in unit.linears} <= done.converted.keys()
     assert done.converted.keys().isdisjoint(done.kept)
     assert 0 < done.low_precision_share <= 1
-    assert f"in {len(plan.units)} chains" in str(done)
+    assert f"in {len(plan.units)} chain" in str(done)
     assert [(n, p.data_ptr()) for n, p in model.named_parameters()] == [
         (n, p.data_ptr()) for n, p in parameters.items()
     ]

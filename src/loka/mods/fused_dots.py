@@ -192,11 +192,11 @@ def _looked_at(module: nn.Module, name: str, faults: dict[str, str]) -> Iterator
 
     def enter(*_: Any) -> None:
         running.append(_Looking(use=False))
-        running[-1].__enter__()
+        running[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def leave(*_: Any) -> None:
         looking = running.pop()
-        looking.__exit__(None, None, None)
+        looking.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         for fault in looking.faults:
             faults.setdefault(name, fault)
 
