@@ -194,6 +194,25 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, traced_only: None) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("limit", "said"), [(100, "2 to 99"), (16, "at least 16")])
+def test_a_model_that_goes_by_its_number_of_rows_is_refused(limit: int, said: str, tmp_path: Path, traced_only: None) -> None:  # fmt: skip
+    """Traced with 64 rows the package has one of its two ways, and nothing in it would notice."""
+
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.top(x) if x.shape[0] < limit else self.top(x).relu()
+
+    model, x = Forked().eval(), torch.randn(64, 16)
+    with pytest.raises(ValueError, match=f"other numbers of rows than {said} .*dynamic=False"):
+        loka.export(model, x, tmp_path / "m.pt2")
+    assert not (tmp_path / "m.pt2").exists()
+    loka.export(model, x, tmp_path / "m.pt2", dynamic=False)
+
+
 def test_kernels_in_python_are_out_of_reach_meanwhile() -> None:
     from loka.kernels import registry
 

@@ -34,6 +34,7 @@ from loka.units.flow import call_model
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
 PACKABLE = ("torch", "compiled", "reference")  # backends that are aten and nothing else
+_MANY = 2**31 - 1  # rows; a bound beyond is the width of an index
 _EVERYWHERE = ("aten", "prims", "prim", "higher_order", "onnx_symbolic")
 _CHECKS = ("_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "_assert_tensor_metadata")
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -196,7 +197,19 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
         raise ValueError(f"torch.export cannot trace this model: {_first_line(error)}") from error
     if dynamic and not any(_is_free(size) for _, v in _inputs_of(program) for size in v.shape):
         raise ValueError(f"the model fixes the number of rows to the example's {rows[0]} (it computes with that size as a number); hint: dynamic=False")  # fmt: skip
+    if dynamic:
+        _refuse_bounds(program, inputs)
     return program
+
+
+def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
+    """A model that asks how many rows there are was traced on the side that the example is on, and a package does not ask: on the other side it would answer wrongly."""
+    for name, (_, value) in zip(inputs, _inputs_of(program), strict=True):
+        for symbol in value.shape[0].node.expr.free_symbols if value.dim() and _is_free(value.shape[0]) else ():
+            rows = program.range_constraints.get(symbol)
+            if rows is not None and (rows.upper < _MANY or rows.lower > 2):
+                seen = f"at least {rows.lower}" if rows.upper >= _MANY else f"{rows.lower} to {rows.upper}"
+                raise ValueError(f"the model goes another way for other numbers of rows than {seen} ({name}): a package knows one way; hint: dynamic=False, or a forward that does not ask for the number of rows")  # fmt: skip
 
 
 def _is_free(size: Any) -> bool:
