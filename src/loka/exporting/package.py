@@ -204,12 +204,18 @@ def _export(model: nn.Module, arguments: Arguments, inputs: Sequence[str], *, dy
 
 def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
     """A model that asks how many rows there are was traced on the side that the example is on, and a package does not ask: on the other side it would answer wrongly."""
+    asked, on_gpu = [], False
     for name, (_, value) in zip(inputs, _inputs_of(program), strict=True):
+        on_gpu |= value.device.type == "cuda"
         for symbol in value.shape[0].node.expr.free_symbols if value.dim() and _is_free(value.shape[0]) else ():
             rows = program.range_constraints.get(symbol)
             if rows is not None and (rows.upper < _MANY or rows.lower > 2):
-                seen = f"at least {rows.lower}" if rows.upper >= _MANY else f"{rows.lower} to {rows.upper}"
-                raise ValueError(f"the model goes another way for other numbers of rows than {seen} ({name}): a package knows one way; hint: dynamic=False, or a forward that does not ask for the number of rows")  # fmt: skip
+                asked.append(f"rows of {name} {f'>= {rows.lower}' if rows.upper >= _MANY else f'from {rows.lower} to {rows.upper}'}")  # fmt: skip
+    if not asked and not on_gpu:  # on a GPU our own products ask whether rows are whole granules
+        told = [guard for guard in getattr(program, "_guards_code", ()) if "==" not in guard or "%" in guard]
+        asked = [re.sub(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[0\]", lambda found: f"rows of {inputs[int(found[1])]}", guard) for guard in told]  # fmt: skip
+    if asked:
+        raise ValueError(f"the model asks for its number of rows and was traced for {'; '.join(asked)}: a package goes that way for any number; hint: dynamic=False, or a forward that does not ask")  # fmt: skip
 
 
 def _is_free(size: Any) -> bool:
