@@ -207,7 +207,8 @@ def _refuse_bounds(program: Any, inputs: Sequence[str]) -> None:
     asked, on_gpu = [], False
     for name, (_, value) in zip(inputs, _inputs_of(program), strict=True):
         on_gpu |= value.device.type == "cuda"
-        for symbol in value.shape[0].node.expr.free_symbols if value.dim() and _is_free(value.shape[0]) else ():
+        size: Any = value.shape[0] if value.dim() else 0
+        for symbol in size.node.expr.free_symbols if _is_free(size) else ():
             rows = program.range_constraints.get(symbol)
             if rows is not None and (rows.upper < _MANY or rows.lower > 2):
                 asked.append(f"rows of {name} {f'>= {rows.lower}' if rows.upper >= _MANY else f'from {rows.lower} to {rows.upper}'}")  # fmt: skip

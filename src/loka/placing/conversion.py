@@ -276,7 +276,7 @@ def _check_request(model: Any, plan: Any, recipe: Any, options: Any) -> None:
         hint = (
             f"recipe={plan!r}"
             if isinstance(plan, str) and plan in RECIPES
-            else "loka.records.load(path, loka.records.Plan), or report.plan()"
+            else "loka.Plan.load(path), loka.tune(...).plan or report.plan()"
         )
         raise ValueError(f"plan: expected a loka.records.Plan, got {type(plan).__name__} {str(plan)[:60]!r}; hint: {hint}")  # fmt: skip
     if options is not None and not isinstance(options, LinearOptions):
