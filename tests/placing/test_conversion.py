@@ -148,7 +148,7 @@ def test_training_mode_is_kept(model: Tower) -> None:
         ({}, "exactly one"),
         ({"recipe": "fastest"}, "no recipe 'fastest'"),
         ({"plan": "rowwise"}, "expected a loka.records.Plan, got str 'rowwise'; hint: recipe='rowwise'"),
-        ({"plan": "plan.json"}, r"hint: loka.records.load\(path, loka.records.Plan\)"),
+        ({"plan": "plan.json"}, r"hint: loka\.Plan\.load\(path\)"),
         ({"plan": {"a": 1}}, "expected a loka.records.Plan, got dict"),
         ({"recipe": "rowwise", "options": {"scales": "delayed"}}, "options: expected LinearOptions, got dict"),
     ],
