@@ -24,6 +24,7 @@ from loka.dispatch.choosing import (
     to_plan_parts,
 )
 from loka.placing import convert
+from loka.probe.paired import Losses
 from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence, capture_environment
 from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
@@ -33,7 +34,7 @@ from loka.tuning.looking import Looked, look, name_unseen
 from loka.tuning.progress import Progress
 from loka.tuning.tables import choose_collectives, choose_tables, describe_part, rounded_weights, unrounded
 from loka.tuning.task import MakeOptimizer, Task
-from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, train_paired
+from loka.tuning.verifying import converted, evaluate, evaluate_averaged, train_paired
 
 EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
 ALONE = "rowwise"  # what a library would do with the linears of a chain

@@ -83,7 +83,7 @@ class Task:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch: one number, or one for each example."""
+        """The loss of a batch in the type it comes in: one number, or one for each example."""
         with self.context():
             if self.step is not None:
                 value = self.step(model, batch)
@@ -93,11 +93,11 @@ class Task:
                 value = self.loss(call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs), target)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {type(value).__name__}, expected a floating tensor")  # fmt: skip
-        return value.float()
+        return value
 
     def mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss of a batch as one number to differentiate."""
-        loss = self.losses(model, batch).mean()
+        loss = self.losses(model, batch).float().mean()
         if torch.is_grad_enabled() and not loss.requires_grad:
             why = "tune was called under torch.inference_mode" if torch.is_inference_mode_enabled() else "the loss, or a part of the model, is computed without gradients"  # fmt: skip
             raise ValueError(f"no gradient leads from the loss to the model, so nothing predicts what an error does: {why}")  # fmt: skip
