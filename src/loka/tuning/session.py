@@ -119,14 +119,19 @@ class Session:
             offers, speeds = self.time_units(chosen, looked)
         with self.phase("verify the metric"):
             offers, alone, change, used = self.verify_metric(offers, chosen, looked, base, mods, speeds)
-        trained = None
+        measured, trained = list(offers), None
         if self.train:
             with self.phase("train a little"):
                 offers, trained = self.verify_training(offers, chosen, looked, used)
         with self.phase("verify the step"):
+            offers, change, _ = self.remeasure(offers, measured, chosen, looked, base, used, change)
+            measured = list(offers)
             offers, step_times, speedup, note = self.verify_speed(offers, chosen, looked, mods, speeds)
-            if change is not None and not offers:
-                change = None
+            offers, change, why = self.remeasure(offers, measured, chosen, looked, base, used, change)
+            if why is not None:
+                step_times, speedup, note = {}, None, why
+            if trained is not None and offers != measured:
+                self.notes.append(f"the paired run of training had {', '.join(o.name for o in measured if o not in offers)} too, which left since")  # fmt: skip
         looked_at: list[TablePlan | CollectivePlan] = []
         if self.choose_tables or self.choose_collectives:
             with self.phase("choose tables and collectives"):
@@ -309,7 +314,7 @@ class Session:
         together = self.swap(taken, chosen, looked, base) if taken else None
         if together is not None and together.high - together.value > used:
             used = max(COARSE, used)
-            self.notes.append(f"the held-out data resolve {together.high - together.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; more batches resolve more")  # fmt: skip
+            self.notes.append(f"the held-out data resolve {together.high - together.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; {self.say_finer(base)}")  # fmt: skip
         while taken and together is not None and together.high > used:
             worst = max(taken, key=lambda o: alone[o.name].high)
             taken.remove(worst)
@@ -318,6 +323,12 @@ class Session:
                 taken.append(part)
             together = self.swap(taken, chosen, looked, base) if taken else None
         return taken, alone, together, used
+
+    def say_finer(self, base: Losses) -> str:
+        """What would resolve more."""
+        if base.step <= self.margin or base.per_example:
+            return "more batches resolve more"
+        return f"the loss comes in a type whose steps are {base.step:.2%}: compute its mean in float32, or return one number per example"
 
     def choose_parts(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses, used: float, change: Interval | None) -> tuple[list[TablePlan | CollectivePlan], Interval | None]:  # fmt: skip
         """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are."""
@@ -360,6 +371,18 @@ class Session:
             why = f"trained {self.train} steps with it, the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
             chosen.kept.update(dict.fromkeys(worst.unit.linears, why))
         return taken, None
+
+    def remeasure(self, offers: list[Offer], measured: list[Offer], chosen: Chosen, looked: Looked, base: Losses, used: float, change: Interval | None) -> tuple[list[Offer], Interval | None, str | None]:  # fmt: skip
+        """A change belongs to the units it was measured with: where some left since, what is left is measured by itself, and left out too where it is not within the margin; then also why."""
+        if offers == measured or not offers:
+            return offers, change if offers else None, None
+        change = self.swap(offers, chosen, looked, base)
+        if change.high <= used:
+            return offers, change, None
+        gone = ", ".join(o.name for o in measured if o not in offers)
+        why = f"without {gone} the rest moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
+        chosen.kept.update(dict.fromkeys((name for o in offers for name in o.unit.linears), why))
+        return [], None, why
 
     def say_gradients(self, trained: Interval | None) -> str:
         """How gradients were judged."""
