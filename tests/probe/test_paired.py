@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loka.probe.paired import compare_losses, gather
+from loka.probe.paired import compare_losses, gather, has_drifted
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,3 +56,19 @@ def test_a_loss_in_sixteen_bits_is_known_to_its_steps() -> None:
 def test_one_group_is_one_pair() -> None:
     change = compare_losses(torch.tensor([1.1, 1.1]), torch.ones(2), torch.zeros(2, dtype=torch.int64))
     assert (change.low, change.high) == pytest.approx((-0.1, 0.1))
+
+
+def test_copies_of_a_batch_are_one_batch() -> None:
+    each = 1 + 0.1 * noise(2, 50)
+    low = each + 1e-3 * noise(2, 50, seed=1)
+    once = gather(list(low)).change_from(gather(list(each)))
+    often = gather([*low] * 10).change_from(gather([*each] * 10))
+    assert often.value == pytest.approx(once.value)
+    assert often.high == pytest.approx(once.high)
+
+
+def test_noise_is_no_drift() -> None:
+    base = gather(list(1 + 0.1 * noise(4, 50)))
+    assert has_drifted(base, base, 2e-4) is None
+    assert has_drifted(gather(list(base.values.view(4, 50) + 0.1 * noise(4, 50, seed=1))), base, 2e-4) is None
+    assert has_drifted(gather(list(1.001 * base.values.view(4, 50))), base, 2e-4) is not None

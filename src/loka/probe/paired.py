@@ -6,6 +6,7 @@ What an interval over single numbers would miss:
 
     numbers of one example       tokens and tasks of one example err together: a loss of shape [B, ...] is compared by its B examples
     examples of one batch        share scales, so one extreme row can hurt all of its batch: where batches differ by more than their examples explain, batches are the unit
+    the same batch twice         is one batch: copies are recognised by their losses
     the numbers' own rounding    a mean in bfloat16 moves in steps of 0.4 to 0.8 %: two that are equal differ by anything up to a step. Per number the rounding of a difference has
                                  the variance step^2 / 6 (two uniform errors), added in squares
 
@@ -26,12 +27,14 @@ from loka.metrics import compare_paired
 from loka.metrics.bootstrap import Method
 from loka.records import Interval
 
-__all__ = ["NEVER", "Losses", "compare_losses", "gather"]
+__all__ = ["NEVER", "Losses", "compare_losses", "gather", "has_drifted", "spell_change"]
 
 NEVER = 1e9  # a change that is within no margin; records hold no infinity
 SURE = 1.96
 BY_CHANCE = 2.576  # standard deviations: once in 200 times
+SURELY = 1.7  # half intervals of 95 %: 3.3 standard errors
 SHORT = (torch.bfloat16, torch.float16)  # types whose steps are coarser than any margin
+TELLING = 8  # different numbers in a batch, by which another is recognised as its copy
 LEAST_BATCHES = 3  # of which a spread says something
 
 
@@ -42,7 +45,7 @@ class Losses:
     Args:
         values: float64, in order.
         per_example: whether there are several to a batch.
-        examples: which example a value belongs to; None: every value is one.
+        examples: which example a value belongs to; None: every value is one of its own.
         batches: which batch it belongs to; None: not known.
         step: relative distance of neighbours in the type they were computed in, where that is a short one; else 0.
 
@@ -77,8 +80,8 @@ class Losses:
             seed: of a bootstrap.
             method: of the interval.
         """
-        chosen = self.examples if groups is None else groups
-        return compare_losses(self.values, base.values, chosen, batches=self.batches, step=max(self.step, base.step), seed=seed, method=method)  # fmt: skip
+        chosen = base.examples if groups is None else groups
+        return compare_losses(self.values, base.values, chosen, batches=base.batches, step=max(self.step, base.step), seed=seed, method=method)  # fmt: skip
 
 
 def gather(parts: Sequence[Tensor]) -> Losses:
@@ -90,20 +93,56 @@ def gather(parts: Sequence[Tensor]) -> Losses:
     Returns:
         All of them on the CPU.
     """
-    wide = any(part.dim() > 1 and part.numel() > part.shape[0] for part in parts)
-    examples, batches, first = [], [], 0
+    examples, batches, first, seen = [], [], 0, dict[bytes, tuple[int, int]]()
     for number, part in enumerate(parts):
-        each = torch.arange(first, first + (part.shape[0] if part.dim() else 1))
-        first += len(each)
-        examples.append(each.repeat_interleave(part.numel() // max(len(each), 1)))
-        batches.append(torch.full((part.numel(),), number))
+        count = part.shape[0] if part.dim() else 1
+        start, batch = seen.setdefault(_fingerprint(part, number), (first, number))
+        first += count
+        each = torch.arange(start, start + count)
+        examples.append(each.repeat_interleave(part.numel() // max(count, 1)))
+        batches.append(torch.full((part.numel(),), batch))
+    ids = torch.cat(examples)
     return Losses(
         torch.cat([part.detach().double().reshape(-1).cpu() for part in parts]),
         per_example=any(part.numel() > 1 for part in parts),
-        examples=torch.cat(examples) if wide else None,
+        examples=ids if len(ids.unique()) < len(ids) else None,
         batches=torch.cat(batches),
         step=max(torch.finfo(part.dtype).eps if part.dtype in SHORT else 0.0 for part in parts),
     )
+
+
+def _fingerprint(part: Tensor, number: int) -> bytes:
+    """The same for batches whose losses are the same bit for bit, where these are numbers that two batches do not share by chance: not of a short type, hits or a count."""
+    values = part.detach().cpu().contiguous().reshape(-1)
+    telling = len(values.unique()) >= min(TELLING, values.numel()) and not torch.equal(values, values.bfloat16().to(values.dtype))  # fmt: skip
+    return values.numpy().tobytes() if telling and part.dtype not in SHORT else str(number).encode()
+
+
+def has_drifted(again: Losses, base: Losses, margin: float) -> Interval | None:
+    """The change of high precision against itself where that is more than chance and not negligible: such a model, or its step, is not the same when it is run twice.
+
+    Args:
+        again: the same examples once more, nothing converted.
+        base: the first time.
+        margin: that changes are held against; a tenth of it is negligible.
+
+    Returns:
+        The change; None where the second run says what the first did, up to noise that the intervals of other changes have too.
+    """
+    change = again.change_from(base)
+    half = (change.high - change.low) / 2
+    return change if abs(change.value) > max(SURELY * half, margin / 10) else None
+
+
+def spell_change(change: Interval) -> str:
+    """A change with its interval, in percent.
+
+    Args:
+        change: relative.
+    """
+    if change.value >= NEVER:
+        return "to something that is not finite"
+    return f"by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]"
 
 
 def compare_losses(

@@ -56,6 +56,8 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
                 loss = task.mean_loss(model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             value = loss.detach()
+            if not bool(value.isfinite()):
+                raise ValueError(f"the loss of batch {index} is {float(value)}: expected a finite number; hint: leave that batch out")  # fmt: skip
             for eye in eyes.values():
                 eye.judge(value)
             total += float(value) / len(chosen)

@@ -24,7 +24,7 @@ from loka.dispatch.choosing import (
     to_plan_parts,
 )
 from loka.placing import convert
-from loka.probe.paired import Losses
+from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence, capture_environment
 from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
@@ -113,6 +113,7 @@ class Session:
         with self.phase("look"):
             looked = look(self.task, training=self.training, progress=self.progress)
             base = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+            self.check_repeatable(base)
             self.warn_if_early(base)
         chosen = make_offers(looked, limits=Limits.before_swapping(self.margin), training=self.training)
         with self.phase("time units"):
@@ -168,6 +169,15 @@ class Session:
     def phase(self, name: str) -> Any:
         """Shown and timed."""
         return self.progress.phase(name, self.seconds)
+
+    def check_repeatable(self, base: Losses) -> None:
+        """Run the held-out batches once more: what is compared later differs by the arithmetic alone only where this changes nothing."""
+        if not math.isfinite(base.mean):
+            self.notes.append("the metric of the held-out batches is not finite in high precision, so nothing can be compared with it; hint: leave out the batches where it is not")  # fmt: skip
+            return
+        again = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+        if (change := has_drifted(again, base, self.margin)) is not None:
+            raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; does the step, the metric or the model keep a state of its own?")  # fmt: skip
 
     def warn_if_early(self, base: Losses) -> None:
         """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
@@ -311,6 +321,10 @@ class Session:
             self.progress("verify the metric", index + 1, len(offers) + 1)
             key = f"alone {offer.way} {offer.name} {len(offer.unit.links)} of {base.digest}"
             alone[offer.name] = self.evidence.get_interval(key) or self.evidence.put_interval(key, self.swap([offer], chosen, looked, base))  # fmt: skip
+        for offer in [o for o in taken if alone[o.name].low == alone[o.name].high == 0.0]:
+            taken.remove(offer)
+            why = "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there"
+            chosen.kept.update(dict.fromkeys(offer.unit.linears, why))
         together = self.swap(taken, chosen, looked, base) if taken else None
         if together is not None and together.high - together.value > used:
             used = max(COARSE, used)
@@ -354,7 +368,7 @@ class Session:
                 break
             worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
             taken.remove(worst)
-            self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]")  # fmt: skip
+            self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved {spell_change(change)}")  # fmt: skip
             self.tables, self.collectives, change = [], [], without
         return found, change
 
@@ -368,7 +382,7 @@ class Session:
                 return taken, change
             worst = max(taken, key=lambda o: 0.0 if o.harm is None else o.harm.value)
             taken.remove(worst)
-            why = f"trained {self.train} steps with it, the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
+            why = f"trained {self.train} steps with it, the metric moved {spell_change(change)}, more than {used:.3%}"
             chosen.kept.update(dict.fromkeys(worst.unit.linears, why))
         return taken, None
 
@@ -380,7 +394,7 @@ class Session:
         if change.high <= used:
             return offers, change, None
         gone = ", ".join(o.name for o in measured if o not in offers)
-        why = f"without {gone} the rest moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
+        why = f"without {gone} the rest moved the metric {spell_change(change)}, more than {used:.3%}"
         chosen.kept.update(dict.fromkeys((name for o in offers for name in o.unit.linears), why))
         return [], None, why
 
@@ -397,7 +411,7 @@ class Session:
     def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
         """A chain without the linear that is predicted to cost most; nothing of a single one."""
         change = alone[offer.name]
-        why = f"swapped in, {offer.name} moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], and all together exceeded {used:.3%}"
+        why = f"swapped in, {offer.name} moved the metric {spell_change(change)}, and all together exceeded {used:.3%}"
         worst = max(offer.unit.linears, key=lambda name: predicted_harm(looked.sites[name], training=self.training))
         chosen.kept[worst] = why
         if offer.way != "chain" or len(offer.unit.links) == 1:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.units.flow import call_model
+from loka.units.flow import call_model, tensors_in
 from loka.units.undisturbed import undisturbed
 
 __all__ = ["MakeOptimizer", "Step", "Task"]
@@ -47,6 +47,7 @@ class Task:
     step: Step | None = None
     autocast: torch.dtype | None = None
     kept: list[Any] = field(init=False)
+    _checked: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -86,13 +87,35 @@ class Task:
         """The loss of a batch in the type it comes in: one number, or one for each example."""
         with self.context():
             if self.step is not None:
-                value = self.step(model, batch)
+                value = self._run_step(self.step, model, batch)
             else:
                 assert self.loss is not None
                 inputs, target = batch
                 value = self.loss(call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs), target)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {type(value).__name__}, expected a floating tensor")  # fmt: skip
+        return value
+
+    def _run_step(self, step: Step, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, from a step that leaves training to others: one that calls backward or an optimizer would train here, at every look. Checked once for every batch."""
+        if id(batch) in self._checked:
+            return step(model, batch)
+        calls = "expected step(model, batch) that returns the loss and leaves backward, clipping and the optimizer to the caller"
+        scaled = {id(p) for m in model.modules() if getattr(m, "max_norm", None) is not None for p in m.parameters()}
+        weights = [p for p in model.parameters() if id(p) not in scaled]  # a table with max_norm writes to itself
+        given = list(tensors_in(batch))
+        before = _versions(weights), _versions(given)
+        try:
+            value = step(model, batch)
+        except RuntimeError as error:
+            if not torch.is_grad_enabled() and "does not require grad" in str(error):
+                raise ValueError(f"the step calls backward: {calls}") from error
+            raise
+        if _versions(weights) != before[0]:
+            raise ValueError(f"the step changes the weights of the model: {calls}")
+        if _versions(given) != before[1]:
+            raise ValueError("the step changes its batch in place, so that no two runs see the same one; hint: clone what it writes to")  # fmt: skip
+        self._checked.add(id(batch))
         return value
 
     def mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -109,6 +132,11 @@ class Task:
 
         with undisturbed(self.model):
             return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was written to; tensors of inference mode do not count."""
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _check_arity(name: str, function: Any, given: int, what: str) -> None:
