@@ -67,8 +67,23 @@ def test_copies_of_a_batch_are_one_batch() -> None:
     assert often.high == pytest.approx(once.high)
 
 
-def test_noise_is_no_drift() -> None:
+def test_runs_that_differ_by_nothing_or_little_have_not_drifted() -> None:
     base = gather(list(1 + 0.1 * noise(4, 50)))
     assert has_drifted(base, base, 2e-4) is None
-    assert has_drifted(gather(list(base.values.view(4, 50) + 0.1 * noise(4, 50, seed=1))), base, 2e-4) is None
+    assert has_drifted(gather(list(base.values.view(4, 50) + 1e-4 * noise(4, 50, seed=1))), base, 2e-4) is None
+    assert has_drifted(gather(list(base.values.view(4, 50) + 0.1 * noise(4, 50, seed=1))), base, 2e-4) is not None
     assert has_drifted(gather(list(1.001 * base.values.view(4, 50))), base, 2e-4) is not None
+    steps = gather(list(base.values.bfloat16().view(4, 50).mean(1)))
+    assert has_drifted(steps, steps, 2e-4) is None, "steps of a short type are no drift"
+
+
+def test_a_task_that_changes_is_named_beside_a_sum_that_does_not() -> None:
+    base = torch.stack([1 + 0.1 * noise(200).abs(), 0.01 + 1e-3 * noise(200, seed=1).abs()], 1)
+    low = base * torch.tensor([1.0, 1.01], dtype=torch.float64)
+    found = gather([low[:100], low[100:]])
+    (number, (share, change)), *others = found.changed_columns(gather([base[:100], base[100:]]), 1e-3).items()
+    assert (number, others) == (1, [])
+    assert share == pytest.approx(0.01, rel=0.1)
+    assert change.value == pytest.approx(0.01)
+    assert found.change_from(gather([base[:100], base[100:]])).high < 1e-3
+    assert gather([torch.ones(4, 100)]).columns == 1, "a sequence is no list of tasks"

@@ -194,7 +194,7 @@ def test_a_step_that_trains_or_is_another_one_each_time_is_named() -> None:
         calls.append(1)
         return loss(model(batch[0]), batch[1]) * 1.01 ** len(calls)
 
-    with pytest.raises(ValueError, match=r"run twice in high precision.*a state of its own"):
+    with pytest.raises(ValueError, match=r"run twice in high precision.*a state of their own"):
         tune(model, given=None, step=drifts)
 
     def decays(model: nn.Module, batch: Any) -> Tensor:

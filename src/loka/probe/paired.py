@@ -32,8 +32,8 @@ __all__ = ["NEVER", "Losses", "compare_losses", "gather", "has_drifted", "spell_
 NEVER = 1e9  # a change that is within no margin; records hold no infinity
 SURE = 1.96
 BY_CHANCE = 2.576  # standard deviations: once in 200 times
-SURELY = 1.7  # half intervals of 95 %: 3.3 standard errors
 SHORT = (torch.bfloat16, torch.float16)  # types whose steps are coarser than any margin
+MOST_TASKS = 16  # columns of a loss that are compared by themselves; more are steps of a sequence
 TELLING = 8  # different numbers in a batch, by which another is recognised as its copy
 LEAST_BATCHES = 3  # of which a spread says something
 
@@ -48,6 +48,7 @@ class Losses:
         examples: which example a value belongs to; None: every value is one of its own.
         batches: which batch it belongs to; None: not known.
         step: relative distance of neighbours in the type they were computed in, where that is a short one; else 0.
+        columns: values of each example, where all have the same few: tasks.
 
     Example:
         >>> low.change_from(high).high
@@ -58,6 +59,7 @@ class Losses:
     examples: Tensor | None = None
     batches: Tensor | None = None
     step: float = 0.0
+    columns: int = 1
 
     @property
     def mean(self) -> float:
@@ -83,6 +85,21 @@ class Losses:
         chosen = base.examples if groups is None else groups
         return compare_losses(self.values, base.values, chosen, batches=base.batches, step=max(self.step, base.step), seed=seed, method=method)  # fmt: skip
 
+    def changed_columns(self, base: "Losses", margin: float) -> dict[int, tuple[float, Interval]]:
+        """Columns of the loss that surely change by more than a margin, whatever their sum does: by number, their share of the loss and their change.
+
+        Args:
+            base: the same examples in high precision.
+            margin: relative change.
+        """
+        low, high = (losses.values.view(-1, self.columns).T for losses in (self, base))
+        found = {}
+        for number in range(self.columns if self.columns > 1 else 0):
+            change = compare_losses(low[number], high[number], method="student")
+            if change.low > margin:
+                found[number] = (float(high[number].sum() / high.sum()), change)
+        return found
+
 
 def gather(parts: Sequence[Tensor]) -> Losses:
     """What a loss gave for several batches, in order.
@@ -107,8 +124,15 @@ def gather(parts: Sequence[Tensor]) -> Losses:
         per_example=any(part.numel() > 1 for part in parts),
         examples=ids if len(ids.unique()) < len(ids) else None,
         batches=torch.cat(batches),
+        columns=_columns(parts),
         step=max(torch.finfo(part.dtype).eps if part.dtype in SHORT else 0.0 for part in parts),
     )
+
+
+def _columns(parts: Sequence[Tensor]) -> int:
+    """Values of an example that are tasks: few, and as many in every batch."""
+    widths = {part.shape[1] if part.dim() == 2 else 1 for part in parts}
+    return max(widths) if len(widths) == 1 and max(widths) <= MOST_TASKS else 1
 
 
 def _fingerprint(part: Tensor, number: int) -> bytes:
@@ -119,19 +143,18 @@ def _fingerprint(part: Tensor, number: int) -> bytes:
 
 
 def has_drifted(again: Losses, base: Losses, margin: float) -> Interval | None:
-    """The change of high precision against itself where that is more than chance and not negligible: such a model, or its step, is not the same when it is run twice.
+    """The change of high precision against itself, where it may be half of a margin: then no other change can be held against that margin.
 
     Args:
         again: the same examples once more, nothing converted.
         base: the first time.
-        margin: that changes are held against; a tenth of it is negligible.
+        margin: that changes are held against.
 
     Returns:
-        The change; None where the second run says what the first did, up to noise that the intervals of other changes have too.
+        The change; None where the second run says what the first did, or nearly.
     """
-    change = again.change_from(base)
-    half = (change.high - change.low) / 2
-    return change if abs(change.value) > max(SURELY * half, margin / 10) else None
+    change = compare_losses(again.values, base.values, base.examples, batches=base.batches, method="student")
+    return change if max(-change.low, change.high) > margin / 2 else None
 
 
 def spell_change(change: Interval) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.probe.paired import Losses, gather
+from loka.probe.paired import Losses, gather, has_drifted, spell_change
 from loka.probe.progress import Progress, telling
 from loka.probe.score import MARGIN, share_of_margin
 from loka.records import Interval
@@ -152,7 +152,7 @@ def swap(
         Intervals of relative changes, and what is vetoed.
 
     Raises:
-        ValueError: no units, no batches, a name twice, or a metric that is not one number per example.
+        ValueError: no units, no batches, a name twice, a metric that is not one number per example, or one that is another when every unit is off again.
 
     Example:
         >>> swap(model, fake_units(model, {"over.2": "rowwise"}), held_out, losses).vetoed
@@ -184,6 +184,10 @@ def swap(
         if together and len(able) > 1:
             tell("all together", len(units), len(units) + 1)
             both = _measure(model, able, held, metric).change_from(baseline, ids, seed=seed, method="auto")
+    if (change := has_drifted(_losses(model, held, metric), baseline, margin)) is not None:
+        raise ValueError(
+            f"with every unit switched off again the metric changes {spell_change(change)}: expected what it was before; does it write to its batch, or keep a state?"
+        )
     return Swapped(alone, both, margin, baseline.values.numel(), failed)
 
 

@@ -55,6 +55,7 @@ class Session:
     optimizer: MakeOptimizer | None = None
     choose_tables: bool = False
     choose_collectives: bool = False
+    swapped: Losses | None = None  # of the units that were swapped in last
 
     def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
         self.task, self.metric, self.margin, self.training = task, metric, margin, training
@@ -137,6 +138,8 @@ class Session:
         if self.choose_tables or self.choose_collectives:
             with self.phase("choose tables and collectives"):
                 looked_at, change = self.choose_parts(offers, chosen, looked, base, used, change)
+        if change is not None:
+            self.note_columns(base, used)
         plan = self.make_plan(offers, chosen, looked, mods, speeds, alone)
         return Tuning(
             model=type(self.task.model).__name__,
@@ -177,7 +180,7 @@ class Session:
             return
         again = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
         if (change := has_drifted(again, base, self.margin)) is not None:
-            raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; does the step, the metric or the model keep a state of its own?")  # fmt: skip
+            raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; do the step, the metric or the model keep a state of their own, or draw random numbers from elsewhere than torch?")  # fmt: skip
 
     def warn_if_early(self, base: Losses) -> None:
         """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
@@ -369,7 +372,7 @@ class Session:
             worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
             taken.remove(worst)
             self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved {spell_change(change)}")  # fmt: skip
-            self.tables, self.collectives, change = [], [], without
+            self.tables, self.collectives, change, self.swapped = [], [], without, None
         return found, change
 
     def verify_training(self, offers: list[Offer], chosen: Chosen, looked: Looked, used: float) -> tuple[list[Offer], Interval | None]:  # fmt: skip
@@ -424,7 +427,13 @@ class Session:
         """The change of the metric with these units in low precision."""
         plan = self.make_plan(offers, chosen, looked, [], {}, {})
         with converted(self.task.model, plan):
-            return evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training).change_from(base)
+            self.swapped = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+        return self.swapped.change_from(base)
+
+    def note_columns(self, base: Losses, used: float) -> None:
+        """Name tasks whose own loss changes by more than the margin while the loss as a whole does not: a rare label is a small part of it."""
+        found = {} if self.swapped is None else self.swapped.changed_columns(base, used)
+        self.notes += [f"column {number} of the loss, {share:.1%} of it, changes {spell_change(change)}: more than {used:.2%}, which holds for their mean; hint: metric= that returns the column that matters" for number, (share, change) in found.items()]  # fmt: skip
 
     def verify_speed(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval]) -> tuple[list[Offer], dict[str, float], Interval | None, str | None]:  # fmt: skip
         """The whole step, compiled, beside compiled 16 bits; units are dropped until it is not slower."""
