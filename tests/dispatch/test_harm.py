@@ -115,3 +115,20 @@ def test_kept_sites_are_kept_unless_told_otherwise() -> None:
 
 def test_without_a_score_the_plan_says_that_little_is_known() -> None:
     assert "what it does to the loss was not measured" in first(plan_of(site("a", candidate()))).reason
+
+
+def test_what_has_no_score_is_in_no_plan_of_a_model_that_has_one() -> None:
+    """A frozen layer that no gradient reaches, or a recipe nobody scored: its error says nothing about the loss, and the margin is for the whole model."""
+    frozen = msgspec.structs.replace(site("a", candidate(error=0.01)), unscored="no gradient was seen")
+    plan = plan_of(frozen, site("b", scored(1e-5)))
+    assert [s.choices[0].quantized for s in plan.sites] == [False, True]
+    assert "nothing says what its error does to the loss, as it is known of others: no gradient was seen" in first(plan).reason  # fmt: skip
+    unasked = plan_of(site("a", scored(0.5), candidate(recipe="rowwise", error=0.01)))
+    assert not first(unasked).quantized
+    assert "rowwise was not scored" in first(unasked).reason
+    told = plan_of(site("a", scored(0.5), candidate(recipe="rowwise", error=0.01)), policy=Policy(min_speedup=None, margin=0.001, recipe="rowwise"))  # fmt: skip
+    assert first(told).quantized, "who asks for a recipe by name is told, not refused"
+    assert "what it does to the loss was not measured" in first(told).reason
+    measured = plan_of(swapped(frozen, interval(0.0, 0.0002)), site("b", scored(1e-5)))
+    assert first(measured).quantized
+    assert first(plan_of(frozen)).quantized, "where nothing has a score, errors are all there is"
