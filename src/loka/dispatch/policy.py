@@ -123,7 +123,7 @@ def make_plan(
     units = report.units or len(report.sites)
     sites, chains, told = place_chains(
         report,
-        [_plan_site(site, policy, speeds, units, scored=_is_scored(report)) for site in report.sites],
+        [_plan_site(site, policy, speeds, units, scored=_scored_gemms(report)) for site in report.sites],
         margin=policy.margin,
         units=units,
         wanted=policy.chains,
@@ -220,12 +220,14 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
     return SitePlan(site=site.name, m=site.m, k=site.k, n=site.n, flops_share=site.flops_share, choices=choices)
 
 
-def _is_scored(report: ProbeReport) -> bool:
-    """Whether anything says what errors do to the loss."""
-    return any(c.harm is not None for site in report.sites for c in site.candidates)
+def _scored_gemms(report: ProbeReport) -> frozenset[Gemm]:
+    """GEMMs of which something in the model says what errors do to the loss; gradients are scored without a known loss too."""
+    return frozenset(c.gemm for site in report.sites for c in site.candidates if c.harm is not None)
 
 
-def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1, *, scored: bool = False) -> SitePlan:
+def _plan_site(
+    site: Site, policy: Policy, speeds: Speeds, units: int = 1, *, scored: frozenset[Gemm] = frozenset()
+) -> SitePlan:
     if site.kept is not None and not site.gemms:  # nothing was measured that an override could choose
         return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in GEMMS])
     for pattern, override in policy.overrides.items():
@@ -242,7 +244,10 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1, *, sc
         return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
     return _site_plan(
         site,
-        [choose(list(speeds.options(site, gemm)), gemm, policy, site, units, scored=scored) for gemm in site.gemms],
+        [
+            choose(list(speeds.options(site, gemm)), gemm, policy, site, units, scored=gemm in scored)
+            for gemm in site.gemms
+        ],
     )
 
 
@@ -280,7 +285,7 @@ def choose(
         policy: what is asked.
         site: where it is, for what was measured by swapping it in.
         units: that share the margin.
-        scored: other candidates of the model have a score, so one without is judged by no error of its product.
+        scored: other candidates of the model for the same GEMM have a score, so one without is judged by no error of its product.
 
     Returns:
         What runs, why, and what was refused.
