@@ -122,11 +122,16 @@ def gather(parts: Sequence[Tensor]) -> Losses:
     return Losses(
         torch.cat([part.detach().double().reshape(-1).cpu() for part in parts]),
         per_example=any(part.numel() > 1 for part in parts),
-        examples=ids if len(ids.unique()) < len(ids) else None,
+        examples=ids if _distinct(ids) < len(ids) else None,
         batches=torch.cat(batches),
         columns=_columns(parts),
         step=max(torch.finfo(part.dtype).eps if part.dtype in SHORT else 0.0 for part in parts),
     )
+
+
+def _distinct(values: Tensor) -> int:
+    """How many different ones."""
+    return len(torch.unique(values))
 
 
 def _columns(parts: Sequence[Tensor]) -> int:
@@ -138,7 +143,7 @@ def _columns(parts: Sequence[Tensor]) -> int:
 def _fingerprint(part: Tensor, number: int) -> bytes:
     """The same for batches whose losses are the same bit for bit, where these are numbers that two batches do not share by chance: not of a short type, hits or a count."""
     values = part.detach().cpu().contiguous().reshape(-1)
-    telling = len(values.unique()) >= min(TELLING, values.numel()) and not torch.equal(values, values.bfloat16().to(values.dtype))  # fmt: skip
+    telling = _distinct(values) >= min(TELLING, values.numel()) and not torch.equal(values, values.bfloat16().to(values.dtype))  # fmt: skip
     return values.numpy().tobytes() if telling and part.dtype not in SHORT else str(number).encode()
 
 
@@ -195,7 +200,7 @@ def compare_losses(
         return Interval(value=NEVER, low=NEVER, high=NEVER)
     size = float(baseline.double().mean().abs().clamp(min=1e-30))
     rounding = SURE * _rounding(baseline.double(), step) / (size * difference.numel())
-    if difference.numel() < 2 or (groups is not None and len(groups.unique()) < 2):
+    if difference.numel() < 2 or (groups is not None and _distinct(groups) < 2):
         alone = float(difference.mean()) / size
         return Interval(value=alone, low=-abs(alone) - rounding, high=abs(alone) + rounding)
     relative = float(baseline.double().sum()) > 0
@@ -216,7 +221,7 @@ def _interval(
         return made.standard_error, (made.estimate, made.low, made.high)
 
     error, found = compare(groups, method)
-    freedom = 0 if batches is None else len(batches.unique()) - 1
+    freedom = 0 if batches is None else _distinct(batches) - 1
     if batches is None or freedom + 1 < LEAST_BATCHES or batches.numel() == freedom + 1:
         return found
     between, by_batch = compare(batches, "student")

@@ -7,7 +7,7 @@ A loss that returns one number per example (reduction="none") is compared exampl
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -134,7 +134,7 @@ class Task:
             return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
 
 
-def _versions(tensors: list[Tensor]) -> list[int]:
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was written to; tensors of inference mode do not count."""
     return [0 if t.is_inference() else t._version for t in tensors]
 
