@@ -159,7 +159,7 @@ def has_drifted(again: Losses, base: Losses, margin: float) -> Interval | None:
         The change; None where the second run says what the first did, or nearly.
     """
     change = compare_losses(again.values, base.values, base.examples, batches=base.batches, method="student")
-    return change if max(-change.low, change.high) > margin / 2 else None
+    return change if max(-change.low, change.high) > margin / 2 + base.step else None  # a step of a short type may flip
 
 
 def spell_change(change: Interval) -> str:

@@ -180,7 +180,7 @@ class Session:
             return
         again = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
         if (change := has_drifted(again, base, self.margin)) is not None:
-            raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; do the step, the metric or the model keep a state of their own, or draw random numbers from elsewhere than torch?")  # fmt: skip
+            raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; do the step, the metric or the model keep a state of their own, or draw random numbers from a generator of their own?")  # fmt: skip
 
     def warn_if_early(self, base: Losses) -> None:
         """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
