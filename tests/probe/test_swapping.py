@@ -141,3 +141,9 @@ def test_a_metric_that_is_another_each_time_is_refused(small: Small) -> None:
 
     with pytest.raises(ValueError, match="write to its batch"):
         swap(small, [Switchable("first", lambda: None, lambda: None)], batches(8), halves)
+
+
+def test_a_coarse_margin_is_for_what_is_not_resolved() -> None:
+    assert allow(around(0.0003, 0.00025)).within, "it may be less than 0.02 %"
+    for sign in (1, -1):
+        assert not allow(around(sign * 0.0005, 0.00025)).within, "it is more than 0.02 %"

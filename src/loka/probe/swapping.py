@@ -9,7 +9,7 @@ returns one number per example, log loss for a ranker. Differences are taken exa
 them (users), or over batches where these differ (`loka.probe.paired`). Both directions count: a change for the better on these examples is noise that may turn around on others.
 
 The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, since independent errors add in squares. Where the examples
-cannot resolve that (half the interval is wider), 0.1 % counts instead, and the text says so. The upper end decides: what is not shown to be within is vetoed.
+cannot resolve that (half the interval is wider), 0.1 % counts instead, and the text says so, unless the whole interval is beyond the finer one. The upper end decides: what is not shown to be within is vetoed.
 
 Nothing stays switched on: the model, its mode and the random state are as they were, whatever happens.
 """
@@ -75,7 +75,7 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
     resolved = (change.high - change.low) / 2 <= fine
     allowed = fine if resolved else coarse
-    within = furthest(change) <= allowed
+    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine  # what shows more is resolved
     share = f", {margin if resolved else COARSE_MARGIN:.2%} over the root of {units} units" if units > 1 else ""
     words = f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], allowed {allowed:.4%}{share}"
     if not resolved:

@@ -332,10 +332,11 @@ class Session:
         if together is not None and together.high - together.value > used:
             used = max(COARSE, used)
             self.notes.append(f"the held-out data resolve {together.high - together.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; {self.say_finer(base)}")  # fmt: skip
-        while taken and together is not None and together.high > used:
+        while taken and together is not None and not self.is_within(together, used):
             worst = max(taken, key=lambda o: alone[o.name].high)
             taken.remove(worst)
-            for part in self.without_worst(worst, chosen, looked, alone, used):
+            exceeded = self.margin if together.low > self.margin else used
+            for part in self.without_worst(worst, chosen, looked, alone, exceeded):
                 alone[part.name] = self.swap([part], chosen, looked, base)
                 taken.append(part)
             together = self.swap(taken, chosen, looked, base) if taken else None
@@ -346,6 +347,10 @@ class Session:
         if base.step <= self.margin or base.per_example:
             return "more batches resolve more"
         return f"the loss comes in a type whose steps are {base.step:.2%}: compute its mean in float32, or return one number per example"
+
+    def is_within(self, change: Interval, used: float) -> bool:
+        """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, they must not show that it is exceeded."""
+        return change.high <= used and change.low <= self.margin
 
     def choose_parts(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses, used: float, change: Interval | None) -> tuple[list[TablePlan | CollectivePlan], Interval | None]:  # fmt: skip
         """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are."""
@@ -367,7 +372,7 @@ class Session:
             with unrounded(model, self.tables), rounded_weights(model, weights):
                 change = self.swap(offers, chosen, looked, base)
             judged = [p for p in taken if p.evidence is not None and p.evidence.metric_change is not None]
-            if change.high <= used or not judged:
+            if self.is_within(change, used) or not judged:
                 break
             worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
             taken.remove(worst)
@@ -381,7 +386,7 @@ class Session:
         while taken:
             plan = self.make_plan(taken, chosen, looked, [], {}, {})
             change = train_paired(self.task, plan, self.train, self.optimizer, self.metric, lambda done: self.progress("train a little", done, 2 * self.train))  # fmt: skip
-            if change.high <= used:
+            if self.is_within(change, used):
                 return taken, change
             worst = max(taken, key=lambda o: 0.0 if o.harm is None else o.harm.value)
             taken.remove(worst)
@@ -394,7 +399,7 @@ class Session:
         if offers == measured or not offers:
             return offers, change if offers else None, None
         change = self.swap(offers, chosen, looked, base)
-        if change.high <= used:
+        if self.is_within(change, used):
             return offers, change, None
         gone = ", ".join(o.name for o in measured if o not in offers)
         why = f"without {gone} the rest moved the metric {spell_change(change)}, more than {used:.3%}"
@@ -411,10 +416,10 @@ class Session:
             return f"by the score, and by paired runs of {self.train} steps, which no unit passed"
         return f"by the score, and by a paired run of {self.train} steps: {trained.value:+.4%} [{trained.low:+.4%}, {trained.high:+.4%}]"
 
-    def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
+    def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], exceeded: float) -> list[Offer]:  # fmt: skip
         """A chain without the linear that is predicted to cost most; nothing of a single one."""
         change = alone[offer.name]
-        why = f"swapped in, {offer.name} moved the metric {spell_change(change)}, and all together exceeded {used:.3%}"
+        why = f"swapped in, {offer.name} moved the metric {spell_change(change)}, and all together exceeded {exceeded:.3%}"
         worst = max(offer.unit.linears, key=lambda name: predicted_harm(looked.sites[name], training=self.training))
         chosen.kept[worst] = why
         if offer.way != "chain" or len(offer.unit.links) == 1:
