@@ -329,10 +329,11 @@ class Session:
             why = "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there"
             chosen.kept.update(dict.fromkeys(offer.unit.linears, why))
         together = self.swap(taken, chosen, looked, base) if taken else None
-        if together is not None and together.high - together.value > used:
-            used = max(COARSE, used)
-            self.notes.append(f"the held-out data resolve {together.high - together.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; {self.say_finer(base)}")  # fmt: skip
-        while taken and together is not None and not self.is_within(together, used):
+        unresolved = None
+        while together is not None:
+            used, unresolved = self.margin_for(together), together if self.margin_for(together) > self.margin else None
+            if self.is_within(together, used):
+                break
             worst = max(taken, key=lambda o: alone[o.name].high)
             taken.remove(worst)
             exceeded = self.margin if together.low > self.margin else used
@@ -340,6 +341,8 @@ class Session:
                 alone[part.name] = self.swap([part], chosen, looked, base)
                 taken.append(part)
             together = self.swap(taken, chosen, looked, base) if taken else None
+        if unresolved is not None:
+            self.notes.append(f"the held-out data resolve {unresolved.high - unresolved.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; {self.say_finer(base)}")  # fmt: skip
         return taken, alone, together, used
 
     def say_finer(self, base: Losses) -> str:
@@ -347,6 +350,10 @@ class Session:
         if base.step <= self.margin or base.per_example:
             return "more batches resolve more"
         return f"the loss comes in a type whose steps are {base.step:.2%}: compute its mean in float32, or return one number per example"
+
+    def margin_for(self, change: Interval) -> float:
+        """What a change is held against: the margin, or a coarser one where its interval does not resolve that."""
+        return self.margin if change.high - change.value <= self.margin else max(COARSE, self.margin)
 
     def is_within(self, change: Interval, used: float) -> bool:
         """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, they must not show that it is exceeded."""
@@ -399,6 +406,7 @@ class Session:
         if offers == measured or not offers:
             return offers, change if offers else None, None
         change = self.swap(offers, chosen, looked, base)
+        used = min(used, self.margin_for(change))
         if self.is_within(change, used):
             return offers, change, None
         gone = ", ".join(o.name for o in measured if o not in offers)
