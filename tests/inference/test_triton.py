@@ -50,7 +50,7 @@ class Copies(TorchDispatchMode):
 def test_every_kernel_takes_things_where_they_lie(low: bool) -> None:
     """A block copies nothing: two slices of the context and the first token are all a generation copies, however deep the model is."""
     experts = Experts(routed=4, top=2, hidden=128, dense_blocks=1)
-    model = make_model("tiny-moe", d=128, heads=4, layers=3, d_ff=128, experts=experts)
+    model = make_model("tiny-moe", d=128, heads=4, layers=2, d_ff=128, experts=experts)
     if low:
         quantize(model)
     engine = Engine(model, EngineConfig(beams=6, requests=(2,), dtype="fp32"))

@@ -48,7 +48,9 @@ def test_a_protected_site_stays() -> None:
 @pytest.mark.slow
 def test_compiled() -> None:
     torch._dynamo.reset()
-    found = walk(Net, lambda model: torch.compile(model, backend="aot_eager"))
+    found = walk(
+        Net, lambda model: torch.compile(model, backend="eager")
+    )  # what a backend makes of a chain: tests/lowp
     check(found, units=[TOWER])
     assert "compiles anew" in found["opened"][0]
 

@@ -92,7 +92,7 @@ def test_without_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_command_trains_and_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
     def words(steps: int) -> list[str]:
         return [
-            "train", "--distributed", "--data", "synthetic", "--model", "dlrm", "--steps", str(steps), "--batch-size", "64", "--evaluate-every", "0",
+            "train", "--distributed", "--data", "synthetic", "--data-option", "rows=4000", "--model", "dlrm", "--steps", str(steps), "--batch-size", "64", "--evaluate-every", "0",
             "--checkpoint-every", "3", "--rows", "int8:row", "--collectives", "e4m3:1x128:pow2", "--out", str(tmp_path / "run"),
         ]  # fmt: skip
 
