@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -41,11 +42,12 @@ def start(target: Callable[..., None], *values: Any, said: Path, environment: di
     return process
 
 
-def start_script(
-    path: Path, *words: str, said: Path, folder: Path | None = None, environment: dict[str, str] | None = None
-) -> Any:
-    """As `python path words...`, in a folder."""
-    return start(_run_script, str(path), words, str(folder or Path.cwd()), said=said, environment=environment)
+def run_script(path: Path, *words: str, folder: Path | None = None, timeout: float = 250) -> tuple[int, str]:
+    """As `python path words...`, in a folder: its exit code, and what it said on stdout and stderr."""
+    with tempfile.TemporaryDirectory() as own:
+        said = Path(own) / "said"
+        process = start(_run_script, str(path), words, str(folder or own), said=said)
+        return finish(process, timeout), said.read_text()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import itertools
 import json
 from pathlib import Path
 
-from forked import finish, start_script
+from forked import run_script
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -63,13 +63,13 @@ def test_the_calls_are_seeded_and_steps_of_16_and_128() -> None:
 def test_from_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     words = ["--sweep", "3", "--seconds", "60", "--device", "cpu", "--backends", "reference,deepgemm", "--elements", "30000", "--out", str(out)]  # fmt: skip
-    said = tmp_path / "said"
-    assert finish(start_script(FOLDER / "device_libraries.py", *words, said=said), 240) == 0, said.read_text()[-2000:]
+    code, said = run_script(FOLDER / "device_libraries.py", *words)
+    assert code == 0, said[-2000:]
     found = json.loads(out.read_text())["sweep"]["backends"]
     assert found["reference"]["counts"] == {"green": 15, "wrong": 0, "refused": 0, "failed": 0, "not_run": 0}
     assert found["deepgemm"]["counts"]["refused"] == 15
     assert "needs a CUDA GPU, not cpu" in found["deepgemm"]["refused"]
-    assert "reference: 15 green" in said.read_text()
+    assert "reference: 15 green" in said
 
 
 def test_what_the_time_did_not_reach_is_counted(tmp_path: Path) -> None:

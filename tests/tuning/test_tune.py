@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loka
-from forked import finish, start_script
+from forked import run_script
 
 from .small import BATCHES, MARGIN, Ranker, loss, make_batches, make_trained, placed, same, state_of, train, tune
 
@@ -249,10 +249,10 @@ def test_a_fresh_process_places_the_same_modules_and_kernels(tmp_path: Path) -> 
     tuned = tune(model)
     tuned.plan.save(tmp_path / "plan.json")
     files = [str(tmp_path / name) for name in ("weights.pt", "plan.json", "x.pt", "out.pt")]
-    script, said = tmp_path / "fresh.py", tmp_path / "said"
+    script = tmp_path / "fresh.py"
     script.write_text(FRESH)
-    fresh = start_script(script, str(Path(__file__).parents[1]), *files, said=said)
-    assert finish(fresh, 120) == 0, said.read_text()
+    code, said = run_script(script, str(Path(__file__).parents[1]), *files)
+    assert code == 0, said
     converted, kernels, kinds, y = torch.load(tmp_path / "out.pt", weights_only=False)
     assert converted == tuned.conversion.converted
     assert kernels == [str(unit.kernels) for unit in tuned.conversion.units]
