@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest",
+    "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest", "hypothesis",
     "loka", "loka.tuning", "loka.training",
 ]  # fmt: skip
 SWITCH = "TRITON_INTERPRET"
