@@ -99,7 +99,7 @@ def test_narrow_linears_of_interformer_stay(script: ModuleType) -> None:
 @pytest.mark.slow
 def test_compiled_gradients_are_compared(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_quickly(model: nn.Module, compiled: bool) -> nn.Module:
-        return torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+        return torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
 
     torch._dynamo.reset()
     monkeypatch.setattr(script.cases, "compile_static", compile_quickly)
