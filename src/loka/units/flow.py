@@ -240,9 +240,19 @@ def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
     return seen[0]
 
 
-def call_model(model: nn.Module, example: Any) -> Any:
-    """Call a model on a copy of an example. A tuple is *args, a dict **kwargs, an Example both, anything else one argument."""
-    example = _fresh(example)
+def call_model(model: nn.Module, example: Any, *, copied: bool = True) -> Any:
+    """Call a model on an example. A tuple is *args, a dict **kwargs, an Example both, anything else one argument.
+
+    Args:
+        model: any.
+        example: its arguments.
+        copied: give it a copy, since it may write into its input; where a call is timed, the copy would be timed with it.
+
+    Returns:
+        What the model returns.
+    """
+    if copied:
+        example = copy_example(example)
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
@@ -250,7 +260,7 @@ def call_model(model: nn.Module, example: Any) -> Any:
     return model(**example) if isinstance(example, dict) else model(example)
 
 
-def _fresh(example: Any) -> Any:
+def copy_example(example: Any) -> Any:
     """A copy, for a model that writes into its input; what cannot be copied is given as it is."""
     try:
         return copy.deepcopy(example)
