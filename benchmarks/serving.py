@@ -155,6 +155,14 @@ def server(times: str, *, sla: float = SLA) -> Any:
         process.wait(30)
 
 
+def scheduling() -> str:
+    """How the kernel schedules this process and those it starts."""
+    policy = os.sched_getscheduler(0)
+    if policy in (os.SCHED_RR, os.SCHED_FIFO):
+        return f"real time, priority {os.sched_getparam(0).sched_priority}"
+    return f"ordinary, nice {os.nice(0)}"
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -553,7 +561,7 @@ def main() -> None:
         found[name]["load_average"] = os.getloadavg()[0]
     report = {
         "environment": msgspec.to_builtins(capture_environment()), "settings": {"seconds": args.seconds, "sla_ms": 1e3 * SLA},
-        "batch_ms": TIMES, "cases": found, "bars": judge(found),
+        "scheduling": scheduling(), "batch_ms": TIMES, "cases": found, "bars": judge(found),
     }  # fmt: skip
     Path(args.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for one in report["bars"]:

@@ -13,7 +13,8 @@ Everything goes through the command line: a server is a process of `loka serve -
     drain       SIGTERM under traffic: who was accepted and not answered
     ingress     SIGKILL to HAProxy, then to the process that watches over it: seconds until the next answer
 
-A kept connection that is closed before any byte of an answer is opened again and the request sent once more under the same id, as HTTP clients do; these are counted as `reconnected`.
+A kept connection that is closed before any byte of an answer is opened again and the request sent once more under the same id, as HTTP clients do; these are counted as `reconnected`,
+and as lost where nobody listens any more.
 """
 
 import argparse
@@ -39,7 +40,7 @@ import msgspec
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from serving import SLA, TIMES, Line, free_port, offered, quantiles, wait_ready  # noqa: E402
+from serving import SLA, TIMES, Line, free_port, offered, quantiles, scheduling, wait_ready  # noqa: E402
 
 ROOT = HERE.parent
 FEATURES = {"price": [1.0, 2.0, 3.0, 4.0], "user": 7, "item": [1, 2, 3, 4]}
@@ -228,7 +229,7 @@ class Clients:
         while not self.stopped.is_set():
             count += 1
             name, begin, status = f"{number}-{count}", time.perf_counter(), "0"
-            for _ in range(2):
+            for attempt in range(2):
                 kept = connection is not None
                 try:
                     connection = connection or http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
@@ -237,6 +238,8 @@ class Clients:
                     break
                 except (OSError, http.client.HTTPException) as error:
                     connection, status = None, type(error).__name__
+                    if attempt and status == "ConnectionRefusedError":
+                        status = "cut"  # it was under way when the server ended
                     if not kept or not isinstance(error, http.client.RemoteDisconnected | ConnectionResetError):
                         break
                     self.reconnected += 1
@@ -428,7 +431,9 @@ def main() -> None:
             before = os.getloadavg()[0]
             found[name] = CASES[name](a, Path(folder))
         found[name]["load_average"] = {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)}
-        report = {"environment": msgspec.to_builtins(capture_environment()), "cases": found, "bars": judge(found)}
+        report = {
+            "environment": msgspec.to_builtins(capture_environment()), "scheduling": scheduling(), "cases": found, "bars": judge(found),
+        }  # fmt: skip
         a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for one in report["bars"]:
         print(

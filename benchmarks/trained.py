@@ -500,8 +500,14 @@ class Campaign:
             for name in ready:
                 answer = self.workers[name].ask("clock", until=self.deadline + 2 * GRACE)
                 times[name] += answer if isinstance(answer, list) else []
+        timed = {name for name, taken in times.items() if taken}
+        for cell in {name.rpartition("/")[0] for name in timed}:  # a ratio is of one run: all arms are replaced, or none
+            missing = {name for name in self.body["steps"] if name.rpartition("/")[0] == cell} - timed
+            if missing:
+                print(f"{cell}: the times of before are kept, {', '.join(sorted(missing))} was not timed again", flush=True)
+                timed = {name for name in timed if name.rpartition("/")[0] != cell}
         for name, taken in times.items():
-            if taken:
+            if name in timed:
                 low, high = torch.tensor(taken).quantile(torch.tensor([0.25, 0.75])).tolist()
                 self.body["steps"][name] = {"ms": median(taken), "quartiles": [low, high], "repeats": len(taken)}
         self.write()

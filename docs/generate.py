@@ -21,7 +21,7 @@ ENGINE = "<!-- engine: written by docs/generate.py from benchmarks/results/h200/
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 LOSS = "<!-- loss: written by docs/generate.py from benchmarks/results/h200/ablation.json -->"
 ZOO = "<!-- zoo: written by docs/generate.py from benchmarks/results/h200/zoo_training.json and zoo_inference.json -->"
-TUNE = "<!-- tune: written by docs/generate.py from benchmarks/results/h200/tune_zoo.json, tune_zoo_wukong.json and trained.json -->"
+TUNE = "<!-- tune: written by docs/generate.py from benchmarks/results/h200/tune_zoo*.json and trained.json -->"
 TRAINED = "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained.json -->"
 SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
 END = "<!-- end of numbers -->"
@@ -29,14 +29,14 @@ END = "<!-- end of numbers -->"
 SECTIONS = (
     ("Models that nobody rewrote", "zoo_training.json, zoo_training_max.json, zoo_inference.json", zoo.zoo_table,
      "Plain PyTorch, whole training step with AdamW or inference, CUDA graphs, static shapes, in turns on one H200. \"Our layout\" is bf16 with the rewrites that keep the function, so that FP8's own share shows."),
-    ("Other architectures, and families of ours", "zoo_tower_cross.json, zoo_mods.json, zoo_families.json", zoo.changed_table,
+    ("Other architectures, and families of ours", "zoo_tower_cross.json, zoo_mods.json, zoo_families.json, zoo_families_train.json", zoo.changed_table,
      "With mods (no biases, BlockNorm, hard swish: another function, to be trained) the baseline is bf16 of the model as it was. InterFormer and HSTU are compared with their own bf16 code of commit 1ed489d."),
-    ("Further models, nothing chosen", "zoo_more_1.json, zoo_more_2.json", zoo.more_table,
+    ("Further models, nothing chosen", "zoo_more_1.json, zoo_more_2.json, zoo_more_3.json", zoo.more_table,
      "Ten more models as their papers' readers write them (`benchmarks/zoo_more.py`), every chain and every linear of 256 and more in FP8 whatever it costs; `tune` would leave out what does not pay. Default compile mode on all sides, one run of five models "
-     "each, before dropout ran inside chains in training, batch norms were folded and an input that several linears read was quantised once."),
-    ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json, trained.json", zoo.tune_table,
-     "The same models, trained 300 steps (the six-layer Wukong, an earlier run: 500) on labels of a fixed teacher, or a third of a training on real data (Census-Income), then tuned on batches they had not seen: speed and loss of one configuration. "
-     "The step is forward and backward, without an optimizer."),
+     "each; the first five rows with dropout inside chains in training, batch norms folded and an input that several linears read quantised once, the others from before."),
+    ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json, tune_zoo_dlrm.json, trained.json", zoo.tune_table,
+     "The same models, trained 300 steps (DLRM and the six-layer Wukong 500) on labels of a fixed teacher, or a third of a training on real data (Census-Income), then tuned on batches they had not seen: speed and loss of one configuration. "
+     "The step is forward and backward, without an optimizer; of all but the DLRM with a copy of the inputs in it, on both sides, which is not made any more."),
     ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, seed by seed; the models that were trained are the ones that were timed (whole step with AdamW, CUDA graph, alone on the card). Pairs are ours / what it is compared with."),
     ("Where naive FP8 hurts", "hurts.json, hurts_wide.json", trained.hurts_table,

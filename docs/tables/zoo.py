@@ -61,6 +61,16 @@ def zoo_table() -> str | None:
     return table(head, rows)
 
 
+def _newest(*files: str) -> list[dict[str, Any]]:
+    """The rows of several records, newest first: of what one of them measured, all ways are its."""
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        known = {(row["model"], row.get("mode", row.get("target"))) for row in rows}
+        found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
+        rows += [row for row in found if (row["model"], row.get("mode", row.get("target"))) not in known]
+    return rows
+
+
 def changed_table() -> str | None:
     """Where the architecture may change, and two families of ours beside the code they had before."""
     rows = []
@@ -70,7 +80,7 @@ def changed_table() -> str | None:
             cells = {row["way"]: row for row in found if row["model"] == model}
             if file == "zoo_tower_cross" or model != "tower":
                 rows.append([f"{MODELS[model]}, with mods", "inference", *_best(cells, "bf16"), "", *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
-    found = (read("h200/zoo_families.json") or {"rows": []})["rows"]
+    found = _newest("zoo_families_train", "zoo_families")
     for mode, name in (("train", "training"), ("infer", "inference")):
         for model, title in FAMILIES.items():
             cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
@@ -83,18 +93,15 @@ def changed_table() -> str | None:
 def more_table() -> str | None:
     """Further models, every chain and wide linear in FP8 whatever it costs, beside bf16 and torchao."""
     rows = []
-    for file in ("zoo_more_1", "zoo_more_2"):
-        found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
-        for model in dict.fromkeys(row["model"] for row in found):
-            for mode, name in (("infer", "inference"), ("train", "training")):
-                cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
-                others = [cells[way]["ms"] for way in ("bf16", "torchao-rowwise") if "ms" in cells.get(way, {})]
-                mine = cells.get("loka", {}).get("ms")
-                alone = "" if len(others) == 2 else ", over bf16 alone"
-                ratio = (
-                    "not compiled in time" if mine is None or not others else f"**{min(others) / mine:.2f}x**{alone}"
-                )
-                rows.append([MORE[model], name, *(_cell(cells.get(way)) for way in ("bf16", "torchao-rowwise", "loka")), ratio])  # fmt: skip
+    found = _newest("zoo_more_3", "zoo_more_1", "zoo_more_2")
+    for model in dict.fromkeys(row["model"] for row in found):
+        for mode, name in (("infer", "inference"), ("train", "training")):
+            cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
+            others = [cells[way]["ms"] for way in ("bf16", "torchao-rowwise") if "ms" in cells.get(way, {})]
+            mine = cells.get("loka", {}).get("ms")
+            alone = "" if len(others) == 2 else ", over bf16 alone"
+            ratio = "not compiled in time" if mine is None or not others else f"**{min(others) / mine:.2f}x**{alone}"
+            rows.append([MORE[model], name, *(_cell(cells.get(way)) for way in ("bf16", "torchao-rowwise", "loka")), ratio])  # fmt: skip
     head = ["model", "step, ms", "bf16", "torchao rowwise", "loka", "loka over the faster of both"]
     return table(head, rows) if rows else None
 
@@ -134,17 +141,15 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """One configuration a row: the step beside bf16, and the loss beside bf16."""
-    found = read("h200/tune_zoo.json")
-    if found is None:
+    found = _newest("tune_zoo_dlrm", "tune_zoo_wukong", "tune_zoo")
+    if not found:
         return None
     rows = []
-    done = {row["model"] for row in found["rows"]}
-    earlier = read("h200/tune_zoo_wukong.json") or {"rows": []}
-    for row in [*found["rows"], *(row for row in earlier["rows"] if row["model"] not in done)]:
+    for row in sorted(found, key=lambda row: (list(MODELS).index(row["model"]), row["target"] != "train")):
         if "record" not in row:
-            rows.append([MODELS.get(row["model"], row["model"]), row["target"], "failed", "", "", "", "", ""])
+            rows.append([MODELS[row["model"]], row["target"], "failed", "", "", "", "", ""])
             continue
-        rows.append(_tuned(MODELS.get(row["model"], row["model"]), row["record"], row["tune_s"]))
+        rows.append(_tuned(MODELS[row["model"]], row["record"], row["tune_s"]))
     for name, row in ((read("h200/trained.json") or {}).get("tuned") or {}).items():
         rows.append(_tuned(CENSUS[name.partition("-")[0]], row["record"], sum(row["record"]["seconds"].values())))
     head = ["model", "for", "whole step over compiled bf16", "of it by layout, in bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip

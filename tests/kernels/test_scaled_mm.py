@@ -159,6 +159,18 @@ def test_nan_stays_in_its_row_and_zero_rows_are_zero(name: str, pair: tuple[str,
     assert (out[4] == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(32, 64, 48), (7, 40, 24)])
+def test_what_packages_hold_is_the_same_product(shape: tuple[int, int, int], device: torch.device) -> None:
+    """The op with an entry in C, which torch has on the CPU too; its operands as `prepare` lays them."""
+    from loka.kernels.scaled_mm import torch as own
+
+    a, b = operands(shape, ("e4m3:tensor", "e4m3:tensor"), device)
+    found = own.run_packaged(a, own.prepare(b, a.spec), out_dtype=torch.bfloat16)
+    expected = (values(a) @ values(b).T).float()
+    assert found.dtype == torch.bfloat16
+    assert float((found.float() - expected).norm() / expected.norm()) < 2.0**-7
+
+
 def test_infinity_is_not_hidden() -> None:
     x = torch.ones(2, 4)
     x[1, 2] = -math.inf

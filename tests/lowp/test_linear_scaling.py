@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from loka.formats import Spec, dequantize, quantize, scale_from_amax
-from loka.lowp.scaling import AmaxState, find_amax, finish_step
+from loka.kernels.amax_history import file_amax
+from loka.lowp.scaling import AmaxState, find_amax
 from loka.placing import LinearOptions, Scaling, calibrating, convert, load_scale_state, refresh, scale_state
 
 DELAYED = Spec.parse("e4m3:tensor:delayed")
@@ -55,7 +56,7 @@ class TestAmax:
             state.observe(torch.tensor(amax / 2))
             state.observe(torch.tensor(amax))
             state.observe(torch.tensor(amax / 4))
-            finish_step([state])
+            file_amax([state])
             seen.append(float(state.largest))
         assert seen == [1, 8, 8, 8, 4]
 
@@ -63,7 +64,7 @@ class TestAmax:
     def test_the_scale_has_headroom(self, margin: int) -> None:
         state = AmaxState(Scaling(margin=margin), torch.device("cpu"))
         state.observe(torch.tensor(6.0))
-        finish_step([state])
+        file_amax([state])
         expected = scale_from_amax(torch.tensor(6.0 * 2**margin), DELAYED)
         assert torch.equal(state.scale_for(DELAYED, torch.tensor(1.0)), expected)
 

@@ -222,6 +222,15 @@ def test_compiled_the_kernel_stands_in_the_graph(body: Body) -> None:
     assert any("autograd_function" in name for name in names), names
 
 
+def test_pairs_that_occur_twice_stay_the_users_own() -> None:
+    """Compiled code could not see them: the example is looked at before."""
+    model, x = make(by_bmm)
+    model.j[0], model.i[0] = model.j[1], model.i[1]
+    summary = mods.apply(model, "fused_dots", example=x)
+    assert "occurs 2 times" in str(summary)
+    assert type(model) is Model
+
+
 def test_inference_mode() -> None:
     model, x = make(by_bmm)
     with torch.inference_mode():

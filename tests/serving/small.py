@@ -42,8 +42,8 @@ def write_bundle(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def make_ranker(folder: Path, **options: Any) -> RankingModel:
-    torch.manual_seed(0)
+def make_ranker(folder: Path, *, seed: int = 0, **options: Any) -> RankingModel:
+    torch.manual_seed(seed)
     save_ranker(build_ranker(SCHEMA, "wukong", "tiny"), SCHEMA, folder, family="wukong", size="tiny")
     return RankingModel(load_ranker(folder), **{"rows": (8, 32), **options})
 

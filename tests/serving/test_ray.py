@@ -1,12 +1,15 @@
 """The same core on Ray Serve; needs Ray, and some seconds."""
 
 import json
+import time
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loka.serving.ray_app import Settings, build_app, from_file, run
+from loka.serving.ray_replica import reload_replicas
 
 from .client import get, post
 from .small import make_ranker
@@ -74,6 +77,34 @@ def test_two_replicas_run_an_experiment(tmp_path: Path) -> None:
         lines = [line for path in (tmp_path / "events").glob("*.jsonl") for line in path.read_bytes().splitlines()]
         assert sorted(json.loads(line)["request_id"] for line in lines) == sorted(f"r{n}" for n in range(12))
         assert post(url, b" " * (settings.body + 1), **known)[0] == 413
+        before = {str(get(url, "/v2/models/a", **known)) for _ in range(8)}
+        make_ranker(tmp_path / "a", seed=1)
+        reload_replicas(serve.get_app_handle("loka"), 2)
+        after = {str(get(url, "/v2/models/a", **known)) for _ in range(8)}  # connections of their own, to both replicas
+        assert len(before) == len(after) == 1
+        assert before != after
+        assert survive(8299, {"features": features}, known) == [200] * 8
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def survive(port: int, body: dict[str, Any], headers: dict[str, str]) -> list[int]:
+    """Heads of eight requests, then a replica is killed, then their bodies: what became of each.
+
+    HAProxy sends a request again only if it had all of it when it began to send it: one that it passed on by its head alone would be lost with the replica.
+    """
+    ray = pytest.importorskip("ray")
+    waiting = [HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(8)]
+    for number, connection in enumerate(waiting):
+        data = json.dumps({**body, "user": f"late{number}"}).encode()
+        connection.putrequest("POST", "/v1/recommend")
+        for name, value in {**headers, "content-type": "application/json", "content-length": str(len(data))}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+    time.sleep(0.5)
+    actors = [one for one in ray.util.list_named_actors(all_namespaces=True) if "SERVE_REPLICA" in one["name"]]
+    ray.kill(ray.get_actor(**actors[0]))
+    for number, connection in enumerate(waiting):
+        connection.send(json.dumps({**body, "user": f"late{number}"}).encode())
+    return [connection.getresponse().status for connection in waiting]

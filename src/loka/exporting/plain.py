@@ -26,7 +26,7 @@ from loka.kernels.activation import activate
 from loka.kernels.norm_quantize import reference as norms
 from loka.kernels.prepared import assemble, layout_of, parts_of
 from loka.kernels.quantize import quantize
-from loka.kernels.scaled_mm import MatmulCall, prepare, scaled_mm
+from loka.kernels.scaled_mm import MatmulCall, prepare
 from loka.lowp.chain import Chain, chain_of
 from loka.lowp.chain_function import ROW_SPEC, STATIC_SPEC
 from loka.lowp.interaction import interactions_of, release_interaction
@@ -88,7 +88,9 @@ class AtenOps:
         """On the backend that was asked when the module was made; the law without its autocast block, which would be a graph of its own."""
         if self.gemm == "reference":
             return (_values_of(a) @ _values_of(weight).T).to(dtype)
-        return scaled_mm(a, weight, out_dtype=dtype, backend=self.gemm)
+        from loka.kernels.scaled_mm import torch as own
+
+        return own.run_packaged(a, weight, out_dtype=dtype)
 
 
 class OnnxOps:

@@ -6,24 +6,22 @@ quantisation join the kernel that makes the tensor.
     delayed    scale = 2^margin * max(last `history` steps' amax) / format.max
     static     scale = 2^margin * amax seen while calibrating     / format.max          activations only: gradients have no bound
 
-Within a step a delayed scale does not move. Every call only raises `pending`, the largest magnitude of this step so far; `finish_step` files it. So
+Within a step a delayed scale does not move. Every call only raises `pending`, the largest magnitude of this step so far; `file_amax` files it. So
 micro-batches share one scale, and a forward pass that activation checkpointing runs again quantises exactly as the first time. Where there is no history yet
-(the first step, or nobody calls `finish_step`), the scale comes from the tensor itself: slower, never wrong.
+(the first step, or nobody calls `file_amax`), the scale comes from the tensor itself: slower, never wrong.
 
 A tensor with a NaN or an Inf leaves no trace in the history. A value beyond the scale saturates; what that costs is part of the error that `Guard` watches.
 
 Scales are kept on each process: they follow the data a rank sees. They are no part of a state_dict; see `loka.placing.scale_state`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from loka.formats import TENSOR, Spec, scale_from_amax
-
-_GIVEN = Spec.parse("e4m3:tensor:static")
+from loka.kernels.amax_history.reference import given_scale
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class AmaxState:
         self.history.zero_()
         self.history[0] = amax
         self.largest.fill_(amax)
-        self.scale.copy_(_given_scale(self.largest, self.headroom, self.floor))
+        self.scale.copy_(given_scale(self.largest, self.headroom, self.floor))
 
     def scale_for(self, spec: Spec | None, now: Tensor) -> Tensor | None:
         """The scale of an operand under a spec; None where the quantiser makes it. `now` is the operand's own amax."""
@@ -137,15 +135,10 @@ class AmaxState:
         self.history.zero_()
         self.history[: len(newest)].copy_(newest)
         self.largest.copy_(self.history.max())
-        self.scale.copy_(_given_scale(self.largest, self.headroom, self.floor))
+        self.scale.copy_(given_scale(self.largest, self.headroom, self.floor))
         self.pending.copy_(state["pending"])
         self.calibrated = bool(state["static"] > 0)
         self.static.copy_(state["static"].clamp(min=0))
-
-
-def _given_scale(largest: Tensor, headroom: float, floor: float) -> Tensor:
-    """The E4M3 scale that kernels are given."""
-    return scale_from_amax((largest * headroom).clamp(min=floor), _GIVEN)
 
 
 def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: float) -> Tensor | None:
@@ -153,26 +146,3 @@ def delayed_scale(spec: Spec | None, largest: Tensor, now: Tensor, headroom: flo
     if spec is None or spec.mode == "dynamic":
         return None
     return scale_from_amax(torch.where(largest > 0, largest, now) * headroom, spec)
-
-
-@torch.no_grad()
-def finish_step(states: Sequence[AmaxState]) -> None:
-    """File every state's pending amax and start the next step; a few kernels for all states together.
-
-    Only tensors change, no position is counted in Python: a CUDA graph that captured this files anew in every replay.
-    """
-    by_kind: dict[tuple[torch.device, int, float, float], list[AmaxState]] = {}
-    for state in states:
-        by_kind.setdefault((state.history.device, len(state.history), state.headroom, state.floor), []).append(state)
-    for (_, _, headroom, floor), group in by_kind.items():
-        history, pending = (torch.stack([getattr(state, name) for state in group]) for name in ("history", "pending"))
-        seen = pending > 0  # a step that saw nothing (an expert without tokens, an evaluation) files nothing
-        history = torch.where(seen[:, None], torch.cat([pending[:, None], history[:, :-1]], 1), history)
-        before, scale = (torch.stack([getattr(state, name) for state in group]) for name in ("largest", "scale"))
-        over = ((pending > scale * _GIVEN.format.max) & (before > 0)).float()  # without history the tensor had its own
-        largest = history.amax(1)
-        scale = torch.where(largest > 0, _given_scale(largest, headroom, floor), scale)
-        for name, rows in (("history", history), ("largest", largest), ("scale", scale)):
-            torch._foreach_copy_([getattr(state, name) for state in group], list(rows.unbind()))
-        torch._foreach_add_([state.saturated for state in group], list(over.unbind()))
-        torch._foreach_zero_([state.pending for state in group])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from loka.lowp.scaling import finish_step
+from loka.kernels.amax_history import file_amax
 
 if TYPE_CHECKING:
     from loka.lowp.chain import Chain
@@ -50,12 +50,24 @@ def file_magnitudes(placed: "Iterable[Linear | Chain]") -> None:
     _file(list(placed))
 
 
+def end_step(placed: "Iterable[Linear | Chain]") -> None:
+    """Do what an optimizer's step brings about, without one: weights are quantised anew in the next forward, magnitudes are filed. For steps that are timed and train nothing.
+
+    Args:
+        placed: the linears and chains of a model.
+    """
+    placed = list(placed)
+    for one in placed:
+        one.weights_changed(owned=True)
+    _file(placed)
+
+
 def _file(placed: "list[Linear | Chain]") -> None:
     magnitudes: list[AmaxState] = []
     for one in placed:
         magnitudes += one.remembered
     if magnitudes:
-        finish_step(magnitudes)
+        file_amax(magnitudes)
     for one in placed:
         one.after_step()
 

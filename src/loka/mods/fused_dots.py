@@ -21,7 +21,8 @@ from loka.kernels.dots.pairs import find_fault
 from loka.mods.editor import Editor
 from loka.nn.mix import multiply_pairs
 from loka.records.mods import ModClass
-from loka.units.flow import Call, Flow
+from loka.units.flow import Call, Flow, call_model
+from loka.units.undisturbed import undisturbed
 
 _TURNS = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
 _AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
@@ -33,8 +34,10 @@ _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul
 class _Looking(TorchFunctionMode):
     """Returns the pairwise products where their index is asked for. A write in place forgets what was seen: the product may not be x's any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use: bool = True) -> None:
         super().__init__()
+        self.use = use  # False: only look
+        self.faults: list[str] = []  # of pairs that the kernel cannot take
         self.turned: list[tuple[Tensor, Tensor]] = []
         self.products: list[tuple[Tensor, Tensor]] = []
         self.joined: list[tuple[Tensor, Tensor, Tensor]] = []  # a concatenation of two, and both
@@ -71,13 +74,28 @@ class _Looking(TorchFunctionMode):
             return None
         for product, x in self.products:
             if value is product:
-                if not _are_pairs(x, first, second):
+                if not self._takes(x, first, second) or not self.use:
                     return None
                 for made, head, rest in () if torch.is_grad_enabled() else self.joined:
                     if made is x:  # nobody else may read the concatenation, and then it is never written
                         return multiply_pairs(rest, first, second, head)
                 return multiply_pairs(x, first, second)
         return None
+
+    def _takes(self, x: Tensor, first: Tensor, second: Tensor) -> bool:
+        """Whether the kernel multiplies these as the index would. Compiled code cannot see the values of indices: the example was looked at before."""
+        if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
+            return False
+        if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)):
+            return False
+        if first.shape != second.shape or first.shape[0] > x.shape[1] ** 2:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        fault = find_fault(first, second, x.shape[1])
+        if fault is not None:
+            self.faults.append(fault)
+        return fault is None
 
 
 def writes(func: Any, kwargs: Any) -> bool:
@@ -115,15 +133,6 @@ def _is_inplace(func: Any) -> bool:
     return name.endswith("_")
 
 
-def _are_pairs(x: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Whether the kernel multiplies these as the index would; compiled, where values cannot be seen, the kernel looks itself."""
-    if x.dtype not in DTYPES or first.device != x.device or second.device != x.device:
-        return False
-    if any(index.dim() != 1 or index.dtype != torch.int64 for index in (first, second)) or first.shape != second.shape:
-        return False
-    return torch.compiler.is_compiling() or find_fault(first, second, x.shape[1]) is None
-
-
 class FusedDots(nn.Module):
     """Mixed in front of the module whose forward has the products."""
 
@@ -148,10 +157,21 @@ class FuseDots:
             return
         makers = {value: call for call in flow.calls for value in call.outputs}
         places = {call.inside for call in flow.calls if _is_gram(flow, call, makers)}
+        faults = _find_faults(editor) if places else []
         for name, module in list(editor.modules()):
-            if name in places:
+            if name in places and faults:
+                editor.leave(name, f"its products are indexed otherwise than the kernel does: {faults[0]}")
+            elif name in places:
                 editor.mix(name, FusedDots)
                 editor.change(name, f"{type(module).__name__}: pairwise products in one kernel", "rounding")
+
+
+def _find_faults(editor: Editor) -> list[str]:
+    """What is wrong with the pairs that the example shows."""
+    looking = _Looking(use=False)
+    with undisturbed(editor.model), torch.no_grad(), looking:
+        call_model(editor.model, editor.example)
+    return looking.faults
 
 
 def _is_gram(flow: Flow, call: Call, makers: dict[int, Call]) -> bool:

@@ -9,33 +9,37 @@ Batching stays ours: Ray's own batching queues past the deadline. A replica coun
 Whoever reaches a Ray cluster can run code on it: keep it on a network of its own, with token authentication. HAProxy's metrics and statistics ports listen on every interface.
 """
 
-import asyncio
+import contextlib
 import logging
 import os
-import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from loka.serving.call import Limits, Receive, Scope, Send
+from loka.serving.call import Limits
 from loka.serving.experiment import Split, check_arms, open_log
 from loka.serving.front import Front
-from loka.serving.listener import is_local, make_protocol
+from loka.serving.listener import is_local
 from loka.serving.opening import open_model
 from loka.serving.queues import Policy
-from loka.serving.server import SWITCH, log_to_stderr
+from loka.serving.ray_replica import Replica, reload_replicas
 from loka.serving.service import Service
 from loka.serving.tokens import Tokens
 
+log = logging.getLogger("loka.serving")
+NAME = "loka"
 # Bytes of a request. HAProxy can only send again what its buffer holds whole, and for that copies the whole buffer with every request: at 576 KiB a millisecond.
 BODY, HEAD = 112 * 1024, 16 * 1024
+# A request is sent again whose replica is gone, or went without a word, but only if HAProxy had all of it before it sent the first byte: so it waits for the body, and for neither head nor body longer than this.
+RETRY = ("conn-failure empty-response", "option http-buffer-request", "timeout http-request 10s")
 # Read by Ray's processes when they start; what is set already stays.
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy adds several milliseconds and loses requests of killed replicas
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",  # the replica is gone, or went without a word
+    "RAY_SERVE_HAPROXY_RETRY_ON": "\n    ".join(RETRY),  # Ray writes it into HAProxy's defaults as it stands
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY + HEAD),
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # a log line a request, read in Python; HAProxy's own exporter stays
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",  # of silence in the middle of a request; Ray's default is an hour
@@ -102,17 +106,13 @@ class Settings:
         return Front(service, tokens=tokens, limits=Limits(body=self.body), manage=False, verbose=self.log == "all")
 
 
-def build_app(
-    settings: Settings, *, replicas: int = 1, gpus: float = 0.0, version: str | None = None, generation: int = 0
-) -> Any:
+def build_app(settings: Settings, *, replicas: int = 1, gpus: float = 0.0) -> Any:
     """A Ray Serve application.
 
     Args:
         settings: what every replica serves.
         replicas: how many processes.
         gpus: that one replica takes; models on cuda take one unless told otherwise.
-        version, generation: run again with the same version and another generation, every replica in turn reads its folders again, in place;
-            without a version, or with another, Ray replaces the replicas.
 
     Returns:
         What `ray.serve.run` takes.
@@ -122,17 +122,17 @@ def build_app(
         raise ValueError(f"replicas={replicas}: expected at least one")
     takes = gpus or (1.0 if str(settings.options.get("device", "cpu")).startswith("cuda") else 0.0)
     deployment = serve.deployment(
-        name="loka",
+        name=NAME,
         num_replicas=replicas,
         max_ongoing_requests=4096,  # admission is ours
-        user_config={"generation": generation},
+        user_config={"generation": 0},
         ray_actor_options={"num_gpus": takes, "num_cpus": 1},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=10 * settings.sla + 5,
         logging_config={"enable_access_log": False},  # a line a request costs more than the request
     )(serve.ingress()(Replica))
-    return deployment.options(version=version, _internal=True).bind(settings)
+    return deployment.bind(settings)
 
 
 def from_file(args: dict[str, Any]) -> Any:
@@ -140,69 +140,6 @@ def from_file(args: dict[str, Any]) -> Any:
     rest = dict(args)
     more = {name: rest.pop(name) for name in ("replicas", "gpus") if name in rest}
     return build_app(Settings(**rest), **more)
-
-
-class Replica:
-    """One process: opened and warm before Ray sends it anything."""
-
-    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc] # Ray awaits it
-        sys.setswitchinterval(SWITCH)
-        if settings.log != "none":
-            log_to_stderr(logging.INFO if settings.log == "all" else logging.WARNING)
-        self.settings, self.generation = settings, -1
-        self.front = await asyncio.to_thread(settings.open)
-        await self.front.service.start()
-        shorten(self.front)
-
-    def __serve_build_asgi_app__(self) -> Front:
-        """What Ray puts behind its ingress."""
-        return self.front
-
-    async def check_health(self) -> None:
-        """Raise where the engine hangs: Ray then replaces this replica."""
-        if not self.front.service.alive:
-            raise RuntimeError("the engine hangs or could not be started")
-
-    async def reconfigure(self, config: dict[str, Any]) -> None:
-        """Read the folders again in another `generation`; a bad bundle is logged, and the old model stays."""
-        fresh, self.generation = self.generation < 0, config["generation"]
-        if not fresh:
-            await self.front.service.reload_all(self.settings.folders)
-
-
-def shorten(front: Front) -> None:
-    """Let the replica's HTTP server hand requests to the front itself: Ray's tasks, counts and log lines around each cost as much as answering it.
-
-    Nothing here needs them: limits, deadlines, cancelling and counting are the front's, and a drain waits for the HTTP server. Ray's own paths (/-/...) stay Ray's. Ray leaves the choice of a protocol to uvicorn,
-    which takes what stands under "auto".
-    """
-    from uvicorn.config import HTTP_PROTOCOLS
-
-    loop, guarded = asyncio.get_running_loop(), make_protocol(front.limits)
-
-    class Straight(guarded):  # type: ignore[misc, valid-type]
-        """One connection of HAProxy."""
-
-        app: Any
-
-        def __init__(self, *values: Any, **named: Any) -> None:
-            super().__init__(*values, **named)
-            if self.loop is loop:  # with RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=1 the front lives in another
-                self.app = Fork(front, self.app)
-
-    HTTP_PROTOCOLS["auto"] = Straight
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Requests to the front, Ray's own paths to Ray."""
-
-    front: Front
-    ray: Any
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        await (self.ray if scope["path"].startswith("/-/") else self.front)(scope, receive, send)
 
 
 def run(
@@ -232,23 +169,66 @@ def run(
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=True, configure_logging=False)
     serve.start(http_options={"host": host, "port": port})
-    version, generation = secrets.token_hex(8), 0
-    serve.run(build_app(settings, replicas=replicas, version=version), name="loka", route_prefix="/")
+    handle = serve.run(build_app(settings, replicas=replicas), name=NAME, route_prefix="/")
     ready()
     if not wait:
         return
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: heard.append(number))
+    reloads, reloader = 0, ThreadPoolExecutor(1)
+
+    def reload(number: int) -> None:
+        try:
+            reload_replicas(handle, replicas, stop=lambda: number != reloads)  # a later one begins anew
+        except Exception:
+            log.exception("reload failed")
+
     while not {signal.SIGTERM, signal.SIGINT} & set(heard):
         if signal.SIGHUP in heard:
             heard.remove(signal.SIGHUP)  # that one alone: a SIGTERM may have come since
-            generation += 1
-            app = build_app(settings, replicas=replicas, version=version, generation=generation)
-            serve.run(app, name="loka", route_prefix="/")
+            reloads += 1
+            reloader.submit(reload, reloads)
         time.sleep(0.2)
+    reloads += 1
+    reloader.shutdown(wait=False, cancel_futures=True)
+    drain_ingress(10 * settings.sla + 5)
     serve.shutdown()
     ray.shutdown()
+
+
+def drain_ingress(seconds: float) -> None:
+    """Let HAProxy on every machine finish what it has, and take no new connections: Ray kills it in the middle of requests."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    stop = ray.remote(num_cpus=0)(stop_haproxy)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    told = [
+        stop.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(node, seconds)
+        for node in nodes
+    ]
+    ray.wait(told, num_returns=len(told), timeout=seconds + 5)
+
+
+def stop_haproxy(node: str, seconds: float) -> None:
+    """On its machine: tell HAProxy of this Ray node to end, and wait until it has. Its configuration lies in a folder of the node's name."""
+    end = time.monotonic() + seconds
+
+    def find() -> list[int]:
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                if words[0].endswith(b"haproxy") and any(node.encode() in word for word in words):
+                    found.append(int(place.name))
+        return found
+
+    for pid in find():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+    while find() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def need_ray() -> Any:

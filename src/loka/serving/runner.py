@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from loka.serving.queues import Batch, Entry, Policy, Shed
+from loka.serving.rehearsal import Turns, check_promise, rehearse
 from loka.serving.scheduler import Scheduler
 from loka.serving.servable import Job, Servable
 from loka.serving.telemetry import LATENCIES, SIZES, Telemetry
-from loka.serving.times import BatchTimes, Bucket
 
 log = logging.getLogger("loka.serving")
-REHEARSALS = 5
 RECORDED = 32  # requests kept for probing the next model
 HUNG = 5.0  # seconds that a batch may take beyond ten times its planned duration
 
@@ -58,40 +57,6 @@ class Ticket:
     ended: float | None = None  # when its batch had run
 
 
-def rehearse(model: Servable, *, times: BatchTimes | None = None) -> BatchTimes:
-    """Warm every bucket and time it.
-
-    Args:
-        model: to warm.
-        times: to add to.
-
-    Returns:
-        What the scheduler plans with.
-    """
-    times = times or BatchTimes()
-    model.warm()
-    for bucket in model.buckets:
-        jobs = model.example(bucket)
-        for _ in range(REHEARSALS):
-            begin = time.perf_counter()
-            model.run(bucket, jobs)
-            times.learn(bucket, time.perf_counter() - begin)
-    return times
-
-
-def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
-    """Refuse an SLA that the smallest batch of some context cannot meet."""
-    contexts = sorted({context for _, context in model.buckets})
-    for context in contexts:
-        bucket = min(b for b in model.buckets if b[1] == context)
-        takes = times.quantile(bucket, 0.5)
-        if takes > policy.budget:
-            raise ValueError(
-                f"{model.name}: a batch of bucket {bucket} takes {1e3 * takes:.1f} ms, the SLA leaves {1e3 * policy.budget:.1f} ms; "
-                "hint: a longer --sla, fewer beams, shorter contexts"
-            )
-
-
 class Runner:
     """Runs one Servable under a Policy. Public methods but `prepare` are called in the event loop.
 
@@ -117,6 +82,7 @@ class Runner:
         self.recorded: deque[Any] = deque(maxlen=RECORDED)
         self.scheduler: Scheduler | None = None
         self.captured = 0  # when it became ready
+        self.turn = threading.Lock()  # held while a batch runs
         self._changed = threading.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next: tuple[Servable, Scheduler, asyncio.Future[None]] | None = None
@@ -133,7 +99,7 @@ class Runner:
     def _live(self, warm: "asyncio.Future[None]") -> None:
         """The engine's thread."""
         try:
-            scheduler = self.prepare(self.model)
+            scheduler = self.prepare(self.model, Turns())
         except BaseException as failure:  # told to whoever started it
             self._tell_loop(_settle, warm, None, failure)
             return
@@ -143,7 +109,8 @@ class Runner:
             answers: list[Any] = []
             error: BaseException | None = None
             try:
-                answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
+                with self.turn:
+                    answers = self.model.run(batch.bucket, [entry.job.job for entry in batch.entries])
                 if len(answers) != len(batch.entries):
                     raise RuntimeError(f"{len(answers)} answers for {len(batch.entries)} requests")
             except BaseException as caught:  # whoever waits must learn of it; the queue goes on
@@ -174,9 +141,9 @@ class Runner:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(what, *values)
 
-    def prepare(self, model: Servable) -> Scheduler:
-        """A scheduler for a warm model, or ValueError where it cannot keep the promise."""
-        times = rehearse(model)
+    def prepare(self, model: Servable, turns: Turns) -> Scheduler:
+        """A scheduler for a model, warm then, or ValueError where it cannot keep the promise."""
+        times = rehearse(model, turns)
         check_promise(model, self.policy, times)
         return Scheduler(model.buckets, policy=self.policy, times=times)
 
@@ -329,30 +296,3 @@ def _settle(future: "asyncio.Future[Any]", value: Any, error: BaseException | No
 def _refuse(ticket: Ticket, status: int, reason: str, message: str, *, retry_after: float | None = None) -> None:
     if not ticket.future.done():
         ticket.future.set_exception(Refused(status, reason, message, retry_after=retry_after))
-
-
-def probe(model: Servable, requests: Sequence[Any]) -> list[str]:
-    """Answer recorded requests with a model that nobody uses yet; returns what is wrong with the answers.
-
-    Args:
-        model: warm.
-        requests: what clients asked before; without any, examples of the model's own.
-    """
-    wrong: list[str] = []
-    jobs: list[Job] = []
-    for place, request in enumerate(requests):
-        try:
-            jobs.append(model.read(request))
-        except ValueError as error:
-            wrong.append(f"recorded request {place} is refused: {error}")
-    jobs = jobs or model.example(model.buckets[0])
-    for place, job in enumerate(jobs):
-        fitting = [b for b in model.buckets if b[0] >= job.units and b[1] >= job.length]
-        bucket: Bucket = min(fitting, key=lambda b: (b[1], b[0])) if fitting else max(model.buckets, key=lambda b: b[1])
-        (answer,) = model.run(bucket, [job])
-        for name, values in model.to_tensors(answer).items():
-            if values.dtype.kind == "f" and not bool((values - values == 0).all()):
-                wrong.append(f"recorded request {place}: {name} is not finite")
-        if answer.empty:
-            wrong.append(f"recorded request {place}: the answer is empty")
-    return wrong

@@ -15,7 +15,8 @@ from typing import Any
 
 from loka.serving.experiment import EventLog, Split, check_arms, overlap
 from loka.serving.queues import Policy
-from loka.serving.runner import Refused, Runner, Ticket, probe
+from loka.serving.rehearsal import SHORT, Turns, probe
+from loka.serving.runner import Refused, Runner, Ticket
 from loka.serving.servable import Servable
 from loka.serving.telemetry import Telemetry
 from loka.serving.wire import Codec
@@ -233,8 +234,9 @@ class Service:
             raise ValueError(
                 f"it reads {model.request_type.__name__}, the old model {runner.model.request_type.__name__}"
             )
-        scheduler = runner.prepare(model)
-        if wrong := probe(model, recorded):
+        turns = Turns([each.turn for each in self.runners.values()], longest=min(SHORT, self.policy.sla / 10))
+        scheduler = runner.prepare(model, turns)
+        if wrong := probe(model, recorded, turns):
             raise ValueError(f"{len(wrong)} of {max(1, len(recorded))} recorded requests fail: {'; '.join(wrong[:3])}")
         return model, scheduler
 

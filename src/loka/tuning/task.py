@@ -83,15 +83,17 @@ class Task:
         """Autocast, where asked."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
-    def losses(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of a batch in the type it comes in: one number, or one for each example."""
+    def losses(self, model: nn.Module, batch: Any, *, copied: bool = True) -> Tensor:
+        """The loss of a batch in the type it comes in: one number, or one for each example. `copied`: the model gets a copy of its inputs, which it may write to."""
         with self.context():
             if self.step is not None:
                 value = self._run_step(self.step, model, batch)
             else:
                 assert self.loss is not None
                 inputs, target = batch
-                value = self.loss(call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs), target)
+                value = self.loss(
+                    call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs, copied=copied), target
+                )
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {type(value).__name__}, expected a floating tensor")  # fmt: skip
         return value
@@ -118,9 +120,9 @@ class Task:
         self._checked.add(id(batch))
         return value
 
-    def mean_loss(self, model: nn.Module, batch: Any) -> Tensor:
+    def mean_loss(self, model: nn.Module, batch: Any, *, copied: bool = True) -> Tensor:
         """The loss of a batch as one number to differentiate."""
-        loss = self.losses(model, batch).float().mean()
+        loss = self.losses(model, batch, copied=copied).float().mean()
         if torch.is_grad_enabled() and not loss.requires_grad:
             why = "tune was called under torch.inference_mode" if torch.is_inference_mode_enabled() else "the loss, or a part of the model, is computed without gradients"  # fmt: skip
             raise ValueError(f"no gradient leads from the loss to the model, so nothing predicts what an error does: {why}")  # fmt: skip

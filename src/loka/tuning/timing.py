@@ -8,14 +8,20 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from loka.lowp.chain import Chain
+from loka.lowp.chain_modules import chains_of
+from loka.lowp.linear import Linear, linears_of
+from loka.lowp.step import end_step
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
+from loka.units.flow import copy_example
 
 __all__ = [
     "Captured",
@@ -146,7 +152,7 @@ def fragment_step(
     Args:
         fragment: in training or eval mode.
         x: its input.
-        training: forward and backward, otherwise forward alone.
+        training: forward, backward and what an optimizer's step brings about in low precision, otherwise forward alone.
         autocast: compute in this type.
         mode: of torch.compile.
 
@@ -166,6 +172,7 @@ def fragment_step(
                 y = run(x)
             if training:
                 y.sum().backward()
+                end_step(_placed(fragment))
                 x.grad = None
                 fragment.zero_grad(set_to_none=True)
 
@@ -177,23 +184,29 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
 
     Args:
         task: what the user gave.
-        training: forward and backward; no optimizer, nothing is trained.
+        training: forward, backward, and what an optimizer's step brings about in low precision (weights are quantised anew, scales move on); no optimizer, nothing is trained.
         mode: of torch.compile.
 
     Returns:
         What replays the step.
     """
-    model, batch = task.model, task.kept[0]
+    model, batch = task.model, copy_example(task.kept[0])  # one copy: made in every step it would be timed with it
     run = torch.compile(model, dynamic=False, mode=mode)
 
     def step() -> None:
         with torch.set_grad_enabled(training):
-            loss = task.mean_loss(run, batch)  # type: ignore[arg-type]
+            loss = task.mean_loss(run, batch, copied=False)  # type: ignore[arg-type]
             if training:
                 loss.backward()  # type: ignore[no-untyped-call]
+                end_step(_placed(model))
                 model.zero_grad(set_to_none=True)
 
     return capture(step)
+
+
+def _placed(model: nn.Module) -> list[Linear | Chain]:
+    """What is in low precision; not asked for before a step, since a compiled step must not trace it."""
+    return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
 
 def capture(step: Run) -> Captured:
@@ -203,8 +216,14 @@ def capture(step: Run) -> Captured:
         return _capture(step)
 
 
+@cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """One stream for all warm-ups and captures: cuBLAS keeps 32 MiB for every stream it has run on, for as long as the process lives."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _capture(step: Run) -> Captured:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _stream_of(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -217,7 +236,7 @@ def _capture(step: Run) -> Captured:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             step()
     except RuntimeError as error:
         torch.cuda.synchronize()
@@ -281,12 +300,12 @@ def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, ba
 
     Example:
         >>> say_host({"loka": 900.0, "bf16": 1200.0}, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
-        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: capture the step, see "Capture a step" in docs/guides/how-to.md'
+        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md)'
     """
     if host[mine] <= step[mine]:
         return None
     ours, theirs = (max(host[name], step[name]) for name in (mine, base))
     return (
         f"this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
-        'capture the step, see "Capture a step" in docs/guides/how-to.md'
+        'compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md)'
     )

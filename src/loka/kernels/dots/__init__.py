@@ -44,7 +44,7 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None
         [B, P] in the type of x, summed in float32, float64 in float64.
 
     Raises:
-        ValueError: x is not [B, n, d], or the pairs are out of range or repeat; compiled, the kernel says so when it runs.
+        ValueError: x is not [B, n, d], or the pairs are out of range or repeat; compiled, where values cannot be asked for, every product is NaN instead.
 
     Example:
         >>> i, j = torch.triu_indices(n, n, 1)
@@ -54,8 +54,11 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None
         raise ValueError(f"dots: x is {tuple(x.shape)}, expected [B, n, d]")
     if head is not None and (head.dim() != 3 or head.dtype != x.dtype or head.shape[::2] != x.shape[::2]):
         raise ValueError(f"dots: head is {tuple(head.shape)} {head.dtype}, expected [{x.shape[0]}, m, {x.shape[2]}] {x.dtype}")  # fmt: skip
+    n = x.shape[1] + (0 if head is None else head.shape[1])
     if not torch.compiler.is_compiling():
-        check_pairs(first, second, x.shape[1] + (0 if head is None else head.shape[1]))
+        check_pairs(first, second, n)
+    elif first.shape[0] > n * n:
+        raise ValueError(f"dots: {first.shape[0]} pairs of {n} vectors, which have {n * n}: expected every pair at most once")  # fmt: skip
     load("dots")
     if head is not None:
         chosen = _pick(x, first, backend, head.shape[1])

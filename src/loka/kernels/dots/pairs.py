@@ -25,6 +25,8 @@ def find_fault(first: Tensor, second: Tensor, n: int) -> str | None:
             return f"{name} is {tuple(index.shape)} of {index.dtype}, expected [P] of torch.int64"
     if first.shape != second.shape or first.device != second.device:
         return f"first is {first.shape[0]} long on {first.device} and second {second.shape[0]} on {second.device}, expected two alike"
+    if first.shape[0] > n * n:
+        return f"{first.shape[0]} pairs of {n} vectors, which have {n * n}: expected every pair at most once"
     known = None if first.is_inference() else _FAULTS.get(first)  # type: ignore[no-untyped-call]
     if known is not None and known[0] is second and known[1] == _state(first, second, n):
         return known[2]  # type: ignore[no-any-return]

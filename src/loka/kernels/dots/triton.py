@@ -27,7 +27,8 @@ def run(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) ->
     """[B, P]."""
     from loka.kernels.dots import triton_ops
 
-    result: Tensor = triton_ops.dots(x, head, first, second)
+    n = x.shape[1] + (0 if head is None else head.shape[1])
+    result: Tensor = triton_ops.dots(x, head, triton_ops.places(first, second, n), first.shape[0])
     return result
 
 
@@ -35,5 +36,5 @@ def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """dx [B, n, d]."""
     from loka.kernels.dots import triton_ops
 
-    result: Tensor = triton_ops.dots_gradient(dy, x, first, second)
+    result: Tensor = triton_ops.dots_gradient(dy, x, triton_ops.places(first, second, x.shape[1]))
     return result

@@ -1,7 +1,11 @@
 """Pairwise products of an example's vectors, and their gradient, one program an example.
 
+    places     place[first[p], second[p]] = p, -1 elsewhere; one number more says whether a pair is out of range or occurs twice
     forward    G = X X^T in float32 by the tensor cores; G[i, j] goes to column place[i, j] of the row, or nowhere (-1)
     backward   S[i, j] = dy[place[i, j]];  dX = (S + S^T) X
+
+The table of places is made in every call, by one small kernel: kept from call to call it would have to know when the indices change, which no compiled step tells, and a CUDA graph of
+the compiler's frees what it has not been told of. Pairs that have no place of their own make every product NaN, since nothing on the device can raise.
 
 Each reads X once: 27 vectors of 128 in bf16 are 7 KiB, and B of them at the bandwidth of a copy is the floor.
 """
@@ -10,6 +14,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def _places(first_ptr, second_ptr, place_ptr, pairs, n, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(place_ptr + i, -1, i < n * n)
+    tl.debug_barrier()  # one program: what it wrote it may read behind a barrier
+    listed = i < pairs
+    a = tl.load(first_ptr + i, listed, 0)
+    b = tl.load(second_ptr + i, listed, 0)
+    inside = (a >= 0) & (a < n) & (b >= 0) & (b < n)
+    cell = tl.where(inside, a * n + b, 0)
+    tl.store(place_ptr + cell, i, listed & inside)
+    tl.debug_barrier()
+    mine = tl.load(place_ptr + cell, listed, -1) == i  # of two equal pairs one was written over
+    tl.store(place_ptr + n * n, tl.max((listed & ~(inside & mine)).to(tl.int32), 0))
 
 
 @triton.jit
@@ -32,6 +52,11 @@ def _dots(x_ptr, head_ptr, place_ptr, y_ptr, n, heads, d, pairs, N: tl.constexpr
     j = tl.arange(0, N)
     there = (i[:, None] < n) & (j[None, :] < n)
     place = tl.load(place_ptr + i[:, None] * n + j[None, :], there, -1)
+    if tl.load(place_ptr + n * n) != 0:  # pairs without a place: columns that no product goes to
+        gram = tl.full((N, N), float("nan"), tl.float32)
+        flat = i[:, None] * N + j[None, :]
+        for start in range(0, pairs, N * N):
+            tl.store(y_ptr + b * pairs + start + flat, gram.to(y_ptr.dtype.element_ty), start + flat < pairs)
     tl.store(y_ptr + b * pairs + place, gram.to(y_ptr.dtype.element_ty), place >= 0)
 
 
@@ -45,6 +70,7 @@ def _dots_gradient(dy_ptr, x_ptr, place_ptr, dx_ptr, n, d, pairs, N: tl.constexp
     across = tl.load(place_ptr + j[None, :] * n + i[:, None], there, -1)
     s = tl.load(dy_ptr + b * pairs + here, here >= 0, 0.0).to(tl.float32)
     s += tl.load(dy_ptr + b * pairs + across, across >= 0, 0.0).to(tl.float32)
+    s = tl.where(tl.load(place_ptr + n * n) != 0, float("nan"), s)
     inside = (i[:, None] < n) & (k[None, :] < d)
     x = tl.load(x_ptr + b * n * d + i[:, None] * d + k[None, :], inside, 0.0)
     if WIDE:
@@ -56,6 +82,14 @@ def _dots_gradient(dy_ptr, x_ptr, place_ptr, dx_ptr, n, d, pairs, N: tl.constexp
 
 def _sizes(n: int, d: int) -> tuple[int, int]:
     return max(16, triton.next_power_of_2(n)), max(16, triton.next_power_of_2(d))
+
+
+def places(first: Tensor, second: Tensor, n: int) -> Tensor:
+    """[n * n + 1] int32: the number of every pair (i, j) or -1, and behind them whether the pairs are wrong."""
+    place = torch.empty(n * n + 1, dtype=torch.int32, device=first.device)
+    pairs = first.shape[0]
+    _places[(1,)](first, second, place, pairs, n, triton.next_power_of_2(max(n * n, pairs)), num_warps=8)
+    return place
 
 
 def dots(x: Tensor, head: Tensor | None, place: Tensor, pairs: int) -> Tensor:

@@ -5,7 +5,7 @@
 
 A tensor scale beside a row scale is repeated per row, which changes nothing. What the library asks for, read in its source (2.11 and 2.13):
 K and N multiples of 16, b column-major; 1x128 scales with the outer dimension contiguous; 128x128 scales with K / 128 contiguous and padded to
-a multiple of 4. The older `torch._scaled_mm` does not check that padding and is silently wrong where (K / 128) % 4 != 0, so it is not used. The
+a multiple of 4. The older `torch._scaled_mm` does not check that padding and is silently wrong where (K / 128) % 4 != 0, so it is used for tensor scales alone, in packages. The
 fake implementation wants K and the 128x128 operand's rows to be multiples of 128 where eager is content with 16, so blockwise operands are padded
 to 128, and rows under 1x128 scales to 16, since the scales' leading dimension must be 16-byte aligned.
 
@@ -102,6 +102,25 @@ def run(
         kind, scale_a, scale_b = ScalingType.RowWise, row_scales(a, m), scale_b.reshape(1, -1)
     x = aligned(a.data, m, w.shape[1])
     return cut(_scaled_mm(x, w.t(), scale_a, kind, scale_b, kind, out_dtype, fast_accum, bias), m, n)
+
+
+def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
+    """The same product for an AOTInductor package, by the older op where that is right: it has an entry in C, and the newer one, whose scales are lists, is called through an interpreter.
+
+    Args:
+        a: [M, K].
+        b: [N, K], laid out by `prepare`.
+        out_dtype: of the result.
+
+    Returns:
+        [M, N].
+    """
+    (m, k), n = a.shape, b.shape[0]
+    if a.spec.block != TENSOR or b.spec.block != TENSOR or min(m, n, k) == 0:
+        return run(a, b, out_dtype=out_dtype)
+    w, scale_b = laid_out(b, "torch", a.spec, _lay)
+    x = aligned(a.data, m, w.shape[1])
+    return cut(torch.ops.aten._scaled_mm.default(x, w.t(), a.scale, scale_b, None, None, out_dtype, False), m, n)
 
 
 def _scaled_mm(

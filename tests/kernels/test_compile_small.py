@@ -1,4 +1,4 @@
-"""The kernels of dots compile for Hopper (sm_90) on a machine without a GPU, with tensor cores for 16 bits and within its memory."""
+"""The kernels of dots and of amax_history compile for Hopper (sm_90) on a machine without a GPU, with tensor cores for 16 bits and within its memory."""
 
 import pytest
 
@@ -23,3 +23,16 @@ def test_compiles_for_hopper(kernel: str, kind: str, n: int, d: int) -> None:
     assert ".target sm_90" in ptx
     if kind != "fp32":
         assert "mma" in ptx
+
+
+def test_the_table_of_places_compiles_for_hopper() -> None:
+    types = {"first_ptr": "*i64", "second_ptr": "*i64", "place_ptr": "*i32"}
+    made = compile_kernel("dots", "_places", (types, {"SIZE": 4096}, {"num_warps": 8}), set())
+    assert "bar.sync" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("longest", [1, 16, 4096])
+def test_magnitudes_are_filed_with_a_rounded_quotient(longest: int) -> None:
+    constants = {"MAX": 448.0, "SMALLEST": 2.0**-126, "LONGEST": longest}
+    made = compile_kernel("amax_history", "_file", ({"table_ptr": "*i64"}, constants, {"num_warps": 1}), set())
+    assert "div.rn.f32" in made.asm["ptx"]
