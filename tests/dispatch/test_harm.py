@@ -73,13 +73,22 @@ def test_a_measured_change_vetoes_whatever_is_predicted(error: float) -> None:
     for made in (scored(1e-6, error=error), candidate(error=error)):
         plan = plan_of(swapped(site("a", made), Interval(value=2.0, low=1.5, high=2.5)))
         assert not first(plan).quantized
-        assert "moved the metric by up to +250.0000%, more than the margin of 0.100%" in first(plan).reason
+        assert "moved the metric by +200.0000% [+150.0000%, +250.0000%], allowed 0.1000%" in first(plan).reason
 
 
 def test_the_upper_end_of_the_measured_change_decides() -> None:
     for high, taken in ((0.0009, True), (0.0011, False), (math.inf, False)):
         change = Interval(value=0.0, low=-0.001, high=high)
         assert first(plan_of(swapped(site("a", candidate()), change))).quantized is taken, high
+
+
+def test_what_the_report_vetoes_is_in_no_plan() -> None:
+    """One of nine units has a third of the margin, measured as predicted, and a change for the better counts like one for the worse."""
+    for change, taken in (((-0.0003, 0.0003), True), ((0.0001, 0.0005), False), ((-0.0005, -0.0001), False)):
+        moved = swapped(site("a", candidate()), Interval(value=sum(change) / 2, low=change[0], high=change[1]))
+        others = [site(name, candidate()) for name in "bcdefghi"]
+        plan = plan_of(moved, *others)
+        assert first(plan).quantized is taken, change
 
 
 def test_a_measured_change_within_the_margin_excuses_a_prediction_but_not_a_hopeless_one() -> None:

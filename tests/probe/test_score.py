@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loka.dispatch.margin import share_of_margin
 from loka.formats import Spec, fake_quantize
 from loka.probe import Probe
-from loka.probe.score import SCORED, UPPER, Shown, harm, harm_from, operands_of, score_look, share_of_margin
+from loka.probe.score import SCORED, UPPER, Shown, harm, harm_from, operands_of, score_look
 from loka.probe.shown import round_trip
 from loka.probe.tally import Tally
 

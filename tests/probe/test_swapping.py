@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loka.dispatch.margin import allow
 from loka.probe import Probe, add_sensitivity
 from loka.probe.sensitivity import Switchable, fake_units, measure_sensitivity, swap
-from loka.probe.swapping import allow
 from loka.records import Interval
 
 from .small import Small, batches, train

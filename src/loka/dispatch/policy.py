@@ -1,7 +1,7 @@
 """Policy: from evidence to a plan. For every GEMM, the fastest candidate that is accurate enough.
 
 A candidate is accurate enough by what its error does to the loss (`Candidate.harm`, see docs/concepts/score.md): at most its share of the margin, margin / sqrt(units). A forward GEMM that was
-swapped in and measured on the metric is judged by that instead: the upper end of the change, at most the margin, whatever the score says; a larger one vetoes. Where nothing in the model has a score
+swapped in and measured on the metric is judged by that instead, by the same rule as in the report (`loka.dispatch.margin.allow`): what is called vetoed there is in no plan. Where nothing in the model has a score
 (a loop without gradients) the error of the product counts, which says little about the loss: the upper end of guarded MERE in fprop, of relative L2 in the gradient GEMMs. Where others have one, a candidate without (a frozen layer that no gradient
 reaches, a recipe that was not scored while the model trained) is in no plan that was not told so: a margin that holds for some of the model holds for none of it. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
 candidate: it wins whenever nothing passes both, and it wins ties, so nothing that may be slower than bf16 is ever chosen for its speed.
@@ -17,7 +17,6 @@ Without measured speed nothing can be called fast, so there are three kinds of p
 matches decides, and the plan says that it was told. `max_metric_change` sets a budget for the whole model (`budget`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,13 +26,13 @@ from loka.dispatch.budget import Verify, spend
 from loka.dispatch.chains import GIVEN, place_chains
 from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.database import Database
+from loka.dispatch.margin import MARGIN, allow, share_of_margin
 from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_of
 from loka.dispatch.speed import DatabaseSpeeds, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
-MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 HIGH = "high"
 AUTO = "auto"
 
@@ -355,13 +354,13 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
     if _was_swapped(candidate, site):
         assert site is not None
         assert site.metric_change is not None
-        change = site.metric_change
-        if change.high > margin:
-            return f"swapped in alone it moved the metric by up to {change.high:+.4%}, more than the margin of {margin:.3%}"
+        judged = allow(site.metric_change, margin=margin, units=units)
+        if not judged.within:
+            return f"swapped in alone it moved the metric by {judged.text}"
         if harm is None or harm.value <= HOPELESS * margin:
             return None
     if harm is not None:
-        share = margin / math.sqrt(max(units, 1))
+        share = share_of_margin(margin, units)
         if harm.high > share:  # the end that Probe's verdict goes by: what it calls unsafe is in no plan
             return f"predicted change of the loss up to {harm.high:.4%} exceeds {share:.4%}, its share of the margin"
         if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):

@@ -58,7 +58,6 @@ from loka.records import GEMMS, Gemm, Interval
 __all__ = [
     "GIVEN_SCALES",
     "HEADROOM",
-    "MARGIN",
     "SCORED",
     "Shown",
     "harm",
@@ -66,7 +65,6 @@ __all__ = [
     "operands_of",
     "score_look",
     "score_operands",
-    "share_of_margin",
 ]
 
 TYPICAL = 0.03  # |change of the loss| / rms of r: what is usual
@@ -74,7 +72,6 @@ UPPER = 0.15  # ... and what no measured pair exceeds
 PROGRESS = 0.01  # change of the loss / `lost`: -0.002 +- 0.005 over ten steps; the upper end, rounded up
 REWEIGHED = 0.4  # |change of the loss| / `reweighed` over ten steps, rms
 REWEIGHED_UPPER = 0.6  # ... and the largest
-MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 SURE = 1.96
 OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
@@ -97,11 +94,6 @@ def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
     if recipe not in RECIPES:
         raise ValueError(f"no recipe {recipe!r}; recipes are {', '.join((*RECIPES, *GIVEN_SCALES))}")
     return RECIPES[recipe].operands(gemm)
-
-
-def share_of_margin(margin: float, units: int) -> float:
-    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units)."""
-    return margin / math.sqrt(max(units, 1))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

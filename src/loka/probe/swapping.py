@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.dispatch.margin import MARGIN, allow
 from loka.probe.paired import Losses, gather, has_drifted, spell_change
 from loka.probe.progress import Progress, telling
-from loka.probe.score import MARGIN, share_of_margin
 from loka.records import Interval
 
-COARSE_MARGIN = 0.001
 Metric = Callable[[nn.Module, Any], Tensor]
 
 
@@ -46,46 +45,6 @@ class Switchable:
     name: str
     enable: Callable[[], object]
     disable: Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """What a measured change is held against, and what came of it."""
-
-    allowed: float
-    within: bool
-    text: str
-
-
-def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowance:
-    """Judge a measured change by its upper end.
-
-    Args:
-        change: relative change of the metric.
-        margin: for the whole model.
-        units: that share it; 1 for a change of all together.
-
-    Returns:
-        The bound that was taken (the coarse one where the interval cannot resolve the fine one), whether the change is within, and the sentence.
-
-    Example:
-        >>> allow(Interval(value=0.0, low=-0.0001, high=0.0001)).within
-        True
-    """
-    fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
-    resolved = (change.high - change.low) / 2 <= fine
-    allowed = fine if resolved else coarse
-    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine  # what shows more is resolved
-    share = f", {margin if resolved else COARSE_MARGIN:.2%} over the root of {units} units" if units > 1 else ""
-    words = f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], allowed {allowed:.4%}{share}"
-    if not resolved:
-        words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts"
-    return Allowance(allowed, within, words)
-
-
-def furthest(change: Interval) -> float:
-    """The end of an interval that is further from no change."""
-    return max(abs(change.low), abs(change.high))
 
 
 @dataclass(frozen=True)
