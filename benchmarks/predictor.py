@@ -2,14 +2,15 @@
 
     python benchmarks/predictor.py --out benchmarks/results/cpu/predictor.json --seconds 1500       continues where it stopped
     python benchmarks/predictor.py --out benchmarks/results/cpu/predictor.json --rescore            trains again, scores anew, keeps the truth
-    python benchmarks/predictor.py --out benchmarks/results/cpu/predictor.json --seconds 0          only the summary
+    python benchmarks/predictor.py --out benchmarks/results/cpu/predictor.json --seconds 0          no training: `harm` again from the sums in the file, and the summary
 
 A cell is a family, a size, a hazard in the dense features, a learning rate, a number of steps and a seed, trained on Complete Journey with a Probe attached.
 `predictor_truth` has what is measured, `predictor_summary` what is made of it.
 
 Hazards: `offset` turns the first dense column into a year (1975 + 10 z), `heavy` makes the second log-normal (exp(2 z)). The file holds one row per pair, written
 after each cell; the summary (rank correlations, AUC) is computed from it and never stored apart from it. The truth depends on the weights alone, so a score that
-has changed is compared with the truth measured before, where training gives the same weights again (`weights` is a checksum of them).
+has changed is compared with the truth measured before, where training gives the same weights again (`weights` is a checksum of them). `sums` are the looks that
+counted, as `loka.probe.score.score_look` gave them, so that another bound made of the same sums needs no training at all.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from torch import nn
 from loka.data import load
 from loka.models import build_ranker
 from loka.probe import Probe
-from loka.records import capture_environment
+from loka.probe.score import harm_from
+from loka.records import Gemm, capture_environment
 
 BATCH, HELD_OUT, MORE_STEPS = 512, 8, 10  # examples a step, batches of 4,096 examples, steps for gradients
 MODELS = (("dlrm", "small"), ("dcn", "tiny"), ("wukong", "tiny"), ("dhen", "tiny"), ("elfm", "tiny"))
@@ -94,6 +96,10 @@ def main() -> None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         asked.out.write_text(write(held))
         print(f"{cell.key}: {time.monotonic() - began:.0f} s, {len(held['pairs'])} pairs", flush=True)
+    if not asked.seconds:
+        for pair in held["pairs"]:
+            pair.update(describe_harm(pair["gemm"], pair))
+        asked.out.write_text(write(held))
     print(describe(held["pairs"]))
 
 
@@ -115,7 +121,7 @@ def measure(cell: Cell, data: Any, held: dict[str, Any], gradients: bool) -> Non
         found += measure_gradients(model, optimizer, asked, more, held_out)
     named = ("site", "gemm", "recipe")
     pairs = [{"cell": cell.key} | dict(zip(named, where, strict=True)) | truth for *where, truth in found]
-    held["pairs"] += [pair | describe_score(pair, report) for pair in pairs]
+    held["pairs"] += [pair | describe_score(pair, report, probe) for pair in pairs]
     held["weights"][cell.key] = weights
 
 
@@ -128,7 +134,7 @@ def rescore(cell: Cell, data: Any, held: dict[str, Any], _: bool) -> None:
     report = score(probe)
     for pair in held["pairs"]:
         if pair["cell"] == cell.key:
-            pair.update(describe_score(pair, report))
+            pair.update(describe_score(pair, report, probe))
 
 
 def train(cell: Cell, data: Any) -> tuple[nn.Module, torch.optim.Optimizer, Probe]:
@@ -154,22 +160,32 @@ def checksum(model: nn.Module) -> str:
     return found.hexdigest()[:16]
 
 
-def describe_score(pair: dict[str, Any], record: Any) -> dict[str, Any]:
+def describe_score(pair: dict[str, Any], record: Any, probe: Probe) -> dict[str, Any]:
+    """What Probe said of a pair, and the sums it said it from."""
     site = next(s for s in record.sites if s.name == pair["site"])
-    for c in site.candidates:
-        if (c.gemm, c.recipe) == (pair["gemm"], pair["recipe"]):
-            error = c.mere if c.gemm == "fprop" else c.relative_l2
-            return {
-                "harm": None if c.harm is None else [short(v) for v in (c.harm.value, c.harm.low, c.harm.high)],
-                "drift": short(c.drift),
-                "error": short(None if error is None else error.high),
-                "units": record.units,
-            }
-    return {"harm": None, "drift": None, "error": None, "units": record.units}
+    found = [c for c in site.candidates if (c.gemm, c.recipe) == (pair["gemm"], pair["recipe"])]
+    error = next((c.mere if c.gemm == "fprop" else c.relative_l2 for c in found), None)
+    sums, nats = probe.watch(site.name).tally.later(pair["gemm"], pair["recipe"])
+    known = {
+        "error": short(None if error is None else error.high),
+        "units": record.units,
+        "nats": short(nats),
+        "sums": [[short(v) for v in look] for look in sums.tolist()],
+    }
+    return known | describe_harm(pair["gemm"], known)
+
+
+def describe_harm(gemm: Gemm, known: dict[str, Any]) -> dict[str, Any]:
+    """`harm` and `drift` by the present bound."""
+    made = harm_from(gemm, torch.tensor(known["sums"], dtype=torch.float64).reshape(-1, 4), nats=known["nats"])
+    if made is None:
+        return {"harm": None, "drift": None}
+    harm, mean = made
+    return {"harm": [short(v) for v in (harm.value, harm.low, harm.high)], "drift": short(mean)}
 
 
 def short(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
 def stream(data: Any, cell: Cell, steps: int) -> Iterator[Any]:

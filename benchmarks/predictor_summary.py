@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.probe.score import share_of_margin
+from loka.dispatch.margin import share_of_margin
 
 MARGIN = 0.0002
 Pair = dict[str, Any]

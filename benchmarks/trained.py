@@ -501,10 +501,15 @@ class Campaign:
                 answer = self.workers[name].ask("clock", until=self.deadline + 2 * GRACE)
                 times[name] += answer if isinstance(answer, list) else []
         timed = {name for name, taken in times.items() if taken}
-        for cell in {name.rpartition("/")[0] for name in timed}:  # a ratio is of one run: all arms are replaced, or none
+        for cell in {
+            name.rpartition("/")[0] for name in timed
+        }:  # a ratio is of one run: all arms are replaced, or none
             missing = {name for name in self.body["steps"] if name.rpartition("/")[0] == cell} - timed
             if missing:
-                print(f"{cell}: the times of before are kept, {', '.join(sorted(missing))} was not timed again", flush=True)
+                print(
+                    f"{cell}: the times of before are kept, {', '.join(sorted(missing))} was not timed again",
+                    flush=True,
+                )
                 timed = {name for name in timed if name.rpartition("/")[0] != cell}
         for name, taken in times.items():
             if name in timed:

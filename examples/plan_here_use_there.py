@@ -17,7 +17,9 @@ model = nn.Sequential(nn.Linear(2048, 2048), nn.SiLU(), nn.Linear(2048, 2048), n
 probe = loka.Probe(model, every=1, rows=64)
 model(torch.randn(64, 2048)).square().mean().backward()
 probe.step()
-report = probe.evaluate(["tensorwise", "rowwise"], samples=2).record
+report = probe.evaluate(
+    ["tensorwise", "rowwise"], samples=2, sources=("rows",), judged_on=("rows",)
+).record  # the rows it saw; it can model more
 
 # The rows that ship with loka, for 256 times as many rows a call as were seen here: a batch of 16,384.
 policy = Policy(target="NVIDIA H200", row_factor=256, min_speedup=1.05, overrides={"4": "high"})

@@ -15,7 +15,7 @@ from loka.integrations import TuneDuringTraining
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
-compiled = torch.compile(model, backend="aot_eager")  # on a GPU: torch.compile(model), any mode
+compiled = torch.compile(model, backend="eager")  # on a GPU: torch.compile(model), any mode
 optimizer, teacher = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randn(64, 1) / 8
 
 

@@ -1,18 +1,26 @@
-"""Processes for tests, forked from one that has imported torch once: importing it takes longer than most of what they do.
+"""Processes for tests, forked from servers that have imported torch and this library once: importing them takes longer than most of what the processes do.
 
-That one has not imported Triton, so that a process can still choose its interpreter.
+There are two servers, because Triton reads when it is imported whether its interpreter is wanted.
 """
 
 import contextlib
 import io
 import multiprocessing
 import os
+import runpy
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest"]
+PRELOADED = [
+    "torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pytest", "hypothesis",
+    "loka", "loka.tuning", "loka.training",
+]  # fmt: skip
+SWITCH = "TRITON_INTERPRET"
+_servers: dict[bool, forkserver.ForkServer] = {}
 
 
 def start(target: Callable[..., None], *values: Any, said: Path, environment: dict[str, str] | None = None) -> Any:
@@ -27,12 +35,36 @@ def start(target: Callable[..., None], *values: Any, said: Path, environment: di
     Returns:
         The process, started; its `exitcode` is negative where a signal ended it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     told = {**os.environ, **(environment or {})}
-    process = context.Process(target=_live, args=(target, values, str(said), told))
-    process.start()
+    process = multiprocessing.get_context("forkserver").Process(target=_live, args=(target, values, str(said), told))
+    with _server(interpreted=told.get(SWITCH) == "1"):
+        process.start()
     return process
+
+
+def run_script(path: Path, *words: str, folder: Path | None = None, timeout: float = 250) -> tuple[int, str]:
+    """As `python path words...`, in a folder: its exit code, and what it said on stdout and stderr."""
+    with tempfile.TemporaryDirectory() as own:
+        said = Path(own) / "said"
+        process = start(_run_script, str(path), words, str(folder or own), said=said)
+        return finish(process, timeout), said.read_text()
+
+
+@contextlib.contextmanager
+def _server(*, interpreted: bool) -> Iterator[None]:
+    """Processes are forked from the one of two servers; the standard library knows one."""
+    server = _servers.setdefault(interpreted, forkserver.ForkServer())
+    server.set_forkserver_preload(PRELOADED)
+    before, connect = os.environ.get(SWITCH), forkserver.connect_to_new_process
+    os.environ[SWITCH] = "1" if interpreted else "0"
+    forkserver.connect_to_new_process = server.connect_to_new_process  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = connect
+        del os.environ[SWITCH]
+        if before is not None:
+            os.environ[SWITCH] = before
 
 
 def _live(target: Callable[..., None], values: tuple[Any, ...], said: str, environment: dict[str, str]) -> None:
@@ -44,6 +76,13 @@ def _live(target: Callable[..., None], values: tuple[Any, ...], said: str, envir
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
     target(*values)
+
+
+def _run_script(path: str, words: tuple[str, ...], folder: str) -> None:
+    os.chdir(folder)
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 def finish(process: Any, timeout: float) -> int:

@@ -3,9 +3,9 @@
 import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import run_script
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -62,15 +62,14 @@ def test_the_calls_are_seeded_and_steps_of_16_and_128() -> None:
 
 def test_from_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
-    command = [sys.executable, str(FOLDER / "device_libraries.py"), "--sweep", "3", "--seconds", "60", "--device", "cpu",
-               "--backends", "reference,deepgemm", "--elements", "30000", "--out", str(out)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = ["--sweep", "3", "--seconds", "60", "--device", "cpu", "--backends", "reference,deepgemm", "--elements", "30000", "--out", str(out)]  # fmt: skip
+    code, said = run_script(FOLDER / "device_libraries.py", *words)
+    assert code == 0, said[-2000:]
     found = json.loads(out.read_text())["sweep"]["backends"]
     assert found["reference"]["counts"] == {"green": 15, "wrong": 0, "refused": 0, "failed": 0, "not_run": 0}
     assert found["deepgemm"]["counts"]["refused"] == 15
     assert "needs a CUDA GPU, not cpu" in found["deepgemm"]["refused"]
-    assert "reference: 15 green" in done.stdout
+    assert "reference: 15 green" in said
 
 
 def test_what_the_time_did_not_reach_is_counted(tmp_path: Path) -> None:

@@ -33,13 +33,6 @@ def test_help_names_every_verb_and_needs_no_torch() -> None:
     assert time.monotonic() - start < 20  # a busy machine included; alone it takes half a second
 
 
-@pytest.mark.parametrize("verb", list(cli.VERBS))
-def test_every_verb_has_help(verb: str) -> None:
-    done = run(verb, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
-
-
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout.strip()) == (0, loka.__version__)

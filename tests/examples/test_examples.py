@@ -1,11 +1,10 @@
 """Every example is short, and runs as written."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -35,15 +34,6 @@ def test_it_runs_as_written(path: Path, tmp_path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES.get(path.stem, 40)
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert SAYS[path.stem] in done.stdout
+    code, said = run_script(path, folder=tmp_path)
+    assert code == 0, said
+    assert SAYS[path.stem] in said

@@ -27,10 +27,10 @@ SPECS = [
     "e2m1:1x32:e8m0",
     "e2m1:1x16:e4m3",
 ]
-SHAPES = [(1, 1), (1, 13), (5, 129), (130, 261), (0, 7), (7, 0)]
 every_backend = pytest.mark.parametrize("name", BACKENDS["quantize"])
 every_spec = pytest.mark.parametrize("spec", [Spec.parse(s) for s in SPECS], ids=str)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SHAPES = [(1, 1), (1, 13), (5, 129), (130, 130) if INTERPRETED else (130, 261), (0, 7), (7, 0)]
 
 
 def hard(m: int, k: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

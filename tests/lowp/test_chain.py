@@ -315,13 +315,16 @@ def test_leading_dimensions_and_an_empty_batch(norm: str) -> None:
         assert torch.equal(state.history, was), "a batch without rows says nothing about magnitudes"
 
 
-@pytest.mark.parametrize(("norm", "gradient"), [("block", "tensor"), ("none", "delayed"), ("layer", "delayed")])
-def test_compiled_is_eager_with_no_graph_break(norm: str, gradient: str) -> None:
+@pytest.mark.parametrize(
+    ("norm", "gradient", "hidden"),
+    [("block", "tensor", (256,)), ("none", "delayed", (256, 128)), ("layer", "delayed", (256,))],
+)
+def test_compiled_is_eager_with_no_graph_break(norm: str, gradient: str, hidden: tuple[int, ...]) -> None:
     torch._dynamo.reset()
     x = torch.randn(16, 64)
 
     def steps(compiled: bool) -> list[Tensor]:
-        mlp = make_tower(width=64, hidden=(256, 128), out=64, norm=norm, bias=True)
+        mlp = make_tower(width=64, hidden=hidden, out=64, norm=norm, bias=True)
         chained(mlp, ChainPrecision(gradient=gradient), bounded_input=norm == "block")
         optimizer = torch.optim.SGD(mlp.parameters(), lr=0.0)
         run = torch.compile(mlp, fullgraph=True, backend="aot_eager") if compiled else mlp

@@ -1,12 +1,11 @@
 """The benchmark's views of grouped_mm, beam_attention and topk: they accept the law, notice what is wrong, and count what must move."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from forked import run_script
 from loka.kernels import registry
 from loka.measure.adapter import adapter_for
 from loka.measure.grouped import group_offsets
@@ -124,11 +123,9 @@ def test_variants_that_mean_nothing_are_refused() -> None:
 def test_the_script_walks_every_section(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "generative_kernels.py"
     out = tmp_path / "record.json"
-    done = subprocess.run(
-        [sys.executable, str(script), "--smoke", "--seconds", "100", "--out", str(out)], capture_output=True, text=True
-    )
-    assert done.returncode == 1, done.stderr  # emulation meets no bar, and that is said
-    assert "MISSED" in done.stdout
+    code, said = run_script(script, "--smoke", "--seconds", "100", "--out", str(out))
+    assert code == 1, said  # emulation meets no bar, and that is said
+    assert "MISSED" in said
     record = load(out, KernelBench)
     assert {row.op for row in record.rows} == {"grouped_mm", "topk", "beam_attention"}
-    assert all(row.refusal is None and row.microseconds is not None for row in record.rows), done.stdout
+    assert all(row.refusal is None and row.microseconds is not None for row in record.rows), said

@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from forked import run_script
 from loka.formats import Spec
 from loka.kernels.quantize import QuantizeCall
 
@@ -53,7 +52,8 @@ def test_shapes_are_of_every_kind_and_the_same_each_time(sweep: ModuleType) -> N
 def test_it_runs(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     options = ["--device", "cpu", "--backend", "reference", "--shapes", "1", "--largest", "33", "--repeats", "3"]
-    subprocess.run([sys.executable, str(SCRIPT), *options, "--out", str(out)], check=True, capture_output=True)
+    code, said = run_script(SCRIPT, *options, "--out", str(out))
+    assert code == 0, said
     record = json.loads(out.read_text())
     assert len(record["rows"]) == 10
     assert all(row["percent"] > 0 for row in record["rows"])

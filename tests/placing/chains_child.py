@@ -1,13 +1,6 @@
-"""One of two gloo processes: train a model with chains, wrapped, beside plain copies, and write down how they differ.
+"""On each of two gloo ranks: train a model with chains, wrapped, beside plain copies, and say how they differ."""
 
-python chains_child.py RANK FOLDER
-"""
-
-import json
-import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -134,15 +127,8 @@ def apart(rank: int) -> dict[str, object]:
     return {"case": "apart", "refused": refused, "said": said, "same": kinds == [type(m) for m in sharded.modules()]}
 
 
-def main(rank: int, folder: Path) -> None:
+def compare_all() -> list[dict[str, object]]:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    rank = dist.get_rank()
     cases = [compare(kind, when, rank) for kind in ("ddp", "fsdp") for when in ("before", "after")]
-    found = [*cases, guarded(rank), apart(rank)]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # gloo's threads may still be joined when a process ends, and abort it after all is done
+    return [*cases, guarded(rank), apart(rank)]

@@ -1,15 +1,11 @@
 """The loop bar: Probe -> plan -> convert -> train on -> Guard -> revert, on every kind of model; nothing raises into the training loop."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tests.placing.loop import LINEARS, Net, fused, parametrised, protected, walk
 
-CHILD = Path(__file__).with_name("loop_child.py")
+from comms.ranks import on_ranks
+
 TOWER = ["tower.0", "tower.2", "tower.4"]
 
 
@@ -52,21 +48,16 @@ def test_a_protected_site_stays() -> None:
 @pytest.mark.slow
 def test_compiled() -> None:
     torch._dynamo.reset()
-    found = walk(Net, lambda model: torch.compile(model, backend="aot_eager"))
+    found = walk(
+        Net, lambda model: torch.compile(model, backend="eager")
+    )  # what a backend makes of a chain: tests/lowp
     check(found, units=[TOWER])
     assert "compiles anew" in found["opened"][0]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("loop")
-    children = [
-        subprocess.Popen([sys.executable, str(CHILD), str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [child.communicate(timeout=240)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0], errors
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def outcomes() -> list[dict]:
+    return on_ranks(2, "placing.loop_child", "walk_both")
 
 
 @pytest.mark.slow

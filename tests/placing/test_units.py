@@ -400,7 +400,8 @@ def test_weight_gradients_are_added_exactly_and_an_older_plan_that_does_not_is_t
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 1))
     x = torch.randn(80, 64)
     plan = plan_everything(model, x)
-    monkeypatch.setattr("loka.lowp.chain_function.scaled_mm", spy)
+    for file in ("chain_forward", "chain_backward"):
+        monkeypatch.setattr(f"loka.lowp.{file}.scaled_mm", spy)
     loka.convert(model, plan)
     model(x).sum().backward()
     assert {fast for k, fast in seen if k == 80} == {False}  # sums over the batch

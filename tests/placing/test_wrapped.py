@@ -1,29 +1,16 @@
 """Conversion under DistributedDataParallel and FSDP2, before and after wrapping: two gloo processes against one plain copy."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
+from comms.ranks import on_ranks
 from loka.placing import convert
-
-CHILD = Path(__file__).with_name("wrapped_child.py")
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, object]]]:
-    folder = tmp_path_factory.mktemp("wrapped")
-    children = [
-        subprocess.Popen([sys.executable, str(CHILD), str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [child.communicate(timeout=240)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0], errors
-    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def outcomes() -> dict[str, list[dict[str, object]]]:
+    by_rank = on_ranks(2, "placing.wrapped_child", "compare_all")
     return {rows[0]["case"]: list(rows) for rows in zip(*by_rank, strict=True)}
 
 

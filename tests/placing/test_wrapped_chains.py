@@ -1,25 +1,13 @@
 """Chains under DistributedDataParallel and FSDP2, placed before and after wrapping: two gloo processes against plain copies."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-CHILD = Path(__file__).with_name("chains_child.py")
+from comms.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
-    folder = tmp_path_factory.mktemp("chains")
-    children = [
-        subprocess.Popen([sys.executable, str(CHILD), str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    errors = [child.communicate(timeout=240)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0], errors
-    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+def outcomes() -> dict[str, list[dict]]:
+    by_rank = on_ranks(2, "placing.chains_child", "compare_all")
     return {rows[0]["case"]: list(rows) for rows in zip(*by_rank, strict=True)}
 
 

@@ -1,13 +1,6 @@
-"""One of two gloo processes: train a wrapped, converted model beside an unwrapped one, and write down how they differ.
+"""On each of two gloo ranks: train a wrapped, converted model beside an unwrapped one, and say how they differ."""
 
-python wrapped_child.py RANK FOLDER
-"""
-
-import json
-import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -91,15 +84,7 @@ def compare(kind: str, when: str, scales: str, rank: int) -> dict[str, object]:
     }
 
 
-def main(rank: int, folder: Path) -> None:
+def compare_all() -> list[dict[str, object]]:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     cases = [(kind, when, "dynamic") for kind in ("ddp", "fsdp", "fsdp-compiled") for when in ("before", "after")]
-    found = [compare(*case, rank) for case in [*cases, ("ddp", "after", "delayed"), ("fsdp", "after", "delayed")]]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # gloo's threads may still be joined when a process ends, and abort it after all is done
+    return [compare(*case, dist.get_rank()) for case in [*cases, ("ddp", "after", "delayed"), ("fsdp", "after", "delayed")]]  # fmt: skip

@@ -1,15 +1,13 @@
 """Cadence, memory, files and ranks: what a probe does besides looking."""
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from comms.ranks import on_ranks
 from loka.probe import Probe
 from loka.probe.observer import assign_slots
 
@@ -231,9 +229,8 @@ def test_a_small_budget_lowers_the_cap_and_says_so() -> None:
         tight.watch("0").draw("x", "gaussian", 5, torch.Generator())
 
 
-def _train_rank(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def train_rank() -> dict[str, object]:
+    rank = dist.get_rank()
     torch.manual_seed(0)
     model = Small()
     del model.idle  # DDP wants every parameter used
@@ -243,12 +240,8 @@ def _train_rank(rank: int, port: int, folder: str) -> None:
     data = [pair for number, pair in enumerate(batches(4)) if number % 2 == rank]
     losses = [train(module, data, p) for module, p in ((parallel, probe), (plain, None))]
     probe.gather()
-    if rank == 0:
-        torch.save(
-            {"losses": losses, "seen": probe.watch("first").rows_seen, "x": probe.watch("first").reservoir.x},
-            f"{folder}/0",
-        )
-    dist.destroy_process_group()
+    watch = probe.watch("first")
+    return {"losses": losses, "seen": watch.rows_seen, "x": watch.reservoir.x}
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -260,12 +253,8 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_without_and_gather(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_train_rank, args=(port, str(tmp_path)), nprocs=2)
-    found = torch.load(tmp_path / "0")
+def test_two_ranks_train_as_without_and_gather() -> None:
+    found = on_ranks(2, "probe.test_observer", "train_rank")[0]
     assert found["losses"][0] == found["losses"][1]
     assert found["seen"] == 4 * 48
     everything = torch.cat([x for x, _ in batches(4)])

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loka.dispatch.margin import share_of_margin
 from loka.formats import Spec, fake_quantize
 from loka.probe import Probe
-from loka.probe.score import SCORED, Shown, harm, harm_from, operands_of, score_look, share_of_margin
+from loka.probe.score import SCORED, UPPER, Shown, harm, harm_from, operands_of, score_look
 from loka.probe.shown import round_trip
 from loka.probe.tally import Tally
 
@@ -289,3 +290,18 @@ def test_small_calls_beside_a_large_one_make_the_score_at_most_sqrt_of_calls_too
 
 def test_calls_that_nothing_depends_on_do_not_count() -> None:
     assert _harm_of(Split(dropped=5), 128) == pytest.approx(_harm_of(Split(), 128), rel=0.05)
+
+
+def test_what_the_examples_leave_open_widens_the_bound() -> None:
+    """The mean of 100 examples is known to a fifth of its rms, that of 10,000 well; a few large ones say little about the rms."""
+
+    def high(count: int, mean: float = 0.0, kurtosis: float = 3.0) -> float:
+        made = harm_from("fprop", torch.tensor([[count, mean * count, count, kurtosis * count]]).double(), nats=0.0)
+        assert made is not None
+        return made[0].high
+
+    assert high(10_000) == pytest.approx(UPPER, rel=0.02)
+    assert high(100) > 1.96 / 100**0.5 > UPPER
+    assert high(10_000, mean=0.3) > 0.3
+    assert high(10_000, mean=0.3) - high(10_000, mean=0.2) == pytest.approx(0.1)
+    assert high(400, kurtosis=100) > 1.3 * high(400)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loka.dispatch.margin import allow
 from loka.probe import Probe, add_sensitivity
 from loka.probe.sensitivity import Switchable, fake_units, measure_sensitivity, swap
-from loka.probe.swapping import allow
 from loka.records import Interval
 
 from .small import Small, batches, train
@@ -127,3 +127,23 @@ def test_a_measured_change_vetoes_a_safe_verdict(small: Small) -> None:
     assert vetoed.safety == "unsafe"
     assert "+200.0000%" in vetoed.reason
     assert "vetoed" in vetoed.reason
+
+
+def test_a_metric_that_is_another_each_time_is_refused(small: Small) -> None:
+    """Also where a unit does not switch off."""
+    stays = Switchable("last", lambda: small.last.register_forward_hook(lambda m, a, out: out + 0.5), lambda: None)
+    with pytest.raises(ValueError, match="with every unit switched off again the metric changes"):
+        swap(small, [stays], batches(8), losses)
+
+    def halves(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        batch[0].mul_(0.1)
+        return losses(model, batch)
+
+    with pytest.raises(ValueError, match="write to its batch"):
+        swap(small, [Switchable("first", lambda: None, lambda: None)], batches(8), halves)
+
+
+def test_a_coarse_margin_is_for_what_is_not_resolved() -> None:
+    assert allow(around(0.0003, 0.00025)).within, "it may be less than 0.02 %"
+    for sign in (1, -1):
+        assert not allow(around(sign * 0.0005, 0.00025)).within, "it is more than 0.02 %"

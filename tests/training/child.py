@@ -1,12 +1,6 @@
-"""One training run in a process of its own, for tests that kill it or run several.
+"""One training run in a process of its own, for tests that kill it or run several."""
 
-python -m training.child FOLDER [--resume] [--slow]
-python -m training.child FOLDER --rank R --world W --rendezvous FILE
-"""
-
-import argparse
 import time
-from datetime import timedelta
 
 import torch
 
@@ -35,35 +29,23 @@ class Slow(Callback):
         time.sleep(0.02)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--slow", action="store_true")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--world", type=int, default=1)
-    parser.add_argument("--rendezvous")
-    options = parser.parse_args()
+def train_slowly(folder: str) -> None:
     torch.set_num_threads(1)
-    model = make_model()
-    if options.rendezvous:
-        torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"file://{options.rendezvous}",
-            rank=options.rank,
-            world_size=options.world,
-            timeout=timedelta(seconds=200),
-        )
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    callbacks = [JsonlLog(f"{options.folder}/log.jsonl"), *([Slow()] if options.slow else [])]
-    Trainer(model, make_data(), TrainConfig(**CONFIG), callbacks=callbacks, out=options.folder).fit(
-        resume=options.resume
-    )
-    if options.rendezvous:
-        total = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-        print(f"weights {total.double().sum().item():.17g} {total.double().square().sum().item():.17g}")
-        torch.distributed.destroy_process_group()
+    callbacks = [JsonlLog(f"{folder}/log.jsonl"), Slow()]
+    Trainer(make_model(), make_data(), TrainConfig(**CONFIG), callbacks=callbacks, out=folder).fit()
 
 
-if __name__ == "__main__":
-    main()
+def go_on(folder: str) -> None:
+    torch.set_num_threads(1)
+    callbacks = [JsonlLog(f"{folder}/log.jsonl")]
+    Trainer(make_model(), make_data(), TrainConfig(**CONFIG), callbacks=callbacks, out=folder).fit(resume=True)
+
+
+def train_together(folder: str) -> list[float]:
+    """One of several ranks; what its weights add up to."""
+    rank = torch.distributed.get_rank()
+    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    out = f"{folder}/rank{rank}"
+    Trainer(model, make_data(), TrainConfig(**CONFIG), callbacks=[JsonlLog(f"{out}/log.jsonl")], out=out).fit()
+    total = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).double()
+    return [total.sum().item(), total.square().sum().item()]

@@ -1,13 +1,15 @@
 """Training on several processes: the run of one process, checkpoints that resume bit for bit and with another number of ranks, faults survived."""
 
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 
 from comms.ranks import on_ranks
+from forked import finish, start
+from loka import cli
 from loka.nn.tables import quantize_tables
 from loka.training import TrainConfig, Trainer
 from loka.training.distributed import joined, share_of
@@ -88,19 +90,24 @@ def test_without_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_the_command_trains_and_resumes_with_another_number_of_ranks(tmp_path: Path) -> None:
-    def launch(world: int, steps: int, *more: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "-m", "loka", "train", "--distributed",
-            "--data", "synthetic", "--model", "dlrm", "--steps", str(steps), "--batch-size", "64", "--evaluate-every", "0", "--checkpoint-every", "3",
-            "--rows", "int8:row", "--collectives", "e4m3:1x128:pow2", "--out", str(tmp_path / "run"), *more,
+    def words(steps: int) -> list[str]:
+        return [
+            "train", "--distributed", "--data", "synthetic", "--data-option", "rows=4000", "--model", "dlrm", "--steps", str(steps), "--batch-size", "64", "--evaluate-every", "0",
+            "--checkpoint-every", "3", "--rows", "int8:row", "--collectives", "e4m3:1x128:pow2", "--out", str(tmp_path / "run"),
         ]  # fmt: skip
-        return subprocess.run(command, capture_output=True, text=True, timeout=250)
 
-    first = launch(2, 3)
-    assert first.returncode == 0, first.stderr[-3000:]
-    assert first.stdout.count("test  ") == 1, "only rank 0 speaks"
-    second = launch(1, 5, "--resume")
-    assert second.returncode == 0, second.stderr[-3000:]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    said = [tmp_path / f"said.{rank}" for rank in range(2)]
+    ranks = []
+    for rank in range(2):  # as torchrun starts them
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}  # fmt: skip
+        ranks.append(start(cli.main, words(3), said=said[rank], environment=told))
+    assert [finish(rank, 250) for rank in ranks] == [0, 0], said[0].read_text()[-3000:]
+    assert "".join(file.read_text() for file in said).count("test  ") == 1, "only rank 0 speaks"
+    torchrun = ["--standalone", "--nproc-per-node=1", "-m", "loka", *words(5), "--resume"]
+    assert finish(start(torch.distributed.run.main, torchrun, said=said[0]), 250) == 0, said[0].read_text()[-3000:]
     assert '"resumed_from": 3' in (tmp_path / "run" / "result.json").read_text()
 
 

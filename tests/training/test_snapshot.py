@@ -3,8 +3,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from forked import finish, start
 from loka.training import (
     Callback,
     DamagedCheckpointError,
@@ -25,10 +24,9 @@ from loka.training import (
 )
 from loka.training.snapshot import find_nonfinite
 
-from .child import CONFIG
+from .child import CONFIG, go_on, train_slowly
 from .toy import assert_same_bits, make_data, make_model, weights_of
 
-TESTS = Path(__file__).parents[1]
 FAST = {"steps": 12, "batch_size": 32, "device": "cpu", "checkpoint_every": 4, "keep": 9, "evaluate_every": 6}
 
 
@@ -55,12 +53,6 @@ class Noise(Callback):
         self.drawn.append((trainer.step, random.random(), float(np.random.rand()), float(torch.rand(()))))
 
 
-def child(folder, *options, **keywords):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "training.child", str(folder), *options]
-    return subprocess.Popen(command, cwd=TESTS, env=environment, text=True, **keywords)
-
-
 def last_logged_step(folder):
     log = Path(folder) / "log.jsonl"
     lines = log.read_text().split("\n")[:-1] if log.exists() else []
@@ -79,20 +71,20 @@ def run_whole(folder):
 
 
 def test_a_run_killed_with_sigkill_and_resumed_ends_with_the_same_bits(tmp_path):
-    killed = child(tmp_path / "killed", "--slow")
+    killed = start(train_slowly, str(tmp_path / "killed"), said=tmp_path / "said")
     deadline = time.monotonic() + 200
     while last_logged_step(tmp_path / "killed") < 25:
-        assert killed.poll() is None, "the run ended before it could be killed"
+        assert killed.exitcode is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
+    os.kill(killed.pid, signal.SIGKILL)
+    assert finish(killed, 60) == -signal.SIGKILL
     found = find_checkpoints(tmp_path / "killed" / "checkpoints")
     assert found
     assert 0 < int(found[-1].name[-8:]) < CONFIG["steps"]
-    resumed = child(tmp_path / "killed", "--resume")
+    resumed = start(go_on, str(tmp_path / "killed"), said=tmp_path / "said")
     run_whole(tmp_path / "whole")
-    assert resumed.wait() == 0
+    assert finish(resumed, 200) == 0, (tmp_path / "said").read_text()
     ends = [read_checkpoint(tmp_path / name / "checkpoints" / "step-00000060") for name in ("killed", "whole")]
     for group in ("model", "optimizer", "extra"):
         assert_same_bits(ends[0].tensors[group], ends[1].tensors[group])

@@ -3,13 +3,13 @@
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import torch
 
 import loka
+from loka.tuning.evidence import Evidence
 
 from .small import MARGIN, Ranker, loss, make_batches
 
@@ -35,14 +35,11 @@ def kill_one(folder: Path, generator: random.Random) -> None:
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-if __name__ == "__main__":
+def kill_many(folder: Path, kills: int) -> None:
     torch.set_num_threads(1)
-    place, kills = Path(sys.argv[1]), int(sys.argv[2])
-    place.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     chosen = random.Random(0)
     for _ in range(kills):
-        kill_one(place, chosen)
-        from loka.tuning.evidence import Evidence
-
-        Evidence(place, Ranker(), {"training": True, "margin": MARGIN, "thorough": False})  # readable, or an error
-        print("whole", *sorted(path.name for path in place.glob("*.json")))
+        kill_one(folder, chosen)
+        Evidence(folder, Ranker(), {"training": True, "margin": MARGIN, "thorough": False})  # readable, or an error
+        print("whole", *sorted(path.name for path in folder.glob("*.json")))

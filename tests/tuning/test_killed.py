@@ -2,28 +2,25 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import loka
+from forked import finish, start
 from loka.records import load
 from loka.records.tuning import Tuning
 
+from .killed_child import kill_many
 from .small import MARGIN, Ranker, loss, make_batches
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 @pytest.mark.slow
 def test_twenty_kills_leave_whole_files(tmp_path: Path) -> None:
-    kills, folder, tests = 20, tmp_path / "out", Path(__file__).parents[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    command = [sys.executable, "-m", "tuning.killed_child", str(folder), str(kills)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("whole") == kills
+    kills, folder, said = 20, tmp_path / "out", tmp_path / "said"
+    assert finish(start(kill_many, folder, kills, said=said), 300) == 0, said.read_text()[-2000:]
+    assert said.read_text().count("whole") == kills
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
     assert {path.name for path in files} >= {"evidence.json"}
     for path in files:

@@ -22,6 +22,7 @@ from loka.dispatch.choosing import (
     split_unit,
     to_plan_parts,
 )
+from loka.probe.paired import Losses
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
 from loka.tuning import timing
 from loka.tuning.estimating import Estimator
@@ -31,7 +32,6 @@ from loka.tuning.progress import Progress
 from loka.tuning.session import Session
 from loka.tuning.task import Task
 from loka.tuning.timing import Captured, can_time, compare, make_fragment, say_host
-from loka.tuning.verifying import Losses
 from loka.units import discover, place
 
 from .small import Ranker, loss, make_batches, make_trained, same, state_of, tune

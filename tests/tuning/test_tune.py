@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import loka
+from forked import run_script
 
 from .small import BATCHES, MARGIN, Ranker, loss, make_batches, make_trained, placed, same, state_of, train, tune
 
@@ -242,18 +243,16 @@ torch.save([done.converted, [str(unit.kernels) for unit in done.units], kinds, m
 
 
 def test_a_fresh_process_places_the_same_modules_and_kernels(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     model, _ = make_trained()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     torch.save(BATCHES[0][0], tmp_path / "x.pt")
     tuned = tune(model)
     tuned.plan.save(tmp_path / "plan.json")
     files = [str(tmp_path / name) for name in ("weights.pt", "plan.json", "x.pt", "out.pt")]
-    words = [sys.executable, "-c", FRESH, str(Path(__file__).parents[1]), *files]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "fresh.py"
+    script.write_text(FRESH)
+    code, said = run_script(script, str(Path(__file__).parents[1]), *files)
+    assert code == 0, said
     converted, kernels, kinds, y = torch.load(tmp_path / "out.pt", weights_only=False)
     assert converted == tuned.conversion.converted
     assert kernels == [str(unit.kernels) for unit in tuned.conversion.units]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import loka
 from loka.records import Interval
+from loka.tuning.session import Session
 
 from .small import BATCHES, MARGIN, Ranker, loss, make_trained, placed, same, state_of, train, tune
 
@@ -73,6 +74,20 @@ def test_a_run_that_ends_apart_drops_the_unit_of_the_largest_predicted_harm(monk
     assert left.way == "high"
     assert left.reason.startswith("trained 6 steps with it, the metric moved by +20.0000% [+10.0000%, +30.0000%]")
     assert tuned.record.training_change == ALIKE
+    (rest,) = [unit for unit in tuned.record.units if unit.way != "high"]
+    assert tuned.record.metric_change == rest.metric_change, "of what runs, not of what was measured before a unit left"
+
+
+def test_what_is_left_is_held_to_the_margin_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two units may cancel: without one of them the other is another change."""
+    seen = end_runs(monkeypatch, APART, ALIKE)
+    swap = Session.swap
+    monkeypatch.setattr(Session, "swap", lambda self, *given: APART if len(seen) == 2 else swap(self, *given))
+    model, _ = make_parted()
+    tuned = tune(model, train=6)
+    assert not placed(model)
+    assert tuned.record.metric_change is None
+    assert any("the rest moved the metric by +20.0000%" in unit.reason for unit in tuned.record.units)
 
 
 def test_runs_that_always_end_apart_convert_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Policy: from evidence to a plan. For every GEMM, the fastest candidate that is accurate enough.
 
 A candidate is accurate enough by what its error does to the loss (`Candidate.harm`, see docs/concepts/score.md): at most its share of the margin, margin / sqrt(units). A forward GEMM that was
-swapped in and measured on the metric is judged by that instead: the upper end of the change, at most the margin, whatever the score says; a larger one vetoes. Without a score the error of the
-product counts, which says little about the loss: the upper end of guarded MERE in fprop, of relative L2 in the gradient GEMMs. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
+swapped in and measured on the metric is judged by that instead, by the same rule as in the report (`loka.dispatch.margin.allow`): what is called vetoed there is in no plan. Where nothing in the model has a score
+(a loop without gradients) the error of the product counts, which says little about the loss: the upper end of guarded MERE in fprop, of relative L2 in the gradient GEMMs. Where others have one, a candidate without (a frozen layer that no gradient
+reaches, a recipe that was not scored while the model trained) is in no plan that was not told so: a margin that holds for some of the model holds for none of it. It is fast enough when the *lower* end of its speed-up's interval exceeds `min_speedup`. High precision is always a
 candidate: it wins whenever nothing passes both, and it wins ties, so nothing that may be slower than bf16 is ever chosen for its speed.
 
 Without measured speed nothing can be called fast, so there are three kinds of plan:
@@ -16,7 +17,6 @@ Without measured speed nothing can be called fast, so there are three kinds of p
 matches decides, and the plan says that it was told. `max_metric_change` sets a budget for the whole model (`budget`).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -26,13 +26,13 @@ from loka.dispatch.budget import Verify, spend
 from loka.dispatch.chains import GIVEN, place_chains
 from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.database import Database
+from loka.dispatch.margin import MARGIN, allow, share_of_margin
 from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_of
 from loka.dispatch.speed import DatabaseSpeeds, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
-MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 HIGH = "high"
 AUTO = "auto"
 
@@ -122,7 +122,7 @@ def make_plan(
     units = report.units or len(report.sites)
     sites, chains, told = place_chains(
         report,
-        [_plan_site(site, policy, speeds, units) for site in report.sites],
+        [_plan_site(site, policy, speeds, units, scored=_scored_gemms(report)) for site in report.sites],
         margin=policy.margin,
         units=units,
         wanted=policy.chains,
@@ -219,7 +219,14 @@ def _site_plan(site: Site, choices: list[Choice]) -> SitePlan:
     return SitePlan(site=site.name, m=site.m, k=site.k, n=site.n, flops_share=site.flops_share, choices=choices)
 
 
-def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> SitePlan:
+def _scored_gemms(report: ProbeReport) -> frozenset[Gemm]:
+    """GEMMs of which something in the model says what errors do to the loss; gradients are scored without a known loss too."""
+    return frozenset(c.gemm for site in report.sites for c in site.candidates if c.harm is not None)
+
+
+def _plan_site(
+    site: Site, policy: Policy, speeds: Speeds, units: int = 1, *, scored: frozenset[Gemm] = frozenset()
+) -> SitePlan:
     if site.kept is not None and not site.gemms:  # nothing was measured that an override could choose
         return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in GEMMS])
     for pattern, override in policy.overrides.items():
@@ -235,7 +242,11 @@ def _plan_site(site: Site, policy: Policy, speeds: Speeds, units: int = 1) -> Si
     if site.kept is not None:
         return _site_plan(site, [choice_of(gemm, None, site.kept) for gemm in site.gemms])
     return _site_plan(
-        site, [choose(list(speeds.options(site, gemm)), gemm, policy, site, units) for gemm in site.gemms]
+        site,
+        [
+            choose(list(speeds.options(site, gemm)), gemm, policy, site, units, scored=gemm in scored)
+            for gemm in site.gemms
+        ],
     )
 
 
@@ -257,7 +268,13 @@ def error_of(candidate: Candidate) -> Interval | None:
 
 
 def choose(
-    options: Sequence[Candidate], gemm: Gemm, policy: Policy, site: Site | None = None, units: int = 1
+    options: Sequence[Candidate],
+    gemm: Gemm,
+    policy: Policy,
+    site: Site | None = None,
+    units: int = 1,
+    *,
+    scored: bool = False,
 ) -> Choice:
     """The choice for one GEMM among its options; high precision where none passes.
 
@@ -267,6 +284,7 @@ def choose(
         policy: what is asked.
         site: where it is, for what was measured by swapping it in.
         units: that share the margin.
+        scored: other candidates of the model for the same GEMM have a score, so one without is judged by no error of its product.
 
     Returns:
         What runs, why, and what was refused.
@@ -275,7 +293,7 @@ def choose(
     refusals: list[str] = []
     alone = [c for c in options if c.recipe not in GIVEN]
     for candidate in (c for c in alone if policy.recipe in (AUTO, c.recipe)):
-        refusal = _refuse(candidate, policy, site, units)
+        refusal = _refuse(candidate, policy, site, units, scored)
         if refusal is None:
             passing.append(candidate)
         else:
@@ -302,10 +320,13 @@ def _choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
     )
 
 
-def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int) -> str | None:
+def _refuse(candidate: Candidate, policy: Policy, site: Site | None, units: int, scored: bool) -> str | None:
     """Why a candidate is out, or None."""
     if candidate.refusal is not None:
         return candidate.refusal
+    if scored and policy.recipe == AUTO and candidate.harm is None and not _was_swapped(candidate, site):
+        why = site.unscored if site is not None and site.unscored else f"{candidate.recipe} was not scored"
+        return f"nothing says what its error does to the loss, as it is known of others: {why}; hint: loka.tune swaps it in and measures"
     if (refusal := _refuse_by_harm(candidate, policy, site, units)) is not None:
         return refusal
     if policy.min_speedup is None:
@@ -333,13 +354,13 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
     if _was_swapped(candidate, site):
         assert site is not None
         assert site.metric_change is not None
-        change = site.metric_change
-        if change.high > margin:
-            return f"swapped in alone it moved the metric by up to {change.high:+.4%}, more than the margin of {margin:.3%}"
+        judged = allow(site.metric_change, margin=margin, units=units)
+        if not judged.within:
+            return f"swapped in alone it moved the metric by {judged.text}"
         if harm is None or harm.value <= HOPELESS * margin:
             return None
     if harm is not None:
-        share = margin / math.sqrt(max(units, 1))
+        share = share_of_margin(margin, units)
         if harm.high > share:  # the end that Probe's verdict goes by: what it calls unsafe is in no plan
             return f"predicted change of the loss up to {harm.high:.4%} exceeds {share:.4%}, its share of the margin"
         if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):

@@ -55,6 +55,12 @@ class Format:
     has_nan: bool
     has_inf: bool
 
+    def __eq__(self, other: object) -> bool:  # by name alone: a compiler traces every comparison, field by field
+        return isinstance(other, Format) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     @property
     def is_integer(self) -> bool:
         """Whether the grid is uniform."""

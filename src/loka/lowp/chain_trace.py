@@ -20,20 +20,11 @@ from torch import Tensor
 from loka.formats import QTensor, Spec
 from loka.kernels.dropout import factor_of, keep_mask
 from loka.kernels.quantize import transpose
-from loka.lowp.chain import Chain, follow_linear
-from loka.lowp.chain_function import (
-    STATIC_SPEC,
-    TENSOR_SPEC,
-    ChainTensors,
-    Kept,
-    Layout,
-    input_spec,
-    quantize_input,
-    quantize_input_both,
-    run_backward,
-    run_forward,
-    run_link,
-)
+from loka.lowp.chain import Chain
+from loka.lowp.chain_backward import input_spec, run_backward
+from loka.lowp.chain_forward import Kept, quantize_input, quantize_input_both, run_forward, run_link
+from loka.lowp.chain_function import STATIC_SPEC, TENSOR_SPEC, ChainTensors, Layout
+from loka.lowp.chain_running import follow_linear
 from loka.lowp.interaction import enter_chain
 
 __all__ = ["LinkRows", "Trace", "operand_specs", "take_quantized"]

@@ -23,7 +23,9 @@ from loka.kernels.interaction import InteractionCall, finish, interact, interact
 from loka.kernels.interaction.triton import fits
 from loka.kernels.quantize import transpose
 from loka.lowp.chain import Chain, chain_of
-from loka.lowp.chain_function import ChainTensors, Layout, restore_chain, run_forward, save_chain, spread
+from loka.lowp.chain_forward import run_forward
+from loka.lowp.chain_function import ChainTensors, Layout
+from loka.lowp.chain_node import restore_chain, save_chain, spread
 from loka.nn.mix import FeatureMix, compute_dtype
 from loka.nn.norm import BLOCK, BlockNorm
 

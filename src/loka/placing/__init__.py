@@ -1,18 +1,12 @@
 """placing: a plan placed in a model, whole, and taken back. `loka.convert` and `loka.revert` live here."""
 
-from loka.placing.conversion import (
-    Conversion,
-    LinearOptions,
-    Scaling,
-    calibrating,
-    convert,
-    freeze_model,
-    load_scale_state,
-    refresh,
-    revert,
-    scale_state,
-)
+from loka.lowp.binding import LinearOptions
+from loka.lowp.linear import refresh
+from loka.lowp.scaling import Scaling
+from loka.placing.conversion import convert, freeze_model, revert
 from loka.placing.everything import plan_everything
+from loka.placing.scales import calibrating, load_scale_state, scale_state
+from loka.records import Conversion
 
 __all__ = [
     "Conversion",

@@ -11,13 +11,13 @@ be converted before or after DistributedDataParallel, fully_shard (FSDP2), torch
 A plan that does not fit the model is refused before anything is changed, and the refusal names every mismatch. Linears the plan does not mention, or keeps in high precision
 throughout, are left alone; so are those a recipe meets and cannot convert (subclasses with a forward of their own, parametrised weights), and the record says why.
 
-Scales that are remembered between steps are no part of a state_dict: `scale_state` and `load_scale_state` keep them in a section of their own.
+Scales that are remembered between steps are no part of a state_dict: `loka.placing.scales` keeps them.
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -30,32 +30,18 @@ from loka.dispatch import RECIPES, recipe_named
 from loka.kernels.registry import BACKENDS
 from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import LinearBinding, LinearOptions
-from loka.lowp.chain import Chain, chains_of
+from loka.lowp.chain import chains_of
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
-from loka.lowp.scaling import AmaxState, Scaling
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites, unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import Conversion, KernelBucket, Plan, UnitPlan, capture_environment
 from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
-
-__all__ = [
-    "Conversion",
-    "LinearOptions",
-    "ModuleFilter",
-    "Scaling",
-    "calibrating",
-    "convert",
-    "freeze_model",
-    "load_scale_state",
-    "refresh",
-    "revert",
-    "scale_state",
-]
+from loka.units.discovery import WIDE_WEIGHTS
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 _THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
@@ -328,8 +314,8 @@ def _refuse_type(module: nn.Module) -> str | None:
         return "grouped GEMMs have no backward in low precision"
     if any(
         p.dtype == torch.float64 for p in module.parameters()
-    ):  # not `weight`: reading a parametrised one may change it
-        return "float64 weights: no low-precision GEMM writes float64"
+    ):  # reading the `weight` of a parametrised one may change it
+        return WIDE_WEIGHTS
     return None
 
 
@@ -386,111 +372,3 @@ def _release(model: nn.Module) -> int:
         chain.release()
     open_fast_paths(model)
     return len(linears) + sum(len(chain.links) for chain in chains)
-
-
-def _remembered(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
-    """Everything that remembers magnitudes, by a name that stays."""
-    inner = unwrap(model)
-    for name, linear in linears_of(inner):
-        for role, amax in linear.state.amax_states.items():
-            yield f"{name}/{role}", amax
-    for _, chain in chains_of(inner):
-        for role, states in (("z", chain.out), ("g", chain.grad)):
-            for link, state in zip(chain.links, states, strict=True):
-                if state is not None:
-                    yield f"{link.linear}/{role}", state
-
-
-def scale_state(model: nn.Module) -> dict[str, Tensor]:
-    """What remembered scales need after a restart, as named tensors: `site/operand/part`. Empty where all scales are dynamic.
-
-    Args:
-        model: converted, wrapped or not.
-
-    Returns:
-        Tensors to keep beside the model's state_dict.
-
-    Example:
-        >>> safetensors.torch.save_file(loka.scale_state(model), "scales.safetensors")
-    """
-    return {f"{name}/{part}": tensor for name, amax in _remembered(model) for part, tensor in amax.state().items()}
-
-
-def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `scale_state` returned; refuses one of another conversion, naming the differences.
-
-    Args:
-        model: converted as the one the state is of.
-        state: what `scale_state` returned there.
-
-    Example:
-        >>> loka.load_scale_state(model, safetensors.torch.load_file("scales.safetensors"))
-    """
-    expected = scale_state(model)
-    if problems := sorted(expected.keys() ^ state.keys()):
-        where = [f"{name}: {'missing' if name in expected else 'unknown'}" for name in problems]
-        hint = "hint: where a Guard switched sites, guard.load_state_dict(...) comes first"
-        raise ValueError(f"this scale state does not fit the model ({len(where)} differences): {'; '.join(where[:6])}; {hint}")  # fmt: skip
-    for name, amax in _remembered(model):
-        amax.load({part: state[f"{name}/{part}"] for part in amax.state()})
-    for _, chain in chains_of(unwrap(model)):
-        chain.find_primed()
-
-
-@contextmanager
-def calibrating(model: nn.Module) -> Iterator[None]:
-    """Batches run in this block set the fixed scales: the largest magnitude each site sees becomes its bound.
-
-    A block that ends in an exception changes nothing: earlier scales stay as they were.
-
-    Args:
-        model: converted with static scales, or with chains.
-
-    Returns:
-        A context manager.
-
-    Example:
-        >>> with loka.placing.calibrating(model), torch.no_grad():
-        ...     for batch in batches:
-        ...         model(batch)
-    """
-    inner = unwrap(model)
-    states = {
-        name: linear.state.x
-        for name, linear in linears_of(inner)
-        if linear.state.x is not None and any(spec.mode == "static" for spec in linear.binding.x_specs.values())
-    }
-    chains: list[Chain] = [chain for _, chain in chains_of(inner)]
-    if not states and not chains:
-        raise ValueError(
-            "no converted linear has static scales; hint: convert(..., options=LinearOptions(scales='static'))"
-        )
-    with ExitStack() as stack:
-        for chain in chains:
-            stack.enter_context(chain.calibrating())
-        stack.enter_context(_calibrating_linears(states))
-        yield
-
-
-@contextmanager
-def _calibrating_linears(states: Mapping[str, AmaxState]) -> Iterator[None]:
-    before = {name: (state.static.clone(), state.calibrated) for name, state in states.items()}
-    for state in states.values():
-        state.static.zero_()
-        state.calibrating = True
-    try:
-        yield
-        for state in states.values():
-            state.calibrated = bool(state.static > 0)
-        if unseen := [name for name, state in states.items() if not state.calibrated]:
-            raise ValueError(
-                f"calibration saw no finite value other than zero at {', '.join(unseen[:6])}; run more batches"
-            )
-    except BaseException:  # the bounds of the last whole calibration stay, after Ctrl-C too
-        for name, state in states.items():
-            static, state.calibrated = before[name]
-            state.static.copy_(static)
-        raise
-    finally:
-        for state in states.values():
-            state.calibrating = False

@@ -17,10 +17,11 @@ moves by more than its standard error, in either direction. What is stable is it
 loss is a likelihood and the model roughly calibrated, E[g^2] is its curvature (Fisher), so the expected change gains nats / 2 * mean(r^2).
 
     harm.value = max(TYPICAL * rms, |mean| - 1.96 se) + nats / 2 * rms^2
-    harm.high  = the same with UPPER for TYPICAL and the upper end of the interval of the rms
+    harm.high  = max(UPPER * above, |mean| + max(1.96 / sqrt(examples), TYPICAL) * above) + nats / 2 * above^2,    above: the upper end of the interval of the rms
     harm.low   = max(|mean| - 1.96 se, 0)
 
-TYPICAL and UPPER are measured shares (docs/concepts/score.md has the table), not theory.
+TYPICAL and UPPER are measured shares (docs/concepts/score.md has the table), not theory: UPPER is beyond the largest of a thousand pairs. What the sampled examples themselves
+leave open comes on top: of a few hundred the mean is known to a tenth of its rms, and heavy tails, whose rms is known badly, widen both terms.
 
 Gradient GEMMs do not change the loss but the step. A step along dW + E instead of dW, its length chosen anew, makes cos^2 of the progress:
 
@@ -57,7 +58,6 @@ from loka.records import GEMMS, Gemm, Interval
 __all__ = [
     "GIVEN_SCALES",
     "HEADROOM",
-    "MARGIN",
     "SCORED",
     "Shown",
     "harm",
@@ -65,15 +65,13 @@ __all__ = [
     "operands_of",
     "score_look",
     "score_operands",
-    "share_of_margin",
 ]
 
 TYPICAL = 0.03  # |change of the loss| / rms of r: what is usual
-UPPER = 0.06  # ... and what hardly any pair exceeds
+UPPER = 0.15  # ... and what no measured pair exceeds
 PROGRESS = 0.01  # change of the loss / `lost`: -0.002 +- 0.005 over ten steps; the upper end, rounded up
 REWEIGHED = 0.4  # |change of the loss| / `reweighed` over ten steps, rms
 REWEIGHED_UPPER = 0.6  # ... and the largest
-MARGIN = 0.0002  # relative log loss; the field calls this a significant regression
 SURE = 1.96
 OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
@@ -96,11 +94,6 @@ def operands_of(recipe: str, gemm: Gemm) -> GemmWay | None:
     if recipe not in RECIPES:
         raise ValueError(f"no recipe {recipe!r}; recipes are {', '.join((*RECIPES, *GIVEN_SCALES))}")
     return RECIPES[recipe].operands(gemm)
-
-
-def share_of_margin(margin: float, units: int) -> float:
-    """What one of several units may cost: independent errors add in squares, so each has margin / sqrt(units)."""
-    return margin / math.sqrt(max(units, 1))
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -260,7 +253,10 @@ def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval,
     rms, above = math.sqrt(power), math.sqrt(upper)
     low = max(abs(mean) - SURE * rms / math.sqrt(count), 0.0)
     value = max(TYPICAL * rms, low) + nats / 2 * power
-    high = max(UPPER * above, low + TYPICAL * above) + nats / 2 * upper
+    unknown = (
+        max(SURE / math.sqrt(count), TYPICAL) * above
+    )  # by how much the mean may be off: here, and on other examples
+    high = max(UPPER * above, abs(mean) + unknown) + nats / 2 * upper
     return Interval(value=value, low=min(low, value), high=max(high, value)), mean
 
 

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch import recipe_named
+from loka.dispatch.margin import allow
 from loka.kernels.scaled_mm import GemmWay
 from loka.nn.wrapping import named_sites
 from loka.probe.engine import Engine
+from loka.probe.paired import compare_losses
 from loka.probe.report import Report
-from loka.probe.swapping import Swapped, Switchable, allow, compare_losses, swap
+from loka.probe.swapping import Swapped, Switchable, swap
 from loka.records import GemmVerdict, Interval, ProbeReport, Site
 
 __all__ = [

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from loka.dispatch import recipe_named
+from loka.dispatch.margin import MARGIN
 from loka.lowp.chain import chain_of
 from loka.lowp.chain_trace import operand_specs
 from loka.measure.site import SiteTiming, Weights
@@ -19,7 +20,7 @@ from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
 from loka.probe.offset import find_offsets
 from loka.probe.own import CHAIN_RECIPE
-from loka.probe.score import GIVEN_SCALES, MARGIN, operands_of
+from loka.probe.score import GIVEN_SCALES, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
 from loka.probe.verdict import Allowed, judge
 from loka.probe.watch import UNKNOWN_LOSS, Watch

@@ -5,30 +5,27 @@
     swapped.vetoed                   units whose change may be more than they are allowed, and why
 
 A unit is anything that can be switched on and off: a placed module, a chain, a hook (`fake_units`). The metric is called with the model and a batch and
-returns one number per example, log loss for a ranker. Differences are taken example by example; intervals are 95 % bootstraps over examples, or over groups of
-them (users). Both directions count: a change for the better on these examples is noise that may turn around on others.
+returns one number per example, log loss for a ranker. Differences are taken example by example; intervals are 95 % bootstraps over examples, over groups of
+them (users), or over batches where these differ (`loka.probe.paired`). Both directions count: a change for the better on these examples is noise that may turn around on others.
 
 The margin is 0.02 % of the loss for all units together, and margin / sqrt(units) for one alone, since independent errors add in squares. Where the examples
-cannot resolve that (half the interval is wider), 0.1 % counts instead, and the text says so. The upper end decides: what is not shown to be within is vetoed.
+cannot resolve that (half the interval is wider), 0.1 % counts instead, and the text says so, unless the whole interval is beyond the finer one. The upper end decides: what is not shown to be within is vetoed.
 
 Nothing stays switched on: the model, its mode and the random state are as they were, whatever happens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from loka.metrics import compare_paired
-from loka.metrics.bootstrap import Method
+from loka.dispatch.margin import MARGIN, allow
+from loka.probe.paired import Losses, gather, has_drifted, spell_change
 from loka.probe.progress import Progress, telling
-from loka.probe.score import MARGIN, share_of_margin
 from loka.records import Interval
 
-COARSE_MARGIN = 0.001
-NEVER = 1e9  # a change that is within no margin; records hold no infinity
 Metric = Callable[[nn.Module, Any], Tensor]
 
 
@@ -48,46 +45,6 @@ class Switchable:
     name: str
     enable: Callable[[], object]
     disable: Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """What a measured change is held against, and what came of it."""
-
-    allowed: float
-    within: bool
-    text: str
-
-
-def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowance:
-    """Judge a measured change by its upper end.
-
-    Args:
-        change: relative change of the metric.
-        margin: for the whole model.
-        units: that share it; 1 for a change of all together.
-
-    Returns:
-        The bound that was taken (the coarse one where the interval cannot resolve the fine one), whether the change is within, and the sentence.
-
-    Example:
-        >>> allow(Interval(value=0.0, low=-0.0001, high=0.0001)).within
-        True
-    """
-    fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
-    resolved = (change.high - change.low) / 2 <= fine
-    allowed = fine if resolved else coarse
-    within = furthest(change) <= allowed
-    share = f", {margin if resolved else COARSE_MARGIN:.2%} over the root of {units} units" if units > 1 else ""
-    words = f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], allowed {allowed:.4%}{share}"
-    if not resolved:
-        words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts"
-    return Allowance(allowed, within, words)
-
-
-def furthest(change: Interval) -> float:
-    """The end of an interval that is further from no change."""
-    return max(abs(change.low), abs(change.high))
 
 
 @dataclass(frozen=True)
@@ -154,7 +111,7 @@ def swap(
         Intervals of relative changes, and what is vetoed.
 
     Raises:
-        ValueError: no units, no batches, a name twice, or a metric that is not one number per example.
+        ValueError: no units, no batches, a name twice, a metric that is not one number per example, or one that is another when every unit is off again.
 
     Example:
         >>> swap(model, fake_units(model, {"over.2": "rowwise"}), held_out, losses).vetoed
@@ -169,83 +126,54 @@ def swap(
     if len(set(names)) < len(names):
         raise ValueError(f"units are named twice: {sorted(n for n in names if names.count(n) > 1)}")
     ids = None if groups is None else torch.cat([groups(batch).reshape(-1).cpu() for batch in held])
-    baseline = _values(model, held, metric)
+    baseline = _losses(model, held, metric)
     alone: dict[str, Interval] = {}
     failed: dict[str, str] = {}
     with telling(progress, "swap") as tell:
         for number, unit in enumerate(units):
             tell(unit.name, number, len(units) + together)
             try:
-                alone[unit.name] = compare_losses(_measure(model, [unit], held, metric), baseline, ids, seed=seed)
+                alone[unit.name] = _measure(model, [unit], held, metric).change_from(
+                    baseline, ids, seed=seed, method="auto"
+                )
             except Exception as error:  # a unit that cannot run is an answer about that unit
                 failed[unit.name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         able = [unit for unit in units if unit.name in alone]
         both = None
         if together and len(able) > 1:
             tell("all together", len(units), len(units) + 1)
-            both = compare_losses(_measure(model, able, held, metric), baseline, ids, seed=seed)
-    return Swapped(alone, both, margin, baseline.numel(), failed)
+            both = _measure(model, able, held, metric).change_from(baseline, ids, seed=seed, method="auto")
+    if (change := has_drifted(_losses(model, held, metric), baseline, margin)) is not None:
+        raise ValueError(
+            f"with every unit switched off again the metric changes {spell_change(change)}: expected what it was before; does it write to its batch, or keep a state?"
+        )
+    return Swapped(alone, both, margin, baseline.values.numel(), failed)
 
 
-def _measure(model: nn.Module, units: Sequence[Switchable], held: Sequence[Any], metric: Metric) -> Tensor:
+def _measure(model: nn.Module, units: Sequence[Switchable], held: Sequence[Any], metric: Metric) -> Losses:
     switched: list[Switchable] = []
     try:
         for unit in units:
             switched.append(unit)  # before: what fails half way is switched off too
             unit.enable()
-        return _values(model, held, metric)
+        return _losses(model, held, metric)
     finally:
         for unit in reversed(switched):
             unit.disable()
 
 
-def _values(model: nn.Module, held: Sequence[Any], metric: Metric) -> Tensor:
+def _losses(model: nn.Module, held: Sequence[Any], metric: Metric) -> Losses:
     training = model.training
     devices = [next(model.parameters()).device] if any(p.is_cuda for p in model.parameters()) else []
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices):
             torch.manual_seed(0)
-            parts = [metric(model, batch).detach().double().reshape(-1).cpu() for batch in held]
+            found = gather([metric(model, batch).detach() for batch in held])
     finally:
         model.train(training)
-    values = torch.cat(parts)
-    if values.numel() < 2:
+    if found.values.numel() < 2:
         raise ValueError(
-            f"the metric gave {values.numel()} number(s): expected one per example, e.g. a loss without reduction"
+            f"the metric gave {found.values.numel()} number(s): expected one per example, e.g. a loss without reduction"
         )
-    return values
-
-
-def compare_losses(
-    candidate: Tensor, baseline: Tensor, groups: Tensor | None = None, *, seed: int = 0, method: Method | Literal["auto"] = "auto"
-) -> Interval:  # fmt: skip
-    """Relative change of the mean with its 95 % interval, paired.
-
-    Args:
-        candidate: one number per example, or per batch; lower is better.
-        baseline: of the same ones.
-        groups: ids of what is independent; None for the numbers themselves.
-        seed: of the bootstrap.
-        method: of the interval; `student` needs no resampling.
-
-    Returns:
-        (candidate - baseline) / |baseline|, as a share. A number that is not finite, in either, is a change of `NEVER`; a single pair is known up to its sign.
-
-    Example:
-        >>> compare_losses(torch.tensor([1.01, 1.03]), torch.ones(2)).value
-        0.02
-    """
-    difference = candidate.double() - baseline.double()
-    if not bool(difference.isfinite().all()):
-        return Interval(value=NEVER, low=NEVER, high=NEVER)
-    size = float(baseline.double().mean().abs().clamp(min=1e-30))
-    if difference.numel() < 2:
-        alone = float(difference.mean()) / size
-        return Interval(value=alone, low=-abs(alone), high=abs(alone))
-    relative = float(baseline.double().sum()) > 0
-    result = compare_paired(
-        candidate, baseline, margin=0.1, metric="loss", lower_is_better=True, groups=groups, relative=relative, method=method, seed=seed
-    )  # fmt: skip
-    value, low, high = (x / (100 if relative else size) for x in (result.estimate, result.low, result.high))
-    return Interval(value=value, low=min(low, value), high=max(high, value))
+    return found

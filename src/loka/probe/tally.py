@@ -60,17 +60,22 @@ class Tally:
         """Looks scored."""
         return len(self._pending) + len(self._steps)
 
-    def harm(self, gemm: Gemm, recipe: str) -> tuple[Interval, float] | None:
-        """(harm, mean) of the later half of the looks that gave a number; None where there is none."""
+    def later(self, gemm: Gemm, recipe: str) -> tuple[Tensor, float]:
+        """(sums [looks, 4], mean loss of an example) of the later half of the looks that gave a number: what `harm` is made of."""
         self._settle()
-        if (gemm, recipe) not in self.keys:
-            return None
         sums = self._sums[:, self.keys.index((gemm, recipe))]
         known = sums[:, 0] > 0
         sums, nats = sums[known], self._nats[known]
-        later = slice(len(sums) // 2, None)
-        size = float(nats[later].nanmean()) if len(sums) else 1.0
-        return harm_from(gemm, sums[later], nats=size if size == size else 1.0)
+        half = slice(len(sums) // 2, None)
+        size = float(nats[half].nanmean()) if len(sums) else 1.0
+        return sums[half], size if size == size else 1.0
+
+    def harm(self, gemm: Gemm, recipe: str) -> tuple[Interval, float] | None:
+        """(harm, mean) of the later half of the looks that gave a number; None where there is none."""
+        if (gemm, recipe) not in self.keys:
+            return None
+        sums, nats = self.later(gemm, recipe)
+        return harm_from(gemm, sums, nats=nats)
 
     def merge(self, other: "Tally") -> None:
         """Add another rank's looks."""

@@ -14,9 +14,10 @@ about it, and how far the error falls without it. For a slow one it says where t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from loka.dispatch.margin import share_of_margin
 from loka.dispatch.policy import error_of
 from loka.probe.cause import MODS, NAMES, OPERANDS
-from loka.probe.score import GIVEN_SCALES, share_of_margin
+from loka.probe.score import GIVEN_SCALES
 from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
 
 MUCH_UNDERFLOW, MUCH_SATURATION = 0.05, 0.001

@@ -161,7 +161,7 @@ class Watch:
 
     def switch_off(self, doing: str, error: BaseException) -> None:
         """Look no more, and remember why."""
-        self.off = f"switched off while {doing}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self.off = f"switched off while {doing}: {_spell(error)}"
         self.on, self._pending, self._ungraded = False, {}, []
 
     def see_forward(
@@ -353,7 +353,7 @@ class Watch:
         try:
             self._score(look, step, loss_of)
         except Exception as error:  # what else was seen of the site still counts
-            self.unscored = f"scoring failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.unscored = f"scoring failed: {_spell(error)}"
 
     def _measure_own(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """What a link of a chain lost in this call, as it ran."""
@@ -363,9 +363,7 @@ class Watch:
             loss = None if loss_of is None else loss_of(look.call)
             self.own.see(look, look.weight, loss, step)
         except Exception as error:
-            self.unscored = (
-                f"the chain's own way was not measured: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            )
+            self.unscored = f"the chain's own way was not measured: {_spell(error)}"
 
     def _score(self, look: Look, step: int, loss_of: LossOf | None) -> None:
         """What every recipe would have done to the loss in this call."""
@@ -481,6 +479,10 @@ class Watch:
         self.calls, self.rows_seen = self.calls + calls, self.rows_seen + rows_seen
         self.largest, self.steps = max(self.largest, largest), max(self.steps, steps)
         self.needs_dgrad |= bool(dgrad)
+
+
+def _spell(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -133,10 +133,10 @@ class Tuning(Record, frozen=True, tag="tuning"):
         change = self.metric_change
         if change is None:
             quality = "the metric was not measured"
-        elif change.high <= self.used_margin:
-            quality = f"{self.metric_name} {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: within {self.used_margin:.2%}"
         else:
-            quality = f"{self.metric_name} {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: not shown to be within {self.used_margin:.2%}"
+            within = "within" if max(-change.low, change.high) <= self.used_margin else "not worse by more than"
+            shown = within if change.high <= self.used_margin else "not shown to be within"
+            quality = f"{self.metric_name} {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: {shown} {self.used_margin:.2%}"
         speed = "speed not measured" + (f" ({self.speed_note})" if self.speed_note else "")
         if self.speedup is not None:
             speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"

@@ -4,7 +4,6 @@ A few batches run forward and backward in high precision with hooks; nothing is 
 output, the weight. From these `loka.probe.score` predicts the relative change of the loss for every recipe and GEMM.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -60,8 +59,8 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
                 loss = task.mean_loss(model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             value = loss.detach()
-            if not math.isfinite(value):
-                raise ValueError(f"the loss of batch {index} is {float(value)}, expected a finite number: of others nothing can be said; hint: look at the batch, and at the weights")  # fmt: skip
+            if not bool(value.isfinite()):
+                raise ValueError(f"the loss of batch {index} is {float(value)}: expected a finite number; hint: leave that batch out")  # fmt: skip
             for eye in eyes.values():
                 eye.judge(value)
             total += float(value) / len(chosen)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka import mods as mods_room
+from loka.dispatch.margin import MARGIN
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
-from loka.probe.score import MARGIN
 from loka.tuning.estimating import Estimator
 from loka.tuning.progress import Progress, Told
 from loka.tuning.session import Session

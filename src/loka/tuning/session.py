@@ -24,6 +24,7 @@ from loka.dispatch.choosing import (
     to_plan_parts,
 )
 from loka.placing import convert
+from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence, capture_environment
 from loka.records.tuning import Estimate, TunedUnit, Tuning
 from loka.tuning import timing
@@ -33,7 +34,7 @@ from loka.tuning.looking import Looked, look, name_unseen
 from loka.tuning.progress import Progress
 from loka.tuning.tables import choose_collectives, choose_tables, describe_part, rounded_weights, unrounded
 from loka.tuning.task import MakeOptimizer, Task
-from loka.tuning.verifying import Losses, converted, evaluate, evaluate_averaged, train_paired
+from loka.tuning.verifying import converted, evaluate, evaluate_averaged, train_paired
 
 EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
 ALONE = "rowwise"  # what a library would do with the linears of a chain
@@ -54,6 +55,7 @@ class Session:
     optimizer: MakeOptimizer | None = None
     choose_tables: bool = False
     choose_collectives: bool = False
+    swapped: Losses | None = None  # of the units that were swapped in last
 
     def __init__(self, task: Task, metric: Any, margin: float, training: bool, seconds: float, thorough: bool, out: Any, progress: Progress) -> None:  # fmt: skip
         self.task, self.metric, self.margin, self.training = task, metric, margin, training
@@ -112,24 +114,32 @@ class Session:
         with self.phase("look"):
             looked = look(self.task, training=self.training, progress=self.progress)
             base = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+            self.check_repeatable(base)
             self.warn_if_early(base)
         chosen = make_offers(looked, limits=Limits.before_swapping(self.margin), training=self.training)
         with self.phase("time units"):
             offers, speeds = self.time_units(chosen, looked)
         with self.phase("verify the metric"):
             offers, alone, change, used = self.verify_metric(offers, chosen, looked, base, mods, speeds)
-        trained = None
+        measured, trained = list(offers), None
         if self.train:
             with self.phase("train a little"):
                 offers, trained = self.verify_training(offers, chosen, looked, used)
         with self.phase("verify the step"):
+            offers, change, _ = self.remeasure(offers, measured, chosen, looked, base, used, change)
+            measured = list(offers)
             offers, step_times, speedup, note = self.verify_speed(offers, chosen, looked, mods, speeds)
-            if change is not None and not offers:
-                change = None
+            offers, change, why = self.remeasure(offers, measured, chosen, looked, base, used, change)
+            if why is not None:
+                step_times, speedup, note = {}, None, why
+            if trained is not None and offers != measured:
+                self.notes.append(f"the paired run of training had {', '.join(o.name for o in measured if o not in offers)} too, which left since")  # fmt: skip
         looked_at: list[TablePlan | CollectivePlan] = []
         if self.choose_tables or self.choose_collectives:
             with self.phase("choose tables and collectives"):
                 looked_at, change = self.choose_parts(offers, chosen, looked, base, used, change)
+        if change is not None:
+            self.note_columns(base, used)
         plan = self.make_plan(offers, chosen, looked, mods, speeds, alone)
         return Tuning(
             model=type(self.task.model).__name__,
@@ -162,6 +172,15 @@ class Session:
     def phase(self, name: str) -> Any:
         """Shown and timed."""
         return self.progress.phase(name, self.seconds)
+
+    def check_repeatable(self, base: Losses) -> None:
+        """Run the held-out batches once more: what is compared later differs by the arithmetic alone only where this changes nothing."""
+        if not math.isfinite(base.mean):
+            self.notes.append("the metric of the held-out batches is not finite in high precision, so nothing can be compared with it; hint: leave out the batches where it is not")  # fmt: skip
+            return
+        again = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+        if (change := has_drifted(again, base, self.margin)) is not None:
+            raise ValueError(f"run twice in high precision, the same batches change the metric {spell_change(change)}: expected the same; do the step, the metric or the model keep a state of their own, or draw random numbers from a generator of their own?")  # fmt: skip
 
     def warn_if_early(self, base: Losses) -> None:
         """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
@@ -305,18 +324,40 @@ class Session:
             self.progress("verify the metric", index + 1, len(offers) + 1)
             key = f"alone {offer.way} {offer.name} {len(offer.unit.links)} of {base.digest}"
             alone[offer.name] = self.evidence.get_interval(key) or self.evidence.put_interval(key, self.swap([offer], chosen, looked, base))  # fmt: skip
+        for offer in [o for o in taken if alone[o.name].low == alone[o.name].high == 0.0]:
+            taken.remove(offer)
+            why = "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there"
+            chosen.kept.update(dict.fromkeys(offer.unit.linears, why))
         together = self.swap(taken, chosen, looked, base) if taken else None
-        if together is not None and together.high - together.value > used:
-            used = max(COARSE, used)
-            self.notes.append(f"the held-out data resolve {together.high - together.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; more batches resolve more")  # fmt: skip
-        while taken and together is not None and together.high > used:
+        unresolved = None
+        while together is not None:
+            used, unresolved = self.margin_for(together), together if self.margin_for(together) > self.margin else None
+            if self.is_within(together, used):
+                break
             worst = max(taken, key=lambda o: alone[o.name].high)
             taken.remove(worst)
-            for part in self.without_worst(worst, chosen, looked, alone, used):
+            exceeded = self.margin if together.low > self.margin else used
+            for part in self.without_worst(worst, chosen, looked, alone, exceeded):
                 alone[part.name] = self.swap([part], chosen, looked, base)
                 taken.append(part)
             together = self.swap(taken, chosen, looked, base) if taken else None
+        if unresolved is not None:
+            self.notes.append(f"the held-out data resolve {unresolved.high - unresolved.value:.3%}, not the margin of {self.margin:.3%}: judged at {used:.1%}; {self.say_finer(base)}")  # fmt: skip
         return taken, alone, together, used
+
+    def say_finer(self, base: Losses) -> str:
+        """What would resolve more."""
+        if base.step <= self.margin or base.per_example:
+            return "more batches resolve more"
+        return f"the loss comes in a type whose steps are {base.step:.2%}: compute its mean in float32, or return one number per example"
+
+    def margin_for(self, change: Interval) -> float:
+        """What a change is held against: the margin, or a coarser one where its interval does not resolve that."""
+        return self.margin if change.high - change.value <= self.margin else max(COARSE, self.margin)
+
+    def is_within(self, change: Interval, used: float) -> bool:
+        """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, they must not show that it is exceeded."""
+        return change.high <= used and change.low <= self.margin
 
     def choose_parts(self, offers: list[Offer], chosen: Chosen, looked: Looked, base: Losses, used: float, change: Interval | None) -> tuple[list[TablePlan | CollectivePlan], Interval | None]:  # fmt: skip
         """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are."""
@@ -338,12 +379,12 @@ class Session:
             with unrounded(model, self.tables), rounded_weights(model, weights):
                 change = self.swap(offers, chosen, looked, base)
             judged = [p for p in taken if p.evidence is not None and p.evidence.metric_change is not None]
-            if change.high <= used or not judged:
+            if self.is_within(change, used) or not judged:
                 break
             worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
             taken.remove(worst)
-            self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]")  # fmt: skip
-            self.tables, self.collectives, change = [], [], without
+            self.notes.append(f"{worst.name} stays as it is: with everything together the metric moved {spell_change(change)}")  # fmt: skip
+            self.tables, self.collectives, change, self.swapped = [], [], without, None
         return found, change
 
     def verify_training(self, offers: list[Offer], chosen: Chosen, looked: Looked, used: float) -> tuple[list[Offer], Interval | None]:  # fmt: skip
@@ -352,13 +393,26 @@ class Session:
         while taken:
             plan = self.make_plan(taken, chosen, looked, [], {}, {})
             change = train_paired(self.task, plan, self.train, self.optimizer, self.metric, lambda done: self.progress("train a little", done, 2 * self.train))  # fmt: skip
-            if change.high <= used:
+            if self.is_within(change, used):
                 return taken, change
             worst = max(taken, key=lambda o: 0.0 if o.harm is None else o.harm.value)
             taken.remove(worst)
-            why = f"trained {self.train} steps with it, the metric moved by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], more than {used:.3%}"
+            why = f"trained {self.train} steps with it, the metric moved {spell_change(change)}, more than {used:.3%}"
             chosen.kept.update(dict.fromkeys(worst.unit.linears, why))
         return taken, None
+
+    def remeasure(self, offers: list[Offer], measured: list[Offer], chosen: Chosen, looked: Looked, base: Losses, used: float, change: Interval | None) -> tuple[list[Offer], Interval | None, str | None]:  # fmt: skip
+        """A change belongs to the units it was measured with: where some left since, what is left is measured by itself, and left out too where it is not within the margin; then also why."""
+        if offers == measured or not offers:
+            return offers, change if offers else None, None
+        change = self.swap(offers, chosen, looked, base)
+        used = min(used, self.margin_for(change))
+        if self.is_within(change, used):
+            return offers, change, None
+        gone = ", ".join(o.name for o in measured if o not in offers)
+        why = f"without {gone} the rest moved the metric {spell_change(change)}, more than {used:.3%}"
+        chosen.kept.update(dict.fromkeys((name for o in offers for name in o.unit.linears), why))
+        return [], None, why
 
     def say_gradients(self, trained: Interval | None) -> str:
         """How gradients were judged."""
@@ -370,10 +424,10 @@ class Session:
             return f"by the score, and by paired runs of {self.train} steps, which no unit passed"
         return f"by the score, and by a paired run of {self.train} steps: {trained.value:+.4%} [{trained.low:+.4%}, {trained.high:+.4%}]"
 
-    def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], used: float) -> list[Offer]:  # fmt: skip
+    def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], exceeded: float) -> list[Offer]:  # fmt: skip
         """A chain without the linear that is predicted to cost most; nothing of a single one."""
         change = alone[offer.name]
-        why = f"swapped in, {offer.name} moved the metric by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], and all together exceeded {used:.3%}"
+        why = f"swapped in, {offer.name} moved the metric {spell_change(change)}, and all together exceeded {exceeded:.3%}"
         worst = max(offer.unit.linears, key=lambda name: predicted_harm(looked.sites[name], training=self.training))
         chosen.kept[worst] = why
         if offer.way != "chain" or len(offer.unit.links) == 1:
@@ -386,7 +440,13 @@ class Session:
         """The change of the metric with these units in low precision."""
         plan = self.make_plan(offers, chosen, looked, [], {}, {})
         with converted(self.task.model, plan):
-            return evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training).change_from(base)
+            self.swapped = evaluate(self.task, self.task.held_out, self.metric, as_trained=self.training)
+        return self.swapped.change_from(base)
+
+    def note_columns(self, base: Losses, used: float) -> None:
+        """Name tasks whose own loss changes by more than the margin while the loss as a whole does not: a rare label is a small part of it."""
+        found = {} if self.swapped is None else self.swapped.changed_columns(base, used)
+        self.notes += [f"column {number} of the loss, {share:.1%} of it, changes {spell_change(change)}: more than {used:.2%}, which holds for their mean; hint: metric= that returns the column that matters" for number, (share, change) in found.items()]  # fmt: skip
 
     def verify_speed(self, offers: list[Offer], chosen: Chosen, looked: Looked, mods: list[str], speeds: dict[str, Interval]) -> tuple[list[Offer], dict[str, float], Interval | None, str | None]:  # fmt: skip
         """The whole step, compiled, beside compiled 16 bits; units are dropped until it is not slower."""

@@ -7,7 +7,7 @@ A loss that returns one number per example (reduction="none") is compared exampl
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.units.flow import call_model, copy_containers, copy_example
+from loka.units.flow import call_model, copy_containers, tensors_in
 from loka.units.undisturbed import undisturbed
 
 __all__ = ["MakeOptimizer", "Step", "Task"]
@@ -47,6 +47,7 @@ class Task:
     step: Step | None = None
     autocast: torch.dtype | None = None
     kept: list[Any] = field(init=False)
+    _checked: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -83,10 +84,10 @@ class Task:
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def losses(self, model: nn.Module, batch: Any, *, copied: bool = True) -> Tensor:
-        """The loss of a batch: one number, or one for each example. `copied`: the model, or the step, gets a copy of the batch, which it may write to."""
+        """The loss of a batch in the type it comes in: one number, or one for each example. `copied`: the model gets a copy of its inputs, which it may write to; a step may take lists and dicts apart, and writes to nothing."""
         with self.context():
             if self.step is not None:
-                value = self.step(model, copy_example(batch) if copied else copy_containers(batch))
+                value = self._run_step(self.step, model, batch)
             else:
                 assert self.loss is not None
                 inputs, target = batch
@@ -95,11 +96,33 @@ class Task:
                 )
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {type(value).__name__}, expected a floating tensor")  # fmt: skip
-        return value.float()
+        return value
+
+    def _run_step(self, step: Step, model: nn.Module, batch: Any) -> Tensor:
+        """The loss, from a step that leaves training to others: one that calls backward or an optimizer would train here, at every look. Checked once for every batch."""
+        if id(batch) in self._checked:
+            return step(model, copy_containers(batch))
+        calls = "expected step(model, batch) that returns the loss and leaves backward, clipping and the optimizer to the caller"
+        scaled = {id(p) for m in model.modules() if getattr(m, "max_norm", None) is not None for p in m.parameters()}
+        weights = [p for p in model.parameters() if id(p) not in scaled]  # a table with max_norm writes to itself
+        given = list(tensors_in(batch))
+        before = _versions(weights), _versions(given)
+        try:
+            value = step(model, copy_containers(batch))
+        except RuntimeError as error:
+            if not torch.is_grad_enabled() and "does not require grad" in str(error):
+                raise ValueError(f"the step calls backward: {calls}") from error
+            raise
+        if _versions(weights) != before[0]:
+            raise ValueError(f"the step changes the weights of the model: {calls}")
+        if _versions(given) != before[1]:
+            raise ValueError("the step changes its batch in place, so that no two runs see the same one; hint: clone what it writes to")  # fmt: skip
+        self._checked.add(id(batch))
+        return value
 
     def mean_loss(self, model: nn.Module, batch: Any, *, copied: bool = True) -> Tensor:
         """The loss of a batch as one number to differentiate."""
-        loss = self.losses(model, batch, copied=copied).mean()
+        loss = self.losses(model, batch, copied=copied).float().mean()
         if torch.is_grad_enabled() and not loss.requires_grad:
             why = "tune was called under torch.inference_mode" if torch.is_inference_mode_enabled() else "the loss, or a part of the model, is computed without gradients"  # fmt: skip
             raise ValueError(f"no gradient leads from the loss to the model, so nothing predicts what an error does: {why}")  # fmt: skip
@@ -111,6 +134,11 @@ class Task:
 
         with undisturbed(self.model):
             return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to; tensors of inference mode do not count."""
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _check_arity(name: str, function: Any, given: int, what: str) -> None:

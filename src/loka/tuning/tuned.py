@@ -6,11 +6,16 @@ from pathlib import Path
 from torch import nn
 
 from loka.placing import revert
+from loka.probe.paired import NEVER
 from loka.records import Conversion, Interval, Plan, save
 from loka.records.tuning import Tuning
 from loka.report import Results, write_html
 
 __all__ = ["Tuned"]
+
+
+def _spell(change: float) -> str:
+    return "not finite" if change >= NEVER else f"{change:+.4%}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Tuned:
         width = max((len(unit.name) for unit in r.units), default=0)
         for unit in r.units:
             harm = "" if unit.harm is None else f"  predicted {unit.harm.value:+.4%}"
-            alone = "" if unit.metric_change is None else f"  swapped {unit.metric_change.value:+.4%}"
+            alone = "" if unit.metric_change is None else f"  swapped {_spell(unit.metric_change.value)}"
             speed = "" if unit.speedup is None else f"  {unit.speedup.value:.2f}x"
             if unit.estimated is not None:
                 speed = f"  ~{unit.estimated.value:.2f}x estimated"

@@ -2,53 +2,26 @@
 
     change = mean(with - without) / mean(without)           lower is better: a loss
 
-The interval is over examples where the loss gives one number each, over batches otherwise; both runs have the same weights and random state, so what differs is the arithmetic alone.
+The interval is over examples where the loss gives one number each, over batches otherwise or where these differ (`loka.probe.paired`); both runs have the same weights and random state, so what
+differs is the arithmetic alone.
 The upper end decides: a plan whose change may exceed the margin is not within it.
 """
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from loka.placing import convert, revert
-from loka.probe.swapping import compare_losses
+from loka.probe.paired import Losses, gather
 from loka.records import Interval, Plan
 from loka.tuning.task import MakeOptimizer, Task
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["Losses", "converted", "evaluate", "evaluate_averaged", "train_paired"]
-
-
-@dataclass(frozen=True)
-class Losses:
-    """The loss of every example, or of every batch where only that is known."""
-
-    values: Tensor
-    per_example: bool
-
-    @property
-    def mean(self) -> float:
-        """Over all of them."""
-        return float(self.values.mean())
-
-    def change_from(self, base: "Losses") -> Interval:
-        """Relative change of the mean, with a 95 % interval over what was paired (`loka.probe.swapping.compare_losses`).
-
-        Args:
-            base: the same examples in high precision.
-        """
-        return compare_losses(self.values, base.values, method="student")
-
-    @property
-    def digest(self) -> str:
-        """Of all of them: other weights, batches or another metric have other losses."""
-        return hashlib.sha256(self.values.numpy().tobytes()).hexdigest()[:16]
+__all__ = ["converted", "evaluate", "evaluate_averaged", "train_paired"]
 
 
 def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_trained: bool = False) -> Losses:
@@ -71,11 +44,11 @@ def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_train
             torch.manual_seed(0)
             for batch in batches:
                 value = task.losses(model, batch) if metric is None else _values(metric(model, batch))
-                parts.append(value.detach().double().reshape(-1).cpu())
+                parts.append(value.detach())
     finally:
         for p, grad in grads:
             p.grad = grad
-    return Losses(torch.cat(parts), per_example=any(part.numel() > 1 for part in parts))
+    return gather(parts)
 
 
 def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = False) -> Losses | None:

@@ -8,7 +8,7 @@ One execution is no proof: a model that takes another path on other data may use
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -275,9 +275,7 @@ class _Search:
     def _take(self, reader: Call, value: int, state: "_Following") -> str | None:
         """Let a norm, an activation or a dropout into the link; why not, where it cannot be."""
         where = reader.site or f"{reader.op} in {reader.inside or 'the model'}"
-        if len(reader.outputs) != 1:
-            return f"{where} stands behind it"
-        if reader.inputs != (value,):
+        if len(reader.outputs) != 1 or reader.inputs != (value,):
             return f"{where} stands behind it"
         if reader.site is None and reader.dropout is not None:
             return state.take_dropout(reader.dropout, where, reader.inside, caller=reader.inside, serving=self.serving)
@@ -319,7 +317,7 @@ class _Search:
 
     def _is_bounded(self, call: Call) -> bool:
         """Whether the input came out of a BlockNorm, reshaped or activated at most."""
-        makers = {out: made for made in self.flow.calls for out in made.outputs}
+        makers = self.flow.makers
         at = makers.get(call.inputs[0])
         while at is not None:
             if at.site is None:
@@ -481,10 +479,3 @@ def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Aske
     return UnitPlan(
         name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded, around=around  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def members(units: list[UnitPlan]) -> Iterator[tuple[str, UnitPlan]]:
-    """Every linear of every unit, with the unit."""
-    for unit in units:
-        for name in unit.linears:
-            yield name, unit

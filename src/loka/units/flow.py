@@ -36,47 +36,10 @@ _RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand"
 _CUTS = {"slice", "select", "index", "index_select", "gather"}
 # What stands between a prediction layer and the result: no weights, no products, no norms.
 _TAIL = {
-    "sigmoid",
-    "sigmoid_",
-    "add_",
-    "mul_",
-    "softmax",
-    "_softmax",
-    "log_softmax",
-    "_log_softmax",
-    "tanh",
-    "clamp",
-    "mul",
-    "div",
-    "neg",
-    "exp",
-}
-_TAIL |= {
-    "view",
-    "_unsafe_view",
-    "reshape",
-    "unsqueeze",
-    "squeeze",
-    "_to_copy",
-    "clone",
-    "alias",
-    "detach",
-    "select",
-    "slice",
-}
-_TAIL |= {
-    "cat",
-    "stack",
-    "add",
-    "Sigmoid",
-    "HardSigmoid",
-    "Softmax",
-    "LogSoftmax",
-    "Identity",
-    "Dropout",
-    "Flatten",
-    "permute",
-}
+    "sigmoid", "sigmoid_", "softmax", "_softmax", "log_softmax", "_log_softmax", "tanh", "clamp", "add", "add_", "mul", "mul_", "div", "neg", "exp",
+    "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "permute", "_to_copy", "clone", "alias", "detach", "select", "slice", "cat", "stack",
+    "Sigmoid", "HardSigmoid", "Softmax", "LogSoftmax", "Identity", "Dropout", "Flatten",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -209,7 +172,7 @@ def follow(flow: Flow, value: int, *, shift: bool) -> list[Sink] | str:
 
 def prediction_linears(flow: Flow) -> Iterator[str]:
     """Linears from which the result is reached without weights, products or norms in between, and not along a residual."""
-    makers = {out: call for call in flow.calls for out in call.outputs}
+    makers = flow.makers
     waiting, seen = list(flow.results), set(flow.results)
     while waiting:
         call = makers.get(waiting.pop())
@@ -406,17 +369,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owners |= {id(ghosts[id(t)]): name for name, t in named if isinstance(t, nn.Parameter)}
         self._buffers |= {id(ghost) for ghost in ghosts.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
-        self._flow, self._values, self._outside = (
-            Flow(),
-            {},
-            set(),
-        )  # making the ghosts read every parameter, which the model does not
+        # anew: making the ghosts read every parameter, which the model does not
+        self._flow, self._values, self._outside = Flow(), {}, set()
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
     def finish(self, result: Any) -> Flow:
-        kept = [
-            value for module in self._model.modules() for value in vars(module).values()
-        ]  # for a loss that reads it later
+        # for a loss that reads it later
+        kept = [value for module in self._model.modules() for value in vars(module).values()]
         known = [t for t in tensors_in(kept) if id(t) in self._values]
         self._flow.results = frozenset(self._value(t) for t in (*tensors_in(result), *known))
         self._flow.outside_reads = frozenset(self._outside)
@@ -430,9 +389,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self._stack[-1][1] and isinstance(output, Tensor) and any(output is value for value in args):
-            output = output.view_as(
-                output
-            )  # Identity, or Dropout in eval mode: what it hands on is told apart from what it was given
+            # Identity, or Dropout in eval mode: what it hands on is told apart from what it was given
+            output = output.view_as(output)
         name, atom, inputs, inner = self._stack.pop()
         if atom and not self._in_atom():
             outputs = tuple(self._new_value(t) for t in tensors_in(output))

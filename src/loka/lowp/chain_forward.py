@@ -1,0 +1,181 @@
+"""A chain forward: its input and weights quantised, every layer run, and what backward needs kept in FP8. The maths is in `chain_function`."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loka.formats import ROW, TENSOR, QTensor, Spec, block_amax, scale_from_amax
+from loka.kernels.dropout import Dropout
+from loka.kernels.fused_linear import NORM_BLOCK, NORMALIZED, FusedResult, fused_linear
+from loka.kernels.norm_quantize import norm_quantize
+from loka.kernels.quantize import quantize, quantize_both
+from loka.kernels.scaled_mm import scaled_mm
+from loka.lowp.chain_function import GIVEN_SPECS, ROW_SPEC, STATIC_SPEC, TENSOR_SPEC, ChainTensors, Layout, Link
+from loka.lowp.scaling import find_amax
+
+
+class Kept(NamedTuple):
+    """What one link keeps for backward."""
+
+    x_t: Tensor
+    x_t_scale: Tensor
+    w_t: Tensor
+    w_t_scale: Tensor
+    z: Tensor | None = None
+    z_scale: Tensor | None = None
+    rstd: Tensor | None = None
+    mean: Tensor | None = None
+
+
+def quantize_input(x: Tensor, scale: Tensor | None, layout: Layout, *, rows: bool = True) -> QTensor:
+    """x_0 without gradients: with the scale that is given, otherwise one scale a row, which a compiler finds where the row is made.
+
+    `rows` False: one scale for the tensor, as `quantize_input_both` has it, so that a forward whose gradient is computed by running it again (activation
+    checkpointing) is the same both times.
+    """
+    backend = layout.precision.quantize_backend
+    if backend == "auto" and torch.compiler.is_compiling():
+        # Plain torch: the compiler joins it to what made x, which then never reaches memory in 16 bits, nor is rounded to them: some values become the
+        # neighbouring FP8 number of what the eager chain has.
+        backend = "compiled"
+    if layout.given_input:
+        return quantize(x, STATIC_SPEC, scale=scale, backend=backend)
+    return quantize(x, ROW_SPEC if rows else TENSOR_SPEC, backend=backend)
+
+
+def quantize_input_both(x: Tensor, scale: Tensor | None, layout: Layout) -> tuple[QTensor, QTensor]:
+    """x_0 and its transpose, for training."""
+    backend = layout.precision.quantize_backend
+    if not layout.given_input:
+        return quantize_found(x, TENSOR_SPEC, backend)
+    return quantize_both(x, STATIC_SPEC, STATIC_SPEC, scale=scale, transpose_scale=scale, backend=backend)
+
+
+def quantize_found(x: Tensor, spec: Spec, backend: str) -> tuple[QTensor, QTensor]:
+    """x and x^T under a dynamic spec. Compiled, the scale of a whole tensor is found where the compiler can join it to what made x."""
+    if spec.block != TENSOR or not torch.compiler.is_compiling() or x.numel() == 0:
+        return quantize_both(x, spec, spec, backend=backend)
+    # Row by row first: that reduction has the loops of what makes the rows, so it costs no read of its own.
+    scale = scale_from_amax(block_amax(x, ROW).amax(), spec)
+    given = GIVEN_SPECS[spec.format.name]
+    return quantize_both(x, given, given, scale=scale, transpose_scale=scale, backend=backend)
+
+
+def run_plain(a: QTensor, w: QTensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    """A linear with nothing behind it: the library's GEMM."""
+    return scaled_mm(a, w, out_dtype=layout.dtype, backend=layout.precision.gemm_backend, fast_accum=layout.precision.fast_accum, bias=bias)  # fmt: skip
+
+
+class Step(NamedTuple):
+    """What one link made: FP8 for the next (and its transpose in training), or 16 bits; and for backward z, rstd, mean."""
+
+    a: QTensor | None
+    a_t: QTensor | None
+    y: Tensor | None
+    z: QTensor | Tensor | None = None
+    rstd: Tensor | None = None
+    mean: Tensor | None = None
+
+
+def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
+    """One layer; the last one writes 16 bits, the others FP8 for the next."""
+    link, last = layout.links[at], at == len(layout.links) - 1
+    bias, draw = tensors.bias[at], tensors.draw(at, layout)
+    if last:
+        if link.plain and draw is None:
+            return Step(None, None, run_plain(a, w, bias, layout))
+        result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=training, draw=draw)
+        return Step(None, None, _as_tensor(result.y), result.z, result.rstd)
+    if link.norm in ("layer", "rms"):
+        # the bias inside the GEMM's kernel: what follows is a kernel of ours, which no compiler could join an addition to
+        library = bias is None or (w.shape[0] % 16 == 0 and layout.precision.gemm_backend in ("auto", "torch"))
+        h = (
+            run_plain(a, w, bias, layout)
+            if library
+            else _as_tensor(_fuse(a, w, bias, Link(link.linear), layout, out=layout.dtype).y)
+        )
+        return _run_normed(h, at, layout, tensors, training=training)
+    if link.bounded:
+        result = _fuse(a, w, bias, link, layout, out=NORMALIZED, scale=tensors.scale[at], keep=training, transpose=training, draw=draw)  # fmt: skip
+        return Step(_as_q(result.y), result.y_t, None, result.z, result.rstd)
+    if layout.primed:
+        result = _fuse(a, w, bias, link, layout, out=STATIC_SPEC, scale=tensors.scale[at], keep=training, transpose=training, amax=tensors.pending[at], draw=draw)  # fmt: skip
+        return Step(_as_q(result.y), result.y_t, None, result.z)
+    if link.plain and draw is None:
+        y = run_plain(a, w, bias, layout)
+        raise_pending(tensors.pending[at], y)
+        return _quantize_step(y, layout, training=training, z=None)
+    result = _fuse(a, w, bias, link, layout, out=layout.dtype, keep=True, amax=tensors.pending[at], draw=draw)
+    return _quantize_step(_as_tensor(result.y), layout, training=training, z=result.z)
+
+
+def _run_normed(h: Tensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
+    """Normalise, activate and quantise what a GEMM wrote in 16 bits."""
+    link = layout.links[at]
+    norm: dict[str, Any] = {"norm": link.norm, "activation": link.activation, "weight": tensors.norm_weight[at], "bias": tensors.norm_bias[at], "eps": link.eps, "amax": tensors.pending[at], "dropout": tensors.draw(at, layout)}  # fmt: skip
+    if layout.primed:
+        made = norm_quantize(h, STATIC_SPEC, scale=tensors.scale[at], transpose=training, **norm)
+        return Step(made.q, made.q_t, None, h, made.rstd, made.mean)
+    made = norm_quantize(h, None, out_dtype=layout.dtype, **norm)
+    assert made.y is not None
+    step = _quantize_step(made.y, layout, training=training, z=h)
+    return step._replace(rstd=made.rstd, mean=made.mean)
+
+
+def _quantize_step(y: Tensor, layout: Layout, *, training: bool, z: QTensor | Tensor | None) -> Step:
+    backend = layout.precision.quantize_backend
+    if not training:
+        return Step(quantize(y, TENSOR_SPEC, backend=backend), None, None)
+    a, a_t = quantize_both(y, TENSOR_SPEC, TENSOR_SPEC, backend=backend)
+    return Step(a, a_t, None, z)
+
+
+def raise_pending(pending: Tensor | None, x: Tensor) -> None:
+    """The largest magnitude of this step, if anybody collects it."""
+    if pending is not None:
+        pending.copy_(torch.maximum(pending, find_amax(x)))
+
+
+def _fuse(a: QTensor, w: QTensor, bias: Tensor | None, link: Link, layout: Layout, *, out: Any, scale: Tensor | None = None, keep: bool = False, transpose: bool = False, amax: Tensor | None = None, draw: Dropout | None = None) -> FusedResult:  # fmt: skip
+    return fused_linear(
+        a, w, out=out, out_scale=scale, bias=bias, norm_block=NORM_BLOCK if link.bounded else 0, activation=link.activation,
+        slope=link.slope, keep=keep, transpose=transpose, amax=amax, dropout=draw, backend=layout.precision.fused_backend,
+    )  # fmt: skip
+
+
+def _as_q(y: QTensor | Tensor) -> QTensor:
+    assert isinstance(y, QTensor)
+    return y
+
+
+def _as_tensor(y: QTensor | Tensor) -> Tensor:
+    assert isinstance(y, Tensor)
+    return y
+
+
+def run_forward(a: QTensor, a_t: QTensor, layout: Layout, tensors: ChainTensors) -> tuple[Tensor, list[Tensor | None]]:
+    """A chain's output and, those of `Kept` for every link, what its backward needs. `a_t` is the transpose of the quantised input a."""
+    saved: list[Tensor | None] = []
+    y: Tensor | None = None
+    for at in range(len(layout.links)):
+        weight = tensors.weight[at]
+        assert weight is not None
+        w, w_t = _quantize_weight(weight, layout)
+        step = run_link(a, w, at, layout, tensors, training=True)
+        z, z_scale = (step.z.data, step.z.scale) if isinstance(step.z, QTensor) else (step.z, None)
+        saved += [a_t.data, a_t.scale, w_t.data, w_t.scale, z, z_scale, step.rstd, step.mean]
+        y = step.y
+        if step.a is not None:
+            assert step.a_t is not None
+            a, a_t = step.a, step.a_t
+    assert y is not None
+    return y, saved
+
+
+def _quantize_weight(weight: Tensor, layout: Layout) -> tuple[QTensor, QTensor]:
+    """W and W^T; where both have one scale for the tensor a compiler finds it, faster than our kernel does for a matrix as small as a weight."""
+    precision = layout.precision
+    if precision.weight_t_spec == TENSOR_SPEC:
+        return quantize_found(weight, TENSOR_SPEC, precision.quantize_backend)
+    return quantize_both(weight, TENSOR_SPEC, precision.weight_t_spec, backend=precision.quantize_backend)

@@ -1,0 +1,204 @@
+"""Running a chain: in FP8 with or without gradients, exactly for comparison, and looked at beside the run. The kernels are called in `chain_forward` and `chain_backward`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.formats import QTensor, scale_from_amax
+from loka.kernels.activation import activate
+from loka.kernels.dropout import Dropout, factor_of, keep_mask
+from loka.kernels.fused_linear import NORM_BLOCK
+from loka.kernels.quantize import quantize
+from loka.lowp.chain_forward import quantize_input, run_link
+from loka.lowp.chain_function import STATIC_SPEC, ChainPrecision, ChainTensors, Layout, Link
+from loka.lowp.chain_node import ChainFunction
+from loka.lowp.chain_weights import ChainWeights
+from loka.lowp.folding import fold
+from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
+from loka.lowp.scaling import Scaling, find_amax
+from loka.nn.norm import BlockNorm
+
+if TYPE_CHECKING:
+    from loka.lowp.chain import Part
+
+
+class RunningChain(ChainWeights):
+    """What a chain computes of its layers, scales and weights.
+
+    Args:
+        name, parts, precision, bounded_input, scaling: as `Chain` has them.
+    """
+
+    def __init__(
+        self, name: str, parts: "Sequence[Part]", precision: ChainPrecision, *, bounded_input: bool, scaling: Scaling
+    ) -> None:
+        super().__init__(name, parts, precision, bounded_input=bounded_input, scaling=scaling)
+        self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
+        self.watching = False
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        """The chain without its tensors."""
+        types = tuple(linear.weight.dtype for linear in self.linears)
+        biases = tuple(
+            part.linear.weight.dtype if part.folds else None if part.linear.bias is None else part.linear.bias.dtype
+            for part in self.parts
+        )
+        dropout = tuple(part.find_p() for part in self.parts)
+        return Layout(self.links, self.precision, dtype, types, biases, self.primed, self.gradients_primed, self.input_scale is not None, dropout)  # fmt: skip
+
+    @staticmethod
+    def draw_seed(layout: Layout, device: torch.device) -> Tensor | None:
+        """A seed for what dropout draws in one call, from torch's generator on the device; None where nothing is drawn."""
+        return torch.randint(2**62, (1,), device=device) if any(layout.dropout) else None
+
+    def tensors(self, seed: Tensor | None = None) -> ChainTensors:
+        """Its tensors, as they are now; without a seed nothing is dropped. An evaluation between two steps leaves no trace in the magnitudes; serving counts what saturates."""
+        norms = [None if part.folds else part.norm for part in self.parts]
+        weights, biases = zip(*self._parameters(), strict=True)
+        counts = self.training or self.frozen is not None or not self.primed
+        return ChainTensors(
+            weights,
+            biases,
+            tuple(getattr(norm, "weight", None) for norm in norms),
+            tuple(getattr(norm, "bias", None) for norm in norms),
+            tuple(bound if link.bounded else None if s is None else s.scale for link, s, bound in zip(self.links, self.out, self.bounds, strict=True)),
+            tuple(None if s is None or not counts else s.pending for s in self.out),
+            tuple(None if s is None else s.scale for s in self.grad),
+            tuple(None if s is None else s.pending for s in self.grad),
+            seed,
+        )  # fmt: skip
+
+    def compute(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., K] -> [..., N] in the input's type, or autocast's where it is on; and what dropout was drawn from."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        width = self.linears[0].in_features
+        if x.shape[-1] != width:
+            raise ValueError(f"{self.name} takes [..., {width}], got {tuple(x.shape)}")
+        if x.dim() != 2 and any(part.folds for part in self.parts):
+            raise ValueError(f"{self.name}: a batch norm is folded into it, which normalises the last dimension of [rows, {width}] alone; got {tuple(x.shape)}")  # fmt: skip
+        if not torch.compiler.is_compiling():
+            self._refuse_shards()
+        flat, seed = x.reshape(-1, width), None
+        # no function mode looks inside: what one writes down there, a compiler could not take out of an autograd function
+        with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
+            if flat.shape[0] == 0:
+                y = self.run_exactly(flat.to(dtype))
+            else:
+                layout = self.layout(dtype)
+                seed = self.draw_seed(layout, x.device)
+                if self.needs_gradient(x):
+                    y = ChainFunction.apply(flat, self.input_scale, layout, *self.tensors(seed).flatten())  # type: ignore[no-untyped-call]
+                else:
+                    y = self.infer(flat.detach(), layout, seed)
+                if self.watching and self.health is not None:
+                    self.look(flat, y, seed)
+        return y.reshape(*x.shape[:-1], self.linears[-1].out_features), seed
+
+    def _refuse_shards(self) -> None:
+        """The head reads all weights: whoever shards them must gather them all before it runs."""
+        if apart := [
+            link.linear
+            for link, linear in zip(self.links, self.linears, strict=True)
+            if hasattr(linear.weight, "device_mesh")
+        ]:
+            raise ValueError(f"{self.name}: {', '.join(apart)} is sharded apart from the rest of its chain; hint: fully_shard a module that holds the whole chain")  # fmt: skip
+
+    def needs_gradient(self, x: Tensor) -> bool:
+        """Whether to run the differentiable form; a frozen chain has none, and says so where a gradient is asked for."""
+        if self.frozen is None:
+            return torch.is_grad_enabled()
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(f"{self.name} is frozen for serving and has no gradient, and its input asks for one; hint: torch.no_grad(), or model.train()")  # fmt: skip
+        return False
+
+    def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None) -> Tensor:
+        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`."""
+        weights = self._quantized_weights()  # first: it finds out whether what is frozen still holds
+        tensors = self.tensors(seed)
+        a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
+        y: Tensor | None = None
+        for at, weight in enumerate(weights):
+            step = run_link(a, weight, at, layout, tensors, training=False)
+            a, y = (a if step.a is None else step.a), step.y
+        assert y is not None
+        return y
+
+    def run_exactly(self, x: Tensor) -> Tensor:
+        """The same layers in the precision of x."""
+        for at in range(len(self.links)):
+            x = self.run_link_exactly(x, at)
+        return x
+
+    def run_link_exactly(self, x: Tensor, at: int) -> Tensor:
+        """One layer in the precision of x."""
+        linear, norm = self.linears[at], self.parts[at].norm
+        weight, bias = fold(linear, cast(nn.BatchNorm1d, norm)) if self.parts[at].folds else (linear.weight, linear.bias)  # fmt: skip
+        x = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return follow_linear(x, self.links[at], getattr(norm, "weight", None), getattr(norm, "bias", None))
+
+    @torch.no_grad()
+    def look(self, x: Tensor, y: Tensor, seed: Tensor | None) -> None:
+        """Every layer on sampled rows, in float32 beside FP8; the last beside what the whole batch made, which shows a kernel that fails at its true size.
+
+        Dropout leaves a code in FP8 or makes it zero, so each layer is compared without it, and what it hands on then loses what the rows lost in the whole batch.
+        """
+        assert self.health is not None
+        dtype, turn = y.dtype, turn_of(self.health[0], FORWARD)
+        layout, tensors = self.layout(dtype), self.tensors()._replace(pending=(None,) * len(self.links))
+        drawn = tensors._replace(seed=seed)
+        rows = sampled_rows(x.shape[0], turn)
+        exact = x.index_select(0, rows)
+        scale = self.input_scale
+        if scale is None:
+            scale = scale_from_amax(find_amax(x), STATIC_SPEC)
+        a = quantize(
+            exact, STATIC_SPEC, scale=scale
+        )  # as training has it: one scale for all rows, which a huge row takes from the others
+        exact = exact.float()
+        for at, weight in enumerate(self._quantized_weights()):
+            wanted = self.run_link_exactly(exact, at)
+            step = run_link(a, weight, at, layout, tensors, training=False)
+            draw = drawn.draw(at, layout)
+            got = y.index_select(0, rows) if step.a is None else step.a.dequantize()
+            if step.a is None and draw is not None:
+                wanted = wanted * keep_mask(draw, rows, wanted.shape[1]) * factor_of(draw.p)
+            error = row_error(got, wanted) if self.primed or step.a is None else torch.zeros_like(turn)
+            last = step.a is None
+            # what went into this layer; the last one's output is that of the whole batch, and so is what it is blamed for
+            given = torch.stack([_extent(exact), _extent(x)]) if last or at == 0 else exact
+            record(self.health[at], FORWARD, given, self.linears[at].weight, (y if last else got,), error)
+            if step.a is not None:
+                a = step.a if draw is None else _drop(step.a, draw, rows)
+                exact = a.dequantize()
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameters."""
+        super().to(device)
+        if self.health is not None:
+            self.health = [vector.to(device) for vector in self.health]
+
+
+def follow_linear(p: Tensor, link: Link, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What stands behind a linear, in the precision of p: its norm, with the norm's own weight and bias, and its activation."""
+    if link.norm == "block":
+        p = BlockNorm.forward(BlockNorm(p.shape[-1], block=NORM_BLOCK), p)
+    elif link.norm != "none":
+        weight, bias = (None if t is None else t.to(p.dtype) for t in (weight, bias))
+        size = (p.shape[-1],)
+        p = F.layer_norm(p, size, weight, bias, link.eps) if link.norm == "layer" else F.rms_norm(p, size, weight, link.eps)  # fmt: skip
+    return activate(p, link.activation, link.slope)
+
+
+def _drop(q: QTensor, draw: Dropout, rows: Tensor) -> QTensor:
+    """What is left of some rows, as the kernels leave it."""
+    kept = keep_mask(draw, rows, q.shape[1]).to(torch.uint8)
+    return QTensor((q.data.view(torch.uint8) * kept).view(q.data.dtype), q.scale * factor_of(draw.p), q.spec)
+
+
+def _extent(x: Tensor) -> Tensor:
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"))
+    return largest.float()

@@ -1,0 +1,131 @@
+"""The scales of a chain, between its layers and of its gradients: remembered from step to step, calibrated for serving, or made from magnitudes that were measured before."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from loka.kernels.fused_linear import NORMALIZED_SCALE
+from loka.lowp.chain_function import ChainPrecision
+from loka.lowp.scaling import AmaxState, Scaling
+
+if TYPE_CHECKING:
+    from loka.lowp.chain import Part
+
+
+class ChainScales:
+    """The layers of a chain, and what their outputs and gradients are scaled by.
+
+    Args:
+        name, parts, precision, bounded_input, scaling: as `Chain` has them.
+    """
+
+    def __init__(
+        self, name: str, parts: "Sequence[Part]", precision: ChainPrecision, *, bounded_input: bool, scaling: Scaling
+    ) -> None:
+        self.name, self.parts, self.precision = name, tuple(parts), precision
+        self.bounded_input, self.scaling = bounded_input, scaling
+        self.links = tuple(part.link for part in parts)
+        self.linears = tuple(part.linear for part in parts)
+        device = self.device
+        last = len(parts) - 1
+        self.out = [
+            None if i == last or link.bounded else AmaxState(scaling, device, floor=link.floor)
+            for i, link in enumerate(self.links)
+        ]
+        delayed = self.precision.gradient == "delayed"
+        self.grad = [AmaxState(scaling, device) if delayed else None for _ in self.links]
+        self.static = torch.full((), NORMALIZED_SCALE, device=device)
+        self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
+        self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
+        self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.linears[0].weight.device
+
+    @property
+    def training(self) -> bool:
+        """As its head."""
+        return self.linears[0].training
+
+    @property
+    def remembered(self) -> list[AmaxState]:
+        """The magnitudes that its scales come from."""
+        return [state for state in (*self.out, *self.grad) if state is not None]
+
+    @property
+    def input_scale(self) -> Tensor | None:
+        """The scale of x that is known before x comes; None: it is found from x."""
+        if self.bounded_input:
+            return self.static
+        return None if self.input is None else self.input.scale
+
+    def fix_input(self, amax: float) -> None:
+        """Give the input a scale for the largest magnitude that calibration saw: serving needs no pass over x to find one."""
+        self.input = AmaxState(self.scaling, self.device)
+        self.input.start_from(amax)
+
+    def start_from(self, magnitudes: Mapping[str, tuple[float, float]]) -> bool:
+        """Take the first scales from magnitudes that were measured before.
+
+        Args:
+            magnitudes: for a linear's name, the largest |output before the activation| and the largest |gradient of it|.
+
+        Returns:
+            Whether all were there, so that the first step runs as all others will.
+        """
+        for link, out, grad in zip(self.links, self.out, self.grad, strict=True):
+            known = magnitudes.get(link.linear, (0.0, 0.0))
+            for state, amax in ((out, known[0]), (grad, known[1])):
+                if state is not None and amax > 0:
+                    state.start_from(amax)
+        self.find_primed()
+        return self.primed and self.gradients_primed
+
+    def find_primed(self) -> None:
+        """Whether all scales are known, forward and backward. Waits for the device."""
+        self.primed, self.gradients_primed = (
+            all(bool(s.largest > 0) for s in states if s is not None) for states in (self.out, self.grad)
+        )
+
+    def after_step(self) -> None:
+        """Called when a step's magnitudes are filed. Waits for the device until all scales are known, and never again."""
+        if self.primed and self.gradients_primed:
+            return
+        if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.find_primed()
+
+    @contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Batches run in this block set the scales between layers; one that ends in an exception changes nothing."""
+        states = [state for state in self.out if state is not None]
+        before, primed = [state.state() for state in states], self.primed
+        self.primed = not states
+        for state in states:
+            state.pending.zero_()
+        try:
+            yield
+            seen = [float(state.pending) for state in states]
+            if not all(seen):
+                raise ValueError(
+                    f"calibration saw no finite value other than zero in the chain {self.name}; run more batches"
+                )
+            for state, amax in zip(states, seen, strict=True):
+                state.start_from(amax)
+                state.pending.zero_()
+            self.primed = True
+        except BaseException:
+            for state, old in zip(states, before, strict=True):
+                state.load(old)
+            self.primed = primed
+            raise
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameters."""
+        for state in (*self.remembered, *([] if self.input is None else [self.input])):
+            state.to(device)
+        self.static, self.bounds = self.static.to(device), [bound.to(device) for bound in self.bounds]

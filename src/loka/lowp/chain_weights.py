@@ -1,0 +1,160 @@
+"""The weights of a chain: quantised in every forward while they train, once for serving, and in every call again where somebody writes to a frozen one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from loka.formats import QTensor
+from loka.kernels.quantize import quantize
+from loka.lowp.chain_function import STATIC_SPEC, TENSOR_SPEC, ChainPrecision
+from loka.lowp.chain_scales import ChainScales
+from loka.lowp.folding import fold, refuse_training, statistics
+from loka.lowp.scaling import Scaling
+from loka.lowp.witness import Witness, warn_stale
+
+if TYPE_CHECKING:
+    from loka.lowp.chain import Part
+
+
+class ChainWeights(ChainScales):
+    """The weights of a chain, and the batch norms that are folded into them.
+
+    Args:
+        name, parts, precision, bounded_input, scaling: as `Chain` has them.
+    """
+
+    def __init__(
+        self, name: str, parts: "Sequence[Part]", precision: ChainPrecision, *, bounded_input: bool, scaling: Scaling
+    ) -> None:
+        super().__init__(name, parts, precision, bounded_input=bounded_input, scaling=scaling)
+        self.frozen: list[QTensor] | None = None
+        self.frozen_biases: dict[int, Tensor] = {}  # of links with a batch norm folded in, while the weights are frozen
+        self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
+        self._folded_types: set[torch.dtype] = set()  # of what was folded into them
+
+    def followed_weights(self) -> list[Tensor]:
+        """The weights, as whoever owns them knows them."""
+        return [weight for linear in self.linears if (weight := linear._parameters.get("weight")) is not None]
+
+    def weights_changed(self, *, owned: bool) -> None:
+        """An optimizer has made its step: nothing to do, weights that train are quantised in every forward."""
+
+    def _parameters(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Weight and bias of every link, with what is folded into them."""
+        for at, part in enumerate(self.parts):
+            if at in self.frozen_biases:  # frozen: nobody asks for the weight
+                refuse_training(part.norm, part.link.linear)
+                yield part.linear.weight, self.frozen_biases[at].to(part.linear.weight.dtype)
+            elif part.folds:
+                yield fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)
+            else:
+                yield part.linear.weight, part.linear.bias
+
+    def _quantized_weights(self) -> list[QTensor]:
+        if self.frozen is not None and self._are_frozen_current():
+            return self.frozen
+        return [self._quantize(part) for part in self.parts]
+
+    def quantized_weight(self, at: int) -> QTensor:
+        """A weight as the forward GEMM has it."""
+        fresh = self.frozen is None or self._witnesses is None
+        return self._quantize(self.parts[at]) if fresh else self.frozen[at]  # type: ignore[index]
+
+    def _quantize(self, part: "Part") -> QTensor:
+        device = part.linear.weight.device if self.frozen is None else self.frozen[0].device
+        weight = fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)[0] if part.folds else part.linear.weight  # fmt: skip
+        return quantize(weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
+
+    def _are_frozen_current(self) -> bool:
+        """Whether nobody has written to a weight since it was frozen. Says once where somebody has; from then on every call quantises the chain's weights."""
+        if torch.compiler.is_compiling() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return True
+        if self._witnesses is None:
+            return False
+        if (
+            self._folded_types != self._find_folded_types()
+        ):  # cast: other bits of the same numbers, as Witness has it for weights
+            self._call_witnesses()
+        pairs = zip(self._witnessed(), self._witnesses, strict=True)
+        changed = [name for (name, held), witness in pairs if not witness.agrees(held)]
+        if changed:
+            warn_stale(", ".join(dict.fromkeys(changed)))
+            self._witnesses, self.frozen_biases = None, {}
+        return not changed
+
+    def freeze(self, *, offload: bool = False) -> None:
+        """Quantise the weights once, for serving; they are not followed any more until `thaw`.
+
+        Args:
+            offload: move the weights in high precision to the host meanwhile: a frozen chain then takes half the memory of a 16-bit one, not one and a half.
+        """
+        if not self.primed:
+            raise ValueError(f"{self.name} has no scales yet; hint: with loka.placing.calibrating(model): model(batch)")
+        self.thaw()
+        self._fix_weights()
+        if offload:
+            self._move_weights(torch.device("cpu"))
+        self._call_witnesses()
+
+    def _fix_weights(self) -> None:
+        """Quantise what the forward multiplies now, and compute what it adds."""
+        self.frozen_biases = {}
+        self.frozen = [self._quantize(part) for part in self.parts]
+        with torch.no_grad():
+            made = {at: bias for at, (_, bias) in enumerate(self._parameters()) if self.parts[at].folds}
+        self.frozen_biases = {at: bias.to(self.frozen[0].device) for at, bias in made.items() if bias is not None}
+
+    def _call_witnesses(self) -> None:
+        """Remember what frozen weights were made from."""
+        self._witnesses = [Witness(held) for _, held in self._witnessed()]
+        self._folded_types = self._find_folded_types()
+
+    def _find_folded_types(self) -> set[torch.dtype]:
+        tensors = [(part.linear.bias, part.norm.running_mean, part.norm.weight) for part in self.parts if isinstance(part.norm, nn.BatchNorm1d)]  # fmt: skip
+        return {tensor.dtype for three in tensors for tensor in three if tensor is not None}
+
+    def _witnessed(self) -> Iterator[tuple[str, Tensor]]:
+        """What frozen weights were made from, by the linear's name."""
+        for part in self.parts:
+            yield part.link.linear, part.linear.weight
+            if part.folds:
+                yield part.link.linear, statistics(part.linear, cast(nn.BatchNorm1d, part.norm))
+
+    def thaw(self) -> None:
+        """Follow the weights again."""
+        if self.frozen is not None:
+            self._move_weights(self.frozen[0].device)
+        self.frozen, self.frozen_biases = None, {}
+
+    def refresh(self) -> None:
+        """Frozen weights made anew, where they were changed by hand or loaded; weights that train are quantised in every forward."""
+        if self.frozen is not None:
+            self._fix_weights()
+            self._call_witnesses()
+
+    def _move_weights(self, device: torch.device) -> None:
+        for linear in self.linears:
+            if linear.weight.device != device:
+                linear.weight.data = linear.weight.data.to(device)
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameters."""
+        super().to(device)
+        if self.frozen is not None:
+            self.frozen = [replace(q, data=q.data.to(device), scale=q.scale.to(device)) for q in self.frozen]
+        self.frozen_biases = {at: bias.to(device) for at, bias in self.frozen_biases.items()}
+
+    def count_saturated(self) -> list[Tensor | None]:
+        """For every link, how many steps' magnitudes did not fit their scale since the beginning; in serving, whether any has not. None where scales cannot saturate."""
+        counts: list[Tensor | None] = []
+        for out, grad in zip(self.out, self.grad, strict=True):
+            states = [state for state in (out, grad) if state is not None]
+            now = [
+                (s.pending > s.scale * STATIC_SPEC.format.max).float() if self.frozen is not None else s.saturated
+                for s in states
+            ]
+            counts.append(torch.stack(now).sum() if now else None)
+        return counts
