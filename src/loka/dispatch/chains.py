@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loka.dispatch.choosing import CHAIN, Limits, Looked, SiteLook, make_offers
+from loka.dispatch.margin import allow
 from loka.dispatch.recipe import choice_of
 from loka.records import GEMMS, ProbeReport, Site, SitePlan, UnitEvidence, UnitPlan
 
@@ -53,7 +54,9 @@ def place_chains(
         if wanted:
             raise ValueError(f"chains=True: {why}")
         return list(sites), [], [f"no chains: {why}"]
-    looked = Looked({site.name: _look_of(site, margin, told) for site in report.sites}, _known(report), report.alone)
+    looked = Looked(
+        {site.name: _look_of(site, margin, units, told) for site in report.sites}, _known(report), report.alone
+    )
     training = any(gemm != "fprop" for site in report.sites for gemm in site.gemms)
     chosen = make_offers(looked, limits=Limits.to_place(margin, units), training=training)
     placed = [
@@ -77,14 +80,12 @@ def _known(report: ProbeReport) -> list[UnitPlan]:
     return [unit for unit in report.chains if names.issuperset(unit.linears)]
 
 
-def _look_of(site: Site, margin: float, told: Mapping[str, str]) -> SiteLook:
+def _look_of(site: Site, margin: float, units: int, told: Mapping[str, str]) -> SiteLook:
     harm = {(c.gemm, c.recipe): c.harm for c in site.candidates if c.harm is not None and c.refusal is None}
     change = site.metric_change
     refusal = site.kept or site.off or told.get(site.name)
-    if refusal is None and change is not None and change.high > margin:
-        refusal = (
-            f"swapped in alone it moved the metric by up to {change.high:+.4%}, more than the margin of {margin:.3%}"
-        )
+    if refusal is None and change is not None and not (judged := allow(change, margin=margin, units=units)).within:
+        refusal = f"swapped in alone it moved the metric by {judged.text}"
     return SiteLook(site.name, site.k, site.n, site.m, harm, site.alarms, refusal)
 
 

@@ -95,6 +95,8 @@ def tune(
         raise ValueError(f"target={target!r}: expected 'train' or 'serve'")
     if not 0 < margin < 1:
         raise ValueError(f"margin={margin}: expected a relative change, e.g. 0.0002 for 0.02 %")
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds}: expected a budget above 0; hint: 60 for a small model")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}, expected an nn.Module")
     inner = unwrap(model)

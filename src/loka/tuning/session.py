@@ -427,7 +427,10 @@ class Session:
     def without_worst(self, offer: Offer, chosen: Chosen, looked: Looked, alone: dict[str, Interval], exceeded: float) -> list[Offer]:  # fmt: skip
         """A chain without the linear that is predicted to cost most; nothing of a single one."""
         change = alone[offer.name]
-        why = f"swapped in, {offer.name} moved the metric {spell_change(change)}, and all together exceeded {exceeded:.3%}"
+        what = (
+            f"the chain {offer.name}, of which this is predicted to cost most," if len(offer.unit.links) > 1 else "it"
+        )
+        why = f"swapped in, {what} moved the metric {spell_change(change)}, and all together exceeded {exceeded:.3%}"
         worst = max(offer.unit.linears, key=lambda name: predicted_harm(looked.sites[name], training=self.training))
         chosen.kept[worst] = why
         if offer.way != "chain" or len(offer.unit.links) == 1:
