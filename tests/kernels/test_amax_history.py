@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.interpreter import run_interpreted
-from loka.kernels.amax_history import file_amax, reference
+from loka.kernels.amax_history import file_amax, plain
 from loka.kernels.triton_device import triton_runs_on
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -63,7 +63,7 @@ def test_files_as_the_reference_does_triton(device: torch.device, tables: int, m
             for operand, amax in zip(side, step, strict=True):
                 operand.pending.fill_(amax)
         file_amax(found)
-        reference.file_amax(expected)
+        plain.file_amax(expected)
         file_amax(others)  # another model of the process
         assert len(triton_kernels._tables) == min(tables, 2)
         for a, b in zip(found, expected, strict=True):
@@ -110,7 +110,7 @@ def test_files_in_a_cuda_graph(device: torch.device) -> None:
                 for operand, amax in zip(side, step, strict=True):
                     operand.pending.fill_(amax)
             graph.replay()
-            reference.file_amax(expected)
+            plain.file_amax(expected)
             assert all(torch.equal(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x.facts(), y.facts(), strict=True))  # fmt: skip
 
 

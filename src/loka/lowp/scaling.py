@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from loka.formats import TENSOR, Spec, scale_from_amax
-from loka.kernels.amax_history.reference import given_scale
+from loka.kernels.amax_history.plain import given_scale
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loka.kernels.amax_history import reference
+from loka.kernels.amax_history import plain
 
 __all__ = ["Magnitudes", "file_amax"]
 
@@ -60,4 +60,4 @@ def file_amax(operands: Sequence[Magnitudes]) -> None:
 
             if triton_kernels.file_amax(mine):
                 continue
-        reference.file_amax(mine)
+        plain.file_amax(mine)

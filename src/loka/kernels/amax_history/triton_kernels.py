@@ -1,6 +1,6 @@
 """`file_amax` in one launch: one program an operand, which finds the operand's tensors by a table of their addresses.
 
-A table is made once for every set of operands and kept while the addresses stay; inside of a CUDA graph none can be made, and the reference runs there if no step has run before.
+A table is made once for every set of operands and kept while the addresses stay; inside of a CUDA graph none can be made, and plain torch runs there if no step has run before.
 """
 
 import struct
