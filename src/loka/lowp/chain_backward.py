@@ -29,7 +29,20 @@ def run_backward(
     dy: Tensor, saved: Sequence[Any], layout: Layout, tensors: ChainTensors, *, needs_input: bool, needs_weight: Sequence[bool],
     show: Callable[[int, QTensor], None] | None = None,
 ) -> Gradients:  # fmt: skip
-    """From dy to the gradients of everything; of `tensors` only the norms and the gradients' scales are read. `show(at, g)` is given every link's g."""
+    """From dy to the gradients of everything.
+
+    Args:
+        dy: gradient of the chain's output, [M, N].
+        saved: what `run_forward` kept, the fields of `Kept` link after link.
+        layout: of the forward.
+        tensors: of the chain; the norms, the gradients' scales, what they have pending, and the seed are read.
+        needs_input: whether the gradient of x is wanted.
+        needs_weight: the same of every link's weight.
+        show: called as `show(at, g)` with the quantised gradient of every link, last link first.
+
+    Returns:
+        The gradients; None for what was not wanted or is not there.
+    """
     count, width = len(layout.links), len(Kept._fields)
     kept = [Kept(*saved[width * i : width * (i + 1)]) for i in range(count)]
     none: list[Tensor | None] = [None] * count
@@ -155,7 +168,18 @@ def cast_to(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None
 
 
 def multiply(a: QTensor, b: QTensor, dtype: torch.dtype, layout: Layout, *, exact: bool = False) -> Tensor:
-    """a [M, K] @ b [N, K]^T Beside groups of 128, one scale for the tensor is written as groups that all have it: libraries pair groups with groups."""
+    """a [M, K] @ b [N, K]^T. Beside groups of 128, one scale for the tensor is written as groups that all have it: libraries pair groups with groups.
+
+    Args:
+        a: in FP8.
+        b: in FP8.
+        dtype: of the result.
+        layout: whose backend and accumulation it has.
+        exact: add up in float32 whatever the layout allows: a weight gradient is a sum over the whole batch.
+
+    Returns:
+        [M, N].
+    """
     if a.spec.block == GROUP_SPEC.block and b.scale.dim() == 0:
         rows, columns = b.shape
         groups = b.scale.expand(-(-columns // GROUP_SPEC.block.cols), rows).T.contiguous()

@@ -79,7 +79,19 @@ class Step(NamedTuple):
 
 
 def run_link(a: QTensor, w: QTensor, at: int, layout: Layout, tensors: ChainTensors, *, training: bool) -> Step:
-    """One layer; the last one writes 16 bits, the others FP8 for the next."""
+    """One layer; the last one writes 16 bits, the others FP8 for the next.
+
+    Args:
+        a: its input, [M, K].
+        w: its weight, [N, K].
+        at: which link of the chain it is, from 0.
+        layout: of the chain.
+        tensors: of the chain; what the link collects for its scales is written to.
+        training: whether a backward follows, which needs the transpose of what is handed on, and z.
+
+    Returns:
+        What the next link takes, or the output, and what is kept for backward.
+    """
     link, last = layout.links[at], at == len(layout.links) - 1
     bias, draw = tensors.bias[at], tensors.draw(at, layout)
     if last:

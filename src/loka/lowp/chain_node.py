@@ -42,7 +42,18 @@ def save_chain(ctx: Any, layout: Layout, tensors: ChainTensors, saved: Sequence[
 
 
 def restore_chain(ctx: Any, dy: Tensor, kept: Sequence[Any], *, needs_input: bool, needs: Sequence[bool]) -> Gradients:
-    """Backward from what `save_chain` kept, without its `others`; `needs`: of the flattened tensors."""
+    """Backward from what `save_chain` kept.
+
+    Args:
+        ctx: of the autograd function that called `save_chain`.
+        dy: gradient of the chain's output.
+        kept: its saved tensors behind `others`.
+        needs_input: whether the gradient of x is wanted.
+        needs: the same of every flattened tensor of the chain.
+
+    Returns:
+        The gradients.
+    """
     layout, count = ctx.layout, len(ctx.layout.links)
     norms, shifts, scales = (tuple(kept[i * count : (i + 1) * count]) for i in range(3))
     none = (None,) * count

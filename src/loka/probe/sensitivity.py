@@ -164,7 +164,22 @@ def measure_together(
     backend: str = "reference",
     seed: int = 0,
 ) -> Interval:
-    """Relative change of the mean metric with all of the sites in low precision at once."""
+    """Relative change of the mean metric with all of the sites in low precision at once.
+
+    Args:
+        model: not changed.
+        sites: names, or the recipe of each by name.
+        score: runs the model and returns one number an example, with groups where examples belong together.
+        recipe: of sites that are given by name alone.
+        backend: that quantises.
+        seed: of the bootstrap.
+
+    Returns:
+        The change, with its 95 % interval.
+
+    Raises:
+        ValueError: there is no site.
+    """
     recipes = _spread(sites, recipe)
     if not recipes:
         raise ValueError("no site to measure together")

@@ -126,7 +126,18 @@ class Unknown:
 
 
 def channels_kept(flow: Flow, call: Call, value: int, width: int, *, shift: bool) -> bool:
-    """Whether a call only moves whole rows of `width` channels, so that an affine map of the channels can be applied after it instead."""
+    """Whether a call only moves whole rows of channels, so that an affine map of the channels can be applied after it instead.
+
+    Args:
+        flow: that the call is in.
+        call: what reads the value.
+        value: the number of the tensor with the channels.
+        width: how many channels a row has.
+        shift: whether the map adds something; dropout commutes with a product alone.
+
+    Returns:
+        True where the map may be moved behind the call.
+    """
     last = flow.shapes[call.outputs[0]][-1:] if call.outputs else ()
     if call.site is not None and call.op in ("Flatten", "Unflatten"):
         return bool(last) and last[0] % width == 0
