@@ -16,7 +16,7 @@ from loka.records import Interval, write_atomically
 
 __all__ = ["Evidence"]
 
-REVISION = 3  # raised where the same unit runs, or is timed with, something else than before. 2: weight gradients are added exactly. 3: a step quantises its weights anew
+REVISION = 4  # raised where the same unit runs, or is timed with, something else than before. 2: weight gradients are added exactly. 3: a step quantises its weights anew. 4: steps follow one another without a pause
 
 
 class Evidence:

@@ -572,6 +572,7 @@ class Session:
         gc.collect()  # compiled steps and the graphs that hold them refer to each other
         if self.task.device.type == "cuda":
             torch.cuda.empty_cache()
+            timing.return_workspaces()
 
     def with_conversion(self, record: Tuning, done: Any) -> Tuning:
         """The record with what runs now."""
