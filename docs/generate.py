@@ -37,7 +37,7 @@ SECTIONS = (
     ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json, tune_zoo_dlrm.json, trained.json", zoo.tune_table,
      "The same models, trained 300 steps (DLRM and the six-layer Wukong 500) on labels of a fixed teacher, or a third of a training on real data (Census-Income), then tuned on batches they had not seen: speed and loss of one configuration. "
      "The step is forward and backward, without an optimizer; of all but the DLRM with a copy of the inputs in it, on both sides, which is not made any more."),
-    ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json", trained.trained_table,
+    ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, seed by seed; the models that were trained are the ones that were timed (whole step with AdamW, CUDA graph, alone on the card). Pairs are ours / what it is compared with."),
     ("Where naive FP8 hurts", "hurts.json, hurts_wide.json", trained.hurts_table,
      "Features as delivered, Adam at four times the usual rate, no annealing, no dropout; the test loss is the mean over the later half of the run. Naive is torchao's tensorwise at every linear it takes."),
