@@ -91,7 +91,9 @@ JOBS = (
     gpu("tune-dlrm", "tune_zoo_dlrm", "tune_zoo.py --models dlrm --seconds 60 --fresh --limit 200 --out {out}", 260),
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seeds 48,256 --seconds 400", 480),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
-    gpu("policies", "policies", "policies.py --out {out} --seconds 240", 320),
+    gpu("trained-hstu", "trained_hstu", "trained.py --root {data} --families hstu --arms bf16,tuned --out {out} --seconds 230", 300),
+    gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 270", 340),
+    gpu("policies", "policies", "policies.py --tuned {results}/h200/tune_zoo_wukong.json --out {out} --seconds 240", 320),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),
     gpu("hurts", "hurts", "hurts.py --root {data} --out {out} --seconds 190", 260),
     gpu("hurts-wide", "hurts_wide", "hurts.py --root {data} --out {out} --width 2048 --seeds 2 --least 2 --seconds 190", 260),
@@ -111,6 +113,7 @@ JOBS = (
     gpu("engine", "onerec_engine", "onerec_engine.py --out {out} --contexts 512,3000 --seconds 500", 600),
     Job("engine-report", ("h200/engine_bench.json",), "onerec_engine.py --record-of {results}/h200/onerec_engine.json --out {out}", 60, gpu=False),
     gpu("engine-quality", "onerec_quality", "onerec_quality.py --root {data} --out {out} --seconds 500", 600),
+    gpu("engine-quality-wide", "onerec_wide", "onerec_quality.py --root {data} --out {out} --models wide --only ml-1m --seeds 0,1,2 --users 3000 --no-sensitivity --seconds 240", 300),
     gpu("serving-generative", "serving_generative", "serving_h200.py --part generative --contexts 512,3000 --out {out} --limit 300", 360),
     gpu("serving-ranker", "serving_ranker", "serving_h200.py --part ranker --out {out} --limit 200", 240),
     gpu("quality", "quality", "quality.py --root {data} --out {out} --processes 8", 600),
@@ -141,7 +144,7 @@ JOBS = (
     cpu("scale-kills-row", "scale-kills-row", "../tests/training/scale_kills.py --sharding row --seed 1 --out {out}", 1800),
     cpu("simulated-curves", "simulated-curves", "simulated_curves.py --out {out}", 120),
     *(cpu(f"demo-seed{n}", f"demo_seed{n}", f"loka demo --seed {n} --out {{folder}}/demo --json", 600) for n in range(1, 8)),
-    cpu("distributions", "distributions", "distributions.py --work {folder}/distributions --out {out}", 3600),
+    cpu("distributions", "distributions", "distributions.py --root {data} --work {folder}/distributions --out {out}", 1800),
     *(
         cpu(f"probe-{model}-{data}", f"probe-{model}-{data}", f"loka probe --model {model}:small --data {data} {how} --threads 1 --out {{out}}", 1800)
         for model, how in PROBES.items()

@@ -240,7 +240,8 @@ class Worker:
         if self.arm == "planned":
             loka.placing.refresh(self.model)
             loka.placing.load_scale_state(self.model, self.scales)
-        self.order.copy_(torch.randperm(len(self.order), generator=torch.Generator().manual_seed(seed)))
+        generator = torch.Generator(self.device).manual_seed(seed)  # on the host 2^24 numbers take as long as training
+        self.order.copy_(torch.randperm(len(self.order), generator=generator, device=self.device))
         self.counter.zero_()
         self.total.zero_()
         self.model.train()
@@ -277,8 +278,9 @@ class Worker:
     def plan(self, file: Path) -> dict[str, Any]:
         """Probe the first steps of a bf16 run, not compiled; the plan for accuracy, and what it keeps and why."""
         self.begin(0)
-        train, probe = self.splits["train"], loka.Probe(self.model, every=WATCHED // 4, rows=512)
-        for step in range(min(WATCHED, self.steps)):
+        watched = min(WATCHED, self.steps)
+        train, probe = self.splits["train"], loka.Probe(self.model, every=max(watched // LOOKS, 1), rows=512)
+        for step in range(watched):
             index = self.order[(step * self.batch + self.places) % len(train)]
             self.lose(train, index, compiled=False).mean().backward()
             self.optimizer.step()
@@ -304,6 +306,8 @@ def serve(out: Any, enough: Any, bench: Bench, data: str, arm: str, seeds: list[
             if enough.is_set() or time.time() > deadline:
                 break
             out.put((data, arm, seed, worker.train(seed, deadline)))
+    except TimeoutError as error:  # the seeds before it are there
+        print(f"{data}/{arm}: {error}", flush=True)
     except Exception as error:
         out.put((data, arm, -1, {"error": f"{type(error).__name__}: {error}"[:1500], "trace": traceback.format_exc()[-2000:]}))  # fmt: skip
     finally:
@@ -355,7 +359,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no run after this")
     a = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    deadline, body = time.time() + a.seconds, json.loads(a.out.read_text()) if a.out.exists() else {}
+    began, body = time.time(), json.loads(a.out.read_text()) if a.out.exists() else {}
+    deadline, spent = began + a.seconds, float(body.get("device_seconds", 0.0))
     for part in ("runs", "plans", "failed"):
         body.setdefault(part, {})
     device = torch.cuda.get_device_name() if a.device == "cuda" else a.device
@@ -400,7 +405,7 @@ def main() -> None:
                 body["runs"][f"{data}/{arm}/{seed}"] = found
                 body["failed"].pop(f"{data}/{arm}", None)
                 print(f"{data}/{arm}/{seed}: {found['log_losses']} in {found['seconds']:.1f} s", flush=True)
-            body["summary"] = summarise(body["runs"])
+            body["summary"], body["device_seconds"] = summarise(body["runs"]), spent + time.time() - began
             if is_decided(body["summary"], data, a.least):
                 enough[data].set()
             records.write_atomically(a.out, json.dumps(body, indent=1).encode())

@@ -2,31 +2,41 @@
 
     python benchmarks/onerec_quality.py --root FOLDER --out onerec_quality.json --seconds 500
     python benchmarks/onerec_quality.py --combine A.json B.json --out onerec_quality.json
+    python benchmarks/onerec_quality.py --root FOLDER --out onerec_wide.json --models wide --only ml-1m --seeds 0,1,2 --users 3000 --no-sensitivity --seconds 240
     python benchmarks/onerec_quality.py --root FOLDER --out x.json --device cpu --only amazon-2018-scientific --shorten 100 --users 60 --beams 32    dry run
 
 FOLDER holds the compact data of benchmarks/quality_data.py; training is that of benchmarks/quality_sequences.py. Each model is trained once (early stopping on
-the validation split), then run through the engine on the test users in bf16, in fp16 and in FP8 (loka.quantize, recipe onerec, no calibration, nothing chosen
-on test data), constrained to valid ids.
+the validation split), then run through the engine on the test users in bf16, in fp16 and in FP8 (loka.quantize, no calibration, nothing chosen on test data), constrained to valid ids:
 
-    quality       recall@10, NDCG@10, log-likelihood per user; FP8 against bf16, paired, equivalence within 1 %
+    fp8           the published recipe, `onerec`: attention and dense FFNs per channel and token, experts 1x128 and 128x128
+    fp8 mixed     ours, `onerec_mixed`: experts' gate and up scaled per row, down in blocks
+
+    quality       recall@10, NDCG@10, log-likelihood per user; FP8 against bf16, paired, equivalence within 1 %, and the smallest change that as many users detect
     overlap       of the first n beams with bf16's, n = 10, 50, 512: FP8's beside fp16's, since two 16-bit formats disagree as well
     sensitivity   change of the validation likelihood with one site at a time in FP8, also for the sites the recipe keeps
 
-`moe` is the same model with a mixture of experts from its second block on. Rows are written as they come; a failing part is a row with its error.
+`moe` is the same model with a mixture of experts from its second block on, `wide` one of 512 with eight experts of 1408, so that every matrix of an expert has several 128-blocks. Several
+--seeds are processes that share the card; what they say together is the mean of each user's values over the seeds. Rows are written as they come; a failing part is a row with its error.
+Data: `quality_data.py --only sequences-ml-1m --no-baselines`, 3 MiB.
 """
 
 import argparse
 import json
+import queue
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import quality_sequences as sequences
 import torch
 import torch.nn.functional as F
+from evidence import spell_command
 from onerec_synthetic import share_weights
 from torch import Tensor
 
@@ -39,9 +49,16 @@ from loka.records import capture_environment
 from loka.training import TrainConfig
 
 MARGIN = 1.0  # percent
+GRACE = 15.0  # seconds after the deadline until a seed is given up
 Z975 = 1.959964
 DATA = ("amazon-2018-scientific", "ml-1m", "amazon-2014-beauty")
-KINDS = {"dense": {}, "moe": {"experts": Experts(routed=8, top=2, hidden=128, shared=1, dense_blocks=1)}}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {"experts": Experts(routed=8, top=2, hidden=128, shared=1, dense_blocks=1)},
+    "wide": {"d": 512, "d_ff": 1536, "experts": Experts(routed=8, top=2, hidden=1408, shared=1, dense_blocks=1)},
+}
+TRAINING: dict[str, dict[str, Any]] = {"wide": {"steps": 1500, "batch": 1024, "learning_rate": 1e-3, "evaluations": 3}}
+LOW = {"fp8": "onerec", "fp8 mixed": "onerec_mixed"}  # arm: recipe
 
 
 def main() -> int:
@@ -52,7 +69,8 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(DATA), help="data sets")
     parser.add_argument("--models", default="dense,moe")
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", default="0", help="comma-separated; several train side by side")
+    parser.add_argument("--no-sensitivity", action="store_true", help="leave out the sites one at a time")
     parser.add_argument("--users", type=int, default=8000, help="test users, at most")
     parser.add_argument("--beams", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32, help="requests per batch of the engine")
@@ -68,7 +86,7 @@ def main() -> int:
         parser.error("--root FOLDER is needed to run something")
     started = time.monotonic()
     name = torch.cuda.get_device_name() if a.device == "cuda" else "cpu"
-    environment = capture_environment(command="python benchmarks/onerec_quality.py", device=name)
+    environment = capture_environment(command=spell_command(), device=name)
     report: dict[str, Any] = {
         "environment": {n: getattr(environment, n) for n in environment.__struct_fields__},
         "settings": {k: str(v) for k, v in vars(a).items() if k not in ("root", "out")},
@@ -76,23 +94,79 @@ def main() -> int:
         "failed": [],
         "skipped": [],
     }
-    cells = [(data, kind) for kind in a.models.split(",") for data in a.only.split(",")]
-    for number, (data, kind) in enumerate(cells):
-        left = a.seconds - (time.monotonic() - started)
-        if left < 5:
-            report["skipped"].append(f"{kind}:{data}")
-            continue
-        try:  # a fair share of what is left; half of it for training
-            share = left / (len(cells) - number)
-            report["rows"].append(run(a, data, kind, deadline=time.time() + 0.6 * share))
-        except Exception as error:
-            traceback.print_exc()
-            report["failed"].append({"cell": f"{kind}:{data}", "error": f"{type(error).__name__}: {error}"[:800]})
+    deadline = time.time() + a.seconds
+    seeds, values = [int(seed) for seed in a.seeds.split(",")], {}
+    for told in answers(a, seeds, deadline):
+        part, found = told
+        if part == "values":
+            values.setdefault(found.pop("cell"), []).append(found)
+        else:
+            report[part].append(found)
+        report["over seeds"] = {cell: pool(each) for cell, each in values.items() if len(each) > 1}
         report["seconds"] = time.monotonic() - started
         a.out.write_text(json.dumps(report, indent=1))
     a.out.write_text(json.dumps(report, indent=1))
     print(describe(report))
     return 1 if report["failed"] else 0
+
+
+def answers(a: argparse.Namespace, seeds: list[int], deadline: float) -> Iterator[tuple[str, Any]]:
+    """What the seeds tell, as it comes: one here, several in processes of their own."""
+    if len(seeds) == 1:
+        yield from run_seed(a, seeds[0], deadline)
+        return
+    context = get_context("spawn")
+    told = context.Queue()
+    processes = {s: context.Process(target=tell, args=(told, a, s, deadline), daemon=True) for s in seeds}
+    for process in processes.values():
+        process.start()
+    while processes:
+        try:
+            seed, what = told.get(timeout=max(deadline + GRACE - time.time(), 0.1))
+        except queue.Empty:
+            break
+        if what is None:
+            del processes[seed]
+        else:
+            yield what
+    for seed, process in processes.items():
+        process.terminate()
+        yield "skipped", f"seed {seed}: not at its end {GRACE:.0f} s after the deadline"
+
+
+def tell(out: Any, a: argparse.Namespace, seed: int, deadline: float) -> None:
+    try:
+        for what in run_seed(a, seed, deadline):
+            out.put((seed, what))
+    finally:
+        out.put((seed, None))
+
+
+def run_seed(a: argparse.Namespace, seed: int, deadline: float) -> Iterator[tuple[str, Any]]:
+    """All cells of a seed, one after another; each has a fair share of the time that is left, half of it for training."""
+    cells = [(data, kind) for kind in a.models.split(",") for data in a.only.split(",")]
+    for number, (data, kind) in enumerate(cells):
+        left = deadline - time.time()
+        if left < 5:
+            yield "skipped", f"{kind}:{data} seed {seed}"
+            continue
+        try:
+            row, values = run(a, data, kind, seed, deadline=time.time() + 0.5 * left / (len(cells) - number))
+            yield "values", {"cell": f"{kind}:{data}", **values}
+            yield "rows", row
+        except Exception as error:
+            traceback.print_exc()
+            yield "failed", {"cell": f"{kind}:{data} seed {seed}", "error": f"{type(error).__name__}: {error}"[:800]}
+
+
+def pool(seeds: list[dict[str, dict[str, np.ndarray]]]) -> dict[str, Any]:
+    """What the seeds say together: every user's mean over them, FP8 against bf16."""
+    means = {
+        arm: {metric: torch.from_numpy(np.mean([seed[arm][metric] for seed in seeds], 0)) for metric in seeds[0][arm]}
+        for arm in seeds[0]
+    }
+    changes = {f"{arm} against bf16": {m: compare(v, means["bf16"][m], m) for m, v in means[arm].items()} for arm in LOW}  # fmt: skip
+    return {"seeds": len(seeds), "arms": {a: {m: float(v.mean()) for m, v in each.items()} for a, each in means.items()}, **changes}  # fmt: skip
 
 
 def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -119,40 +193,42 @@ def combine(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {"environment": reports[-1]["environment"], "settings": settings, "rows": rows, **joined, "pooled": pooled}
 
 
-def run(a: argparse.Namespace, data: str, kind: str, *, deadline: float) -> dict[str, Any]:
+def run(a: argparse.Namespace, data: str, kind: str, seed: int, *, deadline: float) -> tuple[dict[str, Any], Any]:
+    """Train one model and ask every arm. Returns the row, and every user's values."""
     begin = time.monotonic()
-    task, trained = train(a, data, kind, deadline)
-    row: dict[str, Any] = {"data": data, "model": kind, **trained}
+    task, trained = train(a, data, kind, seed, deadline)
+    row: dict[str, Any] = {"data": data, "model": kind, "seed": seed, **trained}
     users, target = (t[: a.users] for t in task.events.held_out("test"))
     arms: dict[str, Any] = {}
-    for name, dtype, low in (("bf16", "bf16", False), ("fp16", "fp16", False), ("fp8", "bf16", True)):
+    for name, dtype in (("bf16", "bf16"), ("fp16", "fp16"), *((low, "bf16") for low in LOW)):
         model = share_weights(task.model)
-        if low:
-            summary = quantize(model, "onerec")
-            row["quantised"], row["bytes ratio"] = (
-                f"{len(summary.quantized)} of {len(summary.record.sites)}",
-                summary.record.ratio,
-            )
+        if name in LOW:
+            summary = quantize(model, LOW[name])
+            row[f"quantised {name}"] = f"{len(summary.quantized)} of {len(summary.record.sites)}"
+            row[f"bytes ratio {name}"] = summary.record.ratio
         arms[name] = answer(task, model, users, target, dtype, a)
-    row["arms"] = {name: {k: float(v.double().mean()) for k, v in arm["values"].items()} for name, arm in arms.items()}
-    row["fp8 against bf16"] = {k: compare(arms["fp8"]["values"][k], v, k) for k, v in arms["bf16"]["values"].items()}
+    values = {name: arm["values"] for name, arm in arms.items()}
+    row["arms"] = {name: {k: float(v.double().mean()) for k, v in each.items()} for name, each in values.items()}
+    for name in LOW:
+        row[f"{name} against bf16"] = {k: compare(values[name][k], v, k) for k, v in values["bf16"].items()}
     ns = [n for n in (10, 50, 512) if n <= arms["bf16"]["items"].shape[1]]
     row["overlap with bf16"] = {
-        name: overlap(arms["bf16"]["items"], arms[name]["items"], ns) for name in ("fp16", "fp8")
+        name: overlap(arms["bf16"]["items"], arms[name]["items"], ns) for name in arms if name != "bf16"
     }
-    row["sensitivity"] = sensitivity(task, a)
+    row["sensitivity"] = [] if a.no_sensitivity else sensitivity(task, a)
     row["seconds"] = time.monotonic() - begin
     print(f"{kind}:{data} {row['seconds']:.0f} s {row['arms']} {row['overlap with bf16']}", file=sys.stderr, flush=True)
-    return row
+    # as arrays: a tensor that a process sends goes with the process
+    return row, {name: {k: v.double().cpu().numpy() for k, v in each.items()} for name, each in values.items()}
 
 
-def train(a: argparse.Namespace, data: str, kind: str, deadline: float) -> tuple[Any, dict[str, Any]]:
+def train(a: argparse.Namespace, data: str, kind: str, seed: int, deadline: float) -> tuple[Any, dict[str, Any]]:
     events = sequences.read_events(a.root, data, a.device)
-    recipe = sequences.RECIPES["onerec", data][0]
+    recipe = replace(sequences.RECIPES["onerec", data][0], **TRAINING.get(kind, {}))
     recipe = replace(recipe, steps=max(2, round(recipe.steps / a.shorten)), model=recipe.model | KINDS[kind])
     if a.shorten > 1:
         recipe = replace(recipe, batch=min(recipe.batch, 64), evaluations=1)
-    torch.manual_seed(a.seed)
+    torch.manual_seed(seed)
     task = sequences.NextId(events, recipe)
     task.model.to(a.device)
     config = TrainConfig(
@@ -163,7 +239,7 @@ def train(a: argparse.Namespace, data: str, kind: str, deadline: float) -> tuple
         schedule="cosine",
         final_fraction=0.02,
     )
-    best = sequences.train(task, recipe, config, a.device, deadline)
+    best = sequences.train(task, recipe, config, a.device, deadline, limit=min(3000, a.users))
     task.model.load_state_dict(best.pop("state"))
     task.model.eval()
     return task, {"training": {k: v for k, v in best.items() if isinstance(v, int | float | str)}}
@@ -256,13 +332,12 @@ def sensitivity(task: Any, a: argparse.Namespace) -> list[dict[str, Any]]:
 def describe(report: dict[str, Any]) -> str:
     lines = []
     for row in report["rows"]:
-        lines.append(f"{row['model']} {row['data']} ({row['seconds']:.0f} s)")
-        for metric, found in row["fp8 against bf16"].items():
-            means = " ".join(f"{name} {arm[metric]:.5f}" for name, arm in row["arms"].items())
-            change = (
-                f"{found['percent']:+.3f} % [{found['low']:+.3f}, {found['high']:+.3f}]" if "percent" in found else ""
-            )
-            lines.append(f"  {metric:16} {means}  {change} {found['verdict']}")
+        lines.append(f"{row['model']} {row['data']} seed {row['seed']} ({row['seconds']:.0f} s)")
+        for low in LOW:
+            for metric, found in row[f"{low} against bf16"].items():
+                means = " ".join(f"{name} {row['arms'][name][metric]:.5f}" for name in ("bf16", "fp16", low))
+                ends = f"{found['percent']:+.3f} % [{found['low']:+.3f}, {found['high']:+.3f}]" if "percent" in found else ""  # fmt: skip
+                lines.append(f"  {metric:16} {means}  {ends} {found['verdict']}")
         lines += [f"  overlap {name:5} {found}" for name, found in row["overlap with bf16"].items()]
         lines += [f"  most sensitive {s['site']} {s['percent']:+.3f} %" for s in row["sensitivity"][:3]]
     return "\n".join([*lines, *(f"failed {f}" for f in report["failed"]), *(f"skipped {s}" for s in report["skipped"])])

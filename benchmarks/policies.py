@@ -2,6 +2,7 @@
 
     python benchmarks/policies.py --out policies.json --seconds 240                       on a GPU
     python benchmarks/policies.py --tuned tune_zoo_wukong.json --out policies.json        with the plan of that record instead of another call of tune
+    python benchmarks/policies.py --device cpu --rows 64 --steps 1 --tune-seconds 30 --out x.json     a walk through the plans: nothing is timed; speeds are the shipped rows'
 
     torchao-tensorwise, torchao-rowwise, torchao-rowwise_with_gw_hp      one recipe of torchao's at every linear of 256 and more
     all-deepgemm, all-fbgemm                                             one library at all of these; refused by name where it is not installed
@@ -10,7 +11,7 @@
 
 The model is trained in bf16 first (benchmarks/tune_zoo.py); Probe and tune look at it alone on the card. Then benchmarks/zoo.py runs every policy: outputs and gradients are compared with float32,
 the compiled step is captured in a CUDA graph, and all are timed in turns. Published, on another Wukong and compute only: tensorwise 1.05x, rowwise 1.01x, rowwise_with_gw_hp 1.08x, DeepGEMM 0.85x,
-FBGEMM 0.98x, mixed 1.12x. Plans are kept in OUT.plans, and not made again.
+FBGEMM 0.98x, mixed 1.12x. Plans are kept in OUT.plans, and not made again; OUT has them before anything is compiled.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tune_zoo
+import zoo
 from evidence import spell_command
 
 POLICIES = ("torchao-tensorwise", "torchao-rowwise", "torchao-rowwise_with_gw_hp", "all-deepgemm", "all-fbgemm", "plan-mixed", "plan-tune")  # fmt: skip
@@ -33,6 +35,7 @@ PUBLISHED = {
     "torchao-tensorwise": 1.05, "torchao-rowwise": 1.01, "torchao-rowwise_with_gw_hp": 1.08, "all-deepgemm": 0.85, "all-fbgemm": 0.98, "plan-mixed": 1.12,
 }  # fmt: skip
 WATCHED = 3  # steps that Probe sees
+GPU_ROWS, SHIPPED = dict(zoo.ROWS), "NVIDIA H200"
 
 
 def trained_model(name, steps, device, weights):
@@ -58,8 +61,8 @@ def plan_mixed(model, name, device, samples):
         probe.step()
     probe.detach()
     report = probe.evaluate(samples=samples, backends=("reference",), sources=("rows",), judged_on=("rows",))
-    if device == "cpu":
-        return report.plan(min_speedup=None, chains=False)
+    if device == "cpu":  # as if this were the card, with as many rows as there
+        return report.plan(target=SHIPPED, row_factor=GPU_ROWS[name] / zoo.ROWS[name])
     return report.plan(target=torch.cuda.get_device_name(), database=rows_of_here(device))
 
 
@@ -105,8 +108,11 @@ def make_plans(a, folder):
             continue
         try:
             began = time.time()
-            make(trained_model(a.model, a.steps, a.device, folder / "weights.pt")).save(folder / f"{name}.json")
-            print(f"plan {name}: {time.time() - began:.0f} s", flush=True)
+            plan = make(trained_model(a.model, a.steps, a.device, folder / "weights.pt"))
+            print(f"plan {name}: {time.time() - began:.0f} s\n{plan}"[:4000], flush=True)
+            if not (plan.units or plan.mods or any(site.low_precision_share for site in plan.sites)):
+                raise ValueError("the plan keeps every GEMM in 16 bits: the step is that of bf16")
+            plan.save(folder / f"{name}.json")
         except Exception as error:  # the other policies are still worth their rows
             failed[name] = f"{type(error).__name__}: {error}"[:1500]
             print(f"plan {name}: FAILED {error}\n{traceback.format_exc()[-1500:]}", flush=True)
@@ -119,6 +125,7 @@ def main():
     parser.add_argument("--model", default="wukong")
     parser.add_argument("--tuned", help="a record of tune_zoo.py: take its plan")
     parser.add_argument("--steps", type=int, default=300, help="of training in bf16 before")
+    parser.add_argument("--rows", type=int, help="of a batch, to try the script")
     parser.add_argument("--samples", type=int, default=4, help="of each GEMM that Probe judges")
     parser.add_argument("--tune-seconds", type=float, default=75)
     parser.add_argument(
@@ -129,17 +136,30 @@ def main():
     a = parser.parse_args()
     began, folder = time.time(), Path(f"{a.out}.plans")
     folder.mkdir(parents=True, exist_ok=True)
+    if a.rows:
+        if a.device == "cuda":
+            parser.error("--rows is for --device cpu: zoo.py times its own number")
+        zoo.ROWS[a.model] = a.rows
     if a.plans_only or a.device == "cpu":
         (folder / "failed.json").write_text(json.dumps(make_plans(a, folder)))
         return
     # in a process of its own: what it holds of the card must be gone before others are timed
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--plans-only"], check=True)
+    asked = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--plans-only"])
+    file = folder / "failed.json"
+    failed = json.loads(file.read_text()) if asked.returncode == 0 else {"tune": f"the plans' process ended with {asked.returncode}"}  # fmt: skip
+    write(a, folder, failed, {"rows": []})
     able = [p for p in POLICIES if not p.startswith("plan-") or (folder / f"{p.removeprefix('plan-')}.json").exists()]
     ways, left = ",".join(["bf16", "bf16-layout", *able]), a.seconds - (time.time() - began)
-    command = [sys.executable, str(Path(__file__).parent / "zoo.py"), "--models", a.model, "--modes", "train", "--ways", ways, "--plans", str(folder), "--wait", str(max(left - 25, 30)), "--out", str(a.out)]  # fmt: skip
+    timed = Path(f"{a.out}.zoo.json")
+    command = [sys.executable, str(Path(__file__).parent / "zoo.py"), "--models", a.model, "--modes", "train", "--ways", ways, "--plans", str(folder), "--wait", str(max(left - 25, 30)), "--out", str(timed)]  # fmt: skip
     subprocess.run(command, check=True)
-    body = json.loads(a.out.read_text())
-    for name, why in json.loads((folder / "failed.json").read_text()).items():
+    write(a, folder, failed, json.loads(timed.read_text()))
+    timed.unlink()
+
+
+def write(a, folder, failed, body):
+    """The record: what was timed, what could not be planned, and the plans."""
+    for name, why in failed.items():
         body["rows"].append({"model": a.model, "mode": "train", "way": f"plan-{name}", "failed": why})
     base = next((row["ms"] for row in body["rows"] if row["way"] == "bf16" and "ms" in row), None)
     for row in body["rows"]:

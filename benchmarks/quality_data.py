@@ -2,6 +2,7 @@
 
     python benchmarks/quality_data.py --root CACHE --out FOLDER [--source NAME=FOLDER ...]      writes one .npz per data set, and baselines.json
     python benchmarks/quality_data.py --root CACHE --out FOLDER --archive FILE.tar.xz             and packs them
+    python benchmarks/quality_data.py --root CACHE --out FOLDER --only ranking-census-income-kdd,ranking-ml-1m,sequences-ml-1m --no-baselines    these files alone
 
 Ranking sets: columns in the smallest integer type; a column that another one determines (a user's age) is stored once per value of that one;
 histories stay windows into shared values. Dense features are rounded to eight significant bits.
@@ -32,6 +33,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the compact copies")
     parser.add_argument("--source", action="append", default=[], metavar="NAME=FOLDER", help="raw files of a data set")
     parser.add_argument("--archive", type=Path, help="pack the folder into this .tar.xz")
+    parser.add_argument(
+        "--only", default="", help="files to write, without .npz, comma-separated; others are left alone"
+    )
     parser.add_argument("--no-baselines", action="store_true", help="leave baselines.json as it is")
     arguments = parser.parse_args()
     sources = dict(pair.split("=", 1) for pair in arguments.source)
@@ -39,15 +43,23 @@ def main() -> None:
     baselines: dict[str, Any] = {}
     from loka.data import load, load_sequences
 
+    every = [f"ranking-{name}" for name in RANKING] + [f"sequences-{name}" for name in SEQUENCES]
+    wanted = arguments.only.split(",") if arguments.only else every
+    if unknown := sorted(set(wanted) - set(every)):
+        parser.error(f"--only {', '.join(unknown)}: files are {', '.join(every)}")
     for name in RANKING:
+        if f"ranking-{name}" not in wanted:
+            continue
         data = load(name, root=arguments.root, source=sources.get(name))
-        np.savez(arguments.out / f"ranking-{name}.npz", **pack_ranking(data))
+        np.savez_compressed(arguments.out / f"ranking-{name}.npz", **pack_ranking(data))
         if not arguments.no_baselines:
             baselines[name] = fit_baselines(data)
             (arguments.out / "baselines.json").write_text(json.dumps(baselines, indent=1))
     for name in SEQUENCES:
+        if f"sequences-{name}" not in wanted:
+            continue
         sequences = load_sequences(name, root=arguments.root, source=sources.get(name))
-        np.savez(arguments.out / f"sequences-{name}.npz", **pack_sequences(sequences))
+        np.savez_compressed(arguments.out / f"sequences-{name}.npz", **pack_sequences(sequences))
     if arguments.archive:
         pack_folder(arguments.out, arguments.archive)
 

@@ -337,8 +337,10 @@ def run(
     return found | {"valid_loss": -best["valid_ndcg10"], **({"attention": attention} if family == "hstu" else {})}
 
 
-def train(task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline: float) -> dict[str, Any]:
-    """The best state by validation NDCG@10 on at most 3,000 users."""
+def train(
+    task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline: float, *, limit: int = 3000
+) -> dict[str, Any]:
+    """The best state by validation NDCG@10 on at most `limit` users."""
     optimizers, bad = Optimizers(task.model, config), 0
     best: dict[str, Any] = {"valid_ndcg10": -1.0}
     every = max(1, recipe.steps // recipe.evaluations)
@@ -353,7 +355,7 @@ def train(task: Any, recipe: Recipe, config: TrainConfig, device: str, deadline:
         late = time.time() > deadline
         if (step + 1) % every and step + 1 != recipe.steps and not late:
             continue
-        hit, ndcg = score(task, "valid", device, limit=3000)
+        hit, ndcg = score(task, "valid", device, limit=limit)
         bad = 0 if ndcg > best["valid_ndcg10"] else bad + 1
         if not bad:
             state = {name: t.clone() for name, t in task.model.state_dict().items()}

@@ -37,7 +37,7 @@ SECTIONS = (
     ("One call of tune", "tune_zoo.json, tune_zoo_wukong.json, tune_zoo_dlrm.json, trained.json", zoo.tune_table,
      "The same models, trained 300 steps (DLRM and the six-layer Wukong 500) on labels of a fixed teacher, or a third of a training on real data (Census-Income), then tuned on batches they had not seen: speed and loss of one configuration. "
      "The step is forward and backward, without an optimizer; of all but the DLRM with a copy of the inputs in it, on both sides, which is not made any more."),
-    ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json", trained.trained_table,
+    ("Fast and loss-neutral in one configuration", "trained.json, trained_mods.json, trained_interformer.json, trained_hstu.json", trained.trained_table,
      "Plain models on real data, trained from the same weights on the same batches, seed by seed; the models that were trained are the ones that were timed (whole step with AdamW, CUDA graph, alone on the card). Pairs are ours / what it is compared with."),
     ("Where naive FP8 hurts", "hurts.json, hurts_wide.json", trained.hurts_table,
      "Features as delivered, Adam at four times the usual rate, no annealing, no dropout; the test loss is the mean over the later half of the run. Naive is torchao's tensorwise at every linear it takes."),
@@ -63,6 +63,8 @@ SECTIONS = (
     ("FP8 in trained generative models", "onerec_quality.json", generative.generative_quality_table,
      "OneRec, dense and with experts, trained on three data sets, then served by the engine in bf16, fp16 and FP8: FP8 against bf16, paired by user, margin 1 %. "
      "One data set has too few users to settle 1 % of recall; the last row weighs all changes by their precision."),
+    ("FP8 in a OneRec with wide experts", "onerec_wide.json", generative.wide_table,
+     "512 wide, eight experts of 1,408 and a shared one, trained on one H200: the published recipe (1x128 and 128x128 in experts) and ours (gate and up per row), FP8 against bf16, paired by user, margin 1 %."),
     ("Mods: the ablation", "ablation.json", ablation.ablation_table,
      "Wukong as it is and with each core mod, trained in bf16, naive FP8 (one scale per tensor, every linear) and planned FP8; all cells of a seed have the same weights and batches. "
      "Intervals are Student's over seeds, the margin is 0.1 % of log loss."),

@@ -49,16 +49,40 @@ def engine_headline() -> str | None:
     )
 
 
+METRICS = ("recall@10", "ndcg@10", "log-likelihood")
+
+
+def spell(change: dict[str, Any]) -> str:
+    """A change in per cent with its interval."""
+    if "percent" not in change:
+        return str(change["verdict"])
+    return f"{change['percent']:+.2f} % [{change['low']:+.2f}, {change['high']:+.2f}], {change['verdict']}"
+
+
+def wide_table() -> str | None:
+    """What the published recipe and ours change in a trained OneRec whose experts have several 128-blocks; the last rows are all seeds together."""
+    found = read("h200/onerec_wide.json")
+    if found is None or not found["rows"]:
+        return None
+    rows = []
+    for low, name in (("fp8", "published recipe"), ("fp8 mixed", "ours")):
+        for row in found["rows"]:
+            seen = row[f"{low} against bf16"]
+            shared = [f"{row['overlap with bf16'][arm]['@50']:.1%}" for arm in (low, "fp16")]
+            rows.append([f"{row['data']}, seed {row['seed']}", name, *(spell(seen[m]) for m in METRICS), f"{seen['recall@10'].get('mde', float('nan')):.2f} %", *shared])  # fmt: skip
+        for cell, seen in found.get("over seeds", {}).items():
+            change = seen[f"{low} against bf16"]
+            rows.append([f"{cell.split(':')[1]}, {seen['seeds']} seeds", name, *(spell(change[m]) for m in METRICS), f"{change['recall@10'].get('mde', float('nan')):.2f} %", "", ""])  # fmt: skip
+    return table(["data", "recipe", *METRICS, "detectable, recall@10", "beams shared, n = 50: FP8", "fp16"], rows)
+
+
 def generative_quality_table() -> str | None:
     """What FP8 changes in the answers of trained OneRec models."""
     found = read("h200/onerec_quality.json")
     if found is None:
         return None
 
-    def spell(change: dict[str, Any]) -> str:
-        return f"{change['percent']:+.2f} % [{change['low']:+.2f}, {change['high']:+.2f}], {change['verdict']}"
-
-    metrics = ("recall@10", "ndcg@10", "log-likelihood")
+    metrics = METRICS
     rows = [
         [
             f"{row['data']}, {row['model']}",

@@ -7,7 +7,10 @@ from tables.results import read, table
 FAMILIES = {
     "wukong": "Wukong, plain (4 layers, 2,048 wide, 4,096 rows)",
     "dlrm": "DLRM, plain (over arch 1024-1024-512-256, 8,192 rows)",
+    "interformer": "InterFormer (two layers, 2,048 wide, 4,096 rows)",
+    "hstu": "HSTU (four layers, 1,024 wide, 128 users)",
 }
+RECORDS = ("trained", "trained_mods", "trained_interformer", "trained_hstu")
 ARMS = {
     "tuned": "`loka.tune`'s choice",
     "naive": "torchao tensorwise everywhere",
@@ -19,9 +22,9 @@ ARMS = {
 
 def trained_table() -> str | None:
     """One configuration a row: speed-up, memory and loss of the same object. Rows that lack one of them are not shown."""
-    records = [found for name in ("trained", "trained_mods") if (found := read(f"h200/{name}.json")) is not None]
+    records = [found for name in RECORDS if (found := read(f"h200/{name}.json")) is not None]
     rows = [row for record in records for row in record["summary"]]
-    shown = [_row(row) for row in rows if all(key in row for key in ("speedup", "peak_gib", "label 0", "label 1"))]
+    shown = [_row(row) for row in rows if all(key in row for key in ("speedup", "peak_gib", "label 0"))]
     head = ["model and data", "configuration", "against", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "of the second label", "seeds"]  # fmt: skip
     return table(head, shown) if shown else None
 
@@ -32,7 +35,8 @@ def _row(row: dict[str, Any]) -> list[str]:
     here, there = row["peak_gib"]
     loss = row["label 0"]
     change, second = (
-        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" for found in (loss, row["label 1"])
+        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" if found else "it has one"
+        for found in (loss, row.get("label 1"))
     )
     return [
         f"{FAMILIES.get(family, family)}, {data}", ARMS.get(row["arm"], row["arm"]), row["against"], f"{ours:.2f} / {theirs:.2f}", f"**{row['speedup']:.2f}x**",
