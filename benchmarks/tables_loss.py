@@ -7,6 +7,8 @@ All of it together, on two gloo ranks that share each batch:
     all                int8 rows; 8-bit collectives (FSDP2): weights gathered in int8, gradients scattered in E4M3, stochastically; linears in FP8 as the plan says, test included
     sent               the same with the linears in float32
     wire               the collectives alone
+    gathered           of these, the weights alone
+    scattered          of these, the gradients alone
     planned            the linears alone
     ranks              two ranks, everything in float32: what another order of sums does
     forced             int8 rows, E4M3 both ways, FP8 at every linear whatever Probe says: what the plan is for
@@ -53,7 +55,8 @@ from loka.units.discovery import NARROW
 
 BASELINE = "float32"
 MARGIN = 0.1  # percent of the log loss
-WIRE = "int8:1x128,e4m3:1x128:pow2:stochastic"
+WEIGHTS, GRADIENTS = "int8:1x128", "e4m3:1x128:pow2:stochastic"
+WIRE = f"{WEIGHTS},{GRADIENTS}"
 WAYS: dict[str, dict[str, Any]] = {
     BASELINE: {"rows": "float32"},
     "int8": {"rows": "int8:row"},
@@ -64,6 +67,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "all": {"rows": "int8:row", "collectives": WIRE, "planned": True},
     "sent": {"rows": "int8:row", "collectives": WIRE},
     "wire": {"rows": "float32", "collectives": WIRE},
+    "gathered": {"rows": "float32", "collectives": f"{WEIGHTS},fp32"},
+    "scattered": {"rows": "float32", "collectives": f"fp32,{GRADIENTS}"},
     "planned": {"rows": "float32", "collectives": None, "planned": True},
     "ranks": {"rows": "float32", "collectives": None},
     "forced": {"rows": "int8:row", "collectives": "e4m3:1x128:pow2", "recipe": "rowwise"},

@@ -32,7 +32,7 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
     bytes_ = {"float32": 4, "bfloat16": 2}.get(kind, 1)
     u, g, bd, warps = kernels_of("embedding_bag").tile_of(width, 0.5 if kind == "int4:row" else bytes_)
     constants = {
-        "D": width, "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
+        "D": width, "STRIDE": width // 2 if kind == "int4:row" else width, "STEP": 1, "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
     }  # fmt: skip
     types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key != "offset_ptr"}
     if name == "_pool":
@@ -54,7 +54,7 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
 def test_updates_compile(kind: str, rule: int, hot: bool) -> None:
     number = kernels_of("embedding_update").KINDS[kind]
     g, bd, warps = kernels_of("embedding_update").tile_of(128)
-    constants = {"D": 128, "KIND": number, "RULE": rule, "HOT": hot, "FACTOR": hot, "DUP": 2, "G": g, "BD": bd}
+    constants = {"D": 128, "STRIDE": 128, "STEP": 1, "KIND": number, "RULE": rule, "HOT": hot, "FACTOR": hot, "DUP": 2, "G": g, "BD": bd}
     built = compile_kernel(
         "embedding_update", "_update", ({**UPDATE, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )

@@ -153,7 +153,10 @@ class TableOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, the table's {table.data.dtype} {tuple(table.data.shape)}"
                 )
-            for key in _LIVE:
+            table.data.copy_(state["data"])
+            if table.scale is not None:
+                table.scale.copy_(state["scale"])
+            for key in ("slot", "kept"):
                 if key in state:
                     setattr(table, key, state[key].to(table.anchor.device))
             state.update(self._live(table))
