@@ -282,7 +282,9 @@ def main() -> int:
             options.out.write_text(json.dumps(stored, indent=1) + "\n")
     for row in stored["changes"]:
         interval = f"[{row['low']:+.4f}, {row['high']:+.4f}]"
-        print(f"{row['way']:14} {row['change_percent']:+.4f} %  {interval}  {row['seeds']} seeds x {row['draws']} draws  {row['verdict']}")
+        print(
+            f"{row['way']:14} {row['change_percent']:+.4f} %  {interval}  {row['seeds']} seeds x {row['draws']} draws  {row['verdict']}"
+        )
     return 0
 
 

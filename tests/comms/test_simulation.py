@@ -75,5 +75,7 @@ def test_which_published_curves_are_within_fifteen_percent() -> None:
 def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         list(simulate(Work(1, 2), MACHINES["h200-ndr"], gpus=(12,)))
+    with pytest.raises(ValueError, match="ddp sends no weights"):
+        list(simulate(Work(1, 2), MACHINES["h200-ndr"], gpus=(8,), weights="bf16"))
     with pytest.raises(ValueError, match=r"strategy.*zero"):
         Work(1, 2, strategy="zero")

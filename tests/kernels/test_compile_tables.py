@@ -79,7 +79,18 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool, inline: bo
 def test_updates_compile(kind: str, rule: int, hot: bool) -> None:
     number = kernels_of("embedding_update").KINDS[kind]
     g, bd, warps = kernels_of("embedding_update").tile_of(128)
-    constants = {"D": 128, "STRIDE": 128, "STEP": 1, "KIND": number, "RULE": rule, "HOT": hot, "FACTOR": hot, "DUP": 2, "G": g, "BD": bd}
+    constants = {
+        "D": 128,
+        "STRIDE": 128,
+        "STEP": 1,
+        "KIND": number,
+        "RULE": rule,
+        "HOT": hot,
+        "FACTOR": hot,
+        "DUP": 2,
+        "G": g,
+        "BD": bd,
+    }
     built = compile_kernel(
         "embedding_update", "_update", ({**UPDATE, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )
