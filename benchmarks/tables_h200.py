@@ -50,7 +50,7 @@ WIRES = (
     ("e4m3:1x128:pow2:stochastic", torch.bfloat16),
     ("e4m3:1x32:e8m0", torch.bfloat16),
 )
-SWEPT = ("bfloat16", "int8:row", "e4m3:row")
+SWEPT = {"bfloat16": (8, 16), "int8:row": (4, 8)}  # items of a tile
 SETS, SECTOR = 3, 32
 RIGHT = Conformance(True, 0.0, 0.0)
 
@@ -211,12 +211,12 @@ def sweep_tiles(width: int, session: Session) -> None:
     from loka.kernels.embedding_bag import triton_kernels
 
     sets, offsets = draw(session)
-    for kind in SWEPT:
+    for kind, tried in SWEPT.items():
         candidates, sizes = [], {}
         for inline in (True, False) if ":" in kind else (False,):
             rows = make_rows(kind, width, session, inline=inline)
             chosen = triton_kernels.tile_of(width, rows.data.element_size())
-            for items in sorted({chosen[0], 4, 8, 16}):
+            for items in sorted({chosen[0], *tried}):
                 tile = (items, *chosen[1:])
                 name = f"{kind}{' inline' * inline} {'x'.join(map(str, tile))}{' (chosen)' * (tile == chosen)}"
                 thunks = [
@@ -240,7 +240,7 @@ def sweep_packing(width: int, session: Session) -> None:
     assert codec.spec is not None
     sets = [torch.randn(elements, device=session.device).bfloat16().view(-1, 32) for _ in range(2)]
     candidates, sizes = [], {}
-    for tile in ((1024, 1), (1024, 2), (1024, 4), (2048, 2), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)):
+    for tile in ((1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8)):
         name = f"pack {codec} {'x'.join(map(str, tile))}"
         thunks = [lambda x=x, tile=tile: triton_kernels.pack(x, codec.spec, None, 0, tile=tile) for x in sets]
         candidates.append(Contender(name, thunks, RIGHT))

@@ -83,8 +83,8 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
             there = there & known
             high = load_kept(slot_ptr, hot_ptr, row, there, D, HOT, BD)
             low = there & (high[0] == 0)
-            codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)
-            scales = scales + (load_scales(scale_ptr, row, low, STEP, SCALED),)
+            codes = codes + (load_codes(data_ptr, row, low, D, STRIDE, INT4, BD),)  # noqa: RUF005  Triton unpacks no tuple here
+            scales = scales + (load_scales(scale_ptr, row, low, STEP, SCALED),)  # noqa: RUF005
             kept = kept + high
         for i in tl.static_range(U):
             values = decoded(codes[i], scales[i], kept[2 * i], kept[2 * i + 1], HOT, INT4, BD)
