@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from loka.records import Interval
 
-__all__ = ["COARSE_MARGIN", "MARGIN", "Allowance", "allow", "share_of_margin"]
-
 MARGIN = 0.0002
 COARSE_MARGIN = 0.001
 

@@ -36,8 +36,6 @@ from loka.formats import Spec
 from loka.kernels import registry
 from loka.kernels.dropout import Dropout
 
-__all__ = ["ChainPrecision", "ChainTensors", "GradientScale", "Layout", "Link", "NormKind"]
-
 GradientScale = Literal["tensor", "block", "delayed"]
 NormKind = Literal["none", "block", "layer", "rms"]
 TENSOR_SPEC = Spec.parse("e4m3:tensor")

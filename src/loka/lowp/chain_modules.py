@@ -18,19 +18,6 @@ from loka.lowp.passing import CALLS, HandOn
 if TYPE_CHECKING:
     from loka.lowp.chain import Chain
 
-__all__ = [
-    "CHAIN",
-    "SEES_CHAINS",
-    "Head",
-    "Passed",
-    "add_call",
-    "chain_of",
-    "chains_of",
-    "drop_call",
-    "is_watched",
-    "reclass",
-]
-
 CHAIN = "loka_chain"  # on every module of a chain: the chain
 SEES_CHAINS = "loka_sees_chains"  # on a forward hook that knows of chains: it does not mistake what a module of one hands on for its output
 

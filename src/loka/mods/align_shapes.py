@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from loka.mods.editor import FEW_OUTPUTS, Editor
 from loka.records.mods import ModClass
 
-__all__ = ["AlignShapes", "Aligned", "is_aligned", "round_up"]
-
 
 def round_up(count: int, multiple: int) -> int:
     """The next multiple.

@@ -24,8 +24,6 @@ from loka.records.mods import ModClass
 from loka.units.flow import call_model
 from loka.units.undisturbed import set_mode, undisturbed
 
-__all__ = ["FeatureProducts", "OverFeaturesCalls"]
-
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 

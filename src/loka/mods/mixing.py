@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["mix", "unmix"]
-
 _PARTS = "_loka_mixed"  # on a class made here: (mixin, kind)
 
 

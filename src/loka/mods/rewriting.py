@@ -31,8 +31,6 @@ from loka.records import capture_environment
 from loka.records.mods import ModClass, ModSummary
 from loka.units.undisturbed import is_compiled, same_randomness
 
-__all__ = ["Applied", "applied_to", "apply", "revert"]
-
 APPLIED = "_loka_mod_names"
 
 

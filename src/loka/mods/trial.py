@@ -31,8 +31,6 @@ from loka.records.mods import ModClass
 from loka.units.flow import Flow, call_model, record, tensors_in
 from loka.units.undisturbed import set_mode, undisturbed
 
-__all__ = ["Trial"]
-
 Mode = Literal["eval", "training", "autocast"]
 SEED = 20
 # Relative error (Frobenius) of a result for "exact": sums in another order.

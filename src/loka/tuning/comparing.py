@@ -21,8 +21,6 @@ from loka.records import Interval, Plan
 from loka.tuning.task import MakeOptimizer, Task
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["converted", "evaluate", "evaluate_averaged", "train_paired"]
-
 
 def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_trained: bool = False) -> Losses:
     """The loss of held-out batches, in eval mode, with the same random numbers in every call.

@@ -38,8 +38,6 @@ from loka.units import discover
 from loka.units.flow import call_model
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["Estimator", "ModelEstimate", "Unit", "estimate_model", "known_targets"]
-
 Array = NDArray[np.float64]
 PRIOR = np.log([650.0, 1100.0, 3.8, 2.5, 6.0, 2.5, 1.0])  # TFLOP/s, TFLOP/s, TB/s, us, us, us, 1
 HELD = np.array([0.5, 0.2, 0.5, 0.1, 0.1, 0.1, 0.1])  # how firmly each is held there

@@ -14,8 +14,6 @@ from torch import nn
 
 from loka.records import Interval, write_atomically
 
-__all__ = ["Evidence"]
-
 REVISION = 3  # raised where the same unit runs, or is timed with, something else than before. 2: weight gradients are added exactly. 3: a step quantises its weights anew
 
 

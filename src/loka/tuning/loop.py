@@ -32,8 +32,6 @@ from loka.tuning.session import Session
 from loka.tuning.task import MakeOptimizer, Step, Task
 from loka.tuning.tuned import Tuned
 
-__all__ = ["tune"]
-
 Target = Literal["train", "serve"]
 
 

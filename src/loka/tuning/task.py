@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from loka.units.flow import call_model, copy_containers, tensors_in
 from loka.units.undisturbed import undisturbed
 
-__all__ = ["MakeOptimizer", "Step", "Task"]
-
 Step = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # from a model's parameters
 MOST = 64  # batches that are kept at most

@@ -23,17 +23,6 @@ from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
 from loka.units.flow import copy_example
 
-__all__ = [
-    "Captured",
-    "Fragment",
-    "NotCapturedError",
-    "can_time",
-    "compare",
-    "make_fragment",
-    "time_in_turns",
-    "whole_step",
-]
-
 TURNS, REPEATS = 5, 6
 Run = Callable[[], Any]
 

@@ -11,8 +11,6 @@ from loka.records import Conversion, Interval, Plan, save
 from loka.records.tuning import Tuning
 from loka.report import Results, write_html
 
-__all__ = ["Tuned"]
-
 
 def _spell(change: float) -> str:
     return "not finite" if change >= NEVER else f"{change:+.4%}"

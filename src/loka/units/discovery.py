@@ -28,8 +28,6 @@ from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePla
 from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
 from loka.units.tables import find_collectives, find_tables
 
-__all__ = ["ACTIVATIONS", "NARROW", "Discovered", "discover"]
-
 ModuleFilter = Callable[[nn.Module, str], bool]
 NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
 WIDE_WEIGHTS = "float64 weights: no low-precision GEMM writes float64"
@@ -433,6 +431,7 @@ def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:
 
 
 def activation_of(module: nn.Module) -> str | None:
+    """The kernels' name of an activation module; None where it is none that they know."""
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return ACTIVATIONS.get(type(module))

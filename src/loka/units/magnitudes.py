@@ -21,8 +21,6 @@ from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, UnitPlan
 from loka.units.undisturbed import ordinary_encoders
 
-__all__ = ["Seen", "measuring"]
-
 
 class Seen:
     """What was seen so far."""

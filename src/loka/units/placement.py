@@ -13,8 +13,6 @@ from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
 from loka.units.discovery import WIDE_WEIGHTS, activation_of, norm_eps, norm_kind
 
-__all__ = ["build_chain", "describe_chain", "place", "refuse_unit"]
-
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
     """Every way in which a unit does not fit a model; empty where it can be placed.
