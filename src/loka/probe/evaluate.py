@@ -37,7 +37,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from loka.dispatch import recipe_named
-from loka.dispatch.policy import error_of
 from loka.formats import QTensor, Spec
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import gemm_shape
@@ -183,7 +182,7 @@ def judge_errors(outcome: Outcome, gemm: Gemm, judged_on: Sequence[Source]) -> C
     measured = [
         replace(_promote(bare, entry), errors=outcome.errors) for entry in outcome.errors if entry.source in judged_on
     ]
-    return max(measured, key=lambda c: error.high if (error := error_of(c)) else 0.0)
+    return max(measured, key=lambda c: error.high if (error := c.error) else 0.0)
 
 
 def _promote(bare: Candidate, entry: DistributionError) -> Candidate:

@@ -168,7 +168,7 @@ def spell_change(change: Interval) -> str:
     """
     if change.value >= NEVER:
         return "to something that is not finite"
-    return f"by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]"
+    return f"by {change:+.4%}"
 
 
 def compare_losses(

@@ -91,6 +91,11 @@ class Candidate(Part, frozen=True):
         None  # fprop: signed first-order mean on the sampled examples; gradients: share of a step's progress that is lost
     )
 
+    @property
+    def error(self) -> Interval | None:
+        """What it is judged by beside `harm`: MERE in fprop, relative L2 in the gradient GEMMs."""
+        return self.mere if self.gemm == "fprop" else self.relative_l2
+
 
 class Cause(Part, frozen=True):
     """A reason for an error that was tested: the error without it, everything else as it was."""

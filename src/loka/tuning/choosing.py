@@ -46,7 +46,7 @@ def _time_units(call: Call, selection: Selection) -> None:
         selection.speeds.update(dict.fromkeys((o.name for o in parts), found))
         if found.low <= 1.0:
             for part in parts:
-                selection.drop(part, f"{way}: {_spell(found)}, not faster than compiled 16 bits")
+                selection.drop(part, f"{way}: {found:.2fx}, not faster than compiled 16 bits")
 
 
 def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] | None:
@@ -123,7 +123,7 @@ def _estimate_units(call: Call, estimator: Estimator, selection: Selection) -> N
         if found is not None:
             selection.estimates[offer.name] = found
             if found.value <= 1.0:
-                selection.drop(offer, f"{offer.way}: estimated {_spell(found)} on {estimator.target}")
+                selection.drop(offer, f"{offer.way}: estimated {found:.2fx} on {estimator.target}")
 
 
 def estimate(call: Call, selection: Selection) -> Estimate | None:
@@ -153,7 +153,3 @@ def _unit_of(call: Call, offer: Offer, looked: Looked) -> Unit:
     """An offer by its sizes, with the rows it would have on the device that is estimated for."""
     rows = max(1, round(looked.sites[offer.name].rows * call.row_factor))
     return Unit(rows, tuple((link.k, link.n) for link in offer.unit.links), call.training)
-
-
-def _spell(speed: Interval) -> str:
-    return f"{speed.value:.2f}x [{speed.low:.2f}, {speed.high:.2f}]"

@@ -169,7 +169,7 @@ def _say_gradients(call: Call, trained: Interval | None) -> str:
         return "by the score"
     if trained is None:
         return f"by the score, and by paired runs of {call.train} steps, which no unit passed"
-    return f"by the score, and by a paired run of {call.train} steps: {trained.value:+.4%} [{trained.low:+.4%}, {trained.high:+.4%}]"
+    return f"by the score, and by a paired run of {call.train} steps: {trained:+.4%}"
 
 
 def _describe(selection: Selection) -> list[TunedUnit]:
