@@ -39,7 +39,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Policy:
-    """What is asked of a plan.
+    """What a plan is made under: the errors that are allowed, the speed-up that is wanted, the device it is for, and choices by name.
 
     Args:
         max_error: largest MERE of a forward product, where there is no score.

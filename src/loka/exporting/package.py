@@ -28,6 +28,7 @@ from loka.exporting.plain import AtenOps, OnnxOps, Ops, write_out
 from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
 from loka.formats import relative_l2
 from loka.kernels import registry
+from loka.measure.device import device_of
 from loka.nn.wrapping import unwrap
 from loka.units.flow import call_model
 
@@ -106,7 +107,7 @@ def export(
     _check_model(inner)
     if kind == "onnx":
         _require_onnx()
-    device = next((t.device for t in inner.parameters()), torch.device("cpu"))
+    device = device_of(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
     arguments = take_apart(example)
     expected = flatten_result(call_model(inner, example))

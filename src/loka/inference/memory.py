@@ -21,7 +21,7 @@ from loka.nn import MixtureOfExperts
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes, by what they are for."""
+    """The memory an engine needs, in bytes, by purpose."""
 
     weights: int
     caches: int

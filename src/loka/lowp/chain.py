@@ -30,12 +30,12 @@ from loka.lowp.chain_modules import (  # fmt: skip
     chains_of,
     drop_call,
     is_watched,
-    reclass,
 )
 from loka.lowp.chain_parts import ChainConfig, Part
 from loka.lowp.chain_running import RunningChain
 from loka.lowp.scaling import Scaling
 from loka.lowp.step import follow, unfollow
+from loka.nn.mixing import mix, unmix
 
 __all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
 
@@ -116,7 +116,7 @@ class Chain(RunningChain, HandsOn):
         if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:
             raise ValueError(f"{self.name}: {', '.join(taken)} is in a chain already; hint: loka.revert(model) first")
         for index, module in enumerate(modules):
-            reclass(module, Head if index == 0 else Passed)
+            module.__class__ = mix(type(module), Head if index == 0 else Passed)
             module.__dict__[CHAIN] = self
         for caller in self.callers:
             add_call(caller, self)
@@ -130,8 +130,8 @@ class Chain(RunningChain, HandsOn):
         unfollow(self)
         for part in self.parts:
             for module in (part.linear, *part.passed):
-                module.__dict__.pop(CHAIN, None)
-                reclass(module, None)
+                if module.__dict__.pop(CHAIN, None) is not None:
+                    module.__class__ = unmix(type(module), Head if isinstance(module, Head) else Passed)
         for caller in self.callers:
             drop_call(caller, self)
         self.placed, self.pending = False, None

@@ -84,7 +84,7 @@ class Link:
 
 @dataclass(frozen=True)
 class ChainPrecision:
-    """How a chain computes.
+    """The precision of a chain: how its gradients are scaled and rounded, and which kernels run.
 
     Args:
         gradient: scales of the gradients: one for the tensor from its own largest value, one per 128, or one for the tensor from the last steps.

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from loka.formats import E4M3, TENSOR, Spec
 from loka.kernels import registry
@@ -21,6 +22,29 @@ from loka.measure.inputs import draw, matmul_operands
 from loka.measure.timing import Contender, time_together
 from loka.records import Environment, capture_environment
 from loka.records.performance import Peaks
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; the CPU for one that has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def name_device(device: torch.device) -> str:
+    """A device as records name it: a GPU by its product, everything else by its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def environment_of(model: nn.Module, command: str | None = None) -> Environment:
+    """Where and how numbers about a model are made.
+
+    Args:
+        model: whose device counts.
+        command: that was run; None takes this process's own.
+
+    Returns:
+        What belongs beside every number.
+    """
+    return capture_environment(command=command, device=name_device(device_of(model)), threads=torch.get_num_threads())
 
 
 def snapshot(command: str | None = None) -> Environment:

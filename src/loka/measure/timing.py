@@ -41,7 +41,7 @@ Rival = tuple[
 
 
 class RedKernelError(ValueError):
-    """Somebody asked how fast a wrong kernel is."""
+    """A kernel that was found wrong was to be timed."""
 
 
 class CaptureError(RuntimeError):
@@ -50,7 +50,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time beside others, whatever it is (a way to run a GEMM is a `GemmWay`). What is not proven right is refused here.
+    """Something to time beside others; refused unless it was found correct.
 
     Args:
         name: in the result.

@@ -82,7 +82,7 @@ def is_aligned(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class AlignShapes:
-    """Pad K and N with zeros, invisible to everybody else.
+    """Pad misaligned widths of linears with zeros while they compute; parameters and state_dict keep their shapes.
 
     Args:
         multiple: what K and N shall be multiples of (16: any FP8 kernel; 128: blockwise scales without a ragged block).

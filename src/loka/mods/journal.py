@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from loka.lowp.chain import chain_of
 from loka.lowp.interaction import release_interaction
-from loka.mods.mixing import unmix
+from loka.nn.mixing import unmix
 from loka.nn.wrapping import named_sites
 
 ATTRIBUTE = "_loka_mods"

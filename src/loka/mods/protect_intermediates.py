@@ -127,7 +127,7 @@ def unprotected(module: nn.Module, name: str = "") -> bool:
 
 @dataclass(frozen=True)
 class ProtectIntermediates:
-    """Compute what is small and decides the metric in the precision it needs.
+    """Keep small computations that decide the metric in the precision they need.
 
     Args:
         kinds: what is protected.

@@ -165,7 +165,7 @@ class Site(Part, frozen=True):
 
 
 class ProbeReport(Record, frozen=True, tag="probe"):
-    """The evidence for a plan."""
+    """Everything a probe found: the evidence that a plan is made from."""
 
     model: str
     steps: int
@@ -199,7 +199,7 @@ Feature = Literal["absmax", "std", "tail", "kurtosis", "zeros", "histogram"]
 
 
 class Move(Part, frozen=True):
-    """One operand of a site that is no longer what it was."""
+    """One operand of a site whose distribution has moved during training."""
 
     site: str
     role: Role

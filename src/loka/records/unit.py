@@ -81,7 +81,7 @@ class UnitEvidence(Part, frozen=True):
 
 
 class UnitPlan(Part, frozen=True):
-    """How one unit runs.
+    """How one unit of a plan runs: its layers, scales and kernels, with evidence and reason.
 
     Args:
         name: of the unit: that of its first linear.

@@ -25,7 +25,7 @@ from loka.semantic_ids.kmeans import assign_nearest, fit_kmeans
 
 @dataclass(frozen=True)
 class ResidualKMeans:
-    """How to make the codes.
+    """Settings of residual k-means, which gives every item its codes, level by level.
 
     Args:
         codebook_sizes: one per level.

@@ -30,7 +30,7 @@ log = logging.getLogger("loka.serving")
 
 
 class Front:
-    """The application.
+    """The public ASGI application: routes, limits, errors.
 
     Args:
         service: what answers.

@@ -27,7 +27,7 @@ Opener = Callable[[str], Servable]
 
 
 class Service:
-    """Models at work.
+    """One model, or the arms of an experiment, with what runs and reloads them.
 
     Args:
         models: arm -> model, or one model.

@@ -18,7 +18,7 @@ NEGLECTED = 128
 
 
 class BatchTimes:
-    """Durations by bucket.
+    """How long batches of every bucket take, learned while the server runs.
 
     Args:
         window: durations kept per bucket; older ones are forgotten.

@@ -4,11 +4,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from loka.dispatch.choosing import Chosen, Looked, Offer, to_plan_parts
+from loka.measure.device import environment_of, name_device
 from loka.probe.paired import Losses
-from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence, capture_environment
+from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence
 from loka.records.measurement import Environment
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
@@ -70,13 +69,12 @@ class Call:
     @property
     def device_name(self) -> str:
         """As records name it."""
-        device = self.task.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return name_device(self.task.device)
 
     @property
     def environment(self) -> Environment:
         """Where all of it ran."""
-        return capture_environment(device=self.device_name, threads=torch.get_num_threads())
+        return environment_of(self.task.model)
 
     def phase(self, name: str) -> Any:
         """Shown and timed."""

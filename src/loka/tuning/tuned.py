@@ -42,7 +42,7 @@ class TuningReport:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned model.
+    """A tuned model, with the record of everything that was measured.
 
     Args:
         model: the model that was given, converted in place.

@@ -23,7 +23,7 @@ from loka.units.undisturbed import ordinary_encoders
 
 
 class Seen:
-    """What was seen so far."""
+    """The magnitudes that were seen so far at the linears of some units."""
 
     def __init__(self, units: Sequence[UnitPlan]) -> None:
         self._units = list(units)

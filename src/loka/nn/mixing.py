@@ -43,6 +43,17 @@ def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     return _CLASSES[key]
 
 
+def declare_mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> None:
+    """Say that a mixin which is itself derived from `kind` is what the two mixed are.
+
+    Args:
+        mixin: a subclass of `kind`.
+        kind: what it is put in front of.
+    """
+    setattr(mixin, _PARTS, (mixin, kind))
+    _CLASSES[kind, mixin] = mixin
+
+
 def _meta_for(meta: type) -> type:
     """A metaclass that pickle knows and that gets on with the user's own (abc.ABCMeta)."""
     if isinstance(meta, type) and issubclass(meta, _Made):
