@@ -30,7 +30,7 @@ from loka.formats import relative_l2
 from loka.kernels import registry
 from loka.measure.device import device_of
 from loka.nn.wrapping import unwrap
-from loka.units.flow import call_model
+from loka.units.example import call_model
 
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}

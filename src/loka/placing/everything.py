@@ -13,7 +13,7 @@ from loka.nn.wrapping import named_sites, unwrap
 from loka.records import Plan, SitePlan
 from loka.records.unit import GradientScales, UnitPlan
 from loka.units import Discovered, discover, measuring
-from loka.units.flow import call_model
+from loka.units.example import call_model
 from loka.units.undisturbed import undisturbed
 
 

@@ -42,7 +42,7 @@ from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, tensors_of
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
-from loka.units.flow import call_model
+from loka.units.example import call_model
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 Progress = Callable[[str, int, int], None]

@@ -35,7 +35,7 @@ from loka.nn.wrapping import named_sites
 from loka.records import GEMMS, Interval
 from loka.records.performance import PerformanceRow
 from loka.units import discover
-from loka.units.flow import call_model
+from loka.units.example import call_model
 from loka.units.undisturbed import undisturbed
 
 Array = NDArray[np.float64]

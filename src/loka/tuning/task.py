@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.measure.device import device_of
-from loka.units.flow import call_model, copy_containers, tensors_in
+from loka.units.example import call_model, copy_containers, tensors_in
 from loka.units.undisturbed import undisturbed
 
 Step = Callable[[nn.Module, Any], Tensor]

@@ -21,7 +21,7 @@ from loka.lowp.step import end_step
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
-from loka.units.flow import copy_example
+from loka.units.example import copy_example
 
 TURNS, REPEATS = 5, 6
 Run = Callable[[], Any]

@@ -11,7 +11,8 @@ from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
-from loka.units.discovery import WIDE_WEIGHTS, activation_of, norm_eps, norm_kind
+from loka.units.discovery import WIDE_WEIGHTS
+from loka.units.following import activation_of, norm_eps, norm_kind
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
