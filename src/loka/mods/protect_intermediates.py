@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_map
 from loka.mods.editor import Editor
 from loka.nn import DotInteraction, DotProductAttention, FactorizationMachine, HardSigmoid, Sigmoid
 from loka.records.mods import ModClass
+from loka.units.discovery import PROTECTED
 from loka.units.flow import Flow
 
 Protection = Literal["prediction", "product", "attention", "gate"]
-MARK = "loka_protected"
 NEEDED: dict[Protection, torch.dtype] = {
     "prediction": torch.float32,
     "gate": torch.float32,
@@ -106,7 +106,7 @@ def is_protected(module: nn.Module, name: str = "") -> bool:
     Example:
         >>> [n for n, m in model.named_modules() if is_protected(m)]
     """
-    return MARK in module.__dict__
+    return PROTECTED in module.__dict__
 
 
 def unprotected(module: nn.Module, name: str = "") -> bool:
@@ -167,7 +167,7 @@ class ProtectIntermediates:
     def _protect(self, editor: Editor, name: str, module: nn.Module, kind: Protection) -> None:
         dtype: torch.dtype = NEEDED[kind] if self.precision == "needed" else getattr(torch, self.precision)
         guard = ProtectedLinear if isinstance(module, nn.Linear) else Protected
-        editor.mark(name, MARK, kind)
+        editor.mark(name, PROTECTED, kind)
         editor.mix(name, guard, protected_dtype=dtype, keeps_result=kind == "prediction")
         what = f"{kind}: computed in {str(dtype).removeprefix('torch.')} or better, and kept out of conversion"
         editor.change(name, what, "rounding")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loka.dispatch.choosing import Chosen, Looked, Offer, to_plan_parts
+from loka.dispatch.margin import COARSE_MARGIN
 from loka.measure.device import environment_of, name_device
 from loka.probe.paired import Losses
 from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence
@@ -13,8 +14,6 @@ from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
 from loka.tuning.progress import Progress
 from loka.tuning.task import MakeOptimizer, Task
-
-COARSE = 0.001  # the margin where the data cannot resolve a finer one
 
 
 @dataclass
@@ -82,7 +81,7 @@ class Call:
 
     def margin_for(self, change: Interval) -> float:
         """What a change is held against: the margin, or a coarser one where its interval does not resolve that."""
-        return self.margin if change.high - change.value <= self.margin else max(COARSE, self.margin)
+        return self.margin if change.high - change.value <= self.margin else max(COARSE_MARGIN, self.margin)
 
     def is_within(self, change: Interval, used: float) -> bool:
         """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, they must not show that it is exceeded."""

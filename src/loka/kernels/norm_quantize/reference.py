@@ -20,7 +20,8 @@ from loka.formats import TENSOR, QTensor, Spec, block_amax, quantize
 from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.dropout import Dropout, dropped, factor_of
-from loka.kernels.norm_quantize.call import EPS, NORM_BLOCK, NormCall, NormGradient, NormGradientCall, NormResult
+from loka.kernels.fused_linear.call import NORM_BLOCK
+from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradient, NormGradientCall, NormResult
 
 
 def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.dropout import Dropout, taken_apart
 from loka.kernels.norm_quantize.call import (
-    ACTIVATIONS,
     EPS,
     NORMS,
     NormCall,

@@ -20,7 +20,6 @@ from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import (
-    GRANULE,
     aligned,
     cut,
     float_scales,
@@ -30,6 +29,7 @@ from loka.kernels.scaled_mm.layout import (
     up,
     with_ones,
 )
+from loka.kernels.strides import GRANULE
 
 OUTER_MAJOR_SCALES = True
 

@@ -23,7 +23,6 @@ from loka.kernels.backend import Verdict, no
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.scaled_mm.layout import (
-    GRANULE,
     aligned,
     cut,
     float_scales,
@@ -33,6 +32,7 @@ from loka.kernels.scaled_mm.layout import (
     up,
     with_ones,
 )
+from loka.kernels.strides import GRANULE
 
 OUTER_MAJOR_SCALES = True  # 1x128 scales arrive without a copy when their rows are contiguous
 
