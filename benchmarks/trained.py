@@ -1,6 +1,6 @@
 """The configuration that was timed, trained: what `loka.tune` chooses for a model, beside bf16 of the original; step time, memory and loss of the same object.
 
-    python benchmarks/trained.py --root FOLDER --out trained.json --seconds 280                                                  on a GPU: Wukong and DLRM on Census-Income, 8 seeds
+    python benchmarks/trained.py --root FOLDER --out trained.json --seeds 48,256 --seconds 330                                   on a GPU: Wukong and DLRM on Census-Income
     python benchmarks/trained.py --root FOLDER --out x.json --device cpu --size tiny --steps 30 --seeds 2                        dry run, FP8 emulated, nothing timed
 
 The models are plain PyTorch, as a user writes them (benchmarks/zoo.py, behind one embedding table): Wukong with 4 layers, 32 + 32 outputs, k = 24 and 2048-wide MLPs, DLRM with a
@@ -50,7 +50,7 @@ from loka import mods, records
 from loka.metrics import AUC, compare_paired
 
 ARMS = ("bf16", "tuned", "naive", "layout", "mods", "tuned-mods")
-FIRST = ("bf16", "mods")  # need no plan, and are what plans are made from
+UNPLANNED = ("bf16", "mods", "naive")  # need no plan
 AGAINST = {
     "tuned": (("bf16", 0.0002),),
     "naive": (("bf16", 0.0002),),
@@ -412,7 +412,7 @@ class Process:
 
 
 class Campaign:
-    """All of it, in the order that wastes least: what needs no plan, the plans on a quiet card, the rest, the times on a quiet card."""
+    """All of it, in the order that wastes least: a third of a run for each plan, the plans on a quiet card, all arms side by side, the times on a quiet card."""
 
     def __init__(self, bench: Bench, out: Path, deadline: float) -> None:
         self.bench, self.out, self.deadline = bench, out, deadline
@@ -571,7 +571,7 @@ def main() -> None:
     parser.add_argument("--families", default="wukong,dlrm")
     parser.add_argument("--data", default="census-income-kdd")
     parser.add_argument("--arms", default="bf16,tuned,naive")
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", default="8", help="how many: one number, or one for each family in order (48,256)")
     parser.add_argument("--steps", type=int, help=f"instead of {STEPS}")
     parser.add_argument("--batch", type=int, help=f"instead of {BATCH}")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -583,27 +583,29 @@ def main() -> None:
     arms, deadline = a.arms.split(","), time.time() + a.seconds
     if unknown := [arm for arm in arms if arm not in ARMS]:
         parser.error(f"unknown arms {', '.join(unknown)}: arms are {', '.join(ARMS)}")
+    families, counts = a.families.split(","), [int(n) for n in a.seeds.split(",")]
+    if len(counts) not in (1, len(families)):
+        parser.error(f"--seeds {a.seeds}: expected one number, or one for each of {', '.join(families)}")
+    seeds = dict(zip(families, counts * len(families) if len(counts) == 1 else counts, strict=True))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a.root, a.device, a.size, a.batch, a.steps, a.learning_rate, a.tune_seconds, Path(folder))
         campaign = Campaign(bench, a.out, deadline)
         device = torch.cuda.get_device_name() if a.device == "cuda" else a.device
         campaign.body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command(), device=device))  # fmt: skip
-        campaign.body["power"] = {data: find_power(data, a.seeds) for data in a.data.split(",")}
-        cells = [f"{family}/{data}" for family in a.families.split(",") for data in a.data.split(",")]
+        campaign.body["power"] = {data: find_power(data, min(counts)) for data in a.data.split(",")}
+        cells = [f"{family}/{data}" for family in families for data in a.data.split(",")]
         sources = [(arm, arch) for arm, arch, used in (("bf16", False, ("tuned", "layout")), ("mods", True, ("tuned-mods",))) if any(u in arms for u in used)]  # fmt: skip
         wanted = [(cell, arm, arch) for arm, arch in sources for cell in cells]
         missing = {f"{cell}/{arm}" for cell, arm, arch in wanted if not plan_file(bench, *cell.split("/"), arch).exists()}  # fmt: skip
         names = [f"{cell}/{arm}" for cell in cells for arm in arms]
-        sizes = {name: campaign.seeds(name, a.seeds) for name in names}
-        early = [name for name in dict.fromkeys([*names, *missing]) if name.rpartition("/")[2] in FIRST]
-        first = {n: [*([("", ("save", 0, deadline))] if n in missing else []), *sizes.get(n, [])] for n in early}
-        if a.device == "cuda":  # what is done already is still to be timed beside the others
-            first = {n: todo or [("", ("train", 0, deadline))] for n, todo in first.items()}
-        campaign.work(first)
+        sizes = {name: campaign.seeds(name, seeds[name.partition("/")[0]]) for name in names}
+        campaign.work({name: [("", ("save", 0, deadline))] for name in sorted(missing)})
         campaign.make_plans([(cell, arch) for cell, _, arch in wanted])
-        able = [n for n in names if n not in first and (n.endswith("/naive") or plan_file(bench, *n.split("/")[:2], n.endswith("-mods")).exists())]  # fmt: skip
-        again = [("", ("train", 0, deadline))] if a.device == "cuda" else []
+        able = [n for n in names if n.rpartition("/")[2] in UNPLANNED or plan_file(bench, *n.split("/")[:2], n.endswith("-mods")).exists()]  # fmt: skip
+        again = (
+            [("", ("train", 0, deadline))] if a.device == "cuda" else []
+        )  # what is done already is still to be timed beside the others
         campaign.work({n: sizes[n] or again for n in able})
         if a.device == "cuda":
             campaign.time_arms()

@@ -317,7 +317,7 @@ def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float,
     """Times are made up: on this machine none means anything."""
     taken = {"bf16": 100.0, "bf16 layout": 100.0, "chain": 81.0, "rowwise": alone, "loka": 60.0}
     monkeypatch.setattr(timing, "can_time", lambda device: None)
-    monkeypatch.setattr(timing, "capture", lambda step: Captured(step, 1.0))
+    monkeypatch.setattr(timing, "capture", lambda step, kept: Captured(step, 1.0, kept))
     monkeypatch.setattr(timing, "time_in_turns", lambda runs: {name: [taken[name]] * 3 for name in runs})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
     model, _ = make_trained(5)

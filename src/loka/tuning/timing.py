@@ -50,10 +50,12 @@ class Captured:
     Args:
         replay: runs it.
         host_microseconds: what the host takes to launch the step when it is in no graph; the device waits for that where it is the longer of both.
+        kept: all that the step reads. A graph knows addresses only: what is freed after the capture is somebody else's memory in a replay, or nobody's.
     """
 
     replay: Run
     host_microseconds: float
+    kept: Any
 
     def __call__(self) -> None:
         """Replay."""
@@ -165,7 +167,7 @@ def fragment_step(
                 x.grad = None
                 fragment.zero_grad(set_to_none=True)
 
-    return capture(step)
+    return capture(step, _tensors_of(fragment))
 
 
 def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
@@ -190,7 +192,12 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
                 end_step(_placed(model))
                 model.zero_grad(set_to_none=True)
 
-    return capture(step)
+    return capture(step, _tensors_of(model))
+
+
+def _tensors_of(model: nn.Module) -> list[Any]:
+    """Modules and tensors of a model as it is now: it may be changed while a graph still reads them."""
+    return [*model.modules(), *model.parameters(), *model.buffers()]
 
 
 def _placed(model: nn.Module) -> list[Linear | Chain]:
@@ -198,11 +205,19 @@ def _placed(model: nn.Module) -> list[Linear | Chain]:
     return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
 
-def capture(step: Run) -> Captured:
-    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises."""
+def capture(step: Run, kept: Any) -> Captured:
+    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises.
+
+    Args:
+        step: what to capture; it is kept with the graph, and with it the inputs it closes over.
+        kept: what else the step reads.
+
+    Returns:
+        What replays the step.
+    """
     # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-        return _capture(step)
+        return _capture(step, kept)
 
 
 @cache
@@ -211,7 +226,7 @@ def _stream_of(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _capture(step: Run) -> Captured:
+def _capture(step: Run, kept: Any) -> Captured:
     stream = _stream_of(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -231,7 +246,7 @@ def _capture(step: Run) -> Captured:
         torch.cuda.synchronize()
         # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
         raise NotCapturedError(f"the step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}") from error
-    return Captured(graph.replay, host)
+    return Captured(graph.replay, host, (step, kept))
 
 
 def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
