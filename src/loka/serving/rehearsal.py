@@ -60,7 +60,7 @@ def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
     """Refuse an SLA that the smallest batch of some context cannot meet."""
     contexts = sorted({context for _, context in model.buckets})
     for context in contexts:
-        bucket = min(b for b in model.buckets if b[1] == context)
+        bucket = min(b for b in model.buckets if b.context == context)
         takes = times.quantile(bucket, 0.5)
         if takes > policy.budget:
             raise ValueError(
@@ -86,8 +86,10 @@ def probe(model: Servable, requests: Sequence[Any], turns: Turns) -> list[str]:
             wrong.append(f"recorded request {place} is refused: {error}")
     jobs = jobs or model.example(model.buckets[0])
     for place, job in enumerate(jobs):
-        fitting = [b for b in model.buckets if b[0] >= job.units and b[1] >= job.length]
-        bucket: Bucket = min(fitting, key=lambda b: (b[1], b[0])) if fitting else max(model.buckets, key=lambda b: b[1])
+        fitting = [b for b in model.buckets if b.units >= job.units and b.context >= job.length]
+        bucket: Bucket = (
+            min(fitting, key=lambda b: (b.context, b.units)) if fitting else max(model.buckets, key=lambda b: b.context)
+        )
         ((answer,), _) = turns.run(model, bucket, [job])
         for name, values in model.to_tensors(answer).items():
             if values.dtype.kind == "f" and not bool((values - values == 0).all()):
