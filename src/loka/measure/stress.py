@@ -222,12 +222,6 @@ class _Maker:
         v[::2] = _with_impulses(v[::2], self.generator)
         return self.make(v, spread=0.5)
 
-    def half_impulses(self) -> QTensor:
-        v = _normal(self.rows, self.k, self.generator)
-        alone = _with_impulses(torch.zeros_like(v), self.generator)
-        half = self._uniform(self.rows) < 0.5
-        return self.make(torch.where(half[:, None], alone, v), spread=0.5)
-
     def _uniform(self, count: int) -> Tensor:
         return torch.rand(count, generator=self.generator, device=self.generator.device)
 

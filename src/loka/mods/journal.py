@@ -29,6 +29,13 @@ from loka.nn.wrapping import named_sites
 ATTRIBUTE = "_loka_mods"
 
 
+class _SameState:
+    """A step that leaves every entry of a state_dict as it is."""
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """Nothing is to be changed in a checkpoint."""
+
+
 @dataclass
 class Swap:
     """`old`, registered under all of `names`, was replaced."""
@@ -57,7 +64,7 @@ class Swap:
 
 
 @dataclass
-class Reclass:
+class Reclass(_SameState):
     """`mixin` was put in front of the class of the module `name`."""
 
     name: str
@@ -71,12 +78,9 @@ class Reclass:
         for attribute in self.added:
             module.__dict__.pop(attribute, None)
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class Exchange:
+class Exchange(_SameState):
     """The modules of two names changed places; neither has anything in the state_dict."""
 
     first: str
@@ -90,12 +94,9 @@ class Exchange:
 
     undo = apply_to
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class Hook:
+class Hook(_SameState):
     """A hook was registered on the module `name`: before its forward, with keyword arguments, or behind it."""
 
     name: str
@@ -118,9 +119,6 @@ class Hook:
             del hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
             module._forward_hooks_with_kwargs.pop(number, None)
-
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
 
 
 @dataclass
@@ -198,7 +196,7 @@ class Fold:
 
 
 @dataclass
-class Mark:
+class Mark(_SameState):
     """The attribute of a module was set; `old` is what it was, None where there was none."""
 
     name: str
@@ -213,12 +211,9 @@ class Mark:
         else:
             setattr(module, self.attribute, self.old)
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class Add:
+class Add(_SameState):
     """A module was registered as `child` of the module `name`; it brought no parameter of its own."""
 
     name: str
@@ -228,12 +223,9 @@ class Add:
         """Take it away."""
         del model.get_submodule(self.name)._modules[self.child]
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class PlacedUnit:
+class PlacedUnit(_SameState):
     """These linears run in chains, perhaps with the interactions of a layer around them; Guard may have split what was placed."""
 
     linears: tuple[str, ...]
@@ -248,9 +240,6 @@ class PlacedUnit:
             chain = chain_of(modules[name])
             if chain is not None:
                 chain.release()
-
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
 
 
 Step = Swap | Reclass | Exchange | Hook | Drop | Fold | Mark | Add | PlacedUnit
