@@ -118,10 +118,9 @@ class GenerativeModel:
 
     def example(self, bucket: Bucket) -> list[Job]:
         """Full contexts of random ids."""
-        made = make_histories(self.engine.model_config, bucket.units, bucket.context)
-        return [
-            Job(RecommendRequest(top=1), 1, bucket.context, (request, request.history.numpy(), ())) for request in made
-        ]
+        units, context = bucket
+        made = make_histories(self.engine.model_config, units, context)
+        return [Job(RecommendRequest(top=1), 1, context, (request, request.history.numpy(), ())) for request in made]
 
     def read(self, request: RecommendRequest) -> Job:
         """Translate to codes; a field that does not fit raises with its path."""

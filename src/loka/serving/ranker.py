@@ -80,7 +80,7 @@ class RankingModel:
 
     def example(self, bucket: Bucket) -> list[Job]:
         """One request that fills the bucket, of random features."""
-        draw, n, wide = np.random.default_rng(0), bucket.units, len(self._limits)
+        (n, _), draw, wide = bucket, np.random.default_rng(0), len(self._limits)
         dense = draw.normal(size=(n, len(self.schema.dense))).astype(np.float32)
         ids = (draw.random((n, wide)) * self._limits).astype(np.int64)
         rows = Rows(
@@ -99,7 +99,8 @@ class RankingModel:
 
     def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Ranked]:
         """Score the rows of all jobs together."""
-        scores = self.score(bucket.units, [job.data for job in jobs])
+        rows, _ = bucket
+        scores = self.score(rows, [job.data for job in jobs])
         out, start = [], 0
         for job in jobs:
             out.append(self._finish(job, scores[start : start + job.units]))
