@@ -90,8 +90,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if isinstance(call, NormGradientCall):
             return norm_gradient.make_thunk(backend, call, operands)
         x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
-        options = {"norm": call.norm, "activation": call.activation, "out_dtype": call.out_dtype}
-        return lambda: backend.run(x, call.spec, transpose=call.transpose, **options, **rest)
+        return lambda: backend.run(x, call, **rest)
 
     def check(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
         """q, h and the 16-bit output against float64, plain and with poisoned allocations."""
