@@ -243,9 +243,8 @@ def _reads(program: Any) -> list[bool]:
     needed, waiting = set(), list(result.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if (
-            node not in needed and node.target is not torch.ops.aten.sym_size.int
-        ):  # any input of as many rows has the size
+        # any input of as many rows has the size
+        if node not in needed and node.target is not torch.ops.aten.sym_size.int:
             needed.add(node)
             waiting += node.all_input_nodes
     return [nodes[name] in needed for name in program.graph_signature.user_inputs]

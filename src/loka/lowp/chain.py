@@ -155,9 +155,8 @@ class Chain(RunningChain, HandsOn):
         for begin, end in ((0, at), (at + 1, len(names))):
             if begin == end:
                 continue
-            bounded = (
-                self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
-            )  # its 1 / (1 - p) knows no bound
+            # its 1 / (1 - p) knows no bound
+            bounded = self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
             parts = (*self.parts[begin : end - 1], self.parts[end - 1].as_last())
             half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
             half.primed, half.gradients_primed = self.primed, self.gradients_primed

@@ -150,9 +150,8 @@ class RunningChain(ChainWeights):
         scale = self.input_scale
         if scale is None:
             scale = scale_from_amax(find_amax(x), STATIC_SPEC)
-        a = quantize(
-            exact, STATIC_SPEC, scale=scale
-        )  # as training has it: one scale for all rows, which a huge row takes from the others
+        # as training has it: one scale for all rows, which a huge row takes from the others
+        a = quantize(exact, STATIC_SPEC, scale=scale)
         exact = exact.float()
         for at, weight in enumerate(self._quantized_weights()):
             wanted = self.run_link_exactly(exact, at)

@@ -69,9 +69,8 @@ class ChainWeights(ChainScales):
             return True
         if self._witnesses is None:
             return False
-        if (
-            self._folded_types != self._find_folded_types()
-        ):  # cast: other bits of the same numbers, as Witness has it for weights
+        # cast: other bits of the same numbers, as Witness has it for weights
+        if self._folded_types != self._find_folded_types():
             self._call_witnesses()
         pairs = zip(self._witnessed(), self._witnesses, strict=True)
         changed = [name for (name, held), witness in pairs if not witness.agrees(held)]

@@ -263,9 +263,8 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "state" in self.__dict__:
-            self.state.weights = (
-                None  # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
-            )
+            # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
+            self.state.weights = None
         super().__setattr__(name, value)
 
     def _replicate_for_data_parallel(self) -> "Linear":

@@ -114,9 +114,8 @@ def check_calls(
 
     if not config.isolate:
         return {name: [_here(check_case, case) for case in cases(name)] for name in config.names}
-    with ThreadPoolExecutor(
-        max_workers=max(1, len(config.names))
-    ) as pool:  # children overlap their start and compile times
+    # children overlap their start and compile times
+    with ThreadPoolExecutor(max_workers=max(1, len(config.names))) as pool:
         running = {
             name: pool.submit(map_isolated, "loka.measure.bench:check_case", cases(name), timeout=seconds)
             for name in config.names

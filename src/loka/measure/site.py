@@ -63,9 +63,8 @@ class SiteTiming:
     baseline: Interval | None = None  # microseconds of that bf16 GEMM
     error: float | None = None  # of the conformance check; green when error <= tolerance
     tolerance: float | None = None
-    errors: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # distribution -> mere, relative_l2 against float64
+    # distribution -> mere, relative_l2 against float64
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

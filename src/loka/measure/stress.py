@@ -311,9 +311,8 @@ def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dty
 def _extreme_values(x: Tensor, far: int, generator: torch.Generator) -> Tensor:
     rows, cols = x.shape
     kinds = torch.randint(12, (rows, 1), generator=generator, device=x.device)
-    steps = torch.exp2(
-        -24 * torch.rand(rows, cols, generator=generator, device=x.device)
-    )  # down to the subnormals and below
+    # down to the subnormals and below
+    steps = torch.exp2(-24 * torch.rand(rows, cols, generator=generator, device=x.device))
     x = torch.where(kinds == 0, torch.zeros_like(x), x)
     x = torch.where(kinds == 1, x * 2.0**far, x)
     x = torch.where(kinds == 2, x * 2.0**-far, x)

@@ -154,9 +154,8 @@ def _graph(candidate: Contender, device: torch.device) -> Callable[[], float]:
     """Capture enough calls; the runner replays them once and returns seconds per call."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(
-        stream
-    ):  # compilation, autotuning and handles happen here, on the stream the capture will use
+    # compilation, autotuning and handles happen here, on the stream the capture will use
+    with torch.cuda.stream(stream):
         for _ in range(2):
             begin = time.perf_counter()
             candidate.thunks[0]()

@@ -49,9 +49,8 @@ class Swap:
         new = model.get_submodule(self.names[0])
         _follow(self.old, model)
         self.old.train(new.training)
-        if (
-            restore := getattr(new, "restore", None)
-        ) is not None:  # a module with parameters of its own hands its values back
+        # a module with parameters of its own hands its values back
+        if (restore := getattr(new, "restore", None)) is not None:
             restore(self.old)
         for name in self.names:
             put_module(model, name, self.old)

@@ -53,9 +53,8 @@ class Protected(nn.Module):
         if seen is None:
             return super().forward(*args, **kwargs)
         kind = seen.device.type
-        autocast = (
-            kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
-        )  # which autocast leaves alone
+        # which autocast leaves alone
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
         narrow = torch.get_autocast_dtype(kind) if autocast else seen.dtype
         raised = torch.promote_types(narrow, self._least(dtype))
         with torch.autocast(kind if kind != "meta" else "cpu", enabled=False):

@@ -308,9 +308,8 @@ def _bind_by_recipe(
 def _refuse_type(module: nn.Module) -> str | None:
     if isinstance(module, GroupedLinear):
         return "grouped GEMMs have no backward in low precision"
-    if any(
-        p.dtype == torch.float64 for p in module.parameters()
-    ):  # reading the `weight` of a parametrised one may change it
+    # reading the `weight` of a parametrised one may change it
+    if any(p.dtype == torch.float64 for p in module.parameters()):
         return WIDE_WEIGHTS
     return None
 

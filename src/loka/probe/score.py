@@ -253,9 +253,8 @@ def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval,
     rms, above = math.sqrt(power), math.sqrt(upper)
     low = max(abs(mean) - SURE * rms / math.sqrt(count), 0.0)
     value = max(TYPICAL * rms, low) + nats / 2 * power
-    unknown = (
-        max(SURE / math.sqrt(count), TYPICAL) * above
-    )  # by how much the mean may be off: here, and on other examples
+    # by how much the mean may be off: here, and on other examples
+    unknown = max(SURE / math.sqrt(count), TYPICAL) * above
     high = max(UPPER * above, abs(mean) + unknown) + nats / 2 * upper
     return Interval(value=value, low=min(low, value), high=max(high, value)), mean
 

@@ -89,9 +89,8 @@ def judge(
     if not measured:
         return _judge_nothing(gemm, candidates, named)
     scored = [(c, c.harm) for c, _ in measured if c.harm is not None]
-    tried, limit = (
-        (scored, allowed.share) if scored else (measured, allowed.error)
-    )  # a small error says nothing about the loss
+    # a small error says nothing about the loss
+    tried, limit = (scored, allowed.share) if scored else (measured, allowed.error)
     passing = [(c, size) for c, size in tried if size.high <= limit]
     best, size = min(passing or tried, key=lambda pair: pair[1].high)
     speed, speed_reason, mod = _judge_speed([c for c, _ in passing or tried], min_speedup, explain_slow)

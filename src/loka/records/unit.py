@@ -71,9 +71,8 @@ class UnitEvidence(Part, frozen=True):
     """What was measured about a unit as it would run."""
 
     speedup: Interval | None = None  # over the compiled 16-bit unit, in company
-    estimated: Interval | None = (
-        None  # the same, estimated for a device that was not there; never beside a measured one
-    )
+    # the same, estimated for a device that was not there; never beside a measured one
+    estimated: Interval | None = None
     microseconds: Interval | None = None
     harm: Interval | None = None  # predicted relative change of the loss
     metric_change: Interval | None = None  # measured by swapping this unit alone, relative

@@ -195,9 +195,8 @@ class Estimator:
         spread = 0.0
         for gemm in GEMMS if training else GEMMS[:1]:
             own = RECIPES[recipe].operands(gemm)
-            operands = own or RECIPES["rowwise"].operands(
-                gemm
-            )  # what stays in 16 bits takes what it took beside rowwise
+            # what stays in 16 bits takes what it took beside rowwise
+            operands = own or RECIPES["rowwise"].operands(gemm)
             assert operands is not None
             variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights="dynamic" if training else "cached")  # fmt: skip
             fits = [fit for name in BACKENDS if (fit := _fit_rows(self.target, variant, name)) is not None]

@@ -97,9 +97,8 @@ def discover(
     """
     inner = unwrap(model)
     searches = []
-    for training in (
-        (False,) if serving else (False, True)
-    ):  # a module read by an auxiliary loss is read in training alone
+    # a module read by an auxiliary loss is read in training alone
+    for training in (False,) if serving else (False, True):
         flow = record(inner, example, training=training)
         if isinstance(flow, Unknown):
             raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
@@ -331,9 +330,8 @@ def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:
 def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Asked) -> UnitPlan:
     between = [link for link in links[:-1] if link.norm != "block"]
     scales = "calibrated" if asked.serving else "delayed"
-    if (
-        not between and (bounded or not asked.serving)
-    ):  # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
+    # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
+    if not between and (bounded or not asked.serving):
         scales = "bounded" if len(links) > 1 else "dynamic"
     gradient = asked.gradient or ("delayed" if between else "tensor")
     return UnitPlan(

@@ -79,9 +79,8 @@ def run(
     if dropout is not None and out_scale is None:
         y = y * factor
     if not isinstance(out, Spec):
-        made = (
-            y if y.dtype == out else y.to(out)
-        )  # a cast that does nothing costs a compiled node its gradients in torch 2.11
+        # a cast that does nothing costs a compiled node its gradients in torch 2.11
+        made = y if y.dtype == out else y.to(out)
         return FusedResult(made, z=_kept(form, z, None, None), rstd=rstd)
     q = quantize(y, out, scale=out_scale)
     q_t = quantize(y.T.contiguous(), out, scale=out_scale) if call.transpose else None

@@ -116,9 +116,8 @@ def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
         [M, N].
     """
     (m, k), n = a.shape, b.shape[0]
-    if (
-        a.spec.block != TENSOR or b.spec.block != TENSOR or m == 0 or n == 0 or k == 0
-    ):  # not min(): asked which is least, a free m is bounded by n or k
+    # not min(): asked which is least, a free m is bounded by n or k
+    if a.spec.block != TENSOR or b.spec.block != TENSOR or m == 0 or n == 0 or k == 0:
         return run(a, b, out_dtype=out_dtype)
     w, scale_b = laid_out(b, "torch", a.spec, _lay)
     x = aligned(a.data, m, w.shape[1])
