@@ -141,9 +141,8 @@ class Guard:
         """The linears of all chains as they are now."""
         before = self.chained
         self.chained = {}
-        self._chains = [
-            chain for _, chain in chains_of(self.model)
-        ]  # kept: walking a model's modules takes longer than all else here
+        # kept: walking a model's modules takes longer than all else here
+        self._chains = [chain for _, chain in chains_of(self.model)]
         for chain in self._chains:
             for at, link in enumerate(chain.links):
                 old = before.get(link.linear)

@@ -228,9 +228,8 @@ def allow(call: MatmulCall) -> float:
     Returns:
         The bound for `comparison.compare_product`.
     """
-    whole = [
-        Spec(spec.format) for spec in (call.a, call.b)
-    ]  # no scales along K: nothing moves the sum to float32 before the end
+    # no scales along K: nothing moves the sum to float32 before the end
+    whole = [Spec(spec.format) for spec in (call.a, call.b)]
     return HEADROOM * accumulation_error(replace(call, a=whole[0], b=whole[1], fast_accum=True))
 
 

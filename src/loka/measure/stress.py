@@ -77,12 +77,8 @@ def _turn_row(q: QTensor, row: int) -> QTensor:
     return replace(q, data=encode(values, q.spec.format))
 
 
-_PARTNER = {
-    "heavy": "spread",
-    "huge": "flat",
-    "tiny": "half_subnormal",
-    "saturated": "half_saturated",
-}  # what stands opposite
+# what stands opposite
+_PARTNER = {"heavy": "spread", "huge": "flat", "tiny": "half_subnormal", "saturated": "half_saturated"}
 
 
 class _Maker:

@@ -35,9 +35,8 @@ MAX_CALLS = 512  # per graph: beyond that capture time grows and nothing else
 DEFAULT_REPEATS = 31
 
 Thunk = Callable[[], Any]
-Rival = tuple[
-    str, list[Thunk], Conformance
-]  # something worth a column beside the backends: name, one thunk per operand set, the proof
+# something worth a column beside the backends: name, one thunk per operand set, the proof
+Rival = tuple[str, list[Thunk], Conformance]
 
 
 class RedKernelError(ValueError):

@@ -53,9 +53,8 @@ def time_candidates(
         return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
     timed, shape = {} if timed is None else timed, (watch.largest, watch.k, watch.n)
     keys = {i: (gemm, shape, weights, candidate) for i, candidate in asked.items()}
-    fresh = [
-        key[-1] for key in dict.fromkeys(keys.values()) if key not in timed
-    ]  # two recipes may treat one GEMM alike
+    # two recipes may treat one GEMM alike
+    fresh = [key[-1] for key in dict.fromkeys(keys.values()) if key not in timed]
     job = SiteJob(gemm, *shape, tuple(fresh), weights)
     (found,) = time_jobs([job], watch.device, repeats=repeats, seconds=seconds)
     answers = timed | {(gemm, shape, weights, t.candidate): t for t in found}
