@@ -186,12 +186,7 @@ class Demo:
             self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], share)
 
     def _write_comparison(
-        self,
-        name: str,
-        candidate: dict[str, Tensor],
-        baseline: dict[str, Tensor],
-        label: str,
-        share: float,
+        self, name: str, candidate: dict[str, Tensor], baseline: dict[str, Tensor], label: str, share: float
     ) -> None:
         """A run against the high-precision one."""
         found = compare_paired(

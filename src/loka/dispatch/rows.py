@@ -25,11 +25,7 @@ from loka.records.performance import Errors, KernelBench, KernelRow, Origin, Per
 
 LINEAR = "linear"
 ABSENT = "absent"
-_DISTRIBUTIONS = {
-    "deepgemm": "sgl-deep-gemm",
-    "fbgemm": "fbgemm-gpu-genai",
-    "torchao": "torchao",
-}
+_DISTRIBUTIONS = {"deepgemm": "sgl-deep-gemm", "fbgemm": "fbgemm-gpu-genai", "torchao": "torchao"}
 
 
 def linear_variant(gemm: Gemm, a: str, b: str, *, fast_accum: bool, weights: Weights) -> str:

@@ -19,16 +19,7 @@ from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradientCall, Nor
 from loka.kernels.quantize.call import QuantizeCall
 from loka.measure import conformance, inputs, norm_gradient
 from loka.measure.conformance import Conformance
-from loka.measure.fused import (
-    ACTIVATE,
-    FLOAT32,
-    STEEPEST,
-    bf16_norm,
-    block_norm,
-    compiled,
-    judge_twice,
-    split_variant,
-)
+from loka.measure.fused import ACTIVATE, FLOAT32, STEEPEST, bf16_norm, block_norm, compiled, judge_twice, split_variant
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded, worst_of

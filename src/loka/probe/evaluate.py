@@ -42,15 +42,7 @@ from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
-from loka.probe.problem import (
-    MAX_WGRAD_ROWS,
-    ROWS_PER_SAMPLE,
-    Chunk,
-    Outputs,
-    Problem,
-    draw_chunks,
-    rows_of,
-)
+from loka.probe.problem import MAX_WGRAD_ROWS, ROWS_PER_SAMPLE, Chunk, Outputs, Problem, draw_chunks, rows_of
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
@@ -356,11 +348,7 @@ def _parts(a: Tensor, b: Tensor, groups: int) -> Tensor:
 
 
 def _measure_trial(
-    trial: Trial,
-    replicate: Callable[[Trial], tuple[Values, list[Values]]],
-    source: Source,
-    samples: int,
-    rows: int,
+    trial: Trial, replicate: Callable[[Trial], tuple[Values, list[Values]]], source: Source, samples: int, rows: int
 ) -> DistributionError | str:
     try:
         value, replicates = replicate(trial)

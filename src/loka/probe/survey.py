@@ -114,13 +114,7 @@ class Survey:
         asked = self.settings
         found = [add_harm(watch, candidate) for candidate in self._evaluator.evaluate(watch, gemm)]
         timed = time_candidates(
-            watch,
-            gemm,
-            found,
-            weights=asked.weights,
-            repeats=asked.repeats,
-            seconds=asked.seconds,
-            timed=self._timed,
+            watch, gemm, found, weights=asked.weights, repeats=asked.repeats, seconds=asked.seconds, timed=self._timed
         )
         return timed + chain_candidates(watch, gemm) + own_candidates(watch, gemm)
 

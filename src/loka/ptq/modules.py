@@ -175,12 +175,7 @@ class QuantizedExperts(_Quantized):
         offsets = torch.cat([ends.new_zeros(1), ends])
         q, dtype = quantize(x, self.activation), _writable(compute_dtype(x))
         return grouped_mm.grouped_mm(
-            q,
-            self._current(),
-            offsets,
-            out_dtype=dtype,
-            backend=self.bound.backend,
-            fast_accum=self.bound.fast_accum,
+            q, self._current(), offsets, out_dtype=dtype, backend=self.bound.backend, fast_accum=self.bound.fast_accum
         )
 
 

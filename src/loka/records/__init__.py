@@ -30,17 +30,7 @@ from loka.records.probe import (
     Unseen,
     VerdictChange,
 )
-from loka.records.record import (
-    Part,
-    Record,
-    RecordError,
-    from_json,
-    load,
-    replacing,
-    save,
-    to_json,
-    write_atomically,
-)
+from loka.records.record import Part, Record, RecordError, from_json, load, replacing, save, to_json, write_atomically
 from loka.records.run import Comparison, Point, Progress, Run
 from loka.records.serving import Guardrail, LoadBin, LoadTest, OnlineMetric, OnlineTest, RankerColumn, RankerInfo
 from loka.records.unit import CollectivePlan, KernelBucket, LinkPlan, Magnitude, TablePlan, UnitEvidence, UnitPlan

@@ -22,16 +22,7 @@ from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import (
-    aligned,
-    cut,
-    float_scales,
-    fp8_gpu,
-    outer_major,
-    row_scales,
-    up,
-    with_ones,
-)
+from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, outer_major, row_scales, up, with_ones
 from loka.kernels.strides import GRANULE
 
 OUTER_MAJOR_SCALES = True  # 1x128 scales arrive without a copy when their rows are contiguous
