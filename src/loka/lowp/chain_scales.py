@@ -9,6 +9,7 @@ from torch import Tensor
 from loka.kernels.fused_linear import NORMALIZED_SCALE
 from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.scaling import AmaxState
+from loka.records import Magnitude
 
 
 class ChainScales:
@@ -62,18 +63,18 @@ class ChainScales:
         self.input = AmaxState(self.scaling, self.device)
         self.input.start_from(amax)
 
-    def start_from(self, magnitudes: Mapping[str, tuple[float, float]]) -> bool:
+    def start_from(self, magnitudes: Mapping[str, Magnitude]) -> bool:
         """Take the first scales from magnitudes that were measured before.
 
         Args:
-            magnitudes: for a linear's name, the largest |output before the activation| and the largest |gradient of it|.
+            magnitudes: by the linear's name.
 
         Returns:
             Whether all were there, so that the first step runs as all others will.
         """
         for link, out, grad in zip(self.links, self.out, self.grad, strict=True):
-            known = magnitudes.get(link.linear, (0.0, 0.0))
-            for state, amax in ((out, known[0]), (grad, known[1])):
+            known = magnitudes.get(link.linear, Magnitude(output=0.0))
+            for state, amax in ((out, known.output), (grad, known.gradient)):
                 if state is not None and amax > 0:
                     state.start_from(amax)
         self.find_primed()

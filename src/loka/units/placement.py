@@ -135,7 +135,7 @@ def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
         quantize_backend=chosen.get("quantize", "auto"),
     )
     chain = Chain(unit.name, parts, precision, bounded_input=unit.bounded_input)
-    chain.start_from({name: (m.output, m.gradient) for name, m in unit.magnitudes.items()})
+    chain.start_from(unit.magnitudes)
     first = unit.magnitudes.get(unit.links[0].linear)
     if unit.scales == "calibrated" and not unit.bounded_input and first is not None and first.input > 0:
         chain.fix_input(first.input)
