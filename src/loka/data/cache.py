@@ -197,9 +197,8 @@ def _move_into_place(new: Path, target: Path, *, replace: bool) -> None:
     except OSError:
         if not (target / _MANIFEST).is_file():
             raise
-        shutil.rmtree(
-            new
-        )  # another process built the same cache meanwhile; both are the same, and theirs may be in use
+        # another process built the same cache meanwhile; both are the same, and theirs may be in use
+        shutil.rmtree(new)
     if old is not None:
         shutil.rmtree(old)
 

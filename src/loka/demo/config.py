@@ -118,7 +118,7 @@ class DemoResult:
         pays = f"{here.linears.value:.2f}x" if here.share else "FP8 would not pay"
         return (
             f"emulated here, not measured. Estimated for {self.sizes.target}: this model, {pays}; the {large.size} one at {large.rows:,} rows, its linears "
-            f"{large.linears.value:.2f}x [{large.linears.low:.2f}, {large.linears.high:.2f}] over compiled bf16"
+            f"{large.linears:.2fx} over compiled bf16"
         )
 
 

@@ -28,8 +28,9 @@ from loka.exporting.plain import AtenOps, OnnxOps, Ops, write_out
 from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
 from loka.formats import relative_l2
 from loka.kernels import registry
+from loka.measure.device import device_of
 from loka.nn.wrapping import unwrap
-from loka.units.flow import call_model
+from loka.units.example import call_model
 
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
@@ -106,7 +107,7 @@ def export(
     _check_model(inner)
     if kind == "onnx":
         _require_onnx()
-    device = next((t.device for t in inner.parameters()), torch.device("cpu"))
+    device = device_of(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
     arguments = take_apart(example)
     expected = flatten_result(call_model(inner, example))
@@ -242,9 +243,8 @@ def _reads(program: Any) -> list[bool]:
     needed, waiting = set(), list(result.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if (
-            node not in needed and node.target is not torch.ops.aten.sym_size.int
-        ):  # any input of as many rows has the size
+        # any input of as many rows has the size
+        if node not in needed and node.target is not torch.ops.aten.sym_size.int:
             needed.add(node)
             waiting += node.all_input_nodes
     return [nodes[name] in needed for name in program.graph_signature.user_inputs]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from loka.formats import E4M3, E5M2, ROW, TENSOR, QTensor, Spec, expand_scale, scale_from_amax
 from loka.kernels import registry
 from loka.kernels.activation import activate
+from loka.kernels.norm_quantize import NormCall
 from loka.kernels.norm_quantize import reference as norms
 from loka.kernels.prepared import assemble, layout_of, parts_of
 from loka.kernels.quantize import quantize
@@ -299,7 +300,9 @@ class PlainChain(nn.Module):
 
 
 def _normed(p: Tensor, norm: str, activation: str, weight: Tensor | None, bias: Tensor | None, eps: float | None) -> Tensor:  # fmt: skip
-    made = norms.run(p, None, norm=norm, weight=weight, bias=bias, activation=activation, eps=eps, out_dtype=torch.float32)  # fmt: skip
+    affine = weight is not None or bias is not None
+    call = NormCall(p.shape[0], p.shape[1], None, norm, activation, affine, in_dtype=p.dtype, out_dtype=torch.float32)
+    made = norms.run(p, call, weight=weight, bias=bias, eps=eps)
     assert made.y is not None
     return made.y
 

@@ -108,7 +108,7 @@ def can_be_made(name: str, tensors: Mapping[str, Tensor], inputs: Sequence[str])
 
 
 def _call(model: nn.Module, example: Any) -> Any:
-    """As `loka.units.flow.call_model`, without its copy, which cannot be traced."""
+    """As `loka.units.example.call_model`, without its copy, which cannot be traced."""
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):

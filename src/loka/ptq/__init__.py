@@ -8,7 +8,7 @@ loka.ptq.export_compressed_tensors(model, summary, "folder")     for engines tha
 from loka.ptq.checkpoint import load_quantized, save
 from loka.ptq.distribution import REFERENCES, analyze_checkpoint, analyze_model
 from loka.ptq.export import export_compressed_tensors, quantization_config
-from loka.ptq.modules import QuantizedExperts, QuantizedLinear, quantize_module
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear
 from loka.ptq.plot import draw_analysis
 from loka.ptq.quantizing import Summary, quantize, size_in_bytes
 
@@ -24,7 +24,6 @@ __all__ = [
     "load_quantized",
     "quantization_config",
     "quantize",
-    "quantize_module",
     "save",
     "size_in_bytes",
 ]

@@ -4,7 +4,7 @@ from loka.records.ab import BundleInfo, Overlap, PairedMetric, PairedTest, Split
 from loka.records.analysis import Analysis, GroupRange, LayerStats, Likeness, ModelStats, Reference
 from loka.records.conversion import Conversion, Quantized, QuantizedSite
 from loka.records.measurement import Environment, Interval, capture_environment
-from loka.records.mods import ModChange, ModClass, ModLeft, ModSummary, Recovery
+from loka.records.mods import ModChange, ModLeft, ModSummary, Recovery
 from loka.records.plan import Choice, Plan, SitePlan
 from loka.records.probe import (
     GEMMS,
@@ -30,18 +30,8 @@ from loka.records.probe import (
     Unseen,
     VerdictChange,
 )
-from loka.records.record import (
-    Part,
-    Record,
-    RecordError,
-    from_json,
-    load,
-    replacing,
-    save,
-    to_json,
-    write_atomically,
-)
-from loka.records.run import Comparison, Outcome, Point, Progress, Run
+from loka.records.record import Part, Record, RecordError, from_json, load, replacing, save, to_json, write_atomically
+from loka.records.run import Comparison, Point, Progress, Run
 from loka.records.serving import Guardrail, LoadBin, LoadTest, OnlineMetric, OnlineTest, RankerColumn, RankerInfo
 from loka.records.unit import CollectivePlan, KernelBucket, LinkPlan, Magnitude, TablePlan, UnitEvidence, UnitPlan
 
@@ -76,14 +66,12 @@ __all__ = [
     "LoadTest",
     "Magnitude",
     "ModChange",
-    "ModClass",
     "ModLeft",
     "ModSummary",
     "ModelStats",
     "Move",
     "OnlineMetric",
     "OnlineTest",
-    "Outcome",
     "Overlap",
     "PairedMetric",
     "PairedTest",

@@ -63,10 +63,7 @@ def diff(before: "Plan", after: "Plan") -> str:
 
 def _diff_units(before: "Plan", after: "Plan") -> list[str]:
     old, new = (
-        {
-            **{unit.name: spell_unit(unit) for unit in plan.units},
-            **{part.name: spell_part(part) for part in plan.parts},
-        }
+        {**{unit.name: spell_unit(unit) for unit in plan.units}, **{part.name: spell_part(part) for part in plan.parts}}
         for plan in (before, after)
     )
     names = [*old, *(name for name in new if name not in old)]

@@ -32,16 +32,6 @@ from loka.tuning.task import Task
 from loka.units import find_collectives, find_tables, place_tables, refuse_tables, release_tables
 from loka.units.tables import dense_matrices, row_bytes
 
-__all__ = [
-    "TRAINED",
-    "choose_collectives",
-    "choose_tables",
-    "describe_part",
-    "placed_alone",
-    "rounded_weights",
-    "unrounded",
-]
-
 TRAINED = ("int8:row", "e4m3:row:pow2", "bfloat16")
 SERVED = ("int4:row", "int8:row", "e4m3:row", "bfloat16")
 WEIGHT_CODECS = ("e4m3:1x128:pow2", "int8:1x128", "bf16")

@@ -21,18 +21,7 @@ from loka.lowp.step import end_step
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
-from loka.units.flow import copy_example
-
-__all__ = [
-    "Captured",
-    "Fragment",
-    "NotCapturedError",
-    "can_time",
-    "compare",
-    "make_fragment",
-    "time_in_turns",
-    "whole_step",
-]
+from loka.units.example import copy_example
 
 TURNS, REPEATS = 5, 4
 LONG_ENOUGH = 8000.0  # microseconds that are timed at once

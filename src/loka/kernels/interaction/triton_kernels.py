@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.interaction.call import NORM_BLOCK, NORM_EPS
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.launcher import quick
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, inverse, to_fp8

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import Dropout, draw_arguments
+from loka.kernels.fused_linear.call import NORM_BLOCK
 from loka.kernels.launcher import quick
-from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import (
