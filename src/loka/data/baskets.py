@@ -41,17 +41,9 @@ HOUSEHOLD_FIELDS = (
     "kids_count",
 )
 _DENSE = (
-    "household_baskets",
-    "household_lines",
-    "household_idle_days",
-    "product_lines",
-    "product_idle_days",
-    "pair_lines",
-    "pair_idle_days",
-    "category_lines",
-    "category_idle_days",
-    "pair_share",
-)
+    "household_baskets", "household_lines", "household_idle_days", "product_lines", "product_idle_days", "pair_lines",
+    "pair_idle_days", "category_lines", "category_idle_days", "pair_share",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

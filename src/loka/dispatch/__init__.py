@@ -8,20 +8,6 @@ from loka.dispatch.recipe import RECIPES, USUAL, Mixture, Rule, mixture_named, r
 from loka.dispatch.tune import jobs_of_report, tune
 
 __all__ = [
-    "RECIPES",
-    "USUAL",
-    "Database",
-    "Machine",
-    "Mixture",
-    "Policy",
-    "Rule",
-    "bucket_of",
-    "check",
-    "export",
-    "jobs_of_report",
-    "make_plan",
-    "mixture_named",
-    "recipe_named",
-    "tune",
-    "way_of",
-]
+    "RECIPES", "USUAL", "Database", "Machine", "Mixture", "Policy", "Rule", "bucket_of", "check", "export",
+    "jobs_of_report", "make_plan", "mixture_named", "recipe_named", "tune", "way_of",
+]  # fmt: skip

@@ -17,18 +17,6 @@ from loka.inference.recommender import Recommender
 from loka.inference.request import Recommendation, Request
 
 __all__ = [
-    "Bundle",
-    "Engine",
-    "EngineConfig",
-    "EngineMemoryError",
-    "Recommendation",
-    "Recommender",
-    "Request",
-    "compare_arms",
-    "estimate_memory",
-    "evaluate_users",
-    "is_bundle",
-    "load_bundle",
-    "overlap_of",
-    "save_bundle",
-]
+    "Bundle", "Engine", "EngineConfig", "EngineMemoryError", "Recommendation", "Recommender", "Request",
+    "compare_arms", "estimate_memory", "evaluate_users", "is_bundle", "load_bundle", "overlap_of", "save_bundle",
+]  # fmt: skip

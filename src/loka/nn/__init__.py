@@ -10,23 +10,7 @@ from loka.nn.norm import BLOCK, EPS, BlockNorm, make_norm
 from loka.nn.tower import MLP, Style, make_head
 
 __all__ = [
-    "BLOCK",
-    "EPS",
-    "MLP",
-    "BlockNorm",
-    "DotInteraction",
-    "DotProductAttention",
-    "EmbeddingTables",
-    "FactorizationMachine",
-    "FeatureMix",
-    "GroupedLinear",
-    "HardSigmoid",
-    "HardSwish",
-    "MixtureOfExperts",
-    "SelfAttention",
-    "Sigmoid",
-    "Style",
-    "SwiGLU",
-    "make_head",
-    "make_norm",
-]
+    "BLOCK", "EPS", "MLP", "BlockNorm", "DotInteraction", "DotProductAttention", "EmbeddingTables",
+    "FactorizationMachine", "FeatureMix", "GroupedLinear", "HardSigmoid", "HardSwish", "MixtureOfExperts",
+    "SelfAttention", "Sigmoid", "Style", "SwiGLU", "make_head", "make_norm",
+]  # fmt: skip

@@ -9,14 +9,6 @@ from loka.probe.sensitivity import add_sensitivity, measure_sensitivity
 from loka.probe.swapping import Switchable, swap
 
 __all__ = [
-    "Adapter",
-    "Engine",
-    "Probe",
-    "Report",
-    "Switchable",
-    "add_sensitivity",
-    "harm",
-    "measure_sensitivity",
-    "register",
-    "swap",
-]
+    "Adapter", "Engine", "Probe", "Report", "Switchable", "add_sensitivity", "harm", "measure_sensitivity",
+    "register", "swap",
+]  # fmt: skip

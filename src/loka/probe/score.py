@@ -57,16 +57,8 @@ from loka.probe.shown import HEADROOM, RoundedOperands, Shown
 from loka.records import GEMMS, Gemm, Interval
 
 __all__ = [
-    "GIVEN_SCALES",
-    "HEADROOM",
-    "SCORED",
-    "Shown",
-    "harm",
-    "harm_from",
-    "operands_of",
-    "score_look",
-    "score_operands",
-]
+    "GIVEN_SCALES", "HEADROOM", "SCORED", "Shown", "harm", "harm_from", "operands_of", "score_look", "score_operands",
+]  # fmt: skip
 
 TYPICAL = 0.03  # |change of the loss| / rms of r: what is usual
 UPPER = 0.15  # ... and what no measured pair exceeds

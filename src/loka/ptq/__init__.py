@@ -13,17 +13,7 @@ from loka.ptq.plot import draw_analysis
 from loka.ptq.quantizing import Summary, quantize, size_in_bytes
 
 __all__ = [
-    "REFERENCES",
-    "QuantizedExperts",
-    "QuantizedLinear",
-    "Summary",
-    "analyze_checkpoint",
-    "analyze_model",
-    "draw_analysis",
-    "export_compressed_tensors",
-    "load_quantized",
-    "quantization_config",
-    "quantize",
-    "save",
+    "REFERENCES", "QuantizedExperts", "QuantizedLinear", "Summary", "analyze_checkpoint", "analyze_model",
+    "draw_analysis", "export_compressed_tensors", "load_quantized", "quantization_config", "quantize", "save",
     "size_in_bytes",
-]
+]  # fmt: skip

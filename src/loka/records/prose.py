@@ -7,17 +7,9 @@ if TYPE_CHECKING:
     from loka.records.unit import CollectivePlan, LinkPlan, TablePlan, UnitEvidence, UnitPlan
 
 _SETTINGS = (
-    "model",
-    "recipe",
-    "target",
-    "weights",
-    "max_error",
-    "max_gradient_error",
-    "min_speedup",
-    "max_metric_change",
-    "margin",
-    "mods",
-)
+    "model", "recipe", "target", "weights", "max_error", "max_gradient_error", "min_speedup", "max_metric_change",
+    "margin", "mods",
+)  # fmt: skip
 
 
 def spell(choice: "Choice") -> str:

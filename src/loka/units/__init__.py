@@ -13,22 +13,7 @@ from loka.units.placement import build_chain, describe_chain, place, refuse_unit
 from loka.units.tables import find_collectives, find_tables, place_tables, placed_tables, refuse_tables, release_tables
 
 __all__ = [
-    "Discovered",
-    "Example",
-    "Seen",
-    "Unknown",
-    "build_chain",
-    "capture_example",
-    "describe_chain",
-    "discover",
-    "find_collectives",
-    "find_tables",
-    "measuring",
-    "place",
-    "place_tables",
-    "placed_tables",
-    "record",
-    "refuse_tables",
-    "refuse_unit",
-    "release_tables",
-]
+    "Discovered", "Example", "Seen", "Unknown", "build_chain", "capture_example", "describe_chain", "discover",
+    "find_collectives", "find_tables", "measuring", "place", "place_tables", "placed_tables", "record",
+    "refuse_tables", "refuse_unit", "release_tables",
+]  # fmt: skip

@@ -24,23 +24,10 @@ from loka.kernels.fused_linear.launch import Launch, Properties, choose_launch, 
 from loka.kernels.registry import pick
 
 __all__ = [
-    "NORMALIZED",
-    "NORMALIZED_SCALE",
-    "NORM_BLOCK",
-    "DgradCall",
-    "DgradResult",
-    "FusedCall",
-    "FusedResult",
-    "GradientCall",
-    "GradientResult",
-    "Launch",
-    "Properties",
-    "choose_launch",
-    "fused_linear",
-    "fused_linear_dgrad",
-    "fused_linear_gradient",
-    "properties_of",
-]
+    "NORMALIZED", "NORMALIZED_SCALE", "NORM_BLOCK", "DgradCall", "DgradResult", "FusedCall", "FusedResult",
+    "GradientCall", "GradientResult", "Launch", "Properties", "choose_launch", "fused_linear", "fused_linear_dgrad",
+    "fused_linear_gradient", "properties_of",
+]  # fmt: skip
 
 
 def fused_linear(
