@@ -53,8 +53,7 @@ class Options:
     size: str = "small"
     negatives: int = 3
     max_history: int = 50
-    min_count: int = 10
-    """Purchase lines in the training period that a product needs to get an id of its own"""
+    min_count: int = 10  # purchase lines in the training period that a product needs to get an id of its own
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +73,7 @@ class Events:
     category: Array
     basket: Array
     store: Array
-    time: Array
-    """Seconds since 1970, of the basket"""
+    time: Array  # seconds since 1970, of the basket
     households: pl.DataFrame
     products: pl.DataFrame
 

@@ -20,13 +20,13 @@ class DemoConfig:
         more_steps: of each arm.
         batch_size: examples of a step.
         learning_rate: of the optimizer.
-        tune_batches: of the validation split.
+        tune_batches: of the validation split; half choose, half verify.
         tune_margin: of `loka.tune`.
         margin: of the comparison.
         seed: of everything.
-        device: where it trains.
-        target: whose speeds are estimated.
-        large: the size that is estimated beside.
+        device: where it trains; on a GPU speed is measured, and asked for.
+        target: on a CPU: whose speeds are estimated.
+        large: the size of the model that is estimated beside this one.
         large_rows: of a batch there.
 
     Example:
@@ -40,14 +40,14 @@ class DemoConfig:
     more_steps: int = 200
     batch_size: int = 512
     learning_rate: float = 1e-3
-    tune_batches: int = 48  # of the validation split; half choose, half verify
+    tune_batches: int = 48
     tune_margin: float = 0.0002
     margin: float = 0.001
     seed: int = 0
-    device: str = "cpu"  # on a GPU speed is measured, and asked for
-    target: str = "NVIDIA H200"  # on a CPU: whose speeds are estimated
-    large: str = "wide"  # the size of the model that is estimated beside this one
-    large_rows: int = 8192  # of a batch there
+    device: str = "cpu"
+    target: str = "NVIDIA H200"
+    large: str = "wide"
+    large_rows: int = 8192
 
     @classmethod
     def for_device(cls, device: str, **given: Any) -> Self:

@@ -47,11 +47,11 @@ class Format:
     """
 
     name: str
-    exponent_bits: int  # 0: an integer format
+    exponent_bits: int
     mantissa_bits: int
     bias: int
-    max: float  # largest finite magnitude
-    dtype: torch.dtype  # what `encode` returns
+    max: float
+    dtype: torch.dtype
     has_nan: bool
     has_inf: bool
 
