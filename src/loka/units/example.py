@@ -48,7 +48,11 @@ def call_model(model: nn.Module, example: Any, *, copied: bool = True) -> Any:
     Returns:
         What the model returns.
     """
-    example = copy_example(example) if copied else copy_containers(example)
+    return call_as_given(model, copy_example(example) if copied else copy_containers(example))
+
+
+def call_as_given(model: nn.Module, example: Any) -> Any:
+    """`call_model` without any copy: a tracer cannot follow one."""
     if isinstance(example, Example):
         return model(*example.args, **example.kwargs)
     if isinstance(example, tuple):
