@@ -24,7 +24,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from loka.exporting.plain import AtenOps, OnnxOps, Ops, write_out
+from loka.exporting.ops import AtenOps, OnnxOps, Ops
+from loka.exporting.plain import write_out
 from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
 from loka.formats import relative_l2
 from loka.kernels import registry
