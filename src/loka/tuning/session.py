@@ -13,22 +13,12 @@ from loka.dispatch.choosing import Limits, make_offers
 from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
 from loka.records.tuning import TunedUnit, Tuning
-from loka.tuning import timing
+from loka.tuning import choosing, timing, verifying
 from loka.tuning.call import Call, Selection
-from loka.tuning.choosing import choose_faster, estimate
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.looking import look, name_unseen
 from loka.tuning.tables import describe_part
-from loka.tuning.verifying import (
-    StepTimes,
-    choose_parts,
-    name_run,
-    note_columns,
-    remeasure,
-    verify_metric,
-    verify_speed,
-    verify_training,
-)
+from loka.tuning.verifying import StepTimes
 
 EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
 
@@ -59,7 +49,7 @@ class Session:
                 except timing.NotCapturedError as error:
                     call.untimed = str(error)
                     return
-                self.original[name_run("bf16", mode)] = run
+                self.original[verifying.name_run("bf16", mode)] = run
 
     def apply_mods(self, asked: list[str]) -> list[str]:
         """Rewrites of the layout that keep the function, and what was asked for; the names of those that changed something."""
@@ -85,27 +75,27 @@ class Session:
         chosen = make_offers(looked, limits=Limits.before_swapping(call.margin), training=call.training)
         selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers))
         with call.phase("time units"):
-            choose_faster(call, selection)
+            choosing.choose_faster(call, selection)
         with call.phase("verify the metric"):
-            verify_metric(call, selection)
+            verifying.verify_metric(call, selection)
         measured, trained = selection.offers, None
         if call.train:
             with call.phase("train a little"):
-                trained = verify_training(call, selection)
+                trained = verifying.verify_training(call, selection)
         with call.phase("verify the step"):
-            remeasure(call, selection, measured)
+            verifying.remeasure(call, selection, measured)
             measured = selection.offers
-            step = verify_speed(call, selection, self.original)
-            if (why := remeasure(call, selection, measured)) is not None:
+            step = verifying.verify_speed(call, selection, self.original)
+            if (why := verifying.remeasure(call, selection, measured)) is not None:
                 step = StepTimes(note=why)
             if trained is not None and selection.offers != measured:
                 call.notes.append(f"the paired run of training had {', '.join(o.name for o in measured if o not in selection.offers)} too, which left since")  # fmt: skip
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):
-                parts = choose_parts(call, selection)
+                parts = verifying.choose_parts(call, selection)
         if selection.change is not None:
-            note_columns(call, selection)
+            verifying.note_columns(call, selection)
         return _record(call, selection, step, trained, parts)
 
     def give_back(self) -> None:
@@ -150,7 +140,7 @@ def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval
         host_microseconds=step.host,
         speedup=step.speedup,
         speed_note=step.note,
-        estimate=estimate(call, selection),
+        estimate=choosing.estimate(call, selection),
         metric=base.mean if math.isfinite(base.mean) else None,
         metric_change=selection.change,
         metric_unit="examples" if base.per_example else "batches",
