@@ -256,7 +256,7 @@ def return_workspaces() -> None:
     Call it when no captured step of ours is left.
     """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    pools = {segment.get("segment_pool_id", (0, 0)) for segment in torch.cuda.memory_snapshot()}
+    pools = {segment.get("segment_pool_id", (0, 0)) for segment in torch.cuda.memory_snapshot()}  # type: ignore[no-untyped-call]
     if clear is not None and pools <= {(0, 0)}:
         torch.cuda.synchronize()
         clear()
@@ -290,7 +290,7 @@ def _replay(go: Run, count: int) -> float:
         go()
     end.record()
     torch.cuda.synchronize()
-    return 1000 * begin.elapsed_time(end) / count
+    return float(1000 * begin.elapsed_time(end) / count)
 
 
 def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:
