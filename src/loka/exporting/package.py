@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from loka.exporting.ops import AtenOps, OnnxOps, Ops
 from loka.exporting.plain import write_out
 from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
+from loka.exporting.trying import Tried
 from loka.formats import relative_l2
 from loka.kernels import registry
 from loka.measure.device import device_of
@@ -123,7 +124,11 @@ def export(
             made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
             shapes = _shapes(program, inputs)
             run = _write_aoti(program, made, inputs, shapes) if kind == "aoti" else _write_onnx(program, made, inputs)
-            difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+            try:
+                difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+            finally:
+                if isinstance(run, Tried):
+                    run.close()
             _move(made, target)
     return Exported(target, kind, shapes, written, difference, rows)
 
@@ -290,8 +295,7 @@ def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=notes)
     except Exception as error:
         raise ValueError(f"AOTInductor cannot compile this model: {_first_line(error)}") from error
-    loaded = torch._inductor.aoti_load_package(str(path))
-    return lambda tensors: flatten_result(loaded(*tensors))
+    return Tried(path)
 
 
 def _write_onnx(program: Any, path: Path, inputs: Sequence[str]) -> Run:
