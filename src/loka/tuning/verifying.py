@@ -1,5 +1,6 @@
 """Whether what was chosen holds: the metric with the units swapped in, alone and together; after a little training; the time of the whole step. Units are dropped until all of it holds."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,12 +23,14 @@ class StepTimes:
         host: what the host takes to launch each.
         speedup: of what is converted over the original.
         note: why there is none.
+        host_note: what becomes of it where steps are launched kernel by kernel, if that is much.
     """
 
     medians: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     speedup: Interval | None = None
     note: str | None = None
+    host_note: str | None = None
 
 
 def swap(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
@@ -47,20 +50,35 @@ def verify_metric(call: Call, selection: Selection) -> None:
     for offer in offers:
         if alone[offer.name].low == alone[offer.name].high == 0.0:
             selection.drop(offer, "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there")  # fmt: skip
+    unresolved = hold_margin(call, selection)
+    if unresolved is not None:
+        call.notes.append(f"the held-out data resolve {unresolved.high - unresolved.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, base)}")  # fmt: skip
+
+
+def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) -> Interval | None:
+    """Swap in what is left, together, and drop what costs most until it is within the margin.
+
+    Args:
+        call: whose margin it is.
+        selection: what is in; `used` and `change` are of what stays in.
+        coarsest: a margin that an earlier measurement resolved; none coarser is used now.
+
+    Returns:
+        The change, where the data resolve a coarser margin only.
+    """
     unresolved = None
     while selection.offers:
         together = selection.change = swap(call, selection, selection.offers)
-        selection.used = call.margin_for(together)
+        selection.used = min(call.margin_for(together), coarsest)
         unresolved = together if selection.used > call.margin else None
         if call.is_within(together, selection.used):
-            break
-        worst = max(selection.offers, key=lambda o: alone[o.name].high)
+            return unresolved
+        worst = max(selection.offers, key=lambda o: selection.alone[o.name].high)
         exceeded = call.margin if together.low > call.margin else selection.used
         for part in _drop_worst(call, selection, worst, exceeded):
-            alone[part.name] = swap(call, selection, [part])
-        selection.change = None
-    if unresolved is not None:
-        call.notes.append(f"the held-out data resolve {unresolved.high - unresolved.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, base)}")  # fmt: skip
+            selection.alone[part.name] = swap(call, selection, [part])
+    selection.change = None
+    return unresolved
 
 
 def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float) -> list[Offer]:
@@ -101,34 +119,6 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
     return None
 
 
-def remeasure(call: Call, selection: Selection, measured: list[Offer]) -> str | None:
-    """Measure the metric again where units have left since, as a change belongs to the units it was measured with; drop the rest where it is not within the margin.
-
-    Args:
-        call: whose margin it is.
-        selection: what is in now.
-        measured: what was in when `selection.change` was measured.
-
-    Returns:
-        Why everything left; None where it holds.
-    """
-    offers = selection.offers
-    if not offers:
-        selection.change = None
-    if offers == measured or not offers:
-        return None
-    change = selection.change = swap(call, selection, offers)
-    used = min(selection.used, call.margin_for(change))
-    if call.is_within(change, used):
-        return None
-    gone = ", ".join(o.name for o in measured if o not in offers)
-    why = f"without {gone} the rest moved the metric {spell_change(change)}, more than {used:.3%}"
-    for offer in offers:
-        selection.drop(offer, why)
-    selection.change = None
-    return why
-
-
 def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing.Captured]) -> StepTimes:
     """Time the whole step, compiled, beside compiled 16 bits; drop units until it is not slower.
 
@@ -159,7 +149,7 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
         best, mine = (min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka"))  # fmt: skip
         ratio = timing.compare(times, mine, best).value
         if ratio >= 1.0:
-            return _report(call, runs, times, mine, original)
+            return _report(runs, times, mine, original)
         if call.left < 0.2 * call.budget or len(selection.offers) == 1 or attempt == 2:
             break
         slowest = min(selection.offers, key=lambda o: selection.speeds[o.name].value if o.name in selection.speeds else 1.0)  # fmt: skip
@@ -169,7 +159,7 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
         selection.drop(offer, note)
     if not selection.mods:
         return StepTimes(note=f"{note}: nothing is converted")
-    return _report(call, base, timing.time_in_turns(base), "bf16 layout", original)
+    return _report(base, timing.time_in_turns(base), "bf16 layout", original)
 
 
 def name_run(kind: str, mode: str | None) -> str:
@@ -177,13 +167,12 @@ def name_run(kind: str, mode: str | None) -> str:
     return kind if mode is None else f"{kind} max-autotune"
 
 
-def _report(call: Call, runs: Mapping[str, timing.Captured], times: dict[str, list[float]], mine: str, original: Mapping[str, timing.Captured]) -> StepTimes:  # fmt: skip
-    """What was measured of a step, beside the faster original; says so where it would wait for the host."""
+def _report(runs: Mapping[str, timing.Captured], times: dict[str, list[float]], mine: str, original: Mapping[str, timing.Captured]) -> StepTimes:  # fmt: skip
+    """What was measured of a step, beside the faster original."""
     medians, host = _medians(times), {name: run.host_microseconds for name, run in runs.items()}
     before = min(original, key=medians.__getitem__)
-    if said := timing.say_host(medians, host, mine, before):
-        call.notes.append(said)
-    return StepTimes(medians, host, timing.compare(times, mine, before))
+    said = timing.say_host(medians, host, mine, before)
+    return StepTimes(medians, host, timing.compare(times, mine, before), host_note=said)
 
 
 def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:
