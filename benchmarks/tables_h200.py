@@ -33,7 +33,7 @@ from torch import Tensor
 
 from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, reference, triton
-from loka.kernels.embedding_bag.rows import fill_store
+from loka.kernels.embedding_bag.rows import INLINE_UP_TO, fill_store
 from loka.kernels.embedding_update import Rule
 from loka.kernels.embedding_update import triton as update
 from loka.kernels.wire.codec import parse_codec
@@ -150,19 +150,19 @@ def draw(session: Session) -> tuple[list[Tensor], Tensor]:
     return sets, torch.arange(0, o.bags * o.items + 1, o.items, device=device)
 
 
-def make_rows(kind: str, width: int, session: Session, *, inline: bool = True) -> Rows:
+def make_rows(kind: str, width: int, session: Session, *, inline: bool | None = None) -> Rows:
     """Made piece by piece: a float32 table of 10 M x 256 is 10 GB, and quantising it whole would take several times that."""
     o, device = session.o, session.device
     store, generator, spec = None, torch.Generator(device=device).manual_seed(1), None
     for start in range(0, o.rows, 1_000_000):
         piece = torch.randn(min(1_000_000, o.rows - start), width, generator=generator, device=device) * 0.1
-        part, spec = fill_store(piece, kind)
+        part, spec = fill_store(piece, kind, inline=True)
         if store is None:
             store = part.new_empty(o.rows, part.shape[1])
         store[start : start + len(part)] = part
     assert store is not None
     rows = Rows.in_store(store, spec, width)
-    if inline or rows.scale is None:
+    if rows.scale is None or (width <= INLINE_UP_TO if inline is None else inline):
         return rows
     return Rows(rows.data.contiguous(), rows.scale.contiguous(), rows.spec)
 

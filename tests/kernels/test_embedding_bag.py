@@ -66,6 +66,7 @@ def test_where_scales_lie_changes_no_value(kind: str, width: int) -> None:
     assert beside.scale.is_contiguous()
     assert torch.equal(inside.dequantize(), beside.dequantize())
     assert inside.bytes == beside.bytes == 20 * (-(-inside.data.shape[1] // 4) * 4 + 4)
+    assert Rows.of(torch.randn(2, 600), kind).scale.is_contiguous()  # of wide rows they follow all rows
     inside.data[3], inside.scale[3] = inside.data[4], inside.scale[4]  # written in place, and nowhere else
     assert torch.equal(inside.dequantize()[3], beside.dequantize()[4])
     assert torch.equal(inside.dequantize()[4:], beside.dequantize()[4:])

@@ -4,8 +4,8 @@
     int8:row, e4m3:row[:pow2]      [N, D] of one byte, and one float32 scale a row
     int4:row                       [N, D / 2], two codes a byte, low nibble first
 
-A scale lies at the end of its row (`inline`): the access to memory that brings the row brings it too, where an array of scales would take a second one for every item, and reading rows of
-tables that fit no cache is limited by accesses as much as by bytes. Rows then begin at multiples of 4 bytes and are read four at a time. Kernels take rows and scales with any stride; both lie in
+A scale lies at the end of its row where that has at most INLINE_UP_TO bytes: the access to memory that brings the row brings it too, where an array of scales would take a second one for every item, and reading rows of
+tables that fit no cache is limited by accesses as much as by bytes. Rows then begin at multiples of 4 bytes and are read four at a time; wider rows, of which a scale is a small part, are read sixteen at a time and have their scales behind them. Kernels take rows and scales with any stride; both lie in
 one allocation, the `store`.
 
 Some rows may be kept high: `slot[r]` is the place of row r in `hot`, float32, or -1. What the low-precision array holds for such a row is not read.
@@ -21,6 +21,7 @@ from torch import Tensor
 from loka.formats import FORMATS, INT4, ROW, QTensor, Spec, dequantize, quantize
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INLINE_UP_TO = 256  # bytes of a row
 _SCALE = 4  # bytes
 
 
@@ -92,8 +93,8 @@ class Rows:
             raise ValueError(f"kept rows are float32 [H, {self.width}], got {self.hot.dtype} {tuple(self.hot.shape)}")
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str, *, inline: bool = True) -> Rows:
-        """The rows of a float table in another format, rounded to nearest; `inline` says where scales lie."""
+    def of(cls, weight: Tensor, kind: str, *, inline: bool | None = None) -> Rows:
+        """The rows of a float table in another format, rounded to nearest; `inline` as `fill_store` takes it."""
         return cls.in_store(*fill_store(weight, kind, inline=inline), weight.shape[1])
 
     @classmethod
@@ -153,16 +154,16 @@ class Rows:
         return self.take(torch.arange(self.count, device=self.data.device))
 
 
-def fill_store(weight: Tensor, kind: str, *, inline: bool = True) -> tuple[Tensor, Spec | None]:
+def fill_store(weight: Tensor, kind: str, *, inline: bool | None = None) -> tuple[Tensor, Spec | None]:
     """A float table rounded to nearest, as one tensor, and its Spec.
 
     Args:
         weight: floating [N, D].
         kind: of the rows.
-        inline: whether each scale lies at the end of its row; otherwise they follow all rows.
+        inline: whether each scale lies at the end of its row; otherwise they follow all rows. None: by the width.
 
     Returns:
-        [N, D] of a float type and None; or uint8 [N, bytes of a row and its scale], flat where not `inline`.
+        [N, D] of a float type and None; or uint8 [N, bytes of a row and its scale], flat where scales follow the rows.
     """
     parsed = parse_rows(kind)
     weight = weight.detach()
@@ -173,6 +174,7 @@ def fill_store(weight: Tensor, kind: str, *, inline: bool = True) -> tuple[Tenso
     q = quantize(weight, parsed)
     codes = pack_codes(q.data, parsed)
     row = -(-codes.shape[1] // _SCALE) * _SCALE
+    inline = row <= INLINE_UP_TO if inline is None else inline
     shape = (len(codes), row + _SCALE) if inline else (len(codes) * (row + _SCALE),)
     store = torch.zeros(shape, dtype=torch.uint8, device=codes.device)
     rows = Rows.in_store(store, parsed, weight.shape[1])
