@@ -61,6 +61,18 @@ def spell_command() -> str:
     return " ".join(Path(word).name if "/" in word else word for word in sys.argv)
 
 
+def describe_run(device: str) -> dict[str, Any]:
+    """What a record says of the run that wrote it: versions, commit, command, date; `device` is cuda or cpu."""
+    import msgspec
+    import torch
+
+    from loka.records import capture_environment
+
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    found: dict[str, Any] = msgspec.to_builtins(capture_environment(command=spell_command(), device=name))
+    return found
+
+
 def gpu(name: str, records: str, command: str, seconds: float) -> Job:
     return Job(name, tuple(f"h200/{record}.json" for record in records.split()), command, seconds)
 
@@ -181,11 +193,17 @@ def look(job: Job) -> State:
 
 
 def origin_of(record: Any) -> tuple[str | None, str]:
-    """The commit and the date that a record names: in its environment, beside it, or in the newest of its groups of rows."""
+    """The commit and the date that a record names: in its environment, beside it, in a part of it, or in the newest of its groups of rows."""
     if not isinstance(record, dict):
         return None, ""
     groups = [group.get("origin") or {} for group in record.get("groups") or [] if isinstance(group, dict)]
-    places = [record.get("environment") or {}, record, *sorted(groups, key=lambda o: str(o.get("date")), reverse=True)]
+    inside = [part["environment"] for part in record.values() if isinstance(part, dict) and isinstance(part.get("environment"), dict)]  # fmt: skip
+    places = [
+        record.get("environment") or {},
+        record,
+        *inside,
+        *sorted(groups, key=lambda o: str(o.get("date")), reverse=True),
+    ]
     place = next((place for place in places if place.get("commit")), places[0])
     return place.get("commit"), str(place.get("date", ""))
 
