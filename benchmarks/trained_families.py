@@ -28,6 +28,7 @@ from quality_sequences import Recipe, find_capacity, gather_static, read_events
 from loka.metrics import AUC, TopK
 from loka.models import build, configure
 from loka.models.hstu import HSTUConfig, HSTULayer, next_times
+from loka.nn.mix import compute_dtype
 
 Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
@@ -130,8 +131,7 @@ class NextItem(nn.Module):
     def forward(self, items: Tensor, place: Tensor, offsets: Tensor, times: Tensor, asked: Tensor) -> Tensor:
         """Events [total] -> scores [total, items]."""
         x = self.table(items) + self.positions(place)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(compute_dtype(x))
         for layer in self.layers:
             x = layer(x, offsets, times, asked)
         return self.scores(self.norm(x))
