@@ -35,7 +35,7 @@ def _row(row: dict[str, Any]) -> list[str]:
     here, there = row["peak_gib"]
     loss = row["label 0"]
     change, second = (
-        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" if found else "it has one"
+        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" if found else "one label only"
         for found in (loss, row.get("label 1"))
     )
     return [
