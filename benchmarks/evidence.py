@@ -105,7 +105,7 @@ JOBS = (
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seconds 280", 360),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
     gpu("trained-hstu", "trained_hstu", "trained.py --root {data} --families hstu --arms bf16,tuned --out {out} --seconds 230", 300),
-    gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 270", 340),
+    gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 240", 310),
     gpu("policies", "policies", "policies.py --tuned {results}/h200/tune_zoo_wukong.json --out {out} --seconds 240", 320),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),
     gpu("hurts", "hurts", "hurts.py --root {data} --out {out} --seconds 190", 260),

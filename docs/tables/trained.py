@@ -7,7 +7,7 @@ from tables.results import read, table
 FAMILIES = {
     "wukong": "Wukong, plain (4 layers, 2,048 wide, 4,096 rows)",
     "dlrm": "DLRM, plain (over arch 1024-1024-512-256, 8,192 rows)",
-    "interformer": "InterFormer (two layers, 2,048 wide, 4,096 rows)",
+    "interformer": "InterFormer (one layer, 2,048 wide, 4,096 rows)",
     "hstu": "HSTU (four layers, 1,024 wide, 128 users)",
 }
 RECORDS = ("trained", "trained_mods", "trained_interformer", "trained_hstu")
