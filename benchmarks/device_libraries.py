@@ -135,6 +135,7 @@ def main() -> None:
 
     import msgspec
     import torch
+    from evidence import describe_run
 
     from loka.kernels.registry import BACKENDS
     from loka.measure import bench
@@ -168,7 +169,11 @@ def main() -> None:
         distributions=("normal",),
     )
     record = bench.run(config, command=" ".join(sys.argv))
-    payload = {"conformance": report, "bench": msgspec.json.decode(to_json(record))}
+    payload = {
+        "environment": describe_run(torch.device(options.device).type),
+        "conformance": report,
+        "bench": msgspec.json.decode(to_json(record)),
+    }
     write_atomically(options.out, msgspec.json.format(msgspec.json.encode(payload), indent=1))
     print("\n" + bench.table(record))
     print(f"\nall of it took {time.monotonic() - begin:.0f} s; written to {options.out}")

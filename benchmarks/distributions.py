@@ -42,7 +42,7 @@ from loka.training import TrainConfig
 
 ONEREC_DATA = "ml-1m"
 # bytes in a row, width, layers, heads, rows in a batch of the language model; prefixes in a batch of OneRec (None: as its recipe has it)
-SIZES = {"tiny": (32, 32, 2, 2, 8, 16), "small": (128, 192, 4, 6, 32, 128), "large": (256, 512, 8, 8, 128, None)}
+SIZES = {"tiny": (32, 32, 2, 2, 8, 16), "small": (128, 128, 3, 4, 16, 128), "large": (256, 512, 8, 8, 128, None)}
 LEARNED = {
     "ranker": 0.9,
     "language": 3.0,
@@ -141,9 +141,10 @@ def look_at_language(a: argparse.Namespace) -> ModelStats:
         model = Language(context, width, layers, heads)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01)
     window, start, steps = torch.arange(context + 1, device=a.device), time.monotonic(), 0
-    while (spent := time.monotonic() - start) < a.seconds:
+    seconds = a.language_seconds or a.seconds
+    while (spent := time.monotonic() - start) < seconds:
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (steps + 1) / 100) * (1 - 0.95 * spent / a.seconds)
+            group["lr"] = 1e-3 * min(1.0, (steps + 1) / 100) * (1 - 0.95 * spent / seconds)
         at = torch.randint(len(text) - context - 1, (rows, 1), device=a.device) + window
         with torch.autocast(a.device, torch.bfloat16, enabled=a.device == "cuda"):
             loss = F.cross_entropy(model(text[at[:, :-1]]).flatten(0, 1).float(), text[at[:, 1:]].flatten())
@@ -197,11 +198,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--draw-only", action="store_true", help="draw --figure of the record that --out names")
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--seconds", type=float, default=300, help="of training, for each model")
+    parser.add_argument("--language-seconds", type=float, help="instead of --seconds, for the language model")
     parser.add_argument("--onerec-steps", type=int, default=1000, help="of a small one, if the time is enough")
     a = parser.parse_args()
+    if a.draw_only:
+        draw(load_record(a.out, Analysis), a.figure)
+        return
     a.work.mkdir(parents=True, exist_ok=True)
     jobs = {"ranker": look_at_ranker, "onerec": look_at_onerec, "language": look_at_language}
     models = [once(a.work / f"{name}.json", lambda job=job: job(a)) for name, job in jobs.items()]
@@ -216,10 +222,13 @@ def main() -> None:
 
 
 def draw(record: Analysis, figure: Path) -> None:
-    """The chart as an SVG."""
+    """The chart as an SVG, in the colours of the other figures."""
     import vl_convert
 
-    figure.write_text(vl_convert.vegalite_to_svg(json.dumps(draw_analysis(record))), encoding="utf-8")
+    text = {"labelColor": "#1b1f24", "titleColor": "#1b1f24", "gridColor": "#eaeef2", "domainColor": "#8b949e", "tickColor": "#8b949e", "titleFontWeight": 400}  # fmt: skip
+    config = {"font": "system-ui, sans-serif", "axis": text, "range": {"category": ["#d55e00", "#0072b2", "#8b949e"]}, "view": {"stroke": None}}  # fmt: skip
+    chart = draw_analysis(record) | {"background": "#ffffff", "config": config}
+    figure.write_text(vl_convert.vegalite_to_svg(json.dumps(chart)), encoding="utf-8")
 
 
 if __name__ == "__main__":

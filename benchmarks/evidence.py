@@ -4,8 +4,8 @@
     python benchmarks/evidence.py --list                            what there is, from which commit, what is missing or stale
     python benchmarks/evidence.py --data FOLDER --seconds 1800 --only zoo,tune
 
-A record is stale when the code it measured has changed since: files under src/loka, or its script, differ between the commit it names and this checkout. Missing and stale ones are made,
-oldest first, each in a process of its own with a limit; a job that ends well replaces its record, one that fails or runs out of time leaves the old one, and the next call goes on there.
+A record is stale when the code it measured has changed since: files under src/loka, or its script and what that imports of this folder, differ between the commit it names and this checkout;
+how many do is said beside it, and so is a record that names no commit, or one with changes that were not committed (`+`). Missing and stale ones are made, oldest first, each in a process of its own with a limit; a job that ends well replaces its record, one that fails or runs out of time leaves the old one, and the next call goes on there.
 Records are written whole by the script that measured them: nothing here edits one or joins two. Afterwards docs/generate.py writes the tables.
 
 FOLDER holds the compact copies of the data sets that benchmarks/quality_data.py writes; jobs that need them are skipped without it, and said so.
@@ -13,6 +13,7 @@ FOLDER holds the compact copies of the data sets that benchmarks/quality_data.py
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,18 @@ def spell_command() -> str:
     return " ".join(Path(word).name if "/" in word else word for word in sys.argv)
 
 
+def describe_run(device: str) -> dict[str, Any]:
+    """What a record says of the run that wrote it: versions, commit, command, date; `device` is cuda or cpu."""
+    import msgspec
+    import torch
+
+    from loka.records import capture_environment
+
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    found: dict[str, Any] = msgspec.to_builtins(capture_environment(command=spell_command(), device=name))
+    return found
+
+
 def gpu(name: str, records: str, command: str, seconds: float) -> Job:
     return Job(name, tuple(f"h200/{record}.json" for record in records.split()), command, seconds)
 
@@ -92,7 +105,7 @@ JOBS = (
     gpu("trained", "trained", "trained.py --root {data} --out {out} --seeds 48,256 --seconds 400", 480),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
     gpu("trained-hstu", "trained_hstu", "trained.py --root {data} --families hstu --arms bf16,tuned --out {out} --seconds 230", 300),
-    gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 270", 340),
+    gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 240", 310),
     gpu("policies", "policies", "policies.py --tuned {results}/h200/tune_zoo_wukong.json --out {out} --seconds 240", 320),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),
     gpu("hurts", "hurts", "hurts.py --root {data} --out {out} --seconds 190", 260),
@@ -160,6 +173,7 @@ class State:
     word: str  # missing, stale or current
     commit: str | None
     date: str
+    why: str = ""
 
     @property
     def due(self) -> bool:
@@ -168,27 +182,60 @@ class State:
 
 
 def look(job: Job) -> State:
-    """Missing, stale or current, by the first of the job's records."""
-    path = RESULTS / job.records[0]
-    if not all((RESULTS / record).exists() for record in job.records):
-        return State("missing", None, "")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    environment = found.get("environment") or {}
-    commit, date = environment.get("commit"), str(environment.get("date", ""))
-    return State("current" if _unchanged(commit, job) else "stale", commit, date)
+    """Missing, stale or current, by the first of the job's records that names its commit."""
+    lacking = [record for record in job.records if not (RESULTS / record).exists()]
+    if lacking:
+        return State("missing", None, "", f"no {', '.join(lacking)}" if len(job.records) > 1 else "")
+    named = [origin_of(json.loads((RESULTS / record).read_text(encoding="utf-8"))) for record in job.records]
+    commit, date = next((pair for pair in named if pair[0]), named[0])
+    why = why_stale(commit, job)
+    return State("stale" if why else "current", commit, date, why)
 
 
-def _unchanged(commit: str | None, job: Job) -> bool:
-    """Whether what was measured is what is here: the library and the job's script, tracked and untouched."""
+def origin_of(record: Any) -> tuple[str | None, str]:
+    """The commit and the date that a record names: in its environment, beside it, in a part of it, or in the newest of its groups of rows."""
+    if not isinstance(record, dict):
+        return None, ""
+    groups = [group.get("origin") or {} for group in record.get("groups") or [] if isinstance(group, dict)]
+    inside = [part["environment"] for part in record.values() if isinstance(part, dict) and isinstance(part.get("environment"), dict)]  # fmt: skip
+    places = [
+        record.get("environment") or {},
+        record,
+        *inside,
+        *sorted(groups, key=lambda o: str(o.get("date")), reverse=True),
+    ]
+    place = next((place for place in places if place.get("commit")), places[0])
+    return place.get("commit"), str(place.get("date", ""))
+
+
+def why_stale(commit: str | None, job: Job) -> str:
+    """What was measured is not what is here, in words; nothing where it is."""
     if not commit:
-        return False
-    paths = ["src/loka", *([str(job.script.relative_to(ROOT))] if job.script else [])]
-    return (
-        subprocess.run(
-            ["git", "diff", "--quiet", commit.split()[0], "--", *paths], cwd=ROOT, capture_output=True
-        ).returncode
-        == 0
-    )
+        return "it names no commit"
+    base = commit.split()[0].rstrip("+,")
+    paths = ["src/loka", *(str(file.relative_to(ROOT)) for file in sources_of(job.script))]
+    asked = subprocess.run(["git", "diff", "--name-only", base, "--", *paths], cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode:
+        return f"{base} is no commit of this checkout"
+    changed = asked.stdout.split()
+    own = [Path(file).name for file in changed if not file.startswith("src/loka")]
+    reasons = [f"{len(changed) - len(own)} files of src/loka changed since"] if len(changed) > len(own) else []
+    reasons += [f"{', '.join(own)} changed since"] if own else []
+    reasons += ["of a checkout with changes"] if "+" in commit else []
+    return "; ".join(reasons)
+
+
+def sources_of(script: Path | None) -> list[Path]:
+    """A script and the modules beside it that it imports, directly or not."""
+    found: dict[Path, None] = {}
+    waiting = [script] if script and script.exists() else []
+    while waiting:
+        file = waiting.pop()
+        if file not in found:
+            found[file] = None
+            names = re.findall(r"^\s*(?:from|import)\s+(\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+            waiting += [beside for name in names if (beside := file.parent / f"{name}.py").exists()]
+    return [file for file in found if file.name != "evidence.py"]  # a new job makes no other one's record old
 
 
 def has_gpu() -> bool:
@@ -262,7 +309,8 @@ def main() -> int:
     states = {job.name: look(job) for job in jobs}
     for job in jobs:
         state = states[job.name]
-        print(f"{state.word:8} {job.name:32} {state.commit or '':14} {state.date[:10]:10}  {', '.join(job.records)}")
+        commit = (state.commit or "")[:14]
+        print(f"{state.word:8} {job.name:32} {commit:14} {state.date[:10]:10}  {', '.join(job.records)}{f'  ({state.why})' if state.why else ''}")  # fmt: skip
     if a.list:
         return 0
     on_gpu, end, failed = has_gpu(), time.monotonic() + a.seconds, 0

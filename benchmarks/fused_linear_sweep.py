@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from evidence import describe_run
 from fused_linear_cases import FORMS, Operands, call_of, checks, compare, launches_for
 
 from loka.kernels.fused_linear import Launch, choose_launch, properties_of
@@ -216,7 +217,7 @@ def main() -> None:
     if options.named:
         print(table(rows[-2 * len(NAMED) :]))
     record = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv), "seconds": time.monotonic() - started,
+        "environment": describe_run("cuda"), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv), "seconds": time.monotonic() - started,
         "checks": results, "rows": [vars(row) for row in rows],
     }  # fmt: skip
     (options.out / f"{options.name}.json").write_text(json.dumps(record, indent=1))

@@ -68,6 +68,7 @@ class Bench:
     steps: int | None
     rows: int
     work: Path
+    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Worker:
         torch.set_num_threads(1)
         self.bench, self.arm, self.device = bench, arm, bench.device
         self.splits, self.cards = read(bench, data)
-        self.batch, self.steps = BATCH[data], bench.steps or STEPS[data]
+        self.batch, self.steps = bench.batch or BATCH[data], bench.steps or STEPS[data]
         train = self.splits["train"]
         if len(train) < self.batch:
             raise ValueError(f"a batch of {self.batch} is larger than the {len(train)} training examples")
@@ -353,6 +354,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--least", type=int, default=4)
     parser.add_argument("--steps", type=int, help=f"instead of {STEPS}")
+    parser.add_argument("--batch", type=int, help=f"instead of {BATCH}")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1 << 24, help="of the synthetic stream, after which it repeats")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -367,8 +369,8 @@ def main() -> None:
     body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command(), device=device))
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(a.root, a.device, a.width, a.steps, a.rows, Path(folder))
-        body["settings"] = {k: v for k, v in asdict(bench).items() if k not in ("root", "work")} | {"rate": RATE, "batch": BATCH, "least": a.least, "margin": MARGIN}  # fmt: skip
+        bench = Bench(a.root, a.device, a.width, a.steps, a.rows, Path(folder), a.batch)
+        body["settings"] = {k: v for k, v in asdict(bench).items() if k not in ("root", "work")} | {"rate": RATE, "batches": BATCH, "least": a.least, "margin": MARGIN}  # fmt: skip
         for data, plan in body["plans"].items():
             (bench.work / f"{data}.json").write_text(plan["text"])
         told, running, enough = context.Queue(), {}, {d: context.Event() for d in a.data.split(",")}

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from evidence import describe_run
+
 CEILING = 790e12
 """bf16 GEMM of 8192^3 on random data on an H200, in FLOP/s"""
 LAYOUT = ("wukong-plain-train", "wukong-loka-train", "wukong-plain-infer", "wukong-loka-infer")
@@ -63,6 +65,7 @@ def main() -> int:
 def run_cases(cases: list[str], arguments: argparse.Namespace, report: dict[str, Any]) -> None:
     """Compile all at once, then let one after the other measure."""
     deadline = time.monotonic() + arguments.limit_seconds
+    report["environment"] = describe_run(arguments.device)
     children = {case: start_child(case, arguments) for case in cases}
     ready: list[str] = []
     for case, child in children.items():  # the slowest decides; a child that is ready waits

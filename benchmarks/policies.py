@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import tune_zoo
 import zoo
-from evidence import spell_command
+from evidence import describe_run, spell_command
 
 POLICIES = ("torchao-tensorwise", "torchao-rowwise", "torchao-rowwise_with_gw_hp", "all-deepgemm", "all-fbgemm", "plan-mixed", "plan-tune")  # fmt: skip
 PUBLISHED = {
@@ -147,7 +147,7 @@ def main():
     asked = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--plans-only"])
     file = folder / "failed.json"
     failed = json.loads(file.read_text()) if asked.returncode == 0 else {"tune": f"the plans' process ended with {asked.returncode}"}  # fmt: skip
-    write(a, folder, failed, {"rows": []})
+    write(a, folder, failed, {"environment": describe_run("cuda"), "rows": []})
     able = [p for p in POLICIES if not p.startswith("plan-") or (folder / f"{p.removeprefix('plan-')}.json").exists()]
     ways, left = ",".join(["bf16", "bf16-layout", *able]), a.seconds - (time.time() - began)
     timed = Path(f"{a.out}.zoo.json")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from evidence import describe_run
 from models_cases import SIZE, PlainWukong, build_on, compile_static, train_step
 
 from loka.models import build as build_model
@@ -77,6 +78,7 @@ class Bench:
         self.arguments, self.device = arguments, arguments.device
         self.deadline = time.monotonic() + arguments.seconds
         self.report: dict[str, Any] = {
+            "environment": describe_run(self.device),
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},

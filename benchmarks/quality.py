@@ -28,6 +28,7 @@ from typing import Any
 
 import quality_ranking
 import quality_sequences
+from evidence import describe_run
 
 RANKING_MODELS = ("wukong", "dlrm", "dcn", "dhen", "interformer", "elfm")
 SEQUENCE_MODELS = ("hstu", "onerec")
@@ -59,6 +60,7 @@ def main() -> int:
     report: dict[str, Any] = {name: [] for name in LISTS} | {
         "settings": vars(arguments) | {"root": "", "out": "", "merge": arguments.merge is not None}
     }
+    report["environment"] = describe_run(arguments.device)
     report["baselines"] = read_baselines(arguments.root, jobs)
     if arguments.merge:
         keep_others(report, json.loads(arguments.merge.read_text()), jobs)

@@ -17,6 +17,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from evidence import describe_run
+
 from loka.comms.simulation import MACHINES, Work, compare_codecs, simulate
 
 BERT = "TensorFlow/LanguageModeling/BERT/README.md, multi-node on DGX A100 40GB"
@@ -172,7 +174,12 @@ def main() -> int:
         print(
             f"simulated: {row['model']:8} {row['network']:10} {row['gpus']:5} GPUs: {row['pays']} ({row['saved_beside_bf16_percent']:.0f} % beside bf16)"
         )
-    out.write_text(json.dumps({"simulation": True, "curves": record, "codecs": codecs}, indent=1) + "\n")
+    out.write_text(
+        json.dumps(
+            {"environment": describe_run("cpu"), "simulation": True, "curves": record, "codecs": codecs}, indent=1
+        )
+        + "\n"
+    )
     return 0
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tables import ablation, generative, kernels, models, published, serving, trained, zoo
+from tables import ablation, distributions, generative, kernels, models, published, serving, trained, zoo
 from tables.results import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,7 +181,9 @@ def _list_options(command: Any) -> list[str]:
 def pages() -> dict[Path, str]:
     """What every generated file should hold."""
     readme, mods = ROOT / "README.md", ROOT / "docs" / "mods.md"
+    looked_at = distributions.distributions_page()
     return {
+        **({} if looked_at is None else {ROOT / "docs" / "distributions.md": looked_at}),
         ROOT / "docs" / "measured.md": write_measured(),
         ROOT / "docs" / "published.md": write_published(),
         ROOT / "docs" / "reference" / "cli.md": write_cli(),

@@ -7,7 +7,7 @@ from tables.results import read, table
 FAMILIES = {
     "wukong": "Wukong, plain (4 layers, 2,048 wide, 4,096 rows)",
     "dlrm": "DLRM, plain (over arch 1024-1024-512-256, 8,192 rows)",
-    "interformer": "InterFormer (two layers, 2,048 wide, 4,096 rows)",
+    "interformer": "InterFormer (one layer, 2,048 wide, 4,096 rows)",
     "hstu": "HSTU (four layers, 1,024 wide, 128 users)",
 }
 RECORDS = ("trained", "trained_mods", "trained_interformer", "trained_hstu")
@@ -35,7 +35,7 @@ def _row(row: dict[str, Any]) -> list[str]:
     here, there = row["peak_gib"]
     loss = row["label 0"]
     change, second = (
-        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" if found else "it has one"
+        f"{found['change']:+.3%} [{found['low']:+.3%}, {found['high']:+.3%}]" if found else "one label only"
         for found in (loss, row.get("label 1"))
     )
     return [

@@ -59,7 +59,7 @@ def test_a_job_that_does_not_leaves_the_old_one(
 
 def test_a_record_of_other_code_or_of_no_commit_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = write_job(tmp_path, monkeypatch, "")
-    monkeypatch.setattr(evidence, "_unchanged", lambda commit, job: commit == "same")
+    monkeypatch.setattr(evidence, "why_stale", lambda commit, job: "" if commit == "same" else "changed")
     path = tmp_path / "results" / "cpu" / "x.json"
     for commit, word in (("same", "current"), ("other", "stale"), (None, "stale")):
         path.write_text(json.dumps({"environment": {"commit": commit}}))
@@ -67,3 +67,26 @@ def test_a_record_of_other_code_or_of_no_commit_is_due(tmp_path: Path, monkeypat
     path.unlink()
     assert evidence.look(job).word == "missing"
     assert "GPU" in evidence.why_not(evidence.gpu("y", "y", "y.py", 1), False, None)
+
+
+def test_the_commit_is_found_wherever_a_record_keeps_it() -> None:
+    assert evidence.origin_of({"environment": {"commit": "a", "date": "2026"}}) == ("a", "2026")
+    assert evidence.origin_of({"commit": "b"}) == ("b", "")
+    groups = [{"origin": {"commit": "old", "date": "1"}}, {"origin": {"commit": "new", "date": "2"}}]
+    assert evidence.origin_of({"groups": groups}) == ("new", "2")
+    assert evidence.origin_of({"rows": []}) == (None, "")
+    assert evidence.origin_of([]) == (None, "")
+
+
+def test_a_record_says_why_it_is_stale() -> None:
+    (job,) = (job for job in evidence.JOBS if job.name == "trained")
+    assert evidence.why_stale(None, job) == "it names no commit"
+    assert "no commit of this checkout" in evidence.why_stale("0123456789abcdef", job)
+
+
+def test_what_a_script_imports_of_its_folder_counts_as_its_source() -> None:
+    (job,) = (job for job in evidence.JOBS if job.name == "trained")
+    names = {file.name for file in evidence.sources_of(job.script)}
+    assert {"trained.py", "trained_worker.py", "trained_families.py", "zoo.py", "quality_sequences.py"} <= names
+    assert "hurts.py" not in names
+    assert evidence.sources_of(None) == []

@@ -1,13 +1,17 @@
 """What the scripts behind the published comparisons decide from their measurements."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.benchmarks.scripts import script
 
-trained, hurts, shapes, tune_zoo = (script(name) for name in ("trained", "hurts", "shapes", "tune_zoo"))
+trained, hurts, shapes, tune_zoo, onerec_quality = (
+    script(name) for name in ("trained", "hurts", "shapes", "tune_zoo", "onerec_quality")
+)
 
 
 def test_the_27_shapes_have_the_published_ends() -> None:
@@ -114,3 +118,43 @@ def test_a_fresh_process_is_judged_by_time_and_by_what_it_runs() -> None:
     assert seen["same_conversion"]
     assert seen["memory_after_tune"]["peak_gib"] == pytest.approx(1.1)
     assert (seen["kernels_only_here"], seen["kernels_only_in_tune"]) == (["1 x a"], ["1 x b"])
+
+
+def test_seeds_of_a_user_are_one_observation() -> None:
+    def seed(shift: float) -> dict[str, dict[str, np.ndarray]]:
+        base = np.array([1.0, 2.0, 3.0, 4.0]) + shift
+        return {"bf16": {"recall@10": base}, "fp8": {"recall@10": base * 1.02}, "fp8 mixed": {"recall@10": base}}
+
+    found = onerec_quality.pool([seed(0.0), seed(2.0)])
+    assert found["seeds"] == 2
+    assert found["arms"]["bf16"]["recall@10"] == 3.5
+    assert found["fp8 against bf16"]["recall@10"]["users"] == 4
+    assert found["fp8 against bf16"]["recall@10"]["percent"] == pytest.approx(2.0)
+    assert found["fp8 mixed against bf16"]["recall@10"]["verdict"] == "equivalent"
+
+
+def test_claims_compare_a_model_in_the_modes_that_both_sides_have() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+    from tables import published  # type: ignore[import-not-found]
+
+    rows = [("bf16", 4.0), ("bf16+max", None), ("loka", 2.5), ("loka+max", 2.0)]
+    plain = {"rows": [{"model": "m", "way": way, "ms": ms} for way, ms in rows]}
+    verdict, text = published._inference(plain, {"rows": []})
+    assert "m 1.60x" in text
+    assert verdict == published.REFUTED
+
+
+def test_a_claim_without_its_record_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+    from tables import published
+
+    monkeypatch.setattr(published, "read", lambda name: {"x": 1} if name == "a.json" else None)
+    claims = (
+        ("needs", "", "a.json, b.json", lambda a, b: ("never", "")),
+        ("may have", "", "a.json, b.json?", lambda a, b: ("seen", str((a, b)))),
+    )
+    monkeypatch.setattr(published, "CLAIMS", claims)
+    needs, may = published.published_table().splitlines()[2:]
+    assert published.OPEN in needs
+    assert "seen" in may
+    assert "b.json" not in may
