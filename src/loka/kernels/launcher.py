@@ -50,7 +50,11 @@ class Quick:
 
     def __init__(self, kernel: Any) -> None:
         self.jitted = kernel
-        self._constant = [bool(parameter.is_constexpr) for parameter in kernel.params]
+        constant = [bool(parameter.is_constexpr) for parameter in kernel.params]
+        self._arguments = len(constant)
+        self._first = constant.index(True) if True in constant else len(constant)  # of the constants, which come last
+        if not all(constant[self._first :]):
+            raise ValueError(f"{kernel}: expected the constants behind all other arguments")
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +73,7 @@ class Quick:
                 if type(arg) is TensorDescriptor:
                     arg.__post_init__()  # the checks that `describe` leaves out
             found = self.jitted[grid](*args, **options)
-            if len(args) == len(self._constant):
+            if len(args) == self._arguments:
                 if len(self._compiled) >= _MOST:
                     self._compiled.clear()
                 self._compiled[key] = found
@@ -86,24 +90,36 @@ class Quick:
         Returns:
             Equal for two launches of one compiled kernel.
         """
-        key: list[Any] = [torch.cuda.current_device(), *options.items()]
+        key: list[Any] = [torch.cuda.current_device(), args[self._first :], *options.items()]
         add = key.append
-        for arg, constant in zip(args, self._constant, strict=False):
-            if constant or arg is None:
-                add(arg)
-            elif isinstance(arg, Tensor):
-                add(arg.dtype)
-                add(arg.data_ptr() & 15 == 0)
-            elif type(arg) is TensorDescriptor:
+        for arg in args[: self._first]:
+            kind = type(arg)
+            if kind is int:
+                add(_kinds.get(arg) or _kind_of(arg))
+            elif arg is None:
+                add(None)
+            elif kind is TensorDescriptor:
                 base = arg.base
                 add(base.dtype)
                 add((*arg.block_shape, arg.strides[-1], arg.strides[0] * base.element_size() & 15, base.data_ptr() & 15, 0 in arg.shape))  # fmt: skip
-            elif type(arg) is int:  # Triton asks whether it is 1, a multiple of 16, and how many bits it needs
-                bits = arg.bit_length()
-                add((arg == 1) + 2 * (arg & 15 == 0) + 4 * (bits > 31) + 8 * (bits > 63) + 16 * (arg < 0))
+            elif isinstance(arg, Tensor):
+                add(arg.dtype)
+                add(arg.data_ptr() & 15 == 0)
             else:
-                add(type(arg))
+                add(kind)
         return tuple(key)
+
+
+_kinds: dict[int, int] = {}
+
+
+def _kind_of(number: int) -> int:
+    """What Triton asks of a number: whether it is 1, a multiple of 16, and how many bits it needs. Never 0."""
+    bits = number.bit_length()
+    found = 1 + 2 * (number == 1) + 4 * (number & 15 == 0) + 8 * (bits > 31) + 16 * (bits > 63) + 32 * (number < 0)
+    if len(_kinds) < _MOST:
+        _kinds[number] = found
+    return found
 
 
 def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
