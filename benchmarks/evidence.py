@@ -122,6 +122,7 @@ JOBS = (
     gpu("layouts", "models", "models.py --out {out}", 300),
     gpu("probe", "probe_overhead", "probe_overhead.py --out {out} --seconds 300", 360),
     gpu("tables", "tables", "tables_h200.py --seconds 60 --out {out}", 120),
+    gpu("tables-tiles", "tables_tiles", "tables_h200.py --sweep --only lookups,wire --widths 256,32,128 --seconds 55 --out {out}", 90),
     gpu("generative-kernels", "generative_kernels", "generative_kernels.py --seconds 150 --out {out}", 240),
     gpu("engine", "onerec_engine", "onerec_engine.py --out {out} --contexts 512,3000 --seconds 500", 600),
     Job("engine-report", ("h200/engine_bench.json",), "onerec_engine.py --record-of {results}/h200/onerec_engine.json --out {out}", 60, gpu=False),
