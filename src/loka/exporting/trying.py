@@ -38,7 +38,7 @@ class Tried:
         device: where its weights go, which is where its inputs must be.
 
     Example:
-        >>> with contextlib.closing(Tried(Path("ranker.pt2"))) as run:
+        >>> with contextlib.closing(Tried(Path("ranker.pt2"), torch.device("cpu"))) as run:
         ...     scores = run([dense, ids])
     """
 
