@@ -215,7 +215,7 @@ def test_an_example_needs_no_loss_that_fits_the_output() -> None:
             return {"score": super().forward(x, shift)}
 
     model, x = Both(), torch.ones(3, 6)
-    example = capture_example(model, lambda: find_loss(None)(model(x, shift=2.0), torch.zeros(3)))
+    example = capture_example(model, lambda: find_loss(None)(model(x, shift=2.0), torch.zeros(3)), stop=True)
     assert torch.equal(example.args[0], x)
     assert example.kwargs == {"shift": 2.0}
     with pytest.raises(ValueError, match="got dict and Tensor; hint: --loss"):

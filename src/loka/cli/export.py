@@ -96,7 +96,7 @@ def _open_model(model: str, data: str | None, plan: Path | None, recipe: str | N
         load_weights_from(subject.model, weights)
     batch = next(subject.stream("valid" if subject.held_out else "train"))
     subject.model.eval()
-    example = capture_example(subject.model, lambda: subject.values(batch))
+    example = capture_example(subject.model, lambda: subject.values(batch), stop=True)
     if plan is not None:
         placing.convert(subject.model, records.load(plan, records.Plan), freeze=True, example=example)
     elif recipe is not None:

@@ -85,7 +85,7 @@ def _example(subject: Any) -> Any:
     from loka import mods
 
     batch = next(subject.stream("train"))
-    return mods.capture_example(subject.model, lambda: subject.loss(batch))
+    return mods.capture_example(subject.model, lambda: subject.loss(batch), stop=True)
 
 
 @app.command("suggest")

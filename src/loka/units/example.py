@@ -23,14 +23,24 @@ class _SeenError(Exception):
     """The model was called: nothing that would follow is needed, a loss that may not fit its output least of all."""
 
 
-def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
-    """The arguments that the model is called with first while `run` runs, which ends there: an example for whatever calls it."""
+def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = False) -> Example:
+    """The arguments that the model is called with first while `run` runs: an example for whatever calls it.
+
+    Args:
+        model: any module.
+        run: calls it.
+        stop: end there, before the forward.
+
+    Returns:
+        A copy of the arguments.
+    """
     seen: list[Example] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not seen:
             seen.append(copy_example(Example(args, kwargs)))
-        raise _SeenError
+        if stop:
+            raise _SeenError
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
