@@ -1,16 +1,18 @@
 """tune with train=: two copies are trained a little, and what ends apart is not converted."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import loka
 from loka.records import Interval
 from loka.tuning import verifying
+from loka.tuning.comparing import copy_model
 
 from .small import BATCHES, MARGIN, Ranker, loss, make_trained, placed, same, state_of, train, tune
 
@@ -25,6 +27,28 @@ def test_a_paired_run_of_training_where_it_is_allowed() -> None:
     assert "a paired run of 6 steps" in record.gradients
     tuned.revert()
     assert same(before[0], state_of(model)[0]), "copies are trained, not the model"
+
+
+def test_a_model_whose_forward_leaves_something_behind_is_copied() -> None:
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.utils.weight_norm(nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = {"hidden": self.linear(x)}
+            return self.kept["hidden"].sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # weight_norm is old, and in many models
+        model = Leaves()
+    model(torch.ones(2, 4)).backward()
+    copied = copy_model(model)
+    with torch.no_grad():
+        copied.linear.weight_g.mul_(2.0)
+    assert not torch.equal(copied(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    copied(torch.ones(2, 4)).backward()
+    assert copied.linear.weight_g.grad is not model.linear.weight_g.grad
 
 
 APART = Interval(value=0.2, low=0.1, high=0.3)

@@ -19,6 +19,7 @@ from loka.placing import convert, revert
 from loka.probe.paired import Losses, gather
 from loka.records import Interval, Plan
 from loka.tuning.task import MakeOptimizer, Task
+from loka.units.example import tensors_in
 from loka.units.undisturbed import undisturbed
 
 
@@ -81,6 +82,19 @@ def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = Fals
     return found if changed else None
 
 
+def copy_model(model: nn.Module) -> nn.Module:
+    """A copy of a model that has run: what its forward left behind (the weight of weight_norm, an activation for an auxiliary loss) may be part of a graph, which a plain deepcopy refuses.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The copy, with such tensors detached.
+    """
+    left = [t for module in model.modules() for t in tensors_in(dict(vars(module))) if not t.is_leaf]
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in left})
+
+
 def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | None, metric: Any, told: Callable[[int], None]) -> Interval:  # fmt: skip
     """Train two copies of the model on the batches that choose, with the same random numbers, one of them by the plan; the change on the held-out ones.
 
@@ -102,7 +116,7 @@ def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | 
     found = []
     for index, low in enumerate((False, True)):
         twin = copy.copy(task)
-        twin.model = copy.deepcopy(task.model)
+        twin.model = copy_model(task.model)
         before = [p.detach().clone() for p in twin.model.parameters()]
         if low:
             convert(twin.model, plan)
