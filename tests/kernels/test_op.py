@@ -1,10 +1,13 @@
 """Ops registered directly: what autograd and compilers make of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
 
-from loka.kernels.op import differentiate, fake_of, torch_op
+from loka.kernels.op import differentiate, fake_of, on_device, torch_op
 
 
 @torch_op("test_twice")
@@ -59,3 +62,26 @@ def test_results_of_inputs_without_gradients_need_none() -> None:
     assert not twice(torch.ones(3)).requires_grad
     with torch.no_grad():
         assert not twice(torch.ones(3, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(("current", "entered"), [(0, [1]), (1, [])], ids=["another GPU is current", "its own is"])
+def test_a_kernel_runs_on_the_gpu_of_its_tensors(current: int, entered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    class OnTheSecond(Tensor):
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 1
+
+    seen: list[int] = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        seen.append(index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    x = torch.ones(2).as_subclass(OnTheSecond)
+    assert on_device(lambda a, b, c: c)(None, x, "ran") == "ran"
+    assert seen == entered
+    assert on_device(lambda a: a)(torch.ones(1)) == 1  # no GPU is asked for

@@ -39,7 +39,7 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
     def register(function: Function) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, _bar(name, function), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, _bar(name, on_device(function)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         op = getattr(torch.ops.loka, name).default
 
         def below(*args: Any, **kwargs: Any) -> Any:
@@ -51,6 +51,26 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
         return op
 
     return register
+
+
+def on_device(function: Function) -> Function:
+    """The function, run with the GPU of its tensors as the current one, as torch's own ops are: Triton launches on the current one, which is another for a model on cuda:1 in a process that chose none.
+
+    Args:
+        function: of tensors, at least one of them positional.
+
+    Returns:
+        What is called in its place.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        index = next((a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda), -1)
+        if index < 0 or index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(index):
+            return function(*args, **kwargs)
+
+    return run
 
 
 class _NoGradient(torch.autograd.Function):

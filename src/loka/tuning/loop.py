@@ -9,7 +9,7 @@ nothing is converted, and the record says why.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,21 +111,23 @@ def tune(
         progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
         choose_tables=tables, choose_collectives=collectives,
     )  # fmt: skip
-    session = Session(call)
-    session.time_original()
-    with ExitStack() as undo:
-        if present:  # the user's own, trained with them: they stay, and none are put on top
-            names = present
-        else:
-            undo.callback(mods_room.revert, inner)
-            names = session.apply_mods(list(mods_room.CORE) if architecture else [])
-        record = msgspec.structs.replace(session.run(names), metric_name=_name_metric(metric))
-        undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
-        if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
-            done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
-            record = msgspec.structs.replace(record, conversion=done)
-    tuned = Tuned(model, record)
-    session.give_back()
+    # captured, and timed, is what runs on the current GPU
+    with torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
+        session = Session(call)
+        session.time_original()
+        with ExitStack() as undo:
+            if present:  # the user's own, trained with them: they stay, and none are put on top
+                names = present
+            else:
+                undo.callback(mods_room.revert, inner)
+                names = session.apply_mods(list(mods_room.CORE) if architecture else [])
+            record = msgspec.structs.replace(session.run(names), metric_name=_name_metric(metric))
+            undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
+            if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
+                done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
+                record = msgspec.structs.replace(record, conversion=done)
+        tuned = Tuned(model, record)
+        session.give_back()
     if out is not None:
         tuned.save(out)
     call.progress.finish(record.verdict)
