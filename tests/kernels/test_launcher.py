@@ -144,3 +144,33 @@ def test_what_is_no_compiled_kernel_is_left_alone() -> None:
     def interpreted() -> None: ...
 
     assert quick(interpreted) is interpreted
+
+
+EDGES = [2**bits + step for bits in (31, 32, 63, 64) for step in (-17, -16, -1, 0, 1, 16)]
+STORE = torch.zeros(64, dtype=torch.uint8)
+ARGUMENTS = [
+    None, True, False, 0.0, 1.0, 0, 1, 15, 16, *EDGES, *(-edge for edge in EDGES),
+    *(STORE[at : at + 16].view(dtype) for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64) for at in range(0, 48, dtype.itemsize)),
+    *(describe(torch.zeros(64, 64, dtype=dtype), block) for dtype in (torch.bfloat16, torch.float8_e5m2) for block in ([16, 32], [32, 32])),
+]  # fmt: skip
+
+
+def test_the_key_is_at_least_as_fine_as_triton_s_own(made: tuple[Kernel, Any]) -> None:
+    """Asked of the Triton that is installed: arguments with one key are specialised for alike."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    library = pytest.importorskip("triton._C.libtriton")
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
+
+    def specialised(argument: Any) -> Any:
+        try:
+            return library.native_specialize_impl(backend, argument, False, True, True)
+        except OverflowError:
+            return "no number of a kernel"
+
+    found: dict[Any, Any] = {}
+    for argument in ARGUMENTS:
+        key = made[1].key((argument, None, None, 0, 0.0, True), {})
+        assert found.setdefault(key, specialised(argument)) == specialised(argument), argument
+    assert len(found) > 20

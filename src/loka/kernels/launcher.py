@@ -119,7 +119,15 @@ _kinds: dict[int, int] = {}
 def _kind_of(number: int) -> int:
     """What Triton asks of a number: whether it is 1, a multiple of 16, and how many bits it needs. Never 0."""
     bits = (number if number >= 0 else ~number).bit_length()  # -2**31 still is an int32
-    found = 1 + 2 * (number == 1) + 4 * (number & 15 == 0) + 8 * (bits > 31) + 16 * (bits > 63) + 32 * (number < 0)
+    found = (
+        1
+        + 2 * (number == 1)
+        + 4 * (number & 15 == 0)
+        + 8 * (bits > 31)
+        + 16 * (bits > 63)
+        + 32 * (number < 0)
+        + 64 * (bits > 64)
+    )
     if len(_kinds) < _MOST:
         _kinds[number] = found
     return found
