@@ -19,8 +19,8 @@ class Example:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class _SeenError(Exception):
-    """The model was called: nothing that would follow is needed, a loss that may not fit its output least of all."""
+class _SeenError(BaseException):  # nobody's `except Exception` takes it for a failure
+    """The model has run: nothing that would follow is needed, a loss that may not fit its output least of all."""
 
 
 def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = False) -> Example:
@@ -29,7 +29,7 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
     Args:
         model: any module.
         run: calls it.
-        stop: end there, before the forward.
+        stop: end when its forward has run.
 
     Returns:
         A copy of the arguments.
@@ -39,15 +39,18 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not seen:
             seen.append(copy_example(Example(args, kwargs)))
+
+    def end(*_: Any) -> None:
         if stop:
             raise _SeenError
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    handles = model.register_forward_pre_hook(note, with_kwargs=True), model.register_forward_hook(end)
     try:
         with torch.no_grad(), suppress(_SeenError):
             run()
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     if not seen:
         raise ValueError("the model was not called, so there is no example of how it is")
     return seen[0]
