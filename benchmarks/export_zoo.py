@@ -40,7 +40,8 @@ def clock(run, device):
 
 
 @torch.no_grad()
-def measure(name, device, rows):
+def prepare(name, device, rows):
+    """A model frozen in FP8, compiled and packaged; what can be said before anything is timed."""
     torch.manual_seed(0)
     model, inputs = zoo.make(name, device)
     inputs = tuple(x[:rows] if rows else x for x in inputs)
@@ -61,15 +62,18 @@ def measure(name, device, rows):
     for run in runs.values():
         for _ in range(3):
             run()
+    return runs, {"model": name, "rows": inputs[0].shape[0], "chains": list(made.low_precision), "difference": made.difference, "export_s": seconds, "bytes": size}  # fmt: skip
+
+
+@torch.no_grad()
+def measure(runs, device):
+    """Both in turns."""
     times = {kind: [] for kind in runs}
     for _ in range(TURNS):
         for kind, run in runs.items():
             times[kind].append(clock(run, device))
     ratios = [a / b for a, b in zip(times["package"], times["compiled"], strict=True)]
-    return {
-        "model": name, "rows": inputs[0].shape[0], "chains": list(made.low_precision), "difference": made.difference, "export_s": seconds, "bytes": size,
-        "ms": {kind: statistics.median(values) for kind, values in times.items()}, "package_over_compiled": [statistics.median(ratios), min(ratios), max(ratios)],
-    }  # fmt: skip
+    return {"ms": {kind: statistics.median(values) for kind, values in times.items()}, "package_over_compiled": [statistics.median(ratios), min(ratios), max(ratios)]}  # fmt: skip
 
 
 def main():
@@ -78,8 +82,12 @@ def main():
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start-when", type=Path, help="compile at once, time when this file is there: when the card is free")  # fmt: skip
     given = parser.parse_args()
-    rows = [measure(name, given.device, given.rows) for name in given.models.split(",")]
+    made = [prepare(name, given.device, given.rows) for name in given.models.split(",")]
+    while given.start_when is not None and not given.start_when.exists():
+        time.sleep(0.2)
+    rows = [facts | measure(runs, given.device) for runs, facts in made]
     device = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
     command = f"benchmarks/export_zoo.py --models {given.models} --out {given.out.name}"
     environment = msgspec.to_builtins(capture_environment(command=command, device=device))

@@ -207,14 +207,10 @@ class FusedStep:
 
     def __call__(self, s: Step) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
         w, w_t = self.weights(s)
-        kept = self.layer.run(
-            s.a, w, out=Spec.parse(STATIC), out_scale=s.out_scale, norm_block=256, activation="hard_swish",
-            keep=True, transpose=True,
-        )  # fmt: skip
-        spec = Spec.parse(DELAYED)
-        g = self.layer.gradient(
-            s.dy, kept.z, kept.rstd, spec=spec, spec_t=spec, scale=s.dy_scale, norm_block=256, activation="hard_swish"
-        )
+        (m, k), n, spec = s.a.shape, s.weight.shape[0], Spec.parse(DELAYED)
+        call = FusedCall(m, k, n, s.a.spec, w.spec, Spec.parse(STATIC), keep=True, transpose=True)
+        kept = self.layer.run(s.a, w, call, out_scale=s.out_scale)
+        g = self.layer.gradient(s.dy, kept.z, kept.rstd, GradientCall(m, n, spec, spec), scale=s.dy_scale)
         dx = self.gemm.run(g.g, w_t, out_dtype=torch.bfloat16, fast_accum=True)
         dw = self.gemm.run(g.g_t, s.a_t, out_dtype=torch.bfloat16, fast_accum=self.fast_wgrad)
         return kept, g, dx, dw

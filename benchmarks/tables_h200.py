@@ -1,7 +1,8 @@
 """Embedding tables and the wire on one GPU: pooled lookups, fused updates, packing, proved right and then timed, beside torch's embedding_bag and the bandwidth of a copy.
 
     PYTHONPATH=src python benchmarks/tables_h200.py --seconds 60 --out tables.json
-    PYTHONPATH=src python benchmarks/tables_h200.py --sweep --seconds 60 --out tiles.json              other tiles than the kernels choose
+    PYTHONPATH=src python benchmarks/tables_h200.py --only lookups,wire --seconds 40 --out some.json   some of it
+    PYTHONPATH=src python benchmarks/tables_h200.py --sweep --seconds 60 --out tiles.json              other tiles than the kernels choose, and scales in an array of their own
     PYTHONPATH=src TRITON_INTERPRET=1 python benchmarks/tables_h200.py --smoke --out tables.json       CPU, tiny: does it run?
 
 10 M rows, 65,536 bags of 20 uniformly drawn items, widths 32 to 256. Every kernel is compared with the law first, on the tables that are then timed (lookups), on a small one (updates), to the
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, reference, triton
+from loka.kernels.embedding_bag.rows import INLINE_UP_TO, fill_store
 from loka.kernels.embedding_update import Rule
 from loka.kernels.embedding_update import triton as update
 from loka.kernels.wire.codec import parse_codec
@@ -48,6 +50,7 @@ WIRES = (
     ("e4m3:1x128:pow2:stochastic", torch.bfloat16),
     ("e4m3:1x32:e8m0", torch.bfloat16),
 )
+SWEPT = {"bfloat16": (8, 16), "int8:row": (4, 8)}  # items of a tile
 SETS, SECTOR = 3, 32
 RIGHT = Conformance(True, 0.0, 0.0)
 
@@ -98,20 +101,23 @@ def main() -> int:
     parser.add_argument("--items", type=int, default=20)
     parser.add_argument("--widths", default="256,128,64,32")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--sweep", action="store_true", help="try other tiles of the lookup instead")
+    parser.add_argument("--only", default="lookups,updates,wire", help="what to time, of lookups, updates and wire")
+    parser.add_argument("--sweep", action="store_true", help="try other tiles of lookups and packing instead")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, in Triton's interpreter")
     o = parser.parse_args()
     if o.smoke:
         o.rows, o.bags, o.items, o.widths, o.repeats = 200, 6, 3, "32", 3
+    asked = o.only.split(",")
+    if unknown := sorted(set(asked) - set(PARTS)):
+        raise SystemExit(f"--only takes {', '.join(PARTS)}, not {', '.join(unknown)}")
     session = Session(o)
     session.result["copy_bytes_per_second"] = copy_bandwidth(session)
-    widths = [int(width) for width in o.widths.split(",")]
-    for at, width in enumerate(widths):
-        for measure in (sweep_tiles,) if o.sweep else (time_lookups, time_updates):
-            if not session.late(f"{measure.__name__} of width {width}"):
-                measure(width, session)
-        if not o.sweep and at == min(1, len(widths) - 1) and not session.late("wire"):
-            time_wire(session)
+    for at, width in enumerate(int(width) for width in o.widths.split(",")):
+        for part in asked:
+            per_width, measure = PARTS[part][o.sweep]
+            if measure is None or (not per_width and at) or session.late(f"{part} of width {width}"):
+                continue
+            measure(width, session)
     session.write()
     print(json.dumps(session.result["bars"], indent=1))
     return 0
@@ -144,15 +150,21 @@ def draw(session: Session) -> tuple[list[Tensor], Tensor]:
     return sets, torch.arange(0, o.bags * o.items + 1, o.items, device=device)
 
 
-def make_rows(kind: str, width: int, session: Session) -> Rows:
+def make_rows(kind: str, width: int, session: Session, *, inline: bool | None = None) -> Rows:
     """Made piece by piece: a float32 table of 10 M x 256 is 10 GB, and quantising it whole would take several times that."""
     o, device = session.o, session.device
-    pieces, generator = [], torch.Generator(device=device).manual_seed(1)
+    store, generator, spec = None, torch.Generator(device=device).manual_seed(1), None
     for start in range(0, o.rows, 1_000_000):
         piece = torch.randn(min(1_000_000, o.rows - start), width, generator=generator, device=device) * 0.1
-        pieces.append(Rows.of(piece, kind))
-    scales = [piece.scale for piece in pieces if piece.scale is not None]
-    return Rows(torch.cat([p.data for p in pieces]), torch.cat(scales) if scales else None, pieces[0].spec)
+        part, spec = fill_store(piece, kind, inline=True)
+        if store is None:
+            store = part.new_empty(o.rows, part.shape[1])
+        store[start : start + len(part)] = part
+    assert store is not None
+    rows = Rows.in_store(store, spec, width)
+    if rows.scale is None or (width <= INLINE_UP_TO if inline is None else inline):
+        return rows
+    return Rows(rows.data.contiguous(), rows.scale.contiguous(), rows.spec)
 
 
 def check_lookup(rows: Rows, indices: Tensor, offsets: Tensor) -> str:
@@ -195,29 +207,45 @@ def time_lookups(width: int, session: Session) -> None:
 
 
 def sweep_tiles(width: int, session: Session) -> None:
-    """Items and bags of a tile, and warps, around what the kernel chooses; one kind of rows after another."""
+    """Items of a tile around what the kernel chooses, with scales in the row and beside; one kind of rows after another."""
     from loka.kernels.embedding_bag import triton_kernels
 
     sets, offsets = draw(session)
-    for kind in LOOKUPS:
-        rows = make_rows(kind, width, session)
-        int4 = kind == "int4:row"
-        chosen = triton_kernels.tile_of(width, 0.5 if int4 else rows.data.element_size())
-        u, g, bd, warps = chosen
-        tiles = {chosen, *((u2, g * w, bd, warps * w) for u2 in (max(1, u // 2), u, 2 * u) for w in (1, 4))}
+    for kind, tried in SWEPT.items():
         candidates, sizes = [], {}
-        for tile in sorted(tiles):
-            name = f"{kind} {'x'.join(map(str, tile))}{' (chosen)' * (tile == chosen)}"
-            thunks = [
-                lambda i=i, rows=rows, int4=int4, tile=tile: triton_kernels.look_up(
-                    rows.data, rows.scale, None, None, i, offsets, None, False, int4, torch.bfloat16, tile
-                )
-                for i in sets
-            ]
-            if not session.late(name):
-                candidates.append(Contender(name, thunks, RIGHT))
-                sizes[name] = lookup_bytes(rows, session.o)
+        for inline in (True, False) if ":" in kind else (False,):
+            rows = make_rows(kind, width, session, inline=inline)
+            chosen = triton_kernels.tile_of(width, rows.data.element_size())
+            for items in sorted({chosen[0], *tried}):
+                tile = (items, *chosen[1:])
+                name = f"{kind}{' inline' * inline} {'x'.join(map(str, tile))}{' (chosen)' * (tile == chosen)}"
+                thunks = [
+                    lambda i=i, rows=rows, tile=tile: triton_kernels.look_up(
+                        rows.data, rows.scale, None, None, i, offsets, None, False, False, torch.bfloat16, tile
+                    )
+                    for i in sets
+                ]
+                if not session.late(name):
+                    candidates.append(Contender(name, thunks, RIGHT))
+                    sizes[name] = lookup_bytes(rows, session.o)
         session.record("tiles", candidates, sizes, width=width)
+
+
+def sweep_packing(width: int, session: Session) -> None:
+    """Elements and warps of a program that packs blocks of 32, beside what the kernel chooses."""
+    from loka.kernels.wire import triton_kernels
+
+    elements = 2**14 if session.o.smoke else 2**27
+    codec = parse_codec("e4m3:1x32:e8m0")
+    assert codec.spec is not None
+    sets = [torch.randn(elements, device=session.device).bfloat16().view(-1, 32) for _ in range(2)]
+    candidates, sizes = [], {}
+    for tile in ((1024, 1), (1024, 2), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8)):
+        name = f"pack {codec} {'x'.join(map(str, tile))}"
+        thunks = [lambda x=x, tile=tile: triton_kernels.pack(x, codec.spec, None, 0, tile=tile) for x in sets]
+        candidates.append(Contender(name, thunks, RIGHT))
+        sizes[name] = elements * 2 + codec.size(elements)
+    session.record("tiles", candidates, sizes)
 
 
 def check_update(kind: str, width: int, session: Session) -> str:
@@ -273,7 +301,7 @@ def check_wire(spelling: str, dtype: torch.dtype, device: torch.device) -> str:
     return "" if int((~seen).sum()) == 2 and not seen[5] and not seen[300] else "NaN or Inf is lost or spread"
 
 
-def time_wire(session: Session) -> None:
+def time_wire(width: int, session: Session) -> None:
     elements = 2**14 if session.o.smoke else 2**27
     candidates, sizes = [], {}
     for spelling, dtype in WIRES:
@@ -325,6 +353,13 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
         if "stochastic" not in row["rows"]:
             bar(f"{row['rows']}, share of copy", row["share_of_copy"], 0.8)
     return bars
+
+
+PARTS: dict[str, tuple[tuple[bool, Any], tuple[bool, Any]]] = {  # measured for every width? by what; and under --sweep
+    "lookups": ((True, time_lookups), (True, sweep_tiles)),
+    "updates": ((True, time_updates), (True, None)),
+    "wire": ((False, time_wire), (False, sweep_packing)),
+}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ All of it together, on two gloo ranks that share each batch:
     all                int8 rows; 8-bit collectives (FSDP2): weights gathered in int8, gradients scattered in E4M3, stochastically; linears in FP8 as the plan says, test included
     sent               the same with the linears in float32
     wire               the collectives alone
+    gathered           of these, the weights alone
+    scattered          of these, the gradients alone
     planned            the linears alone
     ranks              two ranks, everything in float32: what another order of sums does
     forced             int8 rows, E4M3 both ways, FP8 at every linear whatever Probe says: what the plan is for
@@ -22,6 +24,10 @@ Ways to keep the rows of all tables while they train (rowwise Adagrad, DLRM, eve
     e4m3-nearest       rounding to nearest, planted: it loses the small updates and must come out worse than int8
 
 The learning rates fall to zero (cosine): at a constant rate the last steps move the loss by more than what is looked for.
+
+Training is chaotic. Float32 runs of one MovieLens seed whose initial weights differ by a hundredth, or a thousandth, end 0.2 % apart (standard deviation), and another order of sums alone moved another seed by
+0.19 %: beside the one float32 run that happened to be drawn, every way that perturbs anything looks worse or better by as much. So every way, float32 included, is drawn `--draws` times a seed: the initial weights
+perturbed by a hundredth of their size (draw 0: not at all), the same for all ways, and other numbers for stochastic rounding. A seed counts with the means of its draws. `again` is float32 in draws of its own: the noise that is left.
 
 For each way: the relative change of the test log loss, mean and 95 % Student interval over seeds. A run whose loss is not finite is reported and not averaged. The file is written
 again after every run, and finished runs are not repeated.
@@ -52,10 +58,13 @@ from loka.training import Callback, TrainConfig, Trainer, seed_everything
 from loka.units.discovery import NARROW
 
 BASELINE = "float32"
+PERTURBATION = 1e-2
 MARGIN = 0.1  # percent of the log loss
-WIRE = "int8:1x128,e4m3:1x128:pow2:stochastic"
+WEIGHTS, GRADIENTS = "int8:1x128", "e4m3:1x128:pow2:stochastic"
+WIRE = f"{WEIGHTS},{GRADIENTS}"
 WAYS: dict[str, dict[str, Any]] = {
     BASELINE: {"rows": "float32"},
+    "again": {"rows": "float32"},
     "int8": {"rows": "int8:row"},
     "bf16": {"rows": "bfloat16"},
     "e4m3": {"rows": "e4m3:row:pow2"},
@@ -64,6 +73,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "all": {"rows": "int8:row", "collectives": WIRE, "planned": True},
     "sent": {"rows": "int8:row", "collectives": WIRE},
     "wire": {"rows": "float32", "collectives": WIRE},
+    "gathered": {"rows": "float32", "collectives": f"{WEIGHTS},fp32"},
+    "scattered": {"rows": "float32", "collectives": f"fp32,{GRADIENTS}"},
     "planned": {"rows": "float32", "collectives": None, "planned": True},
     "ranks": {"rows": "float32", "collectives": None},
     "forced": {"rows": "int8:row", "collectives": "e4m3:1x128:pow2", "recipe": "rowwise"},
@@ -84,15 +95,26 @@ def rounding_to_nearest(planted: bool) -> Iterator[None]:
         law.uniform_bits = original
 
 
-def prepare(seed: int, data: Any, options: argparse.Namespace) -> tuple[Any, TrainConfig]:
+def prepare(seed: int, draw: int, data: Any, options: argparse.Namespace) -> tuple[Any, TrainConfig]:
     seed_everything(seed)
     model = build_ranker(data.schema, "dlrm", "tiny", d=options.width)
+    if draw:
+        generator = torch.Generator().manual_seed(draw)
+        for parameter in model.parameters():
+            parameter.data *= 1 + PERTURBATION * torch.randn(parameter.shape, generator=generator)
     config = TrainConfig(
         steps=options.steps, batch_size=options.batch_size, seed=seed, device="cpu", compile="off",
         learning_rate=options.learning_rate, embedding_learning_rate=options.embedding_learning_rate,
         schedule="cosine", evaluate_every=0, log_every=options.steps,
     )  # fmt: skip
     return model, config
+
+
+def round_otherwise(trainer: Trainer, draw: int) -> None:
+    """Stochastic rounding of another draw: the order of examples stays the seed's."""
+    for holder in (getattr(trainer, "clock", None), *(part for part, _ in trainer.optimizers._parts)):
+        if hasattr(holder, "seed"):
+            holder.seed += 1_000_003 * draw
 
 
 class Watching(Callback):
@@ -106,7 +128,7 @@ class Watching(Callback):
 
 
 def make_plan(data: Any, options: argparse.Namespace) -> Plan:
-    model, config = prepare(PLAN_SEED, data, options)
+    model, config = prepare(PLAN_SEED, 0, data, options)
     quantize_tables(model, rows="float32")
     probe = Probe(model, every=max(1, options.steps // SAMPLED_STEPS), rows=512)
     Trainer(model, data, config, callbacks=[Watching(probe)]).fit()
@@ -117,20 +139,23 @@ def make_plan(data: Any, options: argparse.Namespace) -> Plan:
     return plan.round_gradients_stochastically()
 
 
-def run_on_ranks(way: str, seed: int, options: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
+def run_on_ranks(
+    way: str, seed: int, draws: list[int], options: argparse.Namespace, plan: Plan | None
+) -> list[dict[str, Any]]:
     """Start this file again on RANKS processes; the first writes what came out."""
     asked = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(options).items()
-        if value is not None and name not in ("out", "ways", "seeds", "one_of_many", "plan")
+        if value is not None and name not in ("out", "ways", "seeds", "draws", "one_of_many", "plan")
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         if plan is not None:
             asked.append(f"--plan={plan.save(Path(folder) / 'plan.json')}")
+        asked.append(f"--one-of-many={','.join(map(str, (way, seed, *draws)))}")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-        subprocess.run([*launcher, __file__, *asked, f"--one-of-many={way},{seed}", f"--out={out}"], check=True)
-        result: dict[str, Any] = json.loads(out.read_text())
+        subprocess.run([*launcher, __file__, *asked, f"--out={out}"], check=True)
+        result: list[dict[str, Any]] = json.loads(out.read_text())
     return result
 
 
@@ -140,46 +165,57 @@ def run_one_of_many(options: argparse.Namespace) -> None:
 
     from loka.training.distributed import DistributedTrainer, Distribution, joined
 
-    way, _, seed = options.one_of_many.partition(",")
+    way, seed, *draws = options.one_of_many.split(",")
     torch.set_num_threads(1)
+    results = []
     with joined("gloo"):
         data = load(options.data, root=options.root, source=options.source)
-        model, config = prepare(int(seed), data, options)
-        asked = dict(WAYS[way])
-        plan = Plan.load(options.plan) if asked.pop("planned", False) else None
-        trainer = DistributedTrainer(
-            model, data, config, plan=plan, recipe=asked.pop("recipe", None), how=Distribution(**asked)
-        )
-        trainer.fit()
-        metrics = trainer.evaluate(data.test)
+        for draw in map(int, draws):
+            model, config = prepare(int(seed), draw, data, options)
+            asked = dict(WAYS[way])
+            plan = Plan.load(options.plan) if asked.pop("planned", False) else None
+            trainer = DistributedTrainer(
+                model, data, config, plan=plan, recipe=asked.pop("recipe", None), how=Distribution(**asked)
+            )
+            round_otherwise(trainer, draw)
+            trainer.fit()
+            metrics, done = trainer.evaluate(data.test), trainer.conversion
+            results.append({
+                "way": way, "seed": int(seed), "draw": draw, "log_loss": metrics["log_loss"], "auc": metrics["auc"], "wire": None if trainer.wire is None else trainer.wire.ratio,
+                "linears": 0 if done is None else len(done.converted), "gemm_flops_in_fp8": None if done is None else done.low_precision_share,
+            })  # fmt: skip
         if dist.get_rank() == 0:
-            options.out.write_text(json.dumps({
-                "way": way, "seed": int(seed), "log_loss": metrics["log_loss"], "auc": metrics["auc"], "wire": None if trainer.wire is None else trainer.wire.ratio,
-                "linears": 0 if trainer.conversion is None else len(trainer.conversion.converted),
-                "gemm_flops_in_fp8": None if trainer.conversion is None else trainer.conversion.low_precision_share,
-            }))  # fmt: skip
+            options.out.write_text(json.dumps(results))
 
 
-def run(way: str, seed: int, data: Any, options: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
-    start = time.perf_counter()
+def run(
+    way: str, seed: int, draws: list[int], data: Any, options: argparse.Namespace, plan: Plan | None
+) -> list[dict[str, Any]]:
     if "collectives" in WAYS[way]:
-        return {**run_on_ranks(way, seed, options, plan), "seconds": time.perf_counter() - start}
-    model, config = prepare(seed, data, options)
-    quantize_tables(model, **WAYS[way])
-    for module in model.modules():
-        if hasattr(module, "backend"):
-            module.backend = "reference"  # the planted rounding is the law's
-    trainer = Trainer(model, data, config)
-    with rounding_to_nearest(way == "e4m3-nearest"):
-        trainer.fit()
-    metrics = trainer.evaluate(data.test)
-    seconds = time.perf_counter() - start
-    return {"way": way, "seed": seed, "log_loss": metrics["log_loss"], "auc": metrics["auc"], "seconds": seconds}
+        return run_on_ranks(way, seed, draws, options, plan)
+    results = []
+    for draw in draws:
+        model, config = prepare(seed, draw + 1000 * (way == "again"), data, options)
+        quantize_tables(model, **WAYS[way])
+        for module in model.modules():
+            if hasattr(module, "backend"):
+                module.backend = "reference"  # the planted rounding is the law's
+        trainer = Trainer(model, data, config)
+        round_otherwise(trainer, draw)
+        with rounding_to_nearest(way == "e4m3-nearest"):
+            trainer.fit()
+        metrics = trainer.evaluate(data.test)
+        results.append({"way": way, "seed": seed, "draw": draw, "log_loss": metrics["log_loss"], "auc": metrics["auc"]})
+    return results
 
 
 def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Relative change of the log loss, way by way, over the seeds that both have."""
-    loss = {(r["way"], r["seed"]): r["log_loss"] for r in runs if math.isfinite(r["log_loss"])}
+    """Relative change of the log loss, way by way, over the seeds that both have, each with the mean of its draws."""
+    drawn: dict[tuple[str, int], list[float]] = {}
+    for r in runs:
+        if math.isfinite(r["log_loss"]):
+            drawn.setdefault((r["way"], r["seed"]), []).append(r["log_loss"])
+    loss = {key: sum(values) / len(values) for key, values in drawn.items()}
     rows = []
     for way in WAYS:
         seeds = sorted(seed for w, seed in loss if w == way and (BASELINE, seed) in loss)
@@ -190,7 +226,7 @@ def compare(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             *pair, margin=MARGIN, metric="log loss", lower_is_better=True, relative=True, method="student"
         )
         rows.append({
-            "way": way, "seeds": len(seeds), "change_percent": found.estimate, "low": found.low, "high": found.high, "mde": found.mde,
+            "way": way, "seeds": len(seeds), "draws": min(len(drawn[way, s]) for s in seeds), "change_percent": found.estimate, "low": found.low, "high": found.high, "mde": found.mde,
             "verdict": str(found.verdict),
         })  # fmt: skip
     return rows
@@ -203,6 +239,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, help="folder of caches")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--draws", type=int, default=4, help="runs of each way and seed")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--width", type=int, default=32)
@@ -218,13 +255,13 @@ def main() -> int:
     settings = {
         name: value
         for name, value in vars(options).items()
-        if name not in ("out", "source", "root", "ways", "seeds", "one_of_many", "plan")
+        if name not in ("out", "source", "root", "ways", "seeds", "draws", "one_of_many", "plan")
     }
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"settings": settings, "runs": []}
     if stored["settings"] != json.loads(json.dumps(settings)):
         raise SystemExit(f"{options.out} was made with other settings: {stored['settings']}")
     data = load(options.data, root=options.root, source=options.source)
-    done = {(r["way"], r["seed"]) for r in stored["runs"]}
+    done = {(r["way"], r["seed"], r["draw"]) for r in stored["runs"]}
     plan = None
     if any(WAYS[way].get("planned") for way in options.ways.split(",")):
         if "plan" not in stored:
@@ -232,16 +269,22 @@ def main() -> int:
         plan = from_json(json.dumps(stored["plan"]), Plan)
     for seed in range(options.seeds):
         for way in options.ways.split(","):
-            if (way, seed) in done:
+            draws = [draw for draw in range(options.draws) if (way, seed, draw) not in done]
+            if not draws:
                 continue
-            stored["runs"].append(run(way, seed, data, options, plan))
-            print(json.dumps(stored["runs"][-1]), file=sys.stderr, flush=True)
+            start = time.perf_counter()
+            found = run(way, seed, draws, data, options, plan)
+            seconds = (time.perf_counter() - start) / len(draws)
+            stored["runs"] += [{**one, "seconds": seconds} for one in found]
+            print(f"{way} {seed}: {[round(one['log_loss'], 6) for one in found]}, {seconds:.0f} s each", file=sys.stderr, flush=True)  # fmt: skip
             stored["environment"] = json.loads(_environment())
             stored["changes"] = compare(stored["runs"])
             options.out.write_text(json.dumps(stored, indent=1) + "\n")
     for row in stored["changes"]:
         interval = f"[{row['low']:+.4f}, {row['high']:+.4f}]"
-        print(f"{row['way']:14} {row['change_percent']:+.4f} %  {interval}  {row['seeds']} seeds  {row['verdict']}")
+        print(
+            f"{row['way']:14} {row['change_percent']:+.4f} %  {interval}  {row['seeds']} seeds x {row['draws']} draws  {row['verdict']}"
+        )
     return 0
 
 

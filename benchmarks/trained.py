@@ -1,6 +1,6 @@
 """The configuration that was timed, trained: what `loka.tune` chooses for a model, beside bf16 of the original; step time, memory and loss of the same object.
 
-    python benchmarks/trained.py --root FOLDER --out trained.json --seconds 280                                                  on a GPU: Wukong and DLRM on Census-Income, 8 seeds
+    python benchmarks/trained.py --root FOLDER --out trained.json --seeds 64,500 --seconds 330                                   on a GPU: Wukong and DLRM on Census-Income
     python benchmarks/trained.py --root FOLDER --out trained_hstu.json --families hstu --arms bf16,tuned --seconds 230                             the same for HSTU on MovieLens 1M; so for interformer
     python benchmarks/trained.py --root FOLDER --out x.json --device cpu --size tiny --batch 256 --steps 30 --seeds 2            dry run, FP8 emulated, nothing timed
 
@@ -198,7 +198,7 @@ class Campaign:
                 self.body["steps"][name] = {"ms": median(taken), "quartiles": [low, high], "repeats": len(taken)}
         self.write()
 
-    def run(self, cells: list[str], arms: list[str], seeds: int) -> None:
+    def run(self, cells: list[str], arms: list[str], seeds: dict[str, int]) -> None:
         """What tune looks at; the plans, alone on the card; all seeds of all arms at once; the times, alone again."""
         wanted = dict.fromkeys((cell, *SOURCES[arm]) for cell in cells for arm in arms if arm in SOURCES)
         missing = [w for w in wanted if not plan_file(self.bench, *w[0].split("/"), w[2]).exists()]
@@ -208,7 +208,7 @@ class Campaign:
         able = [n for n in names if self.has_plan(n)]
         # what is done already is still to be timed beside the others
         again = [("", ("train", 0, self.deadline))] if self.bench.device == "cuda" else []
-        self.work({n: self.seeds(n, seeds) or again for n in able})
+        self.work({n: self.seeds(n, seeds[n.partition("/")[0]]) or again for n in able})
         if self.bench.device == "cuda":
             self.time_arms([n for n in able if n in self.workers])
         self.close()
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--families", default="wukong,dlrm", help=f"of {', '.join(FAMILIES)}")
     parser.add_argument("--data", help="instead of each family's own data set")
     parser.add_argument("--arms", default="bf16,tuned,naive")
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", default="8", help="how many: one number, or one for each family in order (48,256)")
     parser.add_argument("--steps", type=int, help="instead of each family's own")
     parser.add_argument("--batch", type=int, help="instead of each family's own")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -284,17 +284,20 @@ def main() -> None:
     for asked, known in ((a.arms, ARMS), (a.families, tuple(FAMILIES))):
         if unknown := [name for name in asked.split(",") if name not in known]:
             parser.error(f"unknown {', '.join(unknown)}: expected some of {', '.join(known)}")
+    families, counts = a.families.split(","), [int(n) for n in a.seeds.split(",")]
+    if len(counts) not in (1, len(families)):
+        parser.error(f"--seeds {a.seeds}: expected one number, or one for each of {', '.join(families)}")
+    seeds = dict(zip(families, counts * len(families) if len(counts) == 1 else counts, strict=True))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(a.root, a.device, a.size, a.batch, a.steps, a.learning_rate, a.tune_seconds, Path(folder))
         campaign = Campaign(bench, a.out, time.time() + a.seconds)
         device = torch.cuda.get_device_name() if a.device == "cuda" else a.device
         campaign.body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command(), device=device))  # fmt: skip
-        families = a.families.split(",")
         cells = [f"{f}/{name}" for f in families for name in (a.data or FAMILIES[f].data).split(",")]
         named = dict.fromkeys(c.split("/")[1] for c in cells if not c.startswith("hstu"))
-        campaign.body["power"] = {data: find_power(data, a.seeds) for data in named}
-        campaign.run(cells, a.arms.split(","), a.seeds)
+        campaign.body["power"] = {data: find_power(data, min(counts)) for data in named}
+        campaign.run(cells, a.arms.split(","), seeds)
     for row in campaign.body["summary"]:
         print(json.dumps(row))
 

@@ -170,7 +170,7 @@ def again(row, weights, device):
     import loka
     from loka.placing import plan_everything
     from loka.tuning import Task, timing
-    from loka.tuning.verifying import evaluate
+    from loka.tuning.comparing import evaluate
 
     name, target, record = row["model"], row["target"], row["record"]
     serving, training = target == "serve", target == "train"

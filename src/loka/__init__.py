@@ -52,53 +52,11 @@ _HOMES = {
     "Tuned": "loka.tuning",
 }
 _ROOMS = (
-    "data",
-    "dispatch",
-    "exporting",
-    "formats",
-    "inference",
-    "integrations",
-    "kernels",
-    "lowp",
-    "measure",
-    "metrics",
-    "models",
-    "mods",
-    "nn",
-    "placing",
-    "probe",
-    "ptq",
-    "records",
-    "report",
-    "semantic_ids",
-    "serving",
-    "training",
-    "tuning",
-    "units",
-)
+    "data", "dispatch", "exporting", "formats", "inference", "integrations", "kernels", "lowp", "measure", "metrics", "models", "mods",
+    "nn", "placing", "probe", "ptq", "records", "report", "semantic_ids", "serving", "training", "tuning", "units",
+)  # fmt: skip
 
-__all__ = [
-    "Conversion",
-    "Database",
-    "Guard",
-    "LinearOptions",
-    "Plan",
-    "Policy",
-    "Probe",
-    "QTensor",
-    "Report",
-    "Spec",
-    "Tuned",
-    "__version__",
-    "convert",
-    "export",
-    "load_scale_state",
-    "quantize",
-    "refresh",
-    "revert",
-    "scale_state",
-    "tune",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,17 @@ def agree(size: int) -> dict:
     plan = agreement.decide(lambda: b"plan of rank 0")
     empty = agreement.broadcast(b"" if rank == 1 else None, source=1)
     digest = agreement.compare("plans", plan)
+    agree_again(rank)
     return {**state, "whole": whole, "plan": plan, "empty": empty, "digest": digest}
+
+
+def agree_again(rank: int) -> None:
+    """Another agreement of the same name, and one of other ranks, read nothing that the first left in the store."""
+    for what in (b"one", b"two"):
+        time.sleep(0.3 * (rank == 1 and what == b"two"))  # the others look before it has come
+        Agreement(timeout=30, name="twice").compare("it", what)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    Agreement(halves[rank // 2], timeout=30, name="halves").compare("it", f"half {rank // 2}".encode())
 
 
 def faults(kinds: list[str], culprit: int) -> list[dict]:

@@ -57,15 +57,25 @@ def test_the_verdict_follows_the_network() -> None:
     assert (slow, fast, tiny) == ("e4m3:1x128:pow2", "bf16", "fp32")
 
 
-@pytest.mark.parametrize("name", ["BERT-large, sequences of 128, TF32", "Transformer-XL large, mixed precision"])
-def test_the_two_claimed_curves_are_within_fifteen_percent(name: str) -> None:
+def test_which_published_curves_are_within_fifteen_percent() -> None:
+    """Those the guide names, of the curves that were there first and of those that were added when the simulation was done; and no others."""
     module = published()
-    (curve,) = [c for c in module.CURVES if c.name == name]
-    assert max(abs(row["error_percent"]) for row in module.predict(curve)) < 15
+    first, later = (
+        [curve.name for curve in curves if module.worst(module.predict(curve)) < 15]
+        for curves in (module.CURVES, module.LATER)
+    )
+    assert first == [
+        "BERT-large, sequences of 128, TF32", "Transformer-XL large, mixed precision", "Transformer-XL large, FP32",
+    ]  # fmt: skip
+    assert [name.removeprefix("BERT-large (TF2), ") for name in later] == [
+        "128, mixed precision, DGX A100", "128, TF32, DGX A100", "512, mixed precision, DGX A100",
+    ]  # fmt: skip
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         list(simulate(Work(1, 2), MACHINES["h200-ndr"], gpus=(12,)))
+    with pytest.raises(ValueError, match="ddp sends no weights"):
+        list(simulate(Work(1, 2), MACHINES["h200-ndr"], gpus=(8,), weights="bf16"))
     with pytest.raises(ValueError, match=r"strategy.*zero"):
         Work(1, 2, strategy="zero")

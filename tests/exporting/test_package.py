@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import loka
 from foreign_zoo import ZOO
-from loka.exporting import package, plain
+from loka.exporting import ops, package
 from loka.nn import GroupedLinear
 from loka.placing import calibrating, plan_everything
 
@@ -100,7 +100,7 @@ def test_linears_of_every_recipe_ragged_widths_included(recipe: str, tmp_path: P
 def test_static_scales_and_quantised_models(tmp_path: Path, traced_only: None) -> None:
     model = small("tensorwise", options=loka.LinearOptions(scales="static"))
     with pytest.raises(ValueError, match="static scale is not known yet"):
-        package.write_out(model, plain.AtenOps(torch.device("cpu")), torch.float32)
+        package.write_out(model, ops.AtenOps(torch.device("cpu")), torch.float32)
     with calibrating(model), torch.no_grad():
         model(torch.randn(64, 40))
     assert loka.export(model, torch.randn(8, 40), tmp_path / "m.pt2").difference < 1e-5
@@ -152,8 +152,8 @@ def test_inputs_are_named_and_labels_are_none(tmp_path: Path, traced_only: None)
 def test_a_file_that_computes_something_else_is_not_written(
     tmp_path: Path, traced_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = plain.AtenOps.multiply
-    monkeypatch.setattr(plain.AtenOps, "multiply", lambda *args: 1.05 * right(*args))
+    right = ops.AtenOps.multiply
+    monkeypatch.setattr(ops.AtenOps, "multiply", lambda *args: 1.05 * right(*args))
     with pytest.raises(ValueError, match=r"differs from the model by 0.*nothing was written"):
         loka.export(small(), torch.randn(8, 40), tmp_path / "m.pt2")
     assert list(tmp_path.iterdir()) == []

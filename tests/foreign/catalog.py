@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loka.units.flow import tensors_in
+from loka.units.example import tensors_in
 
 BATCH = 32
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import loka
 from loka import mods
 from loka.mods import narrow_outputs
-from loka.units.flow import tensors_in
+from loka.units.example import tensors_in
 
 from .catalog import BUILDERS, Foreign, build
 

@@ -37,7 +37,8 @@ def files_of(op: str) -> list[Path]:
 def kernel_of(op: str, name: str) -> Any:
     """A kernel by its name, from whichever file of the op has it."""
     modules = [import_module(f"loka.kernels.{op}.{file.stem}") for file in files_of(op)]
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    found = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return getattr(found, "jitted", found)  # of what `quick` launches
 
 
 def compile_kernel(
@@ -45,6 +46,7 @@ def compile_kernel(
 ) -> Any:
     """`divisible`: integer arguments that launchers pass as multiples of 16."""
     kernel = kernel_of(op, name) if file is None else getattr(kernels_of(op, file), name)
+    kernel = getattr(kernel, "jitted", kernel)
     types, constants, options = configuration
     names = kernel.arg_names
     assert set(types) | set(constants) <= set(names), "the configuration names arguments the kernel no longer has"

@@ -1,5 +1,10 @@
 """The Triton kernels of embedding tables compile for Hopper (sm_90) on a machine without a GPU, as `test_compile_hopper` does for the others."""
 
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
 import pytest
 
 triton = pytest.importorskip("triton", exc_type=ImportError)
@@ -26,13 +31,31 @@ UPDATE = {
 }  # fmt: skip
 
 
+def registers_of(built: Any) -> int:
+    """What ptxas gives a thread."""
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(built.asm["ptx"])
+        file.flush()
+        said = subprocess.run(
+            [assembler, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"], capture_output=True, text=True, check=True
+        ).stderr  # fmt: skip
+    assert " 0 bytes spill stores" in said
+    return int(said.split("Used ")[1].split()[0])
+
+
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize(("name", "width", "hot"), [("_pool", 128, False), ("_pool", 256, True), ("_take", 64, False)])
-def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "width", "hot", "inline"),
+    [("_pool", 128, False, False), ("_pool", 256, True, False), ("_take", 64, False, False), ("_pool", 256, False, True)],
+)  # fmt: skip
+def test_lookups_compile(kind: str, name: str, width: int, hot: bool, inline: bool) -> None:
     bytes_ = {"float32": 4, "bfloat16": 2}.get(kind, 1)
     u, g, bd, warps = kernels_of("embedding_bag").tile_of(width, 0.5 if kind == "int4:row" else bytes_)
+    stride, inline = width // 2 if kind == "int4:row" else width, inline and ":" in kind
     constants = {
-        "D": width, "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
+        "D": width, "STRIDE": stride + 4 * inline, "STEP": stride // 4 + 1 if inline else 1,
+        "SCALED": ":" in kind, "HOT": hot, "INT4": kind == "int4:row", "WEIGHTED": hot, "BD": bd,
     }  # fmt: skip
     types = {key: value for key, value in LOOKUP.items() if name == "_pool" or key != "offset_ptr"}
     if name == "_pool":
@@ -43,10 +66,12 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
         "embedding_bag", name, ({**types, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )
     assert built.metadata.shared <= SHARED_MEMORY
-    assert built.asm["ptx"].count("ld.global.v4.b32") >= u, (
-        "rows are not read in vectors of 16 bytes, all items at once"
-    )
+    words = built.asm["ptx"].count("ld.global.b32" if inline else "ld.global.v4.b32")
+    assert words >= u * (4 if inline else 1), "rows are not read in the widest vectors, all items at once"
+    assert "ld.global.b8" not in built.asm["ptx"]
     assert built.asm["ptx"].count("shfl.sync") < 100, "a bag is added up across threads"
+    if name == "_pool" and not hot:
+        assert registers_of(built) <= 144, "what waits for memory is kept as floats"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "int4:row"])
@@ -54,7 +79,18 @@ def test_lookups_compile(kind: str, name: str, width: int, hot: bool) -> None:
 def test_updates_compile(kind: str, rule: int, hot: bool) -> None:
     number = kernels_of("embedding_update").KINDS[kind]
     g, bd, warps = kernels_of("embedding_update").tile_of(128)
-    constants = {"D": 128, "KIND": number, "RULE": rule, "HOT": hot, "FACTOR": hot, "DUP": 2, "G": g, "BD": bd}
+    constants = {
+        "D": 128,
+        "STRIDE": 128,
+        "STEP": 1,
+        "KIND": number,
+        "RULE": rule,
+        "HOT": hot,
+        "FACTOR": hot,
+        "DUP": 2,
+        "G": g,
+        "BD": bd,
+    }
     built = compile_kernel(
         "embedding_update", "_update", ({**UPDATE, "data_ptr": TYPES[kind]}, constants, {"num_warps": warps}), set()
     )
@@ -80,3 +116,5 @@ def test_the_wire_compiles(name: str, byte_scale: bool) -> None:
     if not byte_scale:
         assert ".global.b32" in ptx
         assert ".global.b8" not in ptx, "codes travel byte by byte"
+    elif name == "_pack":
+        assert "st.global.b32" in ptx and "st.global.b16" in ptx, "every block is written byte by byte"  # noqa: PT018

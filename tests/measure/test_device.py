@@ -13,7 +13,7 @@ def test_a_snapshot_says_where_numbers_come_from() -> None:
     assert environment.torch == str(torch.__version__)
     assert environment.cpu
     assert environment.threads == torch.get_num_threads()
-    assert environment.commit is None or re.fullmatch(r"[0-9a-f]{40}\+?", environment.commit)
+    assert environment.commit is None or re.fullmatch(r"[0-9a-f]{12}\+?", environment.commit)
     assert (environment.device == "cpu") == (not torch.cuda.is_available())
     assert to_json(KernelBench(method="none", peaks=None, rows=[], environment=environment))  # plain types only
 

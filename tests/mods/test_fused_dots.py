@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from loka import mods
 from loka.mods import fused_dots
+from loka.nn.mixing import mix
 
 from .zoo import assert_same_state, snapshot
 
@@ -165,7 +166,7 @@ def test_half_a_pattern_is_the_users_own(body: Body, used: list[int]) -> None:
     mods.apply(model, "fused_dots", example=x)
     torch.testing.assert_close(step(model, x), expected, rtol=0, atol=0)
     mods.revert(model)
-    model.__class__ = mods.mixing.mix(Model, fused_dots.FusedDots)  # as if it had been taken for one
+    model.__class__ = mix(Model, fused_dots.FusedDots)  # as if it had been taken for one
     used.clear()
     found = step(model, x)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -181,7 +182,7 @@ def test_integers_are_multiplied_as_before() -> None:
     x = torch.randint(-9, 9, (4, N, D))
     model = Count()
     expected = model(x)
-    model.__class__ = mods.mixing.mix(Count, fused_dots.FusedDots)
+    model.__class__ = mix(Count, fused_dots.FusedDots)
     assert torch.equal(model(x), expected)
 
 
@@ -202,7 +203,7 @@ def test_under_autocast() -> None:
 def test_compiles_whole(body: Body) -> None:
     model, x = make(body)
     expected = step(model, x)
-    model.__class__ = mods.mixing.mix(Model, fused_dots.FusedDots)
+    model.__class__ = mix(Model, fused_dots.FusedDots)
     found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import loka
 from loka import mods
-from loka.units.flow import tensors_in
+from loka.units.example import tensors_in
 
 from .structures import STRUCTURES, Structure
 from .zoo import assert_same_state, snapshot

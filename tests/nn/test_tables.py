@@ -204,3 +204,14 @@ def test_a_torchrec_collection_takes_low_precision_bags() -> None:
     assert len(tables.quantize_tables(ebc, rows="int8:row")) == 3
     plain.load_state_dict(ebc.state_dict())
     torch.testing.assert_close(ebc(example(0)).values(), plain(example(0)).values())
+
+
+def test_a_table_that_cannot_be_trained_is_not_left_out_in_silence() -> None:
+    model = nn.ModuleDict({n: tables.Embedding(8, 4, rows=r) for n, r in (("user", "int8:row"), ("item", "int4:row"))})
+    with pytest.raises(ValueError, match=r"item has rows of int4:row.*requires_grad_"):
+        TableOptimizer(model)
+    model["item"].requires_grad_(False)
+    assert list(TableOptimizer(model).tables) == ["user"]
+    model["user"].requires_grad_(False)
+    with pytest.raises(ValueError, match="every table is frozen"):
+        TableOptimizer(model)

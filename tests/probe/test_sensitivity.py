@@ -94,14 +94,14 @@ def test_sites_that_are_no_linears_are_refused(problem: tuple[nn.Module, Tensor]
     with pytest.raises(ValueError, match="it is a Branches"), fake_quantized(model, {"": "rowwise"}):
         pass
     with pytest.raises(ValueError, match="no site"):
-        measure_together(model, [], lambda m: (torch.ones(2), None))
+        measure_together(model, {}, lambda m: (torch.ones(2), None))
 
 
 def test_together_is_more_than_one_site_and_no_site_is_nothing(problem: tuple[nn.Module, Tensor]) -> None:
     model, x = problem
     model.hard.weight.data[:, 1:] = 0.5  # type: ignore[union-attr]
     alone = measure_sensitivity(model, ["hard"], lambda m: score(m, x))["hard"]
-    both = measure_together(model, ["hard", "easy"], lambda m: score(m, x))
+    both = measure_together(model, dict.fromkeys(("hard", "easy"), "tensorwise"), lambda m: score(m, x))
     assert both.value != alone.value
     assert both.low > 0.1
     kept = measure_together(model, {"hard": "blockwise"}, lambda m: score(m, x))
@@ -117,7 +117,7 @@ def test_a_metric_of_ones_own_may_grow_or_shrink(problem: tuple[nn.Module, Tenso
         right = (m(x).reshape(-1) > 0) == (x[:, 1:8].sum(1) > 0)
         return right.float(), torch.arange(len(x)) // 4
 
-    assert measure_together(model, ["hard"], recall).value < 0
+    assert measure_together(model, {"hard": "tensorwise"}, recall).value < 0
 
 
 def test_the_safe_sites_and_their_recipes_come_from_the_report(problem: tuple[nn.Module, Tensor]) -> None:

@@ -1,13 +1,15 @@
 """Units alone and together, paired: the harmful one is vetoed, the model is left as it was, and what cannot be resolved says so."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.dispatch.margin import allow
-from loka.probe import Probe, add_sensitivity
-from loka.probe.sensitivity import Switchable, fake_units, measure_sensitivity, swap
+from loka.probe import Probe, Switchable, add_sensitivity, measure_sensitivity, swap
+from loka.probe.sensitivity import fake_quantized
 from loka.records import Interval
 
 from .small import Small, batches, train
@@ -67,19 +69,24 @@ def test_a_unit_that_cannot_run_is_a_veto_and_is_switched_off(small: Small) -> N
     assert not found.holds
 
 
-def test_fake_units_do_what_measure_sensitivity_does(small: Small) -> None:
+def rounded_unit(model: nn.Module, site: str, recipe: str) -> Switchable:
+    """A linear whose product is that of rounded operands while it is switched on."""
+    stack = ExitStack()
+    return Switchable(site, lambda: stack.enter_context(fake_quantized(model, {site: recipe})), stack.close)
+
+
+def test_a_swap_does_what_measure_sensitivity_does(small: Small) -> None:
     data = batches(4)
-    found = swap(small, fake_units(small, {"first": "rowwise", "twice": "tensorwise"}), data, losses)
+    units = [rounded_unit(small, "first", "rowwise"), rounded_unit(small, "twice", "tensorwise")]
+    found = swap(small, units, data, losses)
     x, y = torch.cat([b[0] for b in data]), torch.cat([b[1] for b in data])
     alone = measure_sensitivity(small, {"first": "rowwise"}, lambda m: (losses(m, (x, y)).reshape(-1), None))
     assert found.alone["first"].value == pytest.approx(alone["first"].value, rel=1e-4)
     assert found.together is not None
-    with pytest.raises(ValueError, match="no such module"):
-        fake_units(small, {"nowhere": "rowwise"})
 
 
 def test_users_are_the_unit_where_they_are_named(small: Small) -> None:
-    units = fake_units(small, {"first": "tensorwise"})
+    units = [rounded_unit(small, "first", "tensorwise")]
     alone = swap(small, units, batches(8), losses).alone["first"]
     grouped = swap(small, units, batches(8), losses, groups=lambda b: torch.arange(48) // 12).alone["first"]
     assert grouped.value == pytest.approx(alone.value)

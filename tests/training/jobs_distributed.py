@@ -114,7 +114,7 @@ def make_table_plan() -> bytes:
     from loka.units.tables import row_bytes
 
     tables = [msgspec.structs.replace(t, rows="int8:row", bytes=row_bytes("int8:row", t.count, t.width)) for t in find_tables(make_model(dropout=0.0))]  # fmt: skip
-    codecs = (("weights", "int8:1x128"), ("gradients", "e4m3:1x128:pow2"))
+    codecs = (("weights", "int8:1x128"), ("gradients", "e4m3:1x128:pow2:stochastic"))
     sent = [CollectivePlan(name=name, codec=codec, elements=1, bytes=1, float32_bytes=4) for name, codec in codecs]
     return to_json(
         Plan(
@@ -127,15 +127,17 @@ def make_table_plan() -> bytes:
 def train_planned(dense: str, plan: bytes) -> dict:
     """A plan with tables and collectives, placed by the trainer and taken back."""
     import loka
-    from loka.comms.placement import wire_of
+    from loka.comms.placement import clock_of, wire_of
     from loka.records import Plan, from_json
     from loka.units import find_tables
 
-    config = TrainConfig(steps=3, batch_size=48, device="cpu", log_every=5, learning_rate=1e-2)
+    config = TrainConfig(steps=3, batch_size=48, device="cpu", log_every=5, learning_rate=1e-2, seed=5)
     trainer = DistributedTrainer(
         make_model(dropout=0.0), make_data(), config, Distribution(dense=dense), plan=from_json(plan, Plan)
     )
     trainer.fit()
+    clock = clock_of(trainer.model)
+    assert (clock.step, clock.seed) == (2, 5), "stochastic rounding does not follow the trainer's steps"
     kinds = [t.rows for t in find_tables(trainer.module)]
     wire = dict(trainer.wire.by_op)
     loka.revert(trainer.model)

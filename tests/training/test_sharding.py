@@ -104,6 +104,8 @@ def test_ranks_train_the_model_of_one_process(sharding: str | None, dense: str) 
         ({"embeddings": CODECS}, "sharded"),
         ({"collectives": "e9m9:1x128"}, "e9m9"),
         ({"columns": 0}, "at least 1"),
+        ({"rows": "int4:row"}, "cannot be trained"),
+        ({"rows": "int8"}, "FORMAT:BLOCK"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], reason: str) -> None:

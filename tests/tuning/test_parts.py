@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import loka
 from loka.dispatch.choosing import (
+    Chosen,
     Limits,
     Looked,
     Offer,
@@ -25,11 +27,13 @@ from loka.dispatch.choosing import (
 from loka.probe.paired import Losses
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
 from loka.tuning import timing
+from loka.tuning.call import Call, Selection
+from loka.tuning.choosing import estimate as estimate_all
+from loka.tuning.choosing import time_unit
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
-from loka.tuning.session import Session
 from loka.tuning.task import Task
 from loka.tuning.timing import Captured, can_time, compare, make_fragment, say_host
 from loka.units import discover, place
@@ -313,7 +317,7 @@ def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float,
     """Times are made up: on this machine none means anything."""
     taken = {"bf16": 100.0, "bf16 layout": 100.0, "chain": 81.0, "rowwise": alone, "loka": 60.0}
     monkeypatch.setattr(timing, "can_time", lambda device: None)
-    monkeypatch.setattr(timing, "capture", lambda step: Captured(step, 1.0))
+    monkeypatch.setattr(timing, "capture", lambda step, kept: Captured(step, 1.0, kept))
     monkeypatch.setattr(timing, "time_in_turns", lambda runs: {name: [taken[name]] * 3 for name in runs})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
     model, _ = make_trained(5)
@@ -326,26 +330,31 @@ def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float,
         assert {unit.way for unit in done.record.units if unit.way != "high"} == {"rowwise"}
 
 
+def call_of(**options: Any) -> Call:
+    """A call without time left."""
+    task = Task(nn.Linear(1, 1), [(torch.ones(1, 1), torch.ones(1, 1))] * 2, F.mse_loss)
+    given = {"training": True, "budget": 0.0, **options}
+    return Call(task, None, 0.0002, thorough=False, evidence=Evidence(None, task.model, {}), progress=Progress(False), **given)  # fmt: skip
+
+
 def test_a_chain_that_was_timed_before_is_not_forgotten_where_the_budget_is_over() -> None:
     """Evidence of an older version has the chain alone, without its linears each by itself."""
     looked = looked_at(**{name: predicted(1e-5) for name in "ab"})
     (offer,) = make_offers(looked, limits=LIMITS, training=False).offers
-    session = Session.__new__(Session)
-    session.training, session.budget, session.began, session.notes = False, 0.0, 0.0, []
-    session.evidence = Evidence(None, nn.Linear(1, 1), {})
+    call = call_of(training=False)
     links = " ".join(f"{link.k}x{link.n} {link.norm} {link.activation}" for link in offer.unit.links)
-    known = session.evidence.put_interval(f"unit chain {looked.sites[offer.name].rows} {links}", Interval(value=1.2, low=1.1, high=1.3))  # fmt: skip
-    assert session.time_unit(offer, looked) == {"chain": known}
-    assert not session.notes
+    known = call.evidence.put_interval(f"unit chain {looked.sites[offer.name].rows} {links}", Interval(value=1.2, low=1.1, high=1.3))  # fmt: skip
+    assert time_unit(call, offer, looked) == {"chain": known}
+    assert not call.notes
 
 
 def test_every_call_of_a_linear_is_in_an_estimate_of_the_whole() -> None:
     def estimate(calls: int) -> float:
         sites = {name: SiteLook(name, 2048, 2048, 16384, calls=calls if name == "again" else 1) for name in ("a", "again")}  # fmt: skip
         unit = UnitPlan(name="a", links=[LinkPlan(linear="a", k=2048, n=2048, activation="relu")], scales="delayed", gradient="tensor")  # fmt: skip
-        session = Session.__new__(Session)
-        session.estimator, session.row_factor, session.training, session.estimates = Estimator("NVIDIA H200"), 1.0, True, {}  # fmt: skip
-        found = session.estimate([Offer(unit, "chain", None, 0.5, "")], Looked(sites, [unit], {"again": "called"}, 0.5))
+        looked, offer = Looked(sites, [unit], {"again": "called"}, 0.5), Offer(unit, "chain", None, 0.5, "")
+        selection = Selection(looked, Chosen([offer], {}), losses([1.0]), [], 0.0002, [offer])
+        found = estimate_all(call_of(estimator=Estimator("NVIDIA H200")), selection)
         assert found is not None
         assert found.linears is not None
         return found.linears.value

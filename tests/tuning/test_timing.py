@@ -1,5 +1,8 @@
 """What is timed is a step as it is trained: with fresh quantised weights, filed magnitudes, and no copy of the inputs."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +134,32 @@ def test_a_captured_step_quantises_its_weights(device: torch.device, chains: boo
             linear.weight.mul_(0.25)
     step()
     assert abs(float(seen) - first) > 1e-4 * abs(first)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_keeps_what_it_reads(device: torch.device) -> None:
+    """A unit is timed after the next one was captured, which returns unused memory to the driver: nothing of the first may be in it."""
+    fragment = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64), nn.Linear(64, 1)).to(device)
+    batches = [((torch.randint(1000, (4096,), device=device),), torch.randn(4096, device=device)) for _ in range(2)]
+    task = Task(fragment, batches, loss, autocast=torch.bfloat16)
+    out = torch.full((), torch.nan, device=device)
+    inner = task.mean_loss
+
+    def watched(*args: object, **kwargs: object) -> torch.Tensor:
+        value = inner(*args, **kwargs)  # type: ignore[arg-type]
+        out.copy_(value.detach())
+        return value
+
+    task.mean_loss = watched  # type: ignore[method-assign]
+    step = timing.whole_step(task, training=True, mode=None)
+    step()
+    expected, weight = float(out), weakref.ref(fragment[1].weight)
+    fragment[1] = nn.Linear(64, 64, device=device)  # as a mod does it
+    del fragment, batches, task
+    gc.collect()
+    torch.cuda.empty_cache()
+    filler = [torch.full((1 << 18,), 2**40, dtype=torch.int64, device=device) for _ in range(8)]
+    step()
+    assert weight() is not None
+    assert float(out) == pytest.approx(expected, rel=1e-6)
+    del step, filler

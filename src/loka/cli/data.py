@@ -78,12 +78,13 @@ def get(
     json_: Json = False,
 ) -> None:
     """Download (where the publisher offers the file) and preprocess a data set."""
+    from loka.cli.train import parse_options
     from loka.data.catalog import find_entry
     from loka.data.faults import MAX_BAD
     from loka.data.loader import fetch_raw, is_cached, load, load_sequences
 
     entry = find_entry(name, kind)
-    options = _parse_options(set_ or [])
+    options = parse_options(set_)
     kinds = (kind,) if kind else entry.kinds
     if options and len(kinds) > 1:
         raise ValueError(f"--set needs --kind, since {name} has {list(kinds)} and their options differ")
@@ -184,19 +185,6 @@ def _print_cache(folder: Path, manifest: "Manifest") -> None:
 
 def _item_bytes(dtype: str) -> int:
     return 1 if dtype == "bytes" else int(dtype[2:])
-
-
-def _parse_options(pairs: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not separator or not key:
-            raise ValueError(f"--set wants KEY=VALUE, got {pair!r}")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return options
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def _line(origin: "Origin", row: "PerformanceRow") -> str:
     head = f"{row.op:<13} {shape:<18} {row.variant:<58} {row.backend:<9}"
     if row.microseconds is None:
         return f"{head} refused: {row.refusal}"
-    speedup = f" {row.speedup.value:5.2f}x [{row.speedup.low:.2f}, {row.speedup.high:.2f}]" if row.speedup else ""
+    speedup = f" {row.speedup:.2fx}" if row.speedup else ""
     return f"{head} {row.microseconds.value:9.2f} us{speedup}  {origin.device}, {row.version}"
 
 

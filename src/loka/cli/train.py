@@ -418,14 +418,13 @@ def finish(
     write: bool = True,
 ) -> Run:
     """Test the best weights, and write down what happened."""
-    import torch
 
     from loka import records
+    from loka.measure.device import environment_of
 
     if result.best is not None:
         trainer.load_best()
     metrics = test(trainer)
-    device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else str(trainer.device)
     run = records.Run(
         name=out.name if out is not None else f"{recipe.model}-{recipe.config}",
         model=f"{recipe.model} {recipe.config}",
@@ -441,7 +440,7 @@ def finish(
         ],
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         low_precision_flops_share=0.0 if converted is None else converted.low_precision_share,
-        environment=records.capture_environment(device=device, threads=torch.get_num_threads()),
+        environment=environment_of(trainer.model),
     )
     if out is not None and write:
         records.save(run, out / "run.json")

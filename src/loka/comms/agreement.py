@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 
 _POLL = 0.02  # seconds between looks at the store
+_begun: Counter[str] = (
+    Counter()
+)  # agreements of this process, by name and ranks: none may read what an earlier one left in the store
 
 
 class RankError(RuntimeError):
@@ -41,7 +44,7 @@ class RankError(RuntimeError):
 
 
 class Agreement:
-    """What a group of ranks does together, or not at all. Every rank must make the same calls in the same order.
+    """What a group of ranks does together, or not at all. Every rank must make the same agreements and calls in the same order.
 
     Args:
         group: of ranks; the default group where None. Its backend must send CPU tensors (gloo), or `device` must say what it sends.
@@ -67,9 +70,12 @@ class Agreement:
             raise ValueError("there is no process group to agree in; hint: torch.distributed.init_process_group")
         self.group, self.timeout, self.device = group, timeout, torch.device(device)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        ranks = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
+        place = f"{name}/agreement/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
         self._store = torch._C._distributed_c10d.PrefixStore(
-            f"{name}/agreement", dist.distributed_c10d._get_default_store()
+            f"{place}/{_begun[place]}", dist.distributed_c10d._get_default_store()
         )
+        _begun[place] += 1
         self._round = 0
 
     def compare(self, what: str, data: bytes) -> str:
@@ -90,11 +96,13 @@ class Agreement:
         common, votes = Counter(found).most_common(1)[0]
         if votes == self.world:
             return digest
-        if list(Counter(found).values()).count(votes) > 1:
-            common = found[0]  # a tie: rank 0 judged
+        tied = list(Counter(found).values()).count(votes) > 1
+        common = found[0] if tied else common  # a tie: rank 0 judged
         odd = tuple(rank for rank, seen in enumerate(found) if seen != common)
         seen = ", ".join(f"rank {rank} has {found[rank][:12]}" for rank in odd)
-        raise RankError(f"{what} differs between ranks: {common[:12]} is what most have, {seen}", odd)
+        raise RankError(
+            f"{what} differs between ranks: {common[:12]} is what {'rank 0 has' if tied else 'most have'}, {seen}", odd
+        )
 
     def meet(self, what: str) -> None:
         """Wait until every rank has come.

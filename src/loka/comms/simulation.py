@@ -155,11 +155,13 @@ def simulate(
         A simulated step for each.
 
     Raises:
-        ValueError: a number of GPUs that does not fill its nodes.
+        ValueError: a number of GPUs that does not fill its nodes, or a codec of weights that nobody sends.
 
     Example:
         >>> [round(s.efficiency, 2) for s in simulate(work, MACHINES["h200-ndr"], gpus=(8, 1024))]
     """
+    if weights is not None and work.strategy == "ddp":
+        raise ValueError(f"ddp sends no weights, so they cannot be sent in {weights}; hint: strategy='fsdp'")
     sent = parse_codec(codec)
     gathered = sent if weights is None else parse_codec(weights)
     for n in gpus:

@@ -18,15 +18,6 @@ from loka.data.schema import Field, Schema, SequenceField
 from loka.data.sequences import SequenceData
 
 __all__ = [
-    "CATALOG",
-    "Batch",
-    "DataError",
-    "Field",
-    "Jagged",
-    "RankingData",
-    "Schema",
-    "SequenceData",
-    "SequenceField",
-    "load",
-    "load_sequences",
-]
+    "CATALOG", "Batch", "DataError", "Field", "Jagged", "RankingData", "Schema", "SequenceData", "SequenceField",
+    "load", "load_sequences",
+]  # fmt: skip

@@ -41,17 +41,9 @@ HOUSEHOLD_FIELDS = (
     "kids_count",
 )
 _DENSE = (
-    "household_baskets",
-    "household_lines",
-    "household_idle_days",
-    "product_lines",
-    "product_idle_days",
-    "pair_lines",
-    "pair_idle_days",
-    "category_lines",
-    "category_idle_days",
-    "pair_share",
-)
+    "household_baskets", "household_lines", "household_idle_days", "product_lines", "product_idle_days", "pair_lines",
+    "pair_idle_days", "category_lines", "category_idle_days", "pair_share",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,8 +53,7 @@ class Options:
     size: str = "small"
     negatives: int = 3
     max_history: int = 50
-    min_count: int = 10
-    """Purchase lines in the training period that a product needs to get an id of its own"""
+    min_count: int = 10  # purchase lines in the training period that a product needs to get an id of its own
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,8 +73,7 @@ class Events:
     category: Array
     basket: Array
     store: Array
-    time: Array
-    """Seconds since 1970, of the basket"""
+    time: Array  # seconds since 1970, of the basket
     households: pl.DataFrame
     products: pl.DataFrame
 

@@ -84,11 +84,11 @@ class Batch:
     """Examples as tensors; see loka.data.schema for what each column means.
 
     Args:
-        dense: numbers.
-        categorical: ids.
-        sequences: ragged histories by name.
-        labels: what is predicted.
-        group: the user, usually.
+        dense: float32 [B, n_dense].
+        categorical: int64 [B, n_categorical]; id 0 is "unknown or missing" in every field.
+        sequences: ragged histories by name, oldest first, ids in the vocabulary of the field they share.
+        labels: float32 [B, n_labels], what is predicted.
+        group: int64 [B], the unit that GAUC averages over, usually the user.
 
     Example:
         >>> next(load("complete-journey").train.batches(1024, shuffle=True, seed=0)).labels.shape
@@ -96,15 +96,10 @@ class Batch:
     """
 
     dense: Tensor
-    """float32 [B, n_dense]"""
     categorical: Tensor
-    """int64 [B, n_categorical]; id 0 is "unknown or missing" in every field"""
     sequences: dict[str, Jagged]
-    """Ragged histories, oldest first, ids in the vocabulary of the field they share"""
     labels: Tensor
-    """float32 [B, n_labels]"""
     group: Tensor
-    """int64 [B], the unit that GAUC averages over, usually the user"""
 
     def __post_init__(self) -> None:
         sizes = {

@@ -60,21 +60,17 @@ class Manifest:
 
     version: int
     name: str
-    kind: str
-    """'ranking' or 'sequences'"""
+    kind: str  # 'ranking' or 'sequences'
     options: dict[str, Any]
     source: tuple[SourceFile, ...]
-    rows: dict[str, int]
-    """Rows per split"""
+    rows: dict[str, int]  # rows per split
     schema: Schema | None
     columns: dict[str, Column]
-    assets: dict[str, Column]
-    """Small files: dtype 'bytes', rows = size"""
+    assets: dict[str, Column]  # small files: dtype 'bytes', rows = size
     total_rows: int
     bad_rows: int
     bad_examples: tuple[str, ...]
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What the builder wants to tell: time bounds, vocabulary sizes"""
+    facts: dict[str, Any] = field(default_factory=dict)  # what the builder wants to tell: time bounds, vocabulary sizes
 
 
 class CacheWriter:
@@ -197,9 +193,8 @@ def _move_into_place(new: Path, target: Path, *, replace: bool) -> None:
     except OSError:
         if not (target / _MANIFEST).is_file():
             raise
-        shutil.rmtree(
-            new
-        )  # another process built the same cache meanwhile; both are the same, and theirs may be in use
+        # another process built the same cache meanwhile; both are the same, and theirs may be in use
+        shutil.rmtree(new)
     if old is not None:
         shutil.rmtree(old)
 

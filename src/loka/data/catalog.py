@@ -24,17 +24,13 @@ class Entry:
 
     name: str
     title: str
-    kinds: tuple[str, ...]
-    """'ranking', 'sequences', or both"""
+    kinds: tuple[str, ...]  # 'ranking', 'sequences', or both
     module: str
     terms: str
-    publisher: str
-    """Where a person finds it"""
+    publisher: str  # where a person finds it
     remotes: tuple[Remote, ...] = ()
-    embedded: bool = False
-    """The raw files come with an installed package"""
-    generated: bool = False
-    """There are no raw files, and a cache only on request"""
+    embedded: bool = False  # the raw files come with an installed package
+    generated: bool = False  # there are no raw files, and a cache only on request
 
 
 _MOVIELENS = "https://files.grouplens.org/datasets/movielens"

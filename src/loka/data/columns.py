@@ -28,8 +28,7 @@ class Column:
     path: str
     dtype: str
     rows: int
-    crc32: int
-    """Checksum of the payload, header excluded"""
+    crc32: int  # checksum of the payload, header excluded
 
 
 class ColumnWriter:

@@ -154,8 +154,9 @@ def _good(lines: pl.DataFrame, file: str, bad: BadRows) -> pl.Series:
 class SequenceOptions:
     """What the sequence cache depends on."""
 
-    min_count: int = 10
-    """Purchase lines before the validation weeks that a product needs to be an item; rarer ones are left out"""
+    min_count: int = (
+        10  # purchase lines before the validation weeks that a product needs to be an item; rarer ones are left out
+    )
 
     def __post_init__(self) -> None:
         if self.min_count < 1:

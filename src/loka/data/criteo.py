@@ -47,8 +47,7 @@ class Options:
 
     encoding: str = "vocabulary"
     min_count: int = 2
-    buckets: int = 100_000
-    """Cardinality of every field with encoding="hash", the missing 0 included"""
+    buckets: int = 100_000  # cardinality of every field with encoding="hash", the missing 0 included
 
     def __post_init__(self) -> None:
         if self.encoding not in ("vocabulary", "hash"):

@@ -64,8 +64,7 @@ class Options:
 class SequenceOptions:
     """What the sequence cache depends on."""
 
-    min_rating: int = 1
-    """Keep ratings of at least this; 1 keeps all, the usual protocol"""
+    min_rating: int = 1  # keep ratings of at least this; 1 keeps all, the usual protocol
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_rating <= 5:

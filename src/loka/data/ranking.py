@@ -46,7 +46,7 @@ class RankingData:
         train: split to train on.
         valid: later in time.
         test: last in time.
-        info: provenance for reports.
+        info: provenance for reports: options, source checksums, bad rows, cache folder.
 
     Example:
         >>> load("complete-journey").schema.labels
@@ -58,7 +58,6 @@ class RankingData:
     valid: Split
     test: Split
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Provenance for reports: options, source checksums, bad rows, cache folder"""
 
     def split(self, name: str) -> Split:
         """Return a split by its name."""

@@ -44,7 +44,6 @@ class SequenceField:
     cardinality: int
     max_length: int
     shares: str | None = None
-    """Name of the categorical Field whose vocabulary (and embedding table) this sequence uses; None: its own"""
 
     def __post_init__(self) -> None:
         _check_cardinality(self.name, self.cardinality)

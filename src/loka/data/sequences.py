@@ -37,14 +37,10 @@ B = TypeVar("B")
 class SequenceBatch:
     """Some users: their past, and what came next."""
 
-    users: Tensor
-    """int64 [B]"""
-    history: Jagged
-    """Item ids, oldest first, at most max_length, the most recent ones"""
-    times: Jagged | None
-    """Seconds, parallel to the history, where the data has them"""
-    targets: Jagged
-    """Held-out items: one per user, or a basket; empty rows in the training split"""
+    users: Tensor  # int64 [B]
+    history: Jagged  # item ids, oldest first, at most max_length, the most recent ones
+    times: Jagged | None  # seconds, parallel to the history, where the data has them
+    targets: Jagged  # held-out items: one per user, or a basket; empty rows in the training split
 
     def to(self, device: torch.device | str) -> SequenceBatch:
         """Copy every tensor to a device."""
@@ -60,8 +56,7 @@ class SequenceSplit:
     items: Tensor
     event_times: Tensor | None
     users: Array
-    history: tuple[Array, Array]
-    """(start, length) into the events"""
+    history: tuple[Array, Array]  # (start, length) into the events
     targets: tuple[Array, Array]
 
     def __len__(self) -> int:
@@ -175,14 +170,14 @@ class SequenceData:
 
     Args:
         name: of the data set.
-        items: of every user.
+        items: row u has the items of user u, oldest first, ids >= 1.
         n_items: largest id.
-        times: of the events.
-        baskets: events that belong together.
-        split_times: where validation and test begin.
-        item_keys: the publisher's ids.
-        titles: of the items.
-        texts: of the items.
+        times: int64 [events] seconds, parallel to items.values; None where only the order is known.
+        baskets: int64 [events], rising within a user; None where every event stands alone.
+        split_times: first second of (valid, test); None: leave last out.
+        item_keys: the publisher's id of item i at [i]; [0] is padding.
+        titles: of item i at [i]; [0] is empty.
+        texts: everything the data says about item i in words, at [i]; [0] is empty.
         folder: of the cache.
         semantic_id_names: indexes kept beside it.
         info: provenance for reports.
@@ -193,20 +188,13 @@ class SequenceData:
 
     name: str
     items: Jagged
-    """Row u = items of user u, oldest first, ids >= 1"""
     n_items: int
     times: Tensor | None = None
-    """int64 [events] seconds, parallel to items.values; None where only the order is known"""
     baskets: Tensor | None = None
-    """int64 [events], rising within a user; None where every event stands alone"""
     split_times: tuple[int, int] | None = None
-    """First second of (valid, test); None: leave last out"""
     item_keys: tuple[str, ...] = ()
-    """Publisher's id of item i at [i]; [0] is padding"""
     titles: tuple[str, ...] | None = None
-    """Title of item i at [i]; [0] is empty"""
     texts: tuple[str, ...] | None = None
-    """Everything the data says about item i in words, at [i]; [0] is empty"""
     folder: Path | None = None
     semantic_id_names: tuple[str, ...] = ()
     info: dict[str, Any] = field(default_factory=dict)

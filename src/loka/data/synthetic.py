@@ -44,24 +44,19 @@ _SPLITS = ("train", "valid", "test")
 class Options:
     """Size and shape of the generated log."""
 
-    rows: int = 1_000_000
-    """Training examples; validation and test have a tenth of that, at least 1,000 each"""
+    rows: int = 1_000_000  # training examples; validation and test have a tenth of that, at least 1,000 each
     dense: int = 13
     categorical: int = 26
-    cardinality: int = 100_000
-    """Of the largest fields, user and item"""
+    cardinality: int = 100_000  # of the largest fields, user and item
     alpha: float = 1.2
-    max_history: int = 20
-    """Longest history; 0: no history"""
+    max_history: int = 20  # longest history; 0: no history
     seed: int = 0
     stress: bool = False
-    sigma: float = 4.0
-    """Stress: deviation of the logarithm of the row scales"""
+    sigma: float = 4.0  # stress: deviation of the logarithm of the row scales
     outlier_channels: int = 2
     outlier_scale: float = 1000.0
     bias_growth: float = 5.0
-    cached: bool = False
-    """Write the log to the cache instead of generating it on every pass"""
+    cached: bool = False  # write the log to the cache instead of generating it on every pass
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dense < 0 or self.max_history < 0 or self.seed < 0:

@@ -20,13 +20,13 @@ class DemoConfig:
         more_steps: of each arm.
         batch_size: examples of a step.
         learning_rate: of the optimizer.
-        tune_batches: of the validation split.
+        tune_batches: of the validation split; half choose, half verify.
         tune_margin: of `loka.tune`.
         margin: of the comparison.
         seed: of everything.
-        device: where it trains.
-        target: whose speeds are estimated.
-        large: the size that is estimated beside.
+        device: where it trains; on a GPU speed is measured, and asked for.
+        target: on a CPU: whose speeds are estimated.
+        large: the size of the model that is estimated beside this one.
         large_rows: of a batch there.
 
     Example:
@@ -40,19 +40,19 @@ class DemoConfig:
     more_steps: int = 200
     batch_size: int = 512
     learning_rate: float = 1e-3
-    tune_batches: int = 48  # of the validation split; half choose, half verify
+    tune_batches: int = 48
     tune_margin: float = 0.0002
     margin: float = 0.001
     seed: int = 0
-    device: str = "cpu"  # on a GPU speed is measured, and asked for
-    target: str = "NVIDIA H200"  # on a CPU: whose speeds are estimated
-    large: str = "wide"  # the size of the model that is estimated beside this one
-    large_rows: int = 8192  # of a batch there
+    device: str = "cpu"
+    target: str = "NVIDIA H200"
+    large: str = "wide"
+    large_rows: int = 8192
 
     @classmethod
     def for_device(cls, device: str, **given: Any) -> Self:
         """The defaults of a kind of machine: on a GPU a model and a batch large enough for FP8 to have something to gain."""
-        large = {"size": "wide", "batch_size": 8192, "steps": 60, "more_steps": 30, "tune_batches": 16}
+        large = {"size": "wide", "batch_size": 8192, "steps": 240, "more_steps": 60, "tune_batches": 16}
         return cls(**({**large, **given} if device.startswith("cuda") else given), device=device)
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class DemoResult:
         pays = f"{here.linears.value:.2f}x" if here.share else "FP8 would not pay"
         return (
             f"emulated here, not measured. Estimated for {self.sizes.target}: this model, {pays}; the {large.size} one at {large.rows:,} rows, its linears "
-            f"{large.linears.value:.2f}x [{large.linears.low:.2f}, {large.linears.high:.2f}] over compiled bf16"
+            f"{large.linears:.2fx} over compiled bf16"
         )
 
 

@@ -15,6 +15,7 @@ from loka import records
 from loka.data import RankingData, load
 from loka.demo.callbacks import StepTalk, Talk
 from loka.demo.config import DemoConfig, DemoResult
+from loka.measure.device import name_device
 from loka.metrics import AUC, LogLoss, NormalizedEntropy, compare_paired, log_losses
 from loka.models import build_ranker
 from loka.placing import convert
@@ -185,12 +186,7 @@ class Demo:
             self._write_comparison(arm, scores[arm], scores["high"], ARMS[arm], share)
 
     def _write_comparison(
-        self,
-        name: str,
-        candidate: dict[str, Tensor],
-        baseline: dict[str, Tensor],
-        label: str,
-        share: float,
+        self, name: str, candidate: dict[str, Tensor], baseline: dict[str, Tensor], label: str, share: float
     ) -> None:
         """A run against the high-precision one."""
         found = compare_paired(
@@ -295,7 +291,7 @@ class Demo:
         return read_checkpoint(find_checkpoints(self.out / name / "checkpoints")[-1])
 
     def _environment(self) -> Environment:
-        device = torch.cuda.get_device_name(self.config.device) if self._on_gpu else "cpu"
+        device = name_device(torch.device(self.config.device))
         return capture_environment(command=self._command, device=device, threads=torch.get_num_threads())
 
     # Progress

@@ -127,7 +127,7 @@ def search(
         if not chosen:
             break
         joint = measure(chosen)
-        seen = f"measured together: {joint.value:+.3%} [{joint.low:+.3%}, {joint.high:+.3%}]"
+        seen = f"measured together: {joint:+.3%}"
         if joint.high <= bound:
             return Spent(chosen, first, joint, [*notes, f"{_spell(effects, chosen, bound)}; {seen}"])
         notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {bound:.3%}")

@@ -13,11 +13,8 @@ from loka.dispatch.margin import allow
 from loka.dispatch.recipe import choice_of
 from loka.records import GEMMS, ProbeReport, Site, SitePlan, UnitEvidence, UnitPlan
 
-GIVEN = (
-    "static",
-    "delayed",
-    CHAIN,
-)  # candidates whose scales are given beforehand: of chains, not of linears that stand alone
+# candidates whose scales are given beforehand: of chains, not of linears that stand alone
+GIVEN = ("static", "delayed", CHAIN)
 
 
 def place_chains(

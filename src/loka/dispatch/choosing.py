@@ -17,11 +17,8 @@ from loka.records import GEMMS, Alarm, Gemm, Interval, LinkPlan, SitePlan, UnitE
 
 CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed already
 HOPELESS = 5.0  # times the margin: a prediction beyond it is not worth a swap
-FINER = (
-    "rowwise",
-    "rowwise_with_gw_hp",
-    "blockwise",
-)  # the second keeps the weight gradient in 16 bits: where only that fails, two of three GEMMs still gain
+# the second keeps the weight gradient in 16 bits: where only that fails, two of three GEMMs still gain
+FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise")
 
 
 @dataclass

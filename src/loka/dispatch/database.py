@@ -37,7 +37,7 @@ _COLUMNS = f"""(
 
 
 def bucket_of(m: int) -> int:
-    """The M a row for this M is measured at.
+    """The number of rows at which calls with M rows are measured.
 
     Args:
         m: rows of a call.
@@ -61,7 +61,7 @@ def bucket_of(m: int) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a row must match.
+    """The machine on which rows of the database must have been measured to be used.
 
     Args:
         device: its name.

@@ -20,15 +20,9 @@ from loka.dispatch.export_torchao import TorchaoExport, misaligned, refuse_chain
 from loka.records import GEMMS, Choice, Plan, SitePlan
 
 __all__ = [
-    "FORMATS",
-    "TorchaoExport",
-    "export",
-    "ignored",
-    "to_llm_compressor",
-    "to_modelopt",
-    "to_torchao",
+    "FORMATS", "TorchaoExport", "export", "ignored", "to_llm_compressor", "to_modelopt", "to_torchao",
     "to_transformer_engine",
-]
+]  # fmt: skip
 
 ROWS = ("e4m3:row", "e4m3:row")
 TENSORS = ("e4m3:tensor", "e4m3:tensor")

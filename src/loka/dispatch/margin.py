@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from loka.records import Interval
 
-__all__ = ["COARSE_MARGIN", "MARGIN", "Allowance", "allow", "share_of_margin"]
-
 MARGIN = 0.0002
 COARSE_MARGIN = 0.001
 
@@ -52,7 +50,7 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     allowed = fine if resolved else coarse
     within = furthest(change) <= allowed and max(change.low, -change.high) <= fine  # what shows more is resolved
     share = f", {margin if resolved else COARSE_MARGIN:.2%} over the root of {units} units" if units > 1 else ""
-    words = f"{change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}], allowed {allowed:.4%}{share}"
+    words = f"{change:+.4%}, allowed {allowed:.4%}{share}"
     if not resolved:
         words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts"
     return Allowance(allowed, within, words)

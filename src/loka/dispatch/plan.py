@@ -8,6 +8,7 @@ from torch import nn
 
 from loka.dispatch.recipe import way_of
 from loka.kernels import registry
+from loka.measure.device import name_device
 from loka.measure.site import gemm_shape
 from loka.records import Plan, SitePlan
 
@@ -51,7 +52,7 @@ def _check_target(plan: Plan, model: nn.Module) -> list[str]:
     if plan.target is None or not any(choice.quantized for site in plan.sites for choice in site.choices):
         return []
     devices = {p.device for p in model.parameters() if p.device.type != "meta"}
-    here = {torch.cuda.get_device_name(d) if d.type == "cuda" else d.type for d in devices}
+    here = {name_device(device) for device in devices}
     return [f"the plan is for {plan.target}, the model is on {name}" for name in sorted(here) if name != plan.target]
 
 

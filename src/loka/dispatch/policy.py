@@ -30,7 +30,7 @@ from loka.dispatch.margin import MARGIN, allow, share_of_margin
 from loka.dispatch.recipe import RECIPES, Recipe, choice_of, recipe_named, way_of
 from loka.dispatch.speed import DatabaseSpeeds, ProbeSpeeds, Speeds, choose_machine, shipped_database
 from loka.measure.site import Weights
-from loka.records import GEMMS, Candidate, Choice, Gemm, Interval, Plan, ProbeReport, Site, SitePlan
+from loka.records import GEMMS, Candidate, Choice, Gemm, Plan, ProbeReport, Site, SitePlan
 
 PREFERENCE = ("rowwise", "blockwise", "rowwise_with_gw_hp", "tensorwise")
 HIGH = "high"
@@ -39,7 +39,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Policy:
-    """What is asked of a plan.
+    """What a plan is made under: the errors that are allowed, the speed-up that is wanted, the device it is for, and choices by name.
 
     Args:
         max_error: largest MERE of a forward product, where there is no score.
@@ -262,11 +262,6 @@ def _told(site: Site, gemm: Gemm, recipe: Recipe, reason: str, speeds: Speeds) -
     return _choice(min(options, key=_rank_by_time), reason, [])
 
 
-def error_of(candidate: Candidate) -> Interval | None:
-    """The error a candidate is judged by: MERE in fprop, relative L2 in the gradient GEMMs."""
-    return candidate.mere if candidate.gemm == "fprop" else candidate.relative_l2
-
-
 def choose(
     options: Sequence[Candidate],
     gemm: Gemm,
@@ -307,7 +302,7 @@ def choose(
 
 
 def _choice(candidate: Candidate, reason: str, refusals: list[str]) -> Choice:
-    error, speedup, time = error_of(candidate), candidate.speedup, candidate.microseconds
+    error, speedup, time = candidate.error, candidate.speedup, candidate.microseconds
     return choice_of(
         candidate.gemm,
         way_of(candidate),
@@ -365,14 +360,14 @@ def _refuse_by_harm(candidate: Candidate, policy: Policy, site: Site | None, uni
             return f"predicted change of the loss up to {harm.high:.4%} exceeds {share:.4%}, its share of the margin"
         if policy.limit(candidate.gemm) >= Policy().limit(candidate.gemm):
             return None  # a limit of the error that is tighter than the default is a request of its own, see below
-    error, limit = error_of(candidate), policy.limit(candidate.gemm)
+    error, limit = candidate.error, policy.limit(candidate.gemm)
     if error is None:
         return "error not measured"
     return f"error up to {error.high:.3g} exceeds {limit:g}" if error.high > limit else None
 
 
 def _rank_by_preference(candidate: Candidate) -> tuple[int, float]:
-    recipe, error = candidate.recipe, error_of(candidate)
+    recipe, error = candidate.recipe, candidate.error
     place = PREFERENCE.index(recipe) if recipe in PREFERENCE else len(PREFERENCE)
     return place, error.high if error else float("inf")
 
@@ -383,7 +378,7 @@ def _rank_by_time(candidate: Candidate) -> tuple[float, float]:
 
 
 def _explain(candidate: Candidate, policy: Policy, site: Site | None) -> str:
-    error = error_of(candidate)
+    error = candidate.error
     if _was_swapped(candidate, site):
         assert site is not None
         assert site.metric_change is not None

@@ -107,7 +107,7 @@ def recipe_named(name: str) -> Recipe:
 
 
 def way_of(written: Choice | Candidate) -> GemmWay | None:
-    """What a record says in strings.
+    """The `GemmWay` that a choice of a plan spells in strings.
 
     Args:
         written: one GEMM of a plan, or of a probe's report (where the recipe says how it adds up).

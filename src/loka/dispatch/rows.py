@@ -15,21 +15,17 @@ from typing import Any
 
 from loka.dispatch.database import Key, Machine, bucket_of
 from loka.kernels import registry
-from loka.kernels.backend import library_version
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.device import snapshot
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming, Weights
 from loka.measure.timing import BASELINE
 from loka.records import Environment, Gemm, Interval, from_json
+from loka.records.measurement import installed_version
 from loka.records.performance import Errors, KernelBench, KernelRow, Origin, PerformanceRow, PerformanceRows
 
 LINEAR = "linear"
 ABSENT = "absent"
-_DISTRIBUTIONS = {
-    "deepgemm": "sgl-deep-gemm",
-    "fbgemm": "fbgemm-gpu-genai",
-    "torchao": "torchao",
-}
+_DISTRIBUTIONS = {"deepgemm": "sgl-deep-gemm", "fbgemm": "fbgemm-gpu-genai", "torchao": "torchao"}
 
 
 def linear_variant(gemm: Gemm, a: str, b: str, *, fast_accum: bool, weights: Weights) -> str:
@@ -51,7 +47,7 @@ def versions_of(environment: Environment) -> dict[str, str]:
     found = {BASELINE: f"torch {environment.torch}", "reference": own}
     for name in registry.BACKENDS["scaled_mm"]:
         if name != "reference":
-            library = known.get(name) or f"{name} {library_version(_DISTRIBUTIONS[name]) or ABSENT}"
+            library = known.get(name) or f"{name} {installed_version(_DISTRIBUTIONS[name]) or ABSENT}"
             found[name] = f"{library}, {own}"
     return found
 

@@ -24,12 +24,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from loka.exporting.plain import AtenOps, OnnxOps, Ops, write_out
+from loka.exporting.ops import AtenOps, OnnxOps, Ops
+from loka.exporting.plain import write_out
 from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
+from loka.exporting.trying import Tried
 from loka.formats import relative_l2
 from loka.kernels import registry
+from loka.measure.device import device_of
 from loka.nn.wrapping import unwrap
-from loka.units.flow import call_model
+from loka.units.example import call_model
 
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
@@ -106,7 +109,7 @@ def export(
     _check_model(inner)
     if kind == "onnx":
         _require_onnx()
-    device = next((t.device for t in inner.parameters()), torch.device("cpu"))
+    device = device_of(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
     arguments = take_apart(example)
     expected = flatten_result(call_model(inner, example))
@@ -121,7 +124,11 @@ def export(
             made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
             shapes = _shapes(program, inputs)
             run = _write_aoti(program, made, inputs, shapes) if kind == "aoti" else _write_onnx(program, made, inputs)
-            difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+            try:
+                difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+            finally:
+                if isinstance(run, Tried):
+                    run.close()
             _move(made, target)
     return Exported(target, kind, shapes, written, difference, rows)
 
@@ -242,9 +249,8 @@ def _reads(program: Any) -> list[bool]:
     needed, waiting = set(), list(result.all_input_nodes)
     while waiting:
         node = waiting.pop()
-        if (
-            node not in needed and node.target is not torch.ops.aten.sym_size.int
-        ):  # any input of as many rows has the size
+        # any input of as many rows has the size
+        if node not in needed and node.target is not torch.ops.aten.sym_size.int:
             needed.add(node)
             waiting += node.all_input_nodes
     return [nodes[name] in needed for name in program.graph_signature.user_inputs]
@@ -289,8 +295,7 @@ def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=notes)
     except Exception as error:
         raise ValueError(f"AOTInductor cannot compile this model: {_first_line(error)}") from error
-    loaded = torch._inductor.aoti_load_package(str(path))
-    return lambda tensors: flatten_result(loaded(*tensors))
+    return Tried(path)
 
 
 def _write_onnx(program: Any, path: Path, inputs: Sequence[str]) -> Run:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.units import Example
+from loka.units.example import call_as_given
 
 Rebuild = Callable[[Mapping[str, Tensor]], Any]
 
@@ -93,7 +94,7 @@ class Flat(nn.Module):
         given = dict(zip(self.inputs, tensors, strict=True))
         for name, (like, rest, dtype) in self._unread.items():
             given[name] = torch.zeros((given[like].shape[0], *rest), dtype=dtype, device=given[like].device)
-        return tuple(flatten_result(_call(self.model, self._rebuild(given))))
+        return tuple(flatten_result(call_as_given(self.model, self._rebuild(given))))
 
 
 def _alike(tensor: Tensor, tensors: Mapping[str, Tensor], inputs: Sequence[str]) -> str:
@@ -105,15 +106,6 @@ def can_be_made(name: str, tensors: Mapping[str, Tensor], inputs: Sequence[str])
     """Whether some input has as many rows as a tensor that is not read; otherwise it has to be given although nobody reads it."""
     tensor = tensors[name]
     return any(tensors[n].dim() and tensor.dim() and tensors[n].shape[0] == tensor.shape[0] for n in inputs)
-
-
-def _call(model: nn.Module, example: Any) -> Any:
-    """As `loka.units.flow.call_model`, without its copy, which cannot be traced."""
-    if isinstance(example, Example):
-        return model(*example.args, **example.kwargs)
-    if isinstance(example, tuple):
-        return model(*example)
-    return model(**example) if isinstance(example, dict) else model(example)
 
 
 def flatten_result(result: Any) -> list[Tensor]:

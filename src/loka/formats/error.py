@@ -136,9 +136,8 @@ def saturated_fraction(x: Tensor, q: QTensor) -> float:
         0.0
     """
     finite = _same_shape(x, q).isfinite()
-    limit = (
-        q.spec.format.max * _element_scale(q).double() * (1 + 2.0**-20)
-    )  # x * (1 / scale) may exceed max by a rounding error
+    # x * (1 / scale) may exceed max by a rounding error
+    limit = q.spec.format.max * _element_scale(q).double() * (1 + 2.0**-20)
     return _share((x.detach().double().abs() > limit) & finite, finite)
 
 

@@ -47,11 +47,11 @@ class Format:
     """
 
     name: str
-    exponent_bits: int  # 0: an integer format
+    exponent_bits: int
     mantissa_bits: int
     bias: int
-    max: float  # largest finite magnitude
-    dtype: torch.dtype  # what `encode` returns
+    max: float
+    dtype: torch.dtype
     has_nan: bool
     has_inf: bool
 
@@ -144,9 +144,8 @@ def round_to(
     if rounding == "stochastic":
         if noise is None:
             noise = torch.rand(steps.shape, dtype=torch.float32, device=x.device, generator=generator)
-        lower = torch.floor(
-            steps
-        )  # not floor(steps + noise): that sum rounds, and would move values that are on the grid
+        # not floor(steps + noise): that sum rounds, and would move values that are on the grid
+        lower = torch.floor(steps)
         steps = lower + (noise < steps - lower).float()
     elif rounding == "nearest":
         steps = torch.round(steps)

@@ -60,10 +60,8 @@ def philox(
     k0, k1 = key
     words = [t.expand_as(c0) for t in (c0, c1, c2, torch.full_like(c0, c3))]
     for _ in range(rounds):
-        first, second = (
-            words[0] * _MULTIPLY[0],
-            words[2] * _MULTIPLY[1],
-        )  # modulo 2^64: the bits are right, the sign is not
+        # modulo 2^64: the bits are right, the sign is not
+        first, second = (words[0] * _MULTIPLY[0], words[2] * _MULTIPLY[1])
         words = [
             ((second >> 32) & _WORD) ^ words[1] ^ k0,
             second & _WORD,

@@ -11,26 +11,12 @@ from loka.inference.bundle import Bundle, is_bundle, load_bundle, save_bundle
 from loka.inference.comparison import compare_arms, overlap_of
 from loka.inference.config import EngineConfig
 from loka.inference.engine import Engine
-from loka.inference.evaluation import UserMetrics, evaluate_users
-from loka.inference.memory import EngineMemoryError, Needed, estimate_memory
+from loka.inference.evaluation import evaluate_users
+from loka.inference.memory import EngineMemoryError, estimate_memory
 from loka.inference.recommender import Recommender
 from loka.inference.request import Recommendation, Request
 
 __all__ = [
-    "Bundle",
-    "Engine",
-    "EngineConfig",
-    "EngineMemoryError",
-    "Needed",
-    "Recommendation",
-    "Recommender",
-    "Request",
-    "UserMetrics",
-    "compare_arms",
-    "estimate_memory",
-    "evaluate_users",
-    "is_bundle",
-    "load_bundle",
-    "overlap_of",
-    "save_bundle",
-]
+    "Bundle", "Engine", "EngineConfig", "EngineMemoryError", "Recommendation", "Recommender", "Request",
+    "compare_arms", "estimate_memory", "evaluate_users", "is_bundle", "load_bundle", "overlap_of", "save_bundle",
+]  # fmt: skip

@@ -65,7 +65,7 @@ class Bundle:
 
 
 def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the folder; the description comes last, so that a folder with one is complete."""
+    """Write a bundle; the description comes last, so that a folder with one is complete."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     save(bundle.model, bundle.summary, target / MODEL, dtype=dtype)
@@ -74,12 +74,12 @@ def save_bundle(bundle: Bundle, folder: str | Path, *, dtype: torch.dtype = torc
 
 
 def is_bundle(folder: str | Path) -> bool:
-    """Whether the folder holds one."""
+    """Whether a folder holds a generative recommender's bundle."""
     return (Path(folder) / INFO).is_file()
 
 
 def load_bundle(folder: str | Path, *, device: torch.device | str = "cpu") -> Bundle:
-    """Read the folder; weights are float32 again, what is quantised stays as it is."""
+    """Read a bundle; weights are float32 again, what is quantised stays as it is."""
     source = Path(folder)
     if not is_bundle(source):
         raise ValueError(f"{source} holds no {INFO}; hint: loka train --model onerec --out {source}")

@@ -14,18 +14,28 @@ from loka.kernels.registry import BACKENDS
 OPS = ("quantize", "norm_quantize", "scaled_mm", "grouped_mm", "beam_attention", "topk", "route")  # what an engine runs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+Bucket = tuple[int, int]  # requests, context length
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """beams: width of the search; requests: batch sizes to prepare; contexts: context lengths in items, None: the model's longest.
+    """What an engine is built for.
 
-    dtype: of everything that is not quantised. normalize: what probabilities sum to one over, the whole "codebook" or the "valid" codes, as the model was
-    trained. graphs: CUDA graphs, None: where there is a GPU. fuse: torch.compile the small operations between the
-    GEMMs, None: where there is a GPU. tune: time the backends of every GEMM and take the fastest, None: where there is a GPU and results
-    need not be batch invariant; else the registry's order decides. fold_shared: make the shared expert one of the grouped GEMM's where it fits. fast_accum: let FP8 GEMMs
-    keep their sums in the tensor cores where their recipe says so. context_cache: what the keys and values of a context are kept in, "plain" for `dtype`, or "e4m3" for half of that memory, where they
-    come out of a norm. backends: op -> backend of loka.kernels, "auto" where not named. memory: bytes the engine may use, None: what
-    the GPU has free.
+    Args:
+        beams: width of the search.
+        requests: batch sizes to prepare.
+        contexts: context lengths in items; None: the model's longest.
+        dtype: of everything that is not quantised.
+        normalize: what probabilities sum to one over, as the model was trained: the whole "codebook", or the "valid" codes.
+        batch_invariant: a request's result does not depend on its batch: one bucket only, the largest.
+        graphs: CUDA graphs; None: where there is a GPU.
+        fuse: torch.compile the small operations between the GEMMs; None: where there is a GPU.
+        tune: time the backends of every GEMM and take the fastest; None: where there is a GPU and results need not be batch invariant. Otherwise the registry's order decides.
+        fold_shared: make the shared expert one of the grouped GEMM's, where it fits.
+        fast_accum: let FP8 GEMMs keep their sums in the tensor cores, where their recipe says so.
+        context_cache: how keys and values of a context are kept: "plain" in `dtype`, or "e4m3" in half of that memory, where they come out of a norm.
+        backends: (op, backend) of loka.kernels; "auto" where an op is not named.
+        memory: bytes the engine may use; None: what the GPU has free.
     """
 
     beams: int = 512
@@ -74,7 +84,7 @@ class EngineConfig:
         """The backend asked for, else `auto`."""
         return dict(self.backends).get(op, "auto")
 
-    def buckets(self, longest: int) -> list[tuple[int, int]]:
+    def buckets(self, longest: int) -> list[Bucket]:
         """(requests, context length) to prepare, for a model whose longest context is `longest` items."""
         contexts = self.contexts or (longest,)
         if contexts[-1] > longest:
@@ -84,7 +94,7 @@ class EngineConfig:
         return [(r, s) for s in contexts for r in self.requests]
 
 
-def choose_bucket(buckets: list[tuple[int, int]], requests: int, length: int) -> tuple[int, int]:
+def choose_bucket(buckets: list[Bucket], requests: int, length: int) -> Bucket:
     """The smallest bucket that holds so many requests of at most `length` items; a longer context is cut to the longest bucket."""
     length = min(length, max(s for _, s in buckets))
     fitting = [(s, r) for r, s in buckets if r >= requests and s >= length]

@@ -18,9 +18,8 @@ from loka.kernels.topk import beam_topk, topk
 from loka.semantic_ids import Trie
 
 TABLE_BYTES = 2**27
-LOWEST = torch.finfo(
-    torch.float32
-).min  # not -inf: a dead beam has no valid code, and a sum over nothing has no logarithm
+# not -inf: a dead beam has no valid code, and a sum over nothing has no logarithm
+LOWEST = torch.finfo(torch.float32).min
 Lse = Callable[[Tensor], Tensor]
 LISTED_SHARE = 4  # list the codes where the fan-out is at most this part of the codebook
 

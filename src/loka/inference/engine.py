@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.inference.config import EngineConfig, choose_bucket
+from loka.inference.config import Bucket, EngineConfig, choose_bucket
 from loka.inference.constraint import make_constraints
 from loka.inference.context import PackedContext, Pair
 from loka.inference.decoder import Decoder, Found, Inputs, beam_widths
@@ -29,8 +29,6 @@ from loka.inference.weights import PackedModel, Placement
 from loka.lowp.chain import chains_of
 from loka.models.onerec import OneRec
 from loka.semantic_ids import Trie
-
-Bucket = tuple[int, int]
 
 
 @dataclass

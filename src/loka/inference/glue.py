@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from loka.formats import Spec
 from loka.inference.weights import Operand, PackedExperts, PackedNorm
+from loka.kernels.fused_linear.call import NORM_BLOCK
 from loka.kernels.grouped_mm import Permutation, swiglu_quantize
 from loka.kernels.norm_quantize import norm_quantize
-from loka.kernels.norm_quantize.call import NORM_BLOCK
 from loka.kernels.quantize import quantize
 from loka.kernels.route import route_sorted
 

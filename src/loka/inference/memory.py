@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.inference.config import EngineConfig
+from loka.inference.config import Bucket, EngineConfig
 from loka.inference.decoder import beam_widths
 from loka.models.onerec import OneRec
 from loka.nn import MixtureOfExperts
@@ -21,7 +21,7 @@ from loka.nn import MixtureOfExperts
 
 @dataclass(frozen=True)
 class Needed:
-    """Bytes, by what they are for."""
+    """The memory an engine needs, in bytes, by purpose."""
 
     weights: int
     caches: int
@@ -41,7 +41,7 @@ class EngineMemoryError(ValueError):
     """An engine that does not fit: what it needs, what there is, and what to make smaller."""
 
 
-def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int, int]]) -> Needed:
+def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[Bucket]) -> Needed:
     """The bytes of an engine for these buckets, from shapes alone."""
     c, size = model.config, config.torch_dtype.itemsize
     weights = sum(t.numel() * (1 if t.element_size() == 1 else size) for t in model.state_dict().values())
@@ -62,7 +62,7 @@ def estimate_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int
     return Needed(weights, caches, max(context, experts, logits) + 8 * tokens * c.d * size)
 
 
-def check_memory(model: OneRec, config: EngineConfig, buckets: list[tuple[int, int]], device: torch.device) -> Needed:
+def check_memory(model: OneRec, config: EngineConfig, buckets: list[Bucket], device: torch.device) -> Needed:
     """Raise when the engine needs more than there is: `config.memory`, or what the GPU has free."""
     needed = estimate_memory(model, config, buckets)
     available = config.memory

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loka.inference.config import Bucket
 from loka.inference.decoder import Inputs
 from loka.models.onerec import OneRecConfig
 
@@ -60,7 +61,7 @@ def check_request(request: Request, config: OneRecConfig, place: int) -> None:
         raise ValueError(f"request {place}: the model takes user features of shape {wanted}, got {given}")
 
 
-def pad_requests(requests: list[Request], config: OneRecConfig, bucket: tuple[int, int]) -> Inputs:
+def pad_requests(requests: list[Request], config: OneRecConfig, bucket: Bucket) -> Inputs:
     """The batch on the host, newest items first, padded to the bucket; empty places are requests without history.
 
     In numpy, as `split_found` is: between two batches the GPU waits for this, and a torch operation per request gives the interpreter away to a busy server each time.

@@ -15,7 +15,6 @@ libraries are imported inside these functions only; an absent one is a Verdict, 
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -86,11 +85,3 @@ def require_library(module: str, extra: str) -> Verdict:
             f"{module} cannot be imported ({type(error).__name__}: {error}); install: pip install 'loka[{extra}]'"
         )
     return YES
-
-
-def library_version(distribution: str) -> str | None:
-    """Installed version of a distribution, None when absent."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from loka.formats.philox import philox
 
-__all__ = ["Dropout", "check_p", "dropped", "factor_of", "keep_mask", "threshold_of"]
-
 WORD = 0xFFFFFFFF
 STRIDE, FIRST, SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
 

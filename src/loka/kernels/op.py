@@ -46,9 +46,8 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
 
-        op.py_impl(torch._C.DispatchKey.Autograd)(
-            _bar(name, below)
-        )  # asked by tracers alone, which do not run the function
+        # asked by tracers alone, which do not run the function
+        op.py_impl(torch._C.DispatchKey.Autograd)(_bar(name, below))
         return op
 
     return register

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-GRANULE = 16  # bytes
+GRANULE = 16  # bytes in one transaction of TMA and cuBLASLt: rows of operands begin at multiples of it
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def _changed(gemm: GemmWay | None, a: Callable[[Spec], Spec], b: Callable[[Spec]
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """How converted linears run, beside what their GEMMs are: see `LinearBinding` and `Scaling`.
+    """How converted linears run apart from their GEMMs: where scales come from, what is saved for backward, when weights are quantised.
 
     Args:
         scales: dynamic; delayed (x and dy); static (x, after a calibration).

@@ -13,14 +13,12 @@ model and the counters that Guard reads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from loka.kernels.dropout import check_p
-from loka.lowp.chain_function import ChainPrecision, Link
+from loka.lowp.chain_function import ChainPrecision
 from loka.lowp.chain_handing import HandsOn
 from loka.lowp.chain_modules import (  # fmt: skip
     CHAIN,
@@ -32,68 +30,18 @@ from loka.lowp.chain_modules import (  # fmt: skip
     chains_of,
     drop_call,
     is_watched,
-    reclass,
 )
+from loka.lowp.chain_parts import ChainConfig, Part
 from loka.lowp.chain_running import RunningChain
-from loka.lowp.passing import draws_dropout
 from loka.lowp.scaling import Scaling
 from loka.lowp.step import follow, unfollow
+from loka.nn.mixing import mix, unmix
 
 __all__ = ["SEES_CHAINS", "TAP", "Chain", "Part", "Tap", "chain_of", "chains_of", "is_watched"]
 
 TAP = "loka_tap"  # on a linear that somebody watches: who is shown what a chain does that begins there
 
 HEADROOM = Scaling(history=16, margin=1)  # one doubling from step to step saturates nothing
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One link and the modules it consists of.
-
-    Args:
-        link: what it computes.
-        linear: the nn.Linear.
-        norm: the module whose weight, bias and eps the norm has; None without a norm. A batch norm is folded into the linear, and the link has none.
-        passed: modules that hand on their input from now on: the norm, the activation, the dropout, identities.
-        callers: modules whose forward calls the activation, or a dropout, as a function (`loka.lowp.passing`).
-        called: whether one of them calls the activation.
-        dropout: the nn.Dropout, whose mode and p say at every call what is drawn; or the module whose forward calls one as a function, with the p of the link. None: there is none.
-    """
-
-    link: Link
-    linear: nn.Linear
-    norm: nn.Module | None = None
-    passed: tuple[nn.Module, ...] = ()
-    callers: tuple[nn.Module, ...] = ()
-    called: bool = False
-    dropout: nn.Module | None = None
-
-    def stops(self, p: float) -> int:
-        """What is called between this linear and the next, and hands on what it is given, where dropout drops a share of p."""
-        return len(self.passed) + self.called + (p > 0 and self.drops_in_call)
-
-    @property
-    def folds(self) -> bool:
-        """Whether a batch norm is folded into the linear, for serving."""
-        return isinstance(self.norm, nn.BatchNorm1d)
-
-    @property
-    def drops_in_call(self) -> bool:
-        """Whether the dropout is a function that a forward calls, or a module in many places."""
-        return self.dropout is not None and all(module is not self.dropout for module in self.passed)
-
-    def find_p(self) -> float:
-        """The share that is dropped now."""
-        for module in self.passed:
-            if module is not self.dropout and isinstance(module, nn.Dropout) and module.training and module.p > 0:
-                raise ValueError(
-                    f"a dropout behind {self.link.linear} has p {module.p:g} and is in training mode, and the chain was found without it, for serving or with p 0; "
-                    "hint: loka.revert(model), and a plan made for training"
-                )
-        if self.dropout is None or not self.dropout.training or not draws_dropout():
-            return 0.0
-        p = self.dropout.p if isinstance(self.dropout, nn.Dropout) else self.link.dropout
-        return check_p(float(p or 0.0), f"the dropout behind {self.link.linear}")
 
 
 class Tap(Protocol):
@@ -134,8 +82,7 @@ class Chain(RunningChain, HandsOn):
         bounded_input: bool = False,
         scaling: Scaling = HEADROOM,
     ) -> None:
-        _check(name, parts)
-        super().__init__(name, parts, precision or ChainPrecision(), bounded_input=bounded_input, scaling=scaling)
+        super().__init__(ChainConfig(name, tuple(parts), precision or ChainPrecision(), bounded_input, scaling))
         self.placed = False
         self.callers = list({id(m): m for part in parts for m in part.callers}.values())
         self.pending = None
@@ -169,7 +116,7 @@ class Chain(RunningChain, HandsOn):
         if taken := [type(m).__name__ for m in modules if CHAIN in m.__dict__]:
             raise ValueError(f"{self.name}: {', '.join(taken)} is in a chain already; hint: loka.revert(model) first")
         for index, module in enumerate(modules):
-            reclass(module, Head if index == 0 else Passed)
+            module.__class__ = mix(type(module), Head if index == 0 else Passed)
             module.__dict__[CHAIN] = self
         for caller in self.callers:
             add_call(caller, self)
@@ -183,8 +130,8 @@ class Chain(RunningChain, HandsOn):
         unfollow(self)
         for part in self.parts:
             for module in (part.linear, *part.passed):
-                module.__dict__.pop(CHAIN, None)
-                reclass(module, None)
+                if module.__dict__.pop(CHAIN, None) is not None:
+                    module.__class__ = unmix(type(module), Head if isinstance(module, Head) else Passed)
         for caller in self.callers:
             drop_call(caller, self)
         self.placed, self.pending = False, None
@@ -208,10 +155,9 @@ class Chain(RunningChain, HandsOn):
         for begin, end in ((0, at), (at + 1, len(names))):
             if begin == end:
                 continue
-            bounded = (
-                self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
-            )  # its 1 / (1 - p) knows no bound
-            parts = (*self.parts[begin : end - 1], _as_last(self.parts[end - 1]))
+            # its 1 / (1 - p) knows no bound
+            bounded = self.bounded_input if begin == 0 else self.links[at].bounded and self.parts[at].dropout is None
+            parts = (*self.parts[begin : end - 1], self.parts[end - 1].as_last())
             half = Chain(names[begin], parts, self.precision, bounded_input=bounded, scaling=self.scaling)
             half.primed, half.gradients_primed = self.primed, self.gradients_primed
             for mine, theirs in ((half.out, self.out), (half.grad, self.grad)):
@@ -236,26 +182,3 @@ class Chain(RunningChain, HandsOn):
         primed = self.primed and self.gradients_primed
         state = ", frozen" if self.frozen is not None else "" if primed else ", scales not known yet"
         return f"Chain({self.name}: {' -> '.join(map(str, widths))}, {self.precision}{state})"
-
-
-def _check(name: str, parts: Sequence[Part]) -> None:
-    if not parts:
-        raise ValueError(f"{name}: a chain needs at least one linear")
-    width: int | None = None
-    for index, part in enumerate(parts):
-        linear, link = part.linear, part.link
-        if not isinstance(linear, nn.Linear):
-            raise ValueError(f"{name}: {link.linear} is a {type(linear).__name__}, expected nn.Linear")
-        if width is not None and linear.in_features != width:
-            raise ValueError(f"{name}: {link.linear} takes {linear.in_features} features, the layer before it gives {width}")  # fmt: skip
-        if link.norm in ("layer", "rms") and index == len(parts) - 1:
-            raise ValueError(
-                f"{name}: {link.linear} is the last linear; its {link.norm} norm stays outside of the chain"
-            )
-        width = linear.out_features
-
-
-def _as_last(part: Part) -> Part:
-    """A part that ends a chain: a norm over the whole row runs as a module of its own, and what follows it; so does a dropout with nothing in front of it, as the library's GEMM draws none."""
-    alone = part.link.plain and part.dropout is not None
-    return Part(Link(part.link.linear), part.linear) if alone or part.link.norm in ("layer", "rms") else part

@@ -36,8 +36,6 @@ from loka.formats import Spec
 from loka.kernels import registry
 from loka.kernels.dropout import Dropout
 
-__all__ = ["ChainPrecision", "ChainTensors", "GradientScale", "Layout", "Link", "NormKind"]
-
 GradientScale = Literal["tensor", "block", "delayed"]
 NormKind = Literal["none", "block", "layer", "rms"]
 TENSOR_SPEC = Spec.parse("e4m3:tensor")
@@ -86,7 +84,7 @@ class Link:
 
 @dataclass(frozen=True)
 class ChainPrecision:
-    """How a chain computes.
+    """The precision of a chain: how its gradients are scaled and rounded, and which kernels run.
 
     Args:
         gradient: scales of the gradients: one for the tensor from its own largest value, one per 128, or one for the tensor from the last steps.

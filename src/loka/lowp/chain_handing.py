@@ -1,20 +1,17 @@
 """Handing on: the head has run the whole chain, and every later module of it is given the result and gives it on, in the order in which the chain was found."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from loka.lowp.chain import Part
-    from loka.lowp.chain_function import Link
+from loka.lowp.chain_function import Link
+from loka.lowp.chain_parts import Part
 
 
 class HandsOn:
     """Where in a chain the result is that is handed on: `_at` the link whose linear was met last, `_met` how many stops since."""
 
     name: str
-    parts: "tuple[Part, ...]"
-    links: "tuple[Link, ...]"
+    parts: tuple[Part, ...]
+    links: tuple[Link, ...]
     pending: Tensor | None  # what is handed on, from the head's call to the last stop
     _at: int
     _met: int

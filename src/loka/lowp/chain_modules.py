@@ -1,10 +1,8 @@
 """The modules of a chain: they keep their identity and change their class, and change it back.
 
-    Head      the first linear; its forward runs the whole chain
-    Passed    every later linear, norm, activation and dropout; its forward returns its input, which the head has computed already
-    caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); its forward is its own
-
-A pickle names classes, and those made here have no importable name: it names the original and the role.
+Head      the first linear; its forward runs the whole chain
+Passed    every later linear, norm, activation and dropout; its forward returns its input, which the head has computed already
+caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); its forward is its own
 """
 
 from collections.abc import Iterator
@@ -14,22 +12,10 @@ from torch import Tensor, nn
 
 from loka.lowp.leaving import refuse_export, refuse_script
 from loka.lowp.passing import CALLS, HandOn
+from loka.nn.mixing import mix, unmix
 
 if TYPE_CHECKING:
     from loka.lowp.chain import Chain
-
-__all__ = [
-    "CHAIN",
-    "SEES_CHAINS",
-    "Head",
-    "Passed",
-    "add_call",
-    "chain_of",
-    "chains_of",
-    "drop_call",
-    "is_watched",
-    "reclass",
-]
 
 CHAIN = "loka_chain"  # on every module of a chain: the chain
 SEES_CHAINS = "loka_sees_chains"  # on a forward hook that knows of chains: it does not mistake what a module of one hands on for its output
@@ -48,19 +34,8 @@ def is_watched(module: nn.Module) -> bool:
     return any(not getattr(hook, SEES_CHAINS, False) for hooks in kinds for hook in hooks.values())
 
 
-class _Reclassed(nn.Module):
-    """A module whose class was changed, and can be changed back."""
-
-    loka_original: type[nn.Module]
-    loka_role: type["_Reclassed"]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        return (_rebuild, (self.loka_original, self.loka_role), *made[2:])
-
-
-class _InChain(_Reclassed):
-    """What every module of a chain does beside its forward."""
+class InChain(nn.Module):
+    """What every module of a chain does beside its forward; it stands in front of the module's own class (`loka.nn.mixing`)."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -95,7 +70,7 @@ class _InChain(_Reclassed):
         raise ValueError("the replicas of nn.DataParallel would share a chain's scales; hint: DistributedDataParallel, or loka.revert(model) first")  # fmt: skip
 
 
-class Head(_InChain):
+class Head(InChain):
     """The first linear: runs the chain."""
 
     weight: Tensor
@@ -109,7 +84,7 @@ class Head(_InChain):
         return result
 
 
-class Passed(_InChain):
+class Passed(InChain):
     """A later module: the head has done its work."""
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -118,7 +93,7 @@ class Passed(_InChain):
         return input
 
 
-class _Caller(_Reclassed):
+class _Caller(nn.Module):
     """A module whose forward calls activations of chains as functions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +110,7 @@ def add_call(caller: nn.Module, chain: "Chain") -> None:
     """Have a module's forward hand on what a chain hands on."""
     if CALLS not in caller.__dict__:
         caller.__dict__[CALLS] = HandOn()
-        reclass(caller, _Caller)
+        caller.__class__ = mix(type(caller), _Caller)
     caller.__dict__[CALLS].chains.append(chain)
 
 
@@ -147,40 +122,7 @@ def drop_call(caller: nn.Module, chain: "Chain") -> None:
     mode.chains.remove(chain)
     if not mode.chains:
         del caller.__dict__[CALLS]
-        reclass(caller, None)
-
-
-_CLASSES: dict[tuple[type[nn.Module], type[_Reclassed]], type[nn.Module]] = {}
-
-
-def _class_for(kind: type[nn.Module], role: type[_Reclassed]) -> type[nn.Module]:
-    if (kind, role) not in _CLASSES:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "loka_original": kind, "loka_role": role}
-        _CLASSES[kind, role] = type(kind.__name__, (role, kind), body)
-    return _CLASSES[kind, role]
-
-
-def _rebuild(kind: type[nn.Module], role: type[_Reclassed]) -> nn.Module:
-    made = _class_for(kind, role)
-    return made.__new__(made)
-
-
-def reclass(module: nn.Module, role: type[_Reclassed] | None) -> None:
-    """Give a module its class in a chain, or back its own; a class that a wrapper (FSDP2) put on top stays there."""
-    now = type(module)
-    if role is not None:
-        module.__class__ = _class_for(now, role)
-        return
-    if not isinstance(module, _Reclassed):
-        return
-    original, ours = module.loka_original, _class_for(module.loka_original, module.loka_role)
-    plain: nn.Module = module
-    if now is ours:
-        plain.__class__ = original
-    else:
-        bases = tuple(original if base is ours else base for base in now.__bases__)
-        names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
-        module.__class__ = type(now.__name__, bases, names)
+        caller.__class__ = unmix(type(caller), _Caller)
 
 
 def chain_of(module: nn.Module) -> "Chain | None":

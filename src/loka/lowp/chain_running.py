@@ -1,7 +1,6 @@
 """Running a chain: in FP8 with or without gradients, exactly for comparison, and looked at beside the run. The kernels are called in `chain_forward` and `chain_backward`."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -13,29 +12,25 @@ from loka.kernels.dropout import Dropout, factor_of, keep_mask
 from loka.kernels.fused_linear import NORM_BLOCK
 from loka.kernels.quantize import quantize
 from loka.lowp.chain_forward import quantize_input, run_link
-from loka.lowp.chain_function import STATIC_SPEC, ChainPrecision, ChainTensors, Layout, Link
+from loka.lowp.chain_function import STATIC_SPEC, ChainTensors, Layout, Link
 from loka.lowp.chain_node import ChainFunction
+from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.chain_weights import ChainWeights
 from loka.lowp.folding import fold
 from loka.lowp.health import FORWARD, record, row_error, sampled_rows, turn_of
-from loka.lowp.scaling import Scaling, find_amax
+from loka.lowp.scaling import find_amax
 from loka.nn.norm import BlockNorm
-
-if TYPE_CHECKING:
-    from loka.lowp.chain import Part
 
 
 class RunningChain(ChainWeights):
     """What a chain computes of its layers, scales and weights.
 
     Args:
-        name, parts, precision, bounded_input, scaling: as `Chain` has them.
+        config: what it is made of.
     """
 
-    def __init__(
-        self, name: str, parts: "Sequence[Part]", precision: ChainPrecision, *, bounded_input: bool, scaling: Scaling
-    ) -> None:
-        super().__init__(name, parts, precision, bounded_input=bounded_input, scaling=scaling)
+    def __init__(self, config: ChainConfig) -> None:
+        super().__init__(config)
         self.health: list[Tensor] | None = None  # one vector a link, where somebody counts
         self.watching = False
 
@@ -155,9 +150,8 @@ class RunningChain(ChainWeights):
         scale = self.input_scale
         if scale is None:
             scale = scale_from_amax(find_amax(x), STATIC_SPEC)
-        a = quantize(
-            exact, STATIC_SPEC, scale=scale
-        )  # as training has it: one scale for all rows, which a huge row takes from the others
+        # as training has it: one scale for all rows, which a huge row takes from the others
+        a = quantize(exact, STATIC_SPEC, scale=scale)
         exact = exact.float()
         for at, weight in enumerate(self._quantized_weights()):
             wanted = self.run_link_exactly(exact, at)

@@ -1,36 +1,30 @@
 """The scales of a chain, between its layers and of its gradients: remembered from step to step, calibrated for serving, or made from magnitudes that were measured before."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from loka.kernels.fused_linear import NORMALIZED_SCALE
-from loka.lowp.chain_function import ChainPrecision
-from loka.lowp.scaling import AmaxState, Scaling
-
-if TYPE_CHECKING:
-    from loka.lowp.chain import Part
+from loka.lowp.chain_parts import ChainConfig
+from loka.lowp.scaling import AmaxState
+from loka.records import Magnitude
 
 
 class ChainScales:
     """The layers of a chain, and what their outputs and gradients are scaled by.
 
     Args:
-        name, parts, precision, bounded_input, scaling: as `Chain` has them.
+        config: what it is made of.
     """
 
-    def __init__(
-        self, name: str, parts: "Sequence[Part]", precision: ChainPrecision, *, bounded_input: bool, scaling: Scaling
-    ) -> None:
-        self.name, self.parts, self.precision = name, tuple(parts), precision
-        self.bounded_input, self.scaling = bounded_input, scaling
-        self.links = tuple(part.link for part in parts)
-        self.linears = tuple(part.linear for part in parts)
-        device = self.device
-        last = len(parts) - 1
+    def __init__(self, config: ChainConfig) -> None:
+        self.name, self.parts, self.precision = config.name, config.parts, config.precision
+        self.bounded_input, self.scaling = config.bounded_input, config.scaling
+        self.links = tuple(part.link for part in self.parts)
+        self.linears = tuple(part.linear for part in self.parts)
+        device, scaling, last = self.device, config.scaling, len(self.parts) - 1
         self.out = [
             None if i == last or link.bounded else AmaxState(scaling, device, floor=link.floor)
             for i, link in enumerate(self.links)
@@ -69,18 +63,18 @@ class ChainScales:
         self.input = AmaxState(self.scaling, self.device)
         self.input.start_from(amax)
 
-    def start_from(self, magnitudes: Mapping[str, tuple[float, float]]) -> bool:
+    def start_from(self, magnitudes: Mapping[str, Magnitude]) -> bool:
         """Take the first scales from magnitudes that were measured before.
 
         Args:
-            magnitudes: for a linear's name, the largest |output before the activation| and the largest |gradient of it|.
+            magnitudes: by the linear's name.
 
         Returns:
             Whether all were there, so that the first step runs as all others will.
         """
         for link, out, grad in zip(self.links, self.out, self.grad, strict=True):
-            known = magnitudes.get(link.linear, (0.0, 0.0))
-            for state, amax in ((out, known[0]), (grad, known[1])):
+            known = magnitudes.get(link.linear, Magnitude(output=0.0))
+            for state, amax in ((out, known.output), (grad, known.gradient)):
                 if state is not None and amax > 0:
                     state.start_from(amax)
         self.find_primed()

@@ -27,8 +27,6 @@ from loka.lowp.chain_function import STATIC_SPEC, TENSOR_SPEC, ChainTensors, Lay
 from loka.lowp.chain_running import follow_linear
 from loka.lowp.interaction import enter_chain
 
-__all__ = ["LinkRows", "Trace", "operand_specs", "take_quantized"]
-
 _DELAYED = replace(STATIC_SPEC, mode="delayed")
 
 

@@ -1,35 +1,30 @@
 """The weights of a chain: quantised in every forward while they train, once for serving, and in every call again where somebody writes to a frozen one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from loka.formats import QTensor
 from loka.kernels.quantize import quantize
-from loka.lowp.chain_function import STATIC_SPEC, TENSOR_SPEC, ChainPrecision
+from loka.lowp.chain_function import STATIC_SPEC, TENSOR_SPEC
+from loka.lowp.chain_parts import ChainConfig, Part
 from loka.lowp.chain_scales import ChainScales
 from loka.lowp.folding import fold, refuse_training, statistics
-from loka.lowp.scaling import Scaling
 from loka.lowp.witness import Witness, warn_stale
-
-if TYPE_CHECKING:
-    from loka.lowp.chain import Part
 
 
 class ChainWeights(ChainScales):
     """The weights of a chain, and the batch norms that are folded into them.
 
     Args:
-        name, parts, precision, bounded_input, scaling: as `Chain` has them.
+        config: what it is made of.
     """
 
-    def __init__(
-        self, name: str, parts: "Sequence[Part]", precision: ChainPrecision, *, bounded_input: bool, scaling: Scaling
-    ) -> None:
-        super().__init__(name, parts, precision, bounded_input=bounded_input, scaling=scaling)
+    def __init__(self, config: ChainConfig) -> None:
+        super().__init__(config)
         self.frozen: list[QTensor] | None = None
         self.frozen_biases: dict[int, Tensor] = {}  # of links with a batch norm folded in, while the weights are frozen
         self._witnesses: list[Witness] | None = None  # of frozen weights; None where each call quantises them
@@ -63,7 +58,7 @@ class ChainWeights(ChainScales):
         fresh = self.frozen is None or self._witnesses is None
         return self._quantize(self.parts[at]) if fresh else self.frozen[at]  # type: ignore[index]
 
-    def _quantize(self, part: "Part") -> QTensor:
+    def _quantize(self, part: Part) -> QTensor:
         device = part.linear.weight.device if self.frozen is None else self.frozen[0].device
         weight = fold(part.linear, cast(nn.BatchNorm1d, part.norm), part.link.linear)[0] if part.folds else part.linear.weight  # fmt: skip
         return quantize(weight.detach().to(device), TENSOR_SPEC, backend=self.precision.quantize_backend)
@@ -74,9 +69,8 @@ class ChainWeights(ChainScales):
             return True
         if self._witnesses is None:
             return False
-        if (
-            self._folded_types != self._find_folded_types()
-        ):  # cast: other bits of the same numbers, as Witness has it for weights
+        # cast: other bits of the same numbers, as Witness has it for weights
+        if self._folded_types != self._find_folded_types():
             self._call_witnesses()
         pairs = zip(self._witnessed(), self._witnesses, strict=True)
         changed = [name for (name, held), witness in pairs if not witness.agrees(held)]

@@ -8,9 +8,8 @@ In training it normalises by the batch, which no weight can hold: `fold` refuses
 import torch
 from torch import Tensor, nn
 
-PACKED = (
-    "loka_packed"  # on a module: FP8 weights alone, out of a file: nothing to revert to, and nothing to fold any more
-)
+# on a module: FP8 weights alone, out of a file: nothing to revert to, and nothing to fold any more
+PACKED = "loka_packed"
 
 
 def can_fold(module: nn.Module | None, width: int) -> bool:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """When to look, and what is too much.
+    """When Guard looks, and beyond which limits it acts.
 
     Args:
         max_error: of a GEMM's sampled output (`loka.lowp.health`); a sound E4M3 GEMM is near 0.04, a layer of a chain, whose output is FP8 too, near 0.06.
@@ -141,9 +141,8 @@ class Guard:
         """The linears of all chains as they are now."""
         before = self.chained
         self.chained = {}
-        self._chains = [
-            chain for _, chain in chains_of(self.model)
-        ]  # kept: walking a model's modules takes longer than all else here
+        # kept: walking a model's modules takes longer than all else here
+        self._chains = [chain for _, chain in chains_of(self.model)]
         for chain in self._chains:
             for at, link in enumerate(chain.links):
                 old = before.get(link.linear)

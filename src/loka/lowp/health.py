@@ -99,9 +99,8 @@ def is_bad(x: Tensor | None, like: Tensor) -> Tensor:
     """1 where a tensor has a NaN or an Inf, else 0; one read."""
     if x is None or x.numel() == 0:
         return torch.zeros_like(like)
-    least, largest = torch.aminmax(
-        x
-    )  # both are NaN where anything is; on a CPU 27 times as fast as the norm that says the same
+    # both are NaN where anything is; on a CPU 27 times as fast as the norm that says the same
+    least, largest = torch.aminmax(x)
     fine = (least.float() > -float("inf")) & (largest.float() < float("inf"))
     return torch.where(fine, torch.zeros_like(like), torch.ones_like(like))
 

@@ -27,9 +27,8 @@ from loka.lowp.chain_forward import run_forward
 from loka.lowp.chain_function import ChainTensors, Layout
 from loka.lowp.chain_node import restore_chain, save_chain, spread
 from loka.nn.mix import FeatureMix, compute_dtype
+from loka.nn.mixing import mix, unmix
 from loka.nn.norm import BLOCK, BlockNorm
-
-_INTERACTION = "loka_interaction"  # on a layer whose interactions are fused: the class it had
 
 
 class _Layer(torch.autograd.Function):
@@ -128,24 +127,6 @@ class _Fused(nn.Module):
         """What runs when."""
         return "interactions fused around the chain"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made = super().__reduce_ex__(protocol)
-        return (_rebuild, (self.__dict__[_INTERACTION],), *made[2:])
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _class_for(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _CLASSES:
-        _CLASSES[kind] = type(kind.__name__, (_Fused, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    return _CLASSES[kind]
-
-
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    made = _class_for(kind)
-    return made.__new__(made)
-
 
 def _describe(layer: Any, rows: int, dtype: torch.dtype = torch.bfloat16) -> InteractionCall:
     n_l, k, *rest = layer.mix.rows
@@ -170,16 +151,16 @@ def place_interaction(layer: nn.Module) -> None:
     assert chain is not None
     chain.around = layer
     registry.load("interaction")
-    layer.__dict__[_INTERACTION] = type(layer)
-    layer.__class__ = _class_for(type(layer))
+    layer.__class__ = mix(type(layer), _Fused)
 
 
 def release_interaction(layer: nn.Module) -> None:
     """A layer that `place_interaction` changed runs its own forward again; any other is left as it is."""
-    if _INTERACTION in layer.__dict__:
+    if isinstance(layer, _Fused):
         if (chain := _tower_of(layer)) is not None:
             chain.around = None
-        layer.__class__ = layer.__dict__.pop(_INTERACTION)
+        plain: nn.Module = layer
+        plain.__class__ = unmix(type(layer), _Fused)
 
 
 def interactions_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -31,6 +31,7 @@ from loka.lowp.linear_state import LinearState, can_cache
 from loka.lowp.scaling import AmaxState, find_amax
 from loka.lowp.step import file_magnitudes, follow, unfollow
 from loka.lowp.weight_cache import WeightCache, quantize_weight
+from loka.nn.mixing import declare_mixed, mix, unmix
 
 __all__ = ["Linear", "LinearBinding", "LinearState", "linears_of", "refresh", "refuse"]
 
@@ -67,9 +68,10 @@ class Linear(nn.Linear):
         if reason := refuse(module):
             raise ValueError(f"{name or module} cannot run in low precision: {reason}")
         state = LinearState(binding, module.weight)
-        state.name, state.original = name, type(module)
+        state.name = name
         module.__dict__["state"], module.__dict__["binding"] = state, binding
-        module.__class__ = _class_for(type(module))
+        plain: nn.Module = module
+        plain.__class__ = mix(type(module), Linear)
         assert isinstance(module, Linear)
         try:
             module._allocate()
@@ -81,20 +83,9 @@ class Linear(nn.Linear):
 
     def release(self) -> nn.Linear:
         """The counterpart of `adopt`: the module it was, in place."""
+        plain: nn.Module = self
+        plain.__class__ = unmix(type(self), Linear)
         unfollow(self)
-        original, ours, now = self.state.original, _class_for(self.state.original), type(self)
-        if now is ours:
-            self.__class__ = original  # type: ignore[assignment]
-        elif (
-            ours in now.__bases__
-        ):  # a wrapper (FSDP2) put its own class on top of ours: keep it, on top of the original
-            bases = tuple(original if base is ours else base for base in now.__bases__)
-            names = {k: v for k, v in vars(now).items() if k not in ("__dict__", "__weakref__")}
-            self.__class__ = type(now.__name__, bases, names)
-        else:
-            raise ValueError(
-                f"{self.state.name or 'this Linear'} became a {now.__name__} after its conversion; cannot revert it"
-            )
         del self.__dict__["state"], self.__dict__["binding"]
         return self
 
@@ -106,10 +97,9 @@ class Linear(nn.Linear):
 
     def rebind(self, binding: LinearBinding, note: str = "") -> None:
         """Run something else from the next step on. Compiled code notices and compiles once more."""
-        name, original, watching = self.state.name, self.state.original, self.state.watching
         state = LinearState(binding, self.weight)
-        state.name, state.original, state.note = name, original, note
-        state.health, state.watching = self.state.health, watching
+        state.name, state.note = self.state.name, note
+        state.health, state.watching = self.state.health, self.state.watching
         self.__dict__["state"], self.__dict__["binding"] = state, binding
         self._allocate()
 
@@ -273,9 +263,8 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and "state" in self.__dict__:
-            self.state.weights = (
-                None  # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
-            )
+            # whoever assigns weights (FSDP2, weight tying) may change them behind the version counter
+            self.state.weights = None
         super().__setattr__(name, value)
 
     def _replicate_for_data_parallel(self) -> "Linear":
@@ -287,34 +276,13 @@ class Linear(nn.Linear):
     def __prepare_scriptable__(self) -> Any:
         refuse_script(self.state.name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle names classes, and the class made for a subclass has none that can be imported: name the subclass."""
-        made = super().__reduce_ex__(protocol)
-        kind = self.state.original
-        if kind is nn.Linear or made[1][:1] != (_class_for(kind),):
-            return made
-        return (_new, (kind,), *made[2:])
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._allocate()
         follow(self)
 
 
-_CLASSES: dict[type[nn.Linear], type[Linear]] = {nn.Linear: Linear}
-
-
-def _class_for(kind: type[nn.Linear]) -> type[Linear]:
-    """A Linear that is also a `kind`: Linear itself for nn.Linear, otherwise one that keeps the subclass's other methods."""
-    if kind not in _CLASSES:
-        _CLASSES[kind] = type(kind.__name__, (Linear, kind), {"__module__": kind.__module__, "__doc__": Linear.__doc__})
-    return _CLASSES[kind]
-
-
-def _new(kind: type[nn.Linear]) -> Linear:
-    """A Linear of a subclass without anything in it yet, for pickles and copies."""
-    ours = _class_for(kind)
-    return ours.__new__(ours)
+declare_mixed(Linear, nn.Linear)  # for nn.Linear itself no class need be made
 
 
 def refuse(module: nn.Module) -> str | None:
@@ -349,7 +317,7 @@ def linears_of(model: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def refresh(model: nn.Module) -> int:
-    """End a step by hand: quantise all weights now, in place, and file what delayed scales have seen, in chains too.
+    """Do by hand what an optimizer step does: quantise all weights anew, in place, and update delayed scales, in chains too.
 
     Args:
         model: converted.

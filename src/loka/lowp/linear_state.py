@@ -17,7 +17,6 @@ class LinearState:
         device = weight.device
         self.name = ""
         self.note = ""  # why it runs other than it was bound
-        self.original: type[nn.Linear] = nn.Linear
         self.weights: WeightCache | None = None
         self.health: Tensor | None = None
         self.watching = False

@@ -26,7 +26,7 @@ from loka.kernels.amax_history.plain import given_scale
 
 @dataclass(frozen=True)
 class Scaling:
-    """How scales are remembered.
+    """How delayed scales are made from the magnitudes of earlier steps.
 
     Args:
         history: steps whose largest magnitude counts.

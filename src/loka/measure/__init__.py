@@ -1,6 +1,6 @@
 """measure: the truth about kernels. Conformance to the law, timing, isolation, the machine. Everything that measures a kernel goes through here."""
 
-from loka.measure.conformance import Conformance, check_scaled_mm
+from loka.measure.conformance import Conformance
 from loka.measure.device import snapshot
 from loka.measure.gate import judge_backend, judge_quantizer
 from loka.measure.timing import Contender, RedKernelError, time_together
@@ -9,7 +9,6 @@ __all__ = [
     "Conformance",
     "Contender",
     "RedKernelError",
-    "check_scaled_mm",
     "judge_backend",
     "judge_quantizer",
     "snapshot",

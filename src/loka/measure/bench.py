@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from loka.kernels import registry
 from loka.measure.adapter import adapter_for
@@ -113,9 +114,8 @@ def check_calls(
 
     if not config.isolate:
         return {name: [_here(check_case, case) for case in cases(name)] for name in config.names}
-    with ThreadPoolExecutor(
-        max_workers=max(1, len(config.names))
-    ) as pool:  # children overlap their start and compile times
+    # children overlap their start and compile times
+    with ThreadPoolExecutor(max_workers=max(1, len(config.names))) as pool:
         running = {
             name: pool.submit(map_isolated, "loka.measure.bench:check_case", cases(name), timeout=seconds)
             for name in config.names
@@ -244,12 +244,8 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
 
 
 def _timing_fields(timing: Timing, base: Timing | None) -> dict[str, Any]:
-    speedup = None if base is None or base is timing else _fields(timing.speedup_over(base))
-    return {"microseconds": _fields(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
-
-
-def _fields(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
+    speedup = None if base is None or base is timing else asdict(timing.speedup_over(base))
+    return {"microseconds": asdict(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
 
 
 def _captured(candidates: list[Contender], device: torch.device, repeats: int) -> tuple[list[Timing], dict[str, str]]:

@@ -283,9 +283,8 @@ def poisoned_allocations() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.use_deterministic_algorithms(
-                True, warn_only=True
-            )  # an op without a deterministic form may run: only the fill matters
+            # an op without a deterministic form may run: only the fill matters
+            torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
             yield
     finally:

@@ -4,17 +4,15 @@
 them: a large copy, counting bytes read plus bytes written, and large GEMMs through the library, on random data (zeros run faster).
 """
 
-import platform
 import subprocess
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 
 from loka.formats import E4M3, TENSOR, Spec
 from loka.kernels import registry
@@ -22,12 +20,35 @@ from loka.kernels.scaled_mm.call import MatmulCall
 from loka.measure.conformance import Conformance
 from loka.measure.inputs import draw, matmul_operands
 from loka.measure.timing import Contender, time_together
-from loka.records import Environment
+from loka.records import Environment, capture_environment
 from loka.records.performance import Peaks
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; the CPU for one that has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def name_device(device: torch.device) -> str:
+    """A device as records name it: a GPU by its product, everything else by its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def environment_of(model: nn.Module, command: str | None = None) -> Environment:
+    """Where and how numbers about a model are made.
+
+    Args:
+        model: whose device counts.
+        command: that was run; None takes this process's own.
+
+    Returns:
+        What belongs beside every number.
+    """
+    return capture_environment(command=command, device=name_device(device_of(model)), threads=torch.get_num_threads())
+
+
 def snapshot(command: str | None = None) -> Environment:
-    """Where and how numbers are being made: the GPU, its driver and clocks where there is one.
+    """Where and how numbers are being made: the GPU and its driver where there is one.
 
     Args:
         command: that was run; None takes this process's own.
@@ -38,59 +59,25 @@ def snapshot(command: str | None = None) -> Environment:
     Example:
         >>> snapshot().device
     """
-    return Environment(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command if command is not None else " ".join(sys.argv),
-        loka=import_module("loka").__version__,  # by name: the package's front door opens rooms above this one
-        commit=_commit(),
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        triton=_version("triton"),
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        driver=_driver(),
-        cpu=_cpu(),
-        threads=torch.get_num_threads(),
-    )
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    made = capture_environment(command=command, device=name, driver=_find_driver(), threads=torch.get_num_threads())
+    # torch with its build, 2.11.0+cu128; loka by name: the package's front door opens rooms above this one
+    return msgspec.structs.replace(made, torch=str(torch.__version__), loka=import_module("loka").__version__)
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the checkout this package runs from, with `+` when its tracked files differ from it."""
-    here = Path(__file__).resolve().parent
-    commit = _output("git", "-C", str(here), "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    return commit + ("+" if _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _driver() -> str | None:
+def _find_driver() -> str | None:
     """The NVIDIA driver's version, from the kernel module: needs no CUDA."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split("\n")[0].split()
     except OSError:
-        return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        return _ask_driver()
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def _cpu() -> str:
+def _ask_driver() -> str | None:
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
-
-
-def _output(*command: str) -> str | None:
-    """First line a program prints, None when it fails or is not there."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.partition("\n")[0].strip() or None

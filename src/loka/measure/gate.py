@@ -228,9 +228,8 @@ def allow(call: MatmulCall) -> float:
     Returns:
         The bound for `comparison.compare_product`.
     """
-    whole = [
-        Spec(spec.format) for spec in (call.a, call.b)
-    ]  # no scales along K: nothing moves the sum to float32 before the end
+    # no scales along K: nothing moves the sum to float32 before the end
+    whole = [Spec(spec.format) for spec in (call.a, call.b)]
     return HEADROOM * accumulation_error(replace(call, a=whole[0], b=whole[1], fast_accum=True))
 
 
@@ -302,10 +301,7 @@ def _judge_matmul(backend: Any, call: MatmulCall, device: torch.device) -> Confo
 @torch.no_grad()
 def _judge_quantize(backend: Any, call: QuantizeCall, device: torch.device) -> Conformance:
     call = _as_judged(backend, call)
-    arrangement, options_of = (
-        Arrangement(exact=getattr(backend, "any_alignment", False)),
-        Quantize()._options,
-    )
+    arrangement, options_of = (Arrangement(exact=getattr(backend, "any_alignment", False)), Quantize()._options)
     names = {name for _, _, name in _steps(backend, QUANTIZE_SETS)}
     inputs_ = {
         name: quantize_set(name, call.m, call.k, seed=seed, dtype=call.in_dtype, device=device)

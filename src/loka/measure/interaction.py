@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.kernels.fused_linear.call import NORMALIZED_SCALE
-from loka.kernels.interaction.call import NORM_EPS, InteractionCall
+from loka.kernels.fused_linear.call import NORM_EPS, NORMALIZED_SCALE
+from loka.kernels.interaction.call import InteractionCall
 from loka.measure import inputs
 from loka.measure.conformance import ELEMENT_ALLOWANCE, ULP, Conformance
 from loka.measure.fused import FLOAT32, block_norm, compiled, judge_twice

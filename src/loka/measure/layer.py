@@ -137,15 +137,9 @@ class FusedLinear(Op[FusedCall | GradientCall]):
         """The layer, or its gradient."""
         if isinstance(call, GradientCall):
             o: GradientOperands = operands
-            return lambda: backend.gradient(
-                o.dy, o.z, o.rstd, spec=call.spec, spec_t=call.spec_t, scale=o.scale, norm_block=call.norm_block,
-                activation=call.activation, bias=call.bias,
-            )  # fmt: skip
+            return lambda: backend.gradient(o.dy, o.z, o.rstd, call, scale=o.scale)
         p: LayerOperands = operands
-        return lambda: backend.run(
-            p.a, p.b, out=call.out, out_scale=p.scale, bias=p.bias, norm_block=call.norm_block, activation=call.activation,
-            keep=call.keep, transpose=call.transpose,
-        )  # fmt: skip
+        return lambda: backend.run(p.a, p.b, call, out_scale=p.scale, bias=p.bias)
 
     def check(self, backend: Any, call: FusedCall | GradientCall, operands: Any) -> Conformance:
         """Everything it writes against float64, plain and with poisoned allocations."""

@@ -19,16 +19,7 @@ from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradientCall, Nor
 from loka.kernels.quantize.call import QuantizeCall
 from loka.measure import conformance, inputs, norm_gradient
 from loka.measure.conformance import Conformance
-from loka.measure.fused import (
-    ACTIVATE,
-    FLOAT32,
-    STEEPEST,
-    bf16_norm,
-    block_norm,
-    compiled,
-    judge_twice,
-    split_variant,
-)
+from loka.measure.fused import ACTIVATE, FLOAT32, STEEPEST, bf16_norm, block_norm, compiled, judge_twice, split_variant
 from loka.measure.inputs import Shape
 from loka.measure.op import DTYPES, Op
 from loka.measure.rounding import judge_rounded, worst_of
@@ -90,8 +81,7 @@ class NormQuantize(Op[NormCall | NormGradientCall]):
         if isinstance(call, NormGradientCall):
             return norm_gradient.make_thunk(backend, call, operands)
         x, rest = operands["x"], {key: value for key, value in operands.items() if key != "x"}
-        options = {"norm": call.norm, "activation": call.activation, "out_dtype": call.out_dtype}
-        return lambda: backend.run(x, call.spec, transpose=call.transpose, **options, **rest)
+        return lambda: backend.run(x, call, **rest)
 
     def check(self, backend: Backend, call: NormCall | NormGradientCall, operands: Any) -> Conformance:
         """q, h and the 16-bit output against float64, plain and with poisoned allocations."""

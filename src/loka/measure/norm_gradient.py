@@ -3,7 +3,7 @@
 A variant is `gradient NORM>OUTPUT|option`, e.g. `gradient layer>e4m3:tensor:delayed|silu|affine`, or with a type for OUTPUT: `gradient rms>bfloat16|relu`. Judged against autograd in float64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,8 +74,7 @@ def make_thunk(backend: Any, call: NormGradientCall, o: NormGradientOperands, am
     """The gradient, with an amax raised where it is FP8: what training runs."""
     if amax is None and call.spec is not None:
         amax = torch.zeros((), device=o.dy.device)
-    options = {"norm": call.norm, "weight": o.weight, "bias": o.bias, "activation": call.activation}
-    return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, spec=call.spec, scale=o.scale, amax=amax, **options)
+    return lambda: backend.gradient(o.dy, o.h, o.mean, o.rstd, call, weight=o.weight, bias=o.bias, scale=o.scale, amax=amax)  # fmt: skip
 
 
 def judge(result: NormGradient, call: NormGradientCall, o: NormGradientOperands) -> Conformance:
@@ -118,10 +117,10 @@ def _exact(call: NormGradientCall, o: NormGradientOperands) -> tuple[Tensor, dic
 
 def make_baseline(call: NormGradientCall, o: NormGradientOperands) -> Thunk:
     """dx, dweight and dbias in 16 bits by the same formula in plain torch; compiled on a GPU."""
-    options = {"norm": call.norm, "activation": call.activation}
+    wide = replace(call, spec=None)
 
     def plain(dy: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-        made = reference.gradient(dy, h, o.mean, o.rstd, weight=o.weight, bias=o.bias, **options)  # type: ignore[arg-type]
+        made = reference.gradient(dy, h, o.mean, o.rstd, wide, weight=o.weight, bias=o.bias)
         assert isinstance(made.dx, Tensor)
         return tuple(part for part in (made.dx, made.weight, made.bias) if part is not None)
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 
 from loka.formats import QTensor, Spec, mere, relative_l2
@@ -62,9 +63,8 @@ class SiteTiming:
     baseline: Interval | None = None  # microseconds of that bf16 GEMM
     error: float | None = None  # of the conformance check; green when error <= tolerance
     tolerance: float | None = None
-    errors: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # distribution -> mere, relative_l2 against float64
+    # distribution -> mere, relative_l2 against float64
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
     except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         timings, refused = {}, dict.fromkeys([BASELINE, *(_name(c) for c, _ in green)], reason)
-    baseline = _fields(timings[BASELINE].microseconds()) if BASELINE in timings else None
+    baseline = asdict(timings[BASELINE].microseconds()) if BASELINE in timings else None
     for candidate, answer in green:
         if _name(candidate) in refused:
             answer["refusal"] = refused[_name(candidate)]
@@ -298,8 +298,8 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
             answer["refusal"] = f"not timed: {refused[BASELINE]}"
         else:
             timing, bf16 = timings[_name(candidate)], timings[BASELINE]
-            answer["microseconds"] = _fields(timing.microseconds())
-            answer["speedup"] = _fields(timing.speedup_over(bf16))
+            answer["microseconds"] = asdict(timing.microseconds())
+            answer["speedup"] = asdict(timing.speedup_over(bf16))
             answer["baseline"] = baseline
 
 
@@ -317,10 +317,6 @@ def _check_baseline(pair: tuple[Tensor, Tensor]) -> Conformance:
     law = conformance.law_of_values(a[rows], b)
     allowed = conformance.baseline_tolerance(torch.bfloat16, a.shape[1])
     return conformance.judge_runs(lambda: torch.matmul(a, b.T)[rows], law, allowed, torch.bfloat16, poison=False)
-
-
-def _fields(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 def _time_captured(

@@ -77,12 +77,8 @@ def _turn_row(q: QTensor, row: int) -> QTensor:
     return replace(q, data=encode(values, q.spec.format))
 
 
-_PARTNER = {
-    "heavy": "spread",
-    "huge": "flat",
-    "tiny": "half_subnormal",
-    "saturated": "half_saturated",
-}  # what stands opposite
+# what stands opposite
+_PARTNER = {"heavy": "spread", "huge": "flat", "tiny": "half_subnormal", "saturated": "half_saturated"}
 
 
 class _Maker:
@@ -222,12 +218,6 @@ class _Maker:
         v[::2] = _with_impulses(v[::2], self.generator)
         return self.make(v, spread=0.5)
 
-    def half_impulses(self) -> QTensor:
-        v = _normal(self.rows, self.k, self.generator)
-        alone = _with_impulses(torch.zeros_like(v), self.generator)
-        half = self._uniform(self.rows) < 0.5
-        return self.make(torch.where(half[:, None], alone, v), spread=0.5)
-
     def _uniform(self, count: int) -> Tensor:
         return torch.rand(count, generator=self.generator, device=self.generator.device)
 
@@ -317,9 +307,8 @@ def quantize_set(name: str, rows: int, cols: int, *, seed: int, dtype: torch.dty
 def _extreme_values(x: Tensor, far: int, generator: torch.Generator) -> Tensor:
     rows, cols = x.shape
     kinds = torch.randint(12, (rows, 1), generator=generator, device=x.device)
-    steps = torch.exp2(
-        -24 * torch.rand(rows, cols, generator=generator, device=x.device)
-    )  # down to the subnormals and below
+    # down to the subnormals and below
+    steps = torch.exp2(-24 * torch.rand(rows, cols, generator=generator, device=x.device))
     x = torch.where(kinds == 0, torch.zeros_like(x), x)
     x = torch.where(kinds == 1, x * 2.0**far, x)
     x = torch.where(kinds == 2, x * 2.0**-far, x)

@@ -35,13 +35,12 @@ MAX_CALLS = 512  # per graph: beyond that capture time grows and nothing else
 DEFAULT_REPEATS = 31
 
 Thunk = Callable[[], Any]
-Rival = tuple[
-    str, list[Thunk], Conformance
-]  # something worth a column beside the backends: name, one thunk per operand set, the proof
+# something worth a column beside the backends: name, one thunk per operand set, the proof
+Rival = tuple[str, list[Thunk], Conformance]
 
 
 class RedKernelError(ValueError):
-    """Somebody asked how fast a wrong kernel is."""
+    """A kernel that was found wrong was to be timed."""
 
 
 class CaptureError(RuntimeError):
@@ -50,7 +49,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time beside others, whatever it is (a way to run a GEMM is a `GemmWay`). What is not proven right is refused here.
+    """Something to time beside others; refused unless it was found correct.
 
     Args:
         name: in the result.
@@ -154,9 +153,8 @@ def _graph(candidate: Contender, device: torch.device) -> Callable[[], float]:
     """Capture enough calls; the runner replays them once and returns seconds per call."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(
-        stream
-    ):  # compilation, autotuning and handles happen here, on the stream the capture will use
+    # compilation, autotuning and handles happen here, on the stream the capture will use
+    with torch.cuda.stream(stream):
         for _ in range(2):
             begin = time.perf_counter()
             candidate.thunks[0]()

@@ -21,21 +21,7 @@ from loka.metrics.sequential import Moments, check_ratio_anytime, compare_anytim
 from loka.metrics.topk import TopK
 
 __all__ = [
-    "AUC",
-    "GAUC",
-    "BeamOverlap",
-    "LogLoss",
-    "Metric",
-    "Moments",
-    "NormalizedEntropy",
-    "TopK",
-    "Verdict",
-    "all_reduce",
-    "check_ratio_anytime",
-    "check_sample_ratio",
-    "compare_anytime",
-    "compare_paired",
-    "decide",
-    "log_losses",
-    "minimum_detectable_effect",
-]
+    "AUC", "GAUC", "BeamOverlap", "LogLoss", "Metric", "Moments", "NormalizedEntropy", "TopK", "Verdict",
+    "all_reduce", "check_ratio_anytime", "check_sample_ratio", "compare_anytime", "compare_paired", "decide",
+    "log_losses", "minimum_detectable_effect",
+]  # fmt: skip

@@ -144,7 +144,7 @@ M = TypeVar("M", bound=Metric[Any])
 
 
 def all_reduce(metric: M, process_group: dist.ProcessGroup | None = None) -> M:
-    """What all processes have seen, as one metric.
+    """A metric merged over all processes.
 
     Args:
         metric: of this process; it is not changed.

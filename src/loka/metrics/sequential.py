@@ -26,7 +26,7 @@ WEAK = 0.25  # relative error of the baseline's mean above which a relative chan
 
 @dataclass(frozen=True)
 class Moments:
-    """What is kept of the units of an arm.
+    """How many units an arm has, and the mean and variance of their values.
 
     Args:
         units: how many.

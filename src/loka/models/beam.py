@@ -38,12 +38,9 @@ class ValidIds(Protocol):
 class Beams:
     """Ids and log-probabilities, best first; items where valid ids were given."""
 
-    codes: Tensor
-    """int64 [B, W, levels]"""
-    scores: Tensor
-    """float32 [B, W]"""
-    items: Tensor | None = None
-    """int64 [B, W], -1 for a beam that is no item"""
+    codes: Tensor  # int64 [B, W, levels]
+    scores: Tensor  # float32 [B, W]
+    items: Tensor | None = None  # int64 [B, W], -1 for a beam that is no item
 
 
 @torch.no_grad()

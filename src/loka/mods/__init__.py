@@ -22,37 +22,11 @@ from loka.mods.registry import CORE, FREE, find, names, parse
 from loka.mods.rewriting import Applied, applied_to, apply, revert
 from loka.mods.state import adapt_state_dict, load_checkpoint, load_state_dict
 from loka.mods.suggestion import Suggestion, suggest, unjudged
-from loka.units.flow import Example, capture_example
+from loka.units.example import Example, capture_example
 
 __all__ = [
-    "CORE",
-    "FREE",
-    "AlignShapes",
-    "Applied",
-    "Example",
-    "FeatureLayout",
-    "Fuse",
-    "Mod",
-    "NoBias",
-    "NormOrder",
-    "ProtectIntermediates",
-    "ProtectResidual",
-    "Suggestion",
-    "UseBlockNorm",
-    "UseHardSwish",
-    "adapt_state_dict",
-    "applied_to",
-    "apply",
-    "capture_example",
-    "find",
-    "is_protected",
-    "load_checkpoint",
-    "load_state_dict",
-    "names",
-    "parse",
-    "revert",
-    "spell",
-    "suggest",
-    "unjudged",
-    "unprotected",
-]
+    "CORE", "FREE", "AlignShapes", "Applied", "Example", "FeatureLayout", "Fuse", "Mod", "NoBias", "NormOrder",
+    "ProtectIntermediates", "ProtectResidual", "Suggestion", "UseBlockNorm", "UseHardSwish", "adapt_state_dict",
+    "applied_to", "apply", "capture_example", "find", "is_protected", "load_checkpoint", "load_state_dict", "names",
+    "parse", "revert", "spell", "suggest", "unjudged", "unprotected",
+]  # fmt: skip

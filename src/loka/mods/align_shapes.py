@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from loka.mods.editor import FEW_OUTPUTS, Editor
 from loka.records.mods import ModClass
 
-__all__ = ["AlignShapes", "Aligned", "is_aligned", "round_up"]
-
 
 def round_up(count: int, multiple: int) -> int:
     """The next multiple.
@@ -84,7 +82,7 @@ def is_aligned(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class AlignShapes:
-    """Pad K and N with zeros, invisible to everybody else.
+    """Pad misaligned widths of linears with zeros while they compute; parameters and state_dict keep their shapes.
 
     Args:
         multiple: what K and N shall be multiples of (16: any FP8 kernel; 128: blockwise scales without a ragged block).

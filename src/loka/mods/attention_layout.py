@@ -23,8 +23,6 @@ from loka.mods.editor import Editor
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
 
-__all__ = ["AttentionLayout", "PackedAttention", "Projection"]
-
 
 class Projection(nn.Linear):
     """q, k and v of an nn.MultiheadAttention as a linear. The attention owns the parameters, saves and loads them."""

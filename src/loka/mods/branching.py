@@ -18,8 +18,6 @@ from torch import nn
 
 from loka.mods.interception import Reordered
 
-__all__ = ["find_branch"]
-
 _STRAIGHT = (nn.Sequential.forward, Reordered.forward)
 _LOOPS = ("enumerate", "reversed", "zip", "range", "len", "list", "tuple")
 

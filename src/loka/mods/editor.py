@@ -27,7 +27,7 @@ from loka.mods.journal import (
     share_hooks,
     undo_to,
 )
-from loka.mods.mixing import mix
+from loka.nn.mixing import mix
 from loka.nn.wrapping import WRAPPER_SEGMENTS, own_parameters, plain_name
 from loka.records.mods import ModChange, ModClass, ModLeft
 from loka.units.flow import Call, Flow, Sink, Unknown, follow, prediction_linears, record

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from loka.mods.journal import Hook, Mark, journal_of
 from loka.nn.padding import ZeroPadding
 
-__all__ = ["has_encoders", "keep_ordinary_paths"]
-
 
 class OrdinaryPath:
     """A forward-pre hook whose presence is its effect."""

@@ -21,10 +21,8 @@ from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose, writes
 from loka.nn.mix import compute_dtype, mix_features
 from loka.records.mods import ModClass
-from loka.units.flow import call_model
+from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
-
-__all__ = ["FeatureProducts", "OverFeaturesCalls"]
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 

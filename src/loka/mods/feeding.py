@@ -19,8 +19,6 @@ from loka.nn import BlockNorm
 from loka.nn.wrapping import plain_name, unwrap
 from loka.units.flow import Call, Flow, record
 
-__all__ = ["NEEDS_FEEDING", "Feeding"]
-
 NEEDS_FEEDING = ("block_norm", "no_bias")
 
 

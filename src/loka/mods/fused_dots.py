@@ -23,7 +23,8 @@ from loka.kernels.dots.pairs import find_fault
 from loka.mods.editor import Editor
 from loka.nn.mix import multiply_pairs
 from loka.records.mods import ModClass
-from loka.units.flow import Call, Flow, call_model
+from loka.units.example import call_model
+from loka.units.flow import Call, Flow
 from loka.units.undisturbed import undisturbed
 
 _TURNS = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)

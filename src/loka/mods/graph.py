@@ -15,8 +15,6 @@ from torch import fx, nn
 
 from loka.mods.branching import find_branch
 
-__all__ = ["other_entries", "trace"]
-
 _COUNTED = {"split": 1, "chunk": 1, "unbind": None, "split_with_sizes": 1}
 
 

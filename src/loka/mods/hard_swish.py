@@ -27,7 +27,7 @@ _FUNCTIONS = ("silu", "silu_", "gelu", "gelu_", "sigmoid", "sigmoid_")
 
 @dataclass(frozen=True)
 class UseHardSwish:
-    """Make smooth activations hard.
+    """Replace smooth activations (SiLU, GELU, sigmoid gates) by hard swish and hard sigmoid.
 
     Args:
         gates: whether sigmoid gates become hard too.

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["Elsewhere", "Key", "Normalize", "NormalizeInputs", "NormalizeOutput", "Reordered", "WidenInputs", "WidenOutputs", "widen"]  # fmt: skip
-
 Key = int | str  # an argument by position or by name
 
 

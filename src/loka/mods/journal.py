@@ -23,10 +23,17 @@ from torch import Tensor, nn
 
 from loka.lowp.chain import chain_of
 from loka.lowp.interaction import release_interaction
-from loka.mods.mixing import unmix
+from loka.nn.mixing import unmix
 from loka.nn.wrapping import named_sites
 
 ATTRIBUTE = "_loka_mods"
+
+
+class _SameState:
+    """A step that leaves every entry of a state_dict as it is."""
+
+    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
+        """Nothing is to be changed in a checkpoint."""
 
 
 @dataclass
@@ -42,9 +49,8 @@ class Swap:
         new = model.get_submodule(self.names[0])
         _follow(self.old, model)
         self.old.train(new.training)
-        if (
-            restore := getattr(new, "restore", None)
-        ) is not None:  # a module with parameters of its own hands its values back
+        # a module with parameters of its own hands its values back
+        if (restore := getattr(new, "restore", None)) is not None:
             restore(self.old)
         for name in self.names:
             put_module(model, name, self.old)
@@ -57,7 +63,7 @@ class Swap:
 
 
 @dataclass
-class Reclass:
+class Reclass(_SameState):
     """`mixin` was put in front of the class of the module `name`."""
 
     name: str
@@ -71,12 +77,9 @@ class Reclass:
         for attribute in self.added:
             module.__dict__.pop(attribute, None)
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class Exchange:
+class Exchange(_SameState):
     """The modules of two names changed places; neither has anything in the state_dict."""
 
     first: str
@@ -90,12 +93,9 @@ class Exchange:
 
     undo = apply_to
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class Hook:
+class Hook(_SameState):
     """A hook was registered on the module `name`: before its forward, with keyword arguments, or behind it."""
 
     name: str
@@ -118,9 +118,6 @@ class Hook:
             del hooks[number]
             module._forward_pre_hooks_with_kwargs.pop(number, None)
             module._forward_hooks_with_kwargs.pop(number, None)
-
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
 
 
 @dataclass
@@ -198,7 +195,7 @@ class Fold:
 
 
 @dataclass
-class Mark:
+class Mark(_SameState):
     """The attribute of a module was set; `old` is what it was, None where there was none."""
 
     name: str
@@ -213,12 +210,9 @@ class Mark:
         else:
             setattr(module, self.attribute, self.old)
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class Add:
+class Add(_SameState):
     """A module was registered as `child` of the module `name`; it brought no parameter of its own."""
 
     name: str
@@ -228,12 +222,9 @@ class Add:
         """Take it away."""
         del model.get_submodule(self.name)._modules[self.child]
 
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
-
 
 @dataclass
-class PlacedUnit:
+class PlacedUnit(_SameState):
     """These linears run in chains, perhaps with the interactions of a layer around them; Guard may have split what was placed."""
 
     linears: tuple[str, ...]
@@ -248,9 +239,6 @@ class PlacedUnit:
             chain = chain_of(modules[name])
             if chain is not None:
                 chain.release()
-
-    def adapt(self, state: MutableMapping[str, Tensor]) -> None:
-        """No parameter is touched."""
 
 
 Step = Swap | Reclass | Exchange | Hook | Drop | Fold | Mark | Add | PlacedUnit

@@ -18,7 +18,7 @@ from loka.records.mods import ModClass
 
 @runtime_checkable
 class Mod(Protocol):
-    """A frozen dataclass of options with these attributes.
+    """What every mod is: a frozen dataclass of its options, with these attributes.
 
     Example:
         >>> find("no_bias").name

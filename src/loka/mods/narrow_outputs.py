@@ -23,8 +23,6 @@ from loka.nn.mix import compute_dtype
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
 
-__all__ = ["FewOutputs", "NarrowOutputs", "sum_products"]
-
 FEW = 4  # outputs: each is a sum of its own over x, and x is read once for all
 ALIGNED = 8  # columns that a 16-bit GEMM wants
 

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_map
 from loka.mods.editor import Editor
 from loka.nn import DotInteraction, DotProductAttention, FactorizationMachine, HardSigmoid, Sigmoid
 from loka.records.mods import ModClass
+from loka.units.discovery import PROTECTED
 from loka.units.flow import Flow
 
 Protection = Literal["prediction", "product", "attention", "gate"]
-MARK = "loka_protected"
 NEEDED: dict[Protection, torch.dtype] = {
     "prediction": torch.float32,
     "gate": torch.float32,
@@ -53,9 +53,8 @@ class Protected(nn.Module):
         if seen is None:
             return super().forward(*args, **kwargs)
         kind = seen.device.type
-        autocast = (
-            kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
-        )  # which autocast leaves alone
+        # which autocast leaves alone
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind) and seen.dtype != torch.float64
         narrow = torch.get_autocast_dtype(kind) if autocast else seen.dtype
         raised = torch.promote_types(narrow, self._least(dtype))
         with torch.autocast(kind if kind != "meta" else "cpu", enabled=False):
@@ -106,7 +105,7 @@ def is_protected(module: nn.Module, name: str = "") -> bool:
     Example:
         >>> [n for n, m in model.named_modules() if is_protected(m)]
     """
-    return MARK in module.__dict__
+    return PROTECTED in module.__dict__
 
 
 def unprotected(module: nn.Module, name: str = "") -> bool:
@@ -127,7 +126,7 @@ def unprotected(module: nn.Module, name: str = "") -> bool:
 
 @dataclass(frozen=True)
 class ProtectIntermediates:
-    """Compute what is small and decides the metric in the precision it needs.
+    """Keep small computations that decide the metric in the precision they need.
 
     Args:
         kinds: what is protected.
@@ -167,7 +166,7 @@ class ProtectIntermediates:
     def _protect(self, editor: Editor, name: str, module: nn.Module, kind: Protection) -> None:
         dtype: torch.dtype = NEEDED[kind] if self.precision == "needed" else getattr(torch, self.precision)
         guard = ProtectedLinear if isinstance(module, nn.Linear) else Protected
-        editor.mark(name, MARK, kind)
+        editor.mark(name, PROTECTED, kind)
         editor.mix(name, guard, protected_dtype=dtype, keeps_result=kind == "prediction")
         what = f"{kind}: computed in {str(dtype).removeprefix('torch.')} or better, and kept out of conversion"
         editor.change(name, what, "rounding")

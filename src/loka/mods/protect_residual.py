@@ -151,9 +151,8 @@ class _Sources:
         in_place = call.op.endswith("_")
         reached = [value for side in (call.inputs[:1] if in_place else call.inputs) for value in self._reach(side)]
         given = {value for _, value in self.arguments}
-        if (
-            not in_place
-        ):  # a copy of the argument would take the sum away from the caller, who sees it in his own tensor
+        # a copy of the argument would take the sum away from the caller, who sees it in his own tensor
+        if not in_place:
             for value in reached:
                 if value in given:
                     return value

@@ -33,13 +33,8 @@ MODS: dict[str, type[Mod]] = {
     "narrow_outputs": NarrowOutputs,
     "fuse": Fuse,
 }
-FREE = (
-    "feature_layout",
-    "feature_products",
-    "fused_dots",
-    "attention_layout",
-    "narrow_outputs",
-)  # the same function up to rounding, and never slower: taken without asking
+# the same function up to rounding, and never slower: taken without asking
+FREE = ("feature_layout", "feature_products", "fused_dots", "attention_layout", "narrow_outputs")
 CORE = ("no_bias", "block_norm", "hard_swish")
 
 

@@ -21,17 +21,15 @@ from torch import nn
 
 from loka.lowp.chain import chains_of
 from loka.lowp.linear import Linear
+from loka.measure.device import environment_of
 from loka.mods.editor import Editor, ModuleFilter
 from loka.mods.journal import Drop, Fold, PlacedUnit, Step, Swap, journal_of, undo_to
 from loka.mods.mod import Mod, spell
 from loka.mods.registry import find_all
 from loka.mods.trial import Trial
 from loka.nn.wrapping import plain_name, unwrap
-from loka.records import capture_environment
 from loka.records.mods import ModClass, ModSummary
 from loka.units.undisturbed import is_compiled, same_randomness
-
-__all__ = ["Applied", "applied_to", "apply", "revert"]
 
 APPLIED = "_loka_mod_names"
 
@@ -103,7 +101,6 @@ def apply(
         editors = [_rewrite(_Job(inner, mod, module_filter_fn, example, trial, _is_ddp(model))) for mod in chosen]
     if is_compiled(model) and any(editor.changed for editor in editors):
         torch.compiler.reset()  # graphs made before know nothing of what changed
-    device = next((str(p.device) for p in inner.parameters()), "cpu")
     notes = [*(trial.notes if trial else []), *(note for editor in editors for note in editor.notes)]
     summary = ModSummary(
         model=model_name or type(inner).__name__,
@@ -112,7 +109,7 @@ def apply(
         left=[left for editor in editors for left in editor.left],
         removed=sorted(plain_name(key) for key in before - set(inner.state_dict())),
         notes=list(dict.fromkeys(notes)),
-        environment=capture_environment(device=device, threads=torch.get_num_threads()),
+        environment=environment_of(inner),
     )
     return Applied(summary)
 

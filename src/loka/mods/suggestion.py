@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from loka.mods.editor import FEW_OUTPUTS
 from loka.mods.feeding import NEEDS_FEEDING, Feeding
 from loka.mods.registry import MODS
 from loka.records import ProbeReport, Site, TensorStats
 
 HEAVY_KURTOSIS = 50.0
 FAR_FROM_ZERO = 2.0  # |mean| over std: the constant part carries more than 80 % of the energy
-FEW_OUTPUTS = 8
 ALIGNMENT = 16
 
 

@@ -28,10 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from loka.lowp.passing import without_dropout
 from loka.records.mods import ModClass
-from loka.units.flow import Flow, call_model, record, tensors_in
+from loka.units.example import call_model, tensors_in
+from loka.units.flow import Flow, record
 from loka.units.undisturbed import set_mode, undisturbed
-
-__all__ = ["Trial"]
 
 Mode = Literal["eval", "training", "autocast"]
 SEED = 20
@@ -40,9 +39,8 @@ _EXACT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.
 _ROUNDING = 10.0  # times that: another order of operations
 _GRADIENTS = 30.0  # times that: a backward pass through them
 _WORSE = 3.0  # times the error that autocast had: two errors of one size differ by chance
-_LARGE = (
-    2**24
-)  # elements: gradients of larger parameters, which are embedding tables, are not asked for; they would fill the memory
+# elements: gradients of larger parameters, which are embedding tables, are not asked for; they would fill the memory
+_LARGE = 2**24
 _FP8 = 0.6  # of towers in FP8, layers deep: tells another function (1.4 for unrelated numbers) from a coarse one; how coarse it may be, Probe judges
 
 

@@ -1,36 +1,16 @@
 """Building blocks that the models share and that mods and convert swap, each a named module with a plain state_dict."""
 
-from loka.nn.activation import ActivationKind, GateKind, HardSigmoid, HardSwish, Sigmoid
+from loka.nn.activation import HardSigmoid, HardSwish, Sigmoid
 from loka.nn.attention import DotProductAttention, SelfAttention
 from loka.nn.embedding import EmbeddingTables
 from loka.nn.experts import MixtureOfExperts, SwiGLU
-from loka.nn.grouped import GroupedLinear, grouped_linear
+from loka.nn.grouped import GroupedLinear
 from loka.nn.mix import DotInteraction, FactorizationMachine, FeatureMix
-from loka.nn.norm import BLOCK, EPS, BlockNorm, NormKind, make_norm
+from loka.nn.norm import BLOCK, EPS, BlockNorm, make_norm
 from loka.nn.tower import MLP, Style, make_head
 
 __all__ = [
-    "BLOCK",
-    "EPS",
-    "MLP",
-    "ActivationKind",
-    "BlockNorm",
-    "DotInteraction",
-    "DotProductAttention",
-    "EmbeddingTables",
-    "FactorizationMachine",
-    "FeatureMix",
-    "GateKind",
-    "GroupedLinear",
-    "HardSigmoid",
-    "HardSwish",
-    "MixtureOfExperts",
-    "NormKind",
-    "SelfAttention",
-    "Sigmoid",
-    "Style",
-    "SwiGLU",
-    "grouped_linear",
-    "make_head",
-    "make_norm",
-]
+    "BLOCK", "EPS", "MLP", "BlockNorm", "DotInteraction", "DotProductAttention", "EmbeddingTables",
+    "FactorizationMachine", "FeatureMix", "GroupedLinear", "HardSigmoid", "HardSwish", "MixtureOfExperts",
+    "SelfAttention", "Sigmoid", "Style", "SwiGLU", "make_head", "make_norm",
+]  # fmt: skip

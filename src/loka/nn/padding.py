@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-__all__ = ["HANDS_ON", "ZeroPadding"]
-
 HANDS_ON = "loka_hands_on"  # on a function mode of ours: the model that was not converted runs without it
 
 

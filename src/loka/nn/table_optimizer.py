@@ -29,7 +29,7 @@ class TableOptimizer(torch.optim.Optimizer):
     """Trains the low-precision tables of a model.
 
     Args:
-        model: its `Table` modules that are trainable are taken.
+        model: its `Table` modules are taken, but for those whose `anchor` is frozen.
         rule: of all tables; its `lr` is the group's, which schedules may change.
         seed: of stochastic rounding.
         elect_every: steps between elections of the rows that are kept high, for tables with `hot` above 0.
@@ -51,10 +51,14 @@ class TableOptimizer(torch.optim.Optimizer):
         replicated: bool = True,
     ) -> None:
         found = {name: m for name, m in model.named_modules() if isinstance(m, Table)}
-        self.tables = {name: table for name, table in found.items() if table.is_trainable}
-        if not self.tables:
-            why = "; ".join(f"{name} has rows of {table.kind}" for name, table in found.items()) or "there is none"
-            raise ValueError(f"no low-precision table to train: {why}; rows for training are {', '.join(TRAINABLE)}")
+        self.tables = {name: table for name, table in found.items() if table.anchor.requires_grad}
+        problems = [f"{name} has rows of {t.kind}" for name, t in self.tables.items() if t.kind not in TRAINABLE]
+        if problems or not self.tables:
+            why = "; ".join(problems) or ("every table is frozen" if found else "there is none")
+            raise ValueError(
+                f"tables that cannot be trained: {why}; rows for training are {', '.join(TRAINABLE)}; "
+                "hint: table.requires_grad_(False) leaves a table as it is"
+            )
         self.rule, self.seed, self.elect_every = rule or Rule(), seed, elect_every
         self.group, self.replicated = group, replicated
         super().__init__([table.anchor for table in self.tables.values()], {"lr": self.rule.lr})
@@ -153,7 +157,10 @@ class TableOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{name}: the stored rows are {state['data'].dtype} {tuple(state['data'].shape)}, the table's {table.data.dtype} {tuple(table.data.shape)}"
                 )
-            for key in _LIVE:
+            table.data.copy_(state["data"])
+            if table.scale is not None:
+                table.scale.copy_(state["scale"])
+            for key in ("slot", "kept"):
                 if key in state:
                     setattr(table, key, state[key].to(table.anchor.device))
             state.update(self._live(table))

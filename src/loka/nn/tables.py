@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.kernels.embedding_bag import Rows, embedding_bag
+from loka.kernels.embedding_bag.rows import fill_store
 from loka.kernels.embedding_update import TRAINABLE
 
 Lookup = tuple[Tensor, Tensor | None, Tensor | None, str, Tensor]  # indices, offsets, weights, mode, gradient
@@ -43,8 +44,7 @@ class Table(nn.Module):
         backend: of lookups and updates.
     """
 
-    data: Tensor
-    scale: Tensor | None
+    store: Tensor
     slot: Tensor | None
     kept: Tensor | None
 
@@ -71,17 +71,25 @@ class Table(nn.Module):
         self.stream = zlib.crc32(name.encode())
         self.anchor = nn.Parameter(torch.zeros((), device=weight.device))
         self.pending: list[Lookup] = []
-        made = Rows.of(weight, rows)
-        self.register_buffer("data", made.data, persistent=False)
-        self.register_buffer("scale", made.scale, persistent=False)
+        store, self.spec = fill_store(weight, rows)
+        self.register_buffer("store", store, persistent=False)  # codes and scales in one: they move together
         self.register_buffer("slot", None, persistent=False)
         self.register_buffer("kept", None, persistent=False)
-        self.spec = made.spec
 
     @property
     def rows(self) -> Rows:
         """The rows, live."""
-        return Rows(self.data, self.scale, self.spec, self.slot, self.kept)
+        return Rows.in_store(self.store, self.spec, self.embedding_dim, slot=self.slot, hot=self.kept)
+
+    @property
+    def data(self) -> Tensor:
+        """The codes, live."""
+        return self.rows.data
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scales, live; None where rows have none."""
+        return self.rows.scale
 
     @property
     def weight(self) -> Tensor:

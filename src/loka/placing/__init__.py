@@ -9,15 +9,6 @@ from loka.placing.scales import calibrating, load_scale_state, scale_state
 from loka.records import Conversion
 
 __all__ = [
-    "Conversion",
-    "LinearOptions",
-    "Scaling",
-    "calibrating",
-    "convert",
-    "freeze_model",
-    "load_scale_state",
-    "plan_everything",
-    "refresh",
-    "revert",
-    "scale_state",
-]
+    "Conversion", "LinearOptions", "Scaling", "calibrating", "convert", "freeze_model", "load_scale_state",
+    "plan_everything", "refresh", "revert", "scale_state",
+]  # fmt: skip

@@ -35,11 +35,12 @@ from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
+from loka.measure.device import device_of, environment_of, name_device
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites, unwrap
 from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
-from loka.records import Conversion, KernelBucket, Plan, UnitPlan, capture_environment
+from loka.records import Conversion, KernelBucket, Plan, UnitPlan
 from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
 from loka.units.discovery import WIDE_WEIGHTS
 
@@ -132,7 +133,7 @@ def convert(
         flops_of=of,
         notes=list(bound.notes),
         plan=None if plan is None or plan.seal is None else plan.seal.sha256,
-        environment=capture_environment(device=_device_name(inner), threads=torch.get_num_threads()),
+        environment=environment_of(inner),
     )
 
 
@@ -177,7 +178,7 @@ def fit_units(units: Sequence[UnitPlan], backend: str | None) -> list[UnitPlan]:
 
 def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
     """What differs from where the plan was made; a speed measured there says nothing here."""
-    here, there = _device_name(model), plan.environment
+    here, there = name_device(device_of(model)), plan.environment
     notes = []
     if plan.target is not None and plan.units and here != plan.target:
         notes.append(f"the plan's speeds are of {plan.target}; this is {here}: measure again")
@@ -190,11 +191,6 @@ def _compare_places(plan: Plan, model: nn.Module) -> list[str]:
             "over a large batch that may cost quality that no look at a few rows shows; hint: make the plan again"
         )
     return notes
-
-
-def _device_name(model: nn.Module) -> str:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: ExitStack) -> None:
@@ -312,9 +308,8 @@ def _bind_by_recipe(
 def _refuse_type(module: nn.Module) -> str | None:
     if isinstance(module, GroupedLinear):
         return "grouped GEMMs have no backward in low precision"
-    if any(
-        p.dtype == torch.float64 for p in module.parameters()
-    ):  # reading the `weight` of a parametrised one may change it
+    # reading the `weight` of a parametrised one may change it
+    if any(p.dtype == torch.float64 for p in module.parameters()):
         return WIDE_WEIGHTS
     return None
 

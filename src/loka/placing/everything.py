@@ -8,11 +8,12 @@ from torch import nn
 
 from loka import mods as mods_room
 from loka.dispatch.choosing import Looked, Offer, SiteLook, single, to_plan_parts
+from loka.measure.device import environment_of
 from loka.nn.wrapping import named_sites, unwrap
-from loka.records import Plan, SitePlan, capture_environment
+from loka.records import Plan, SitePlan
 from loka.records.unit import GradientScales, UnitPlan
 from loka.units import Discovered, discover, measuring
-from loka.units.flow import call_model
+from loka.units.example import call_model
 from loka.units.undisturbed import undisturbed
 
 
@@ -66,7 +67,7 @@ def plan_everything(
         sites=sites,
         mods=list(mods),
         units=units,
-        environment=capture_environment(threads=torch.get_num_threads()),
+        environment=environment_of(inner),
         notes=["made without evidence: every chain in FP8, whatever its error and its speed"],
     )
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from loka.lowp.binding import LinearBinding
 from loka.nn.wrapping import named_sites
-from loka.units.flow import call_model
+from loka.units.example import call_model
 
 _CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]

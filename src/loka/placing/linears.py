@@ -22,6 +22,7 @@ from loka.lowp.linear import refuse
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites
 from loka.records import Plan, SitePlan
+from loka.units.discovery import PROTECTED
 
 _EMULATION_HINT = (
     "hint: probe and plan on this machine; or plan for it from measured rows (`loka plan --target`); or convert(..., backend='auto') to run the plan's precisions on this "
@@ -49,7 +50,7 @@ def candidates(model: nn.Module) -> Iterator[tuple[str, nn.Linear | GroupedLinea
 
 def spoken_for(model: nn.Module) -> dict[str, str]:
     """Linears that something else has decided about: run in a chain, or marked by mods.protect_intermediates."""
-    reasons = {n: "protected by a mod" for n, m in named_sites(model) if getattr(m, "loka_protected", False)}
+    reasons = {n: "protected by a mod" for n, m in named_sites(model) if getattr(m, PROTECTED, False)}
     for _, chain in chains_of(model):
         reasons |= {link.linear: f"runs in FP8 in the chain {chain.name}" for link in chain.links}
     return reasons

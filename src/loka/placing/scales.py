@@ -25,7 +25,7 @@ def _remembered(model: nn.Module) -> Iterator[tuple[str, AmaxState]]:
 
 
 def scale_state(model: nn.Module) -> dict[str, Tensor]:
-    """What remembered scales need after a restart, as named tensors: `site/operand/part`. Empty where all scales are dynamic.
+    """The state of remembered scales as tensors named `site/operand/part`, to be saved beside a checkpoint. Empty where all scales are dynamic.
 
     Args:
         model: converted, wrapped or not.

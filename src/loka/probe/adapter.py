@@ -47,7 +47,7 @@ def own_weight(module: nn.Module) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How to see one class of modules.
+    """How Probe reads the operands of one class of modules.
 
     Args:
         kind: of site.

@@ -32,7 +32,7 @@ GATE_DTYPES = (torch.float32, torch.bfloat16)  # what Probe's samples are, and w
 
 @dataclass(frozen=True)
 class Engine:
-    """A quantiser and a GEMM.
+    """The quantiser and the GEMM that errors are measured with.
 
     Args:
         name: in reports.

@@ -37,21 +37,12 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from loka.dispatch import recipe_named
-from loka.dispatch.policy import error_of
 from loka.formats import QTensor, Spec
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import gemm_shape
 from loka.probe.engine import Engine, Gate
 from loka.probe.interval import Values, interval_of, make_entry, not_finite, summarise_draws
-from loka.probe.problem import (
-    MAX_WGRAD_ROWS,
-    ROWS_PER_SAMPLE,
-    Chunk,
-    Outputs,
-    Problem,
-    draw_chunks,
-    rows_of,
-)
+from loka.probe.problem import MAX_WGRAD_ROWS, ROWS_PER_SAMPLE, Chunk, Outputs, Problem, draw_chunks, rows_of
 from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
 from loka.probe.watch import Watch
 from loka.records import SOURCES, Candidate, DistributionError, Gemm, Source
@@ -183,7 +174,7 @@ def judge_errors(outcome: Outcome, gemm: Gemm, judged_on: Sequence[Source]) -> C
     measured = [
         replace(_promote(bare, entry), errors=outcome.errors) for entry in outcome.errors if entry.source in judged_on
     ]
-    return max(measured, key=lambda c: error.high if (error := error_of(c)) else 0.0)
+    return max(measured, key=lambda c: error.high if (error := c.error) else 0.0)
 
 
 def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
@@ -357,11 +348,7 @@ def _parts(a: Tensor, b: Tensor, groups: int) -> Tensor:
 
 
 def _measure_trial(
-    trial: Trial,
-    replicate: Callable[[Trial], tuple[Values, list[Values]]],
-    source: Source,
-    samples: int,
-    rows: int,
+    trial: Trial, replicate: Callable[[Trial], tuple[Values, list[Values]]], source: Source, samples: int, rows: int
 ) -> DistributionError | str:
     try:
         value, replicates = replicate(trial)

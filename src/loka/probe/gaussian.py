@@ -60,9 +60,8 @@ class Gaussian:
 
     def _absorb(self, size: Tensor, mean: Tensor, centred: Tensor | None) -> None:
         """Chan's merge of a batch given by its size, mean and centred rows."""
-        share = size / (self.count + size).clamp_(
-            min=1
-        )  # float64, but as scalars: beside float32 rows they stay out of the type
+        # float64, but as scalars: beside float32 rows they stay out of the type
+        share = size / (self.count + size).clamp_(min=1)
         difference = mean - self.mean
         self.scatter.add((difference * (self.count * share).sqrt())[None], centred)
         self.mean += difference * share

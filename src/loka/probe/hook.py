@@ -30,13 +30,7 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
             x = output
         weight = adapter.weight(module) if sharded and adapter.weight is not None else None
         number = watch.see_forward(
-            x,
-            right,
-            x.requires_grad,
-            compute_dtype(x),
-            weight=weight,
-            graded=torch.is_grad_enabled(),
-            call=loss.calls,
+            x, right, x.requires_grad, compute_dtype(x), weight=weight, graded=torch.is_grad_enabled(), call=loss.calls
         )
         if number != NO_TICKET and adapter.gradient and output.requires_grad:
             # A hook on the tensor, not a Tap: in eager mode an in-place op may follow, which the result of a Function forbids.

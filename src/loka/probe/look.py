@@ -34,9 +34,8 @@ class Look:
     together: int  # rows of one example that lie next to each other in x
     call: int  # of the model, in this step
     largest: dict[str, Tensor]  # of all rows, by role
-    weight: Tensor | None = (
-        None  # as it was in this call, where it is scored: the optimizer changes it before the step is over
-    )
+    # as it was in this call, where it is scored: the optimizer changes it before the step is over
+    weight: Tensor | None = None
     dy: Tensor | None = None
     own: Own | None = None  # of a link of a chain: the same rows as the chain itself multiplied them
     calls: int = 1  # of this linear in the same call of the model

@@ -22,7 +22,6 @@ from loka.probe.score import Shown, harm_from, score_operands
 from loka.probe.shown import RoundedOperands
 from loka.records import GEMMS, DistributionError, Gemm, Interval
 
-CHAIN_RECIPE = "chain"
 _WIDTH = 8  # four sums, four errors
 _UNKNOWN = (torch.tensor(torch.nan), torch.tensor(torch.nan))
 

@@ -27,8 +27,6 @@ from loka.metrics import compare_paired
 from loka.metrics.bootstrap import Method
 from loka.records import Interval
 
-__all__ = ["NEVER", "Losses", "compare_losses", "gather", "has_drifted", "spell_change"]
-
 NEVER = 1e9  # a change that is within no margin; records hold no infinity
 SURE = 1.96
 BY_CHANCE = 2.576  # standard deviations: once in 200 times
@@ -170,7 +168,7 @@ def spell_change(change: Interval) -> str:
     """
     if change.value >= NEVER:
         return "to something that is not finite"
-    return f"by {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]"
+    return f"by {change:+.4%}"
 
 
 def compare_losses(

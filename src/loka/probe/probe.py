@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from loka.formats import Spec
+from loka.measure.device import device_of, environment_of
 from loka.probe.chains import find_chains
 from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
@@ -27,7 +28,7 @@ from loka.probe.observer import Observer
 from loka.probe.progress import telling
 from loka.probe.report import Report
 from loka.probe.survey import DEFAULT_RECIPES, MAX_ERROR, MAX_GRADIENT_ERROR, Settings, Survey
-from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site, capture_environment
+from loka.records import DriftReport, FlopsOf, FormatRange, ProbeReport, Site
 
 
 class Probe(Observer):
@@ -92,7 +93,7 @@ class Probe(Observer):
         self.absorb()
         asked = Settings(
             recipes=(*DEFAULT_RECIPES, *self.recipes) if recipes is None else recipes,
-            backends=choose_backends(next(self.model.parameters()).device) if backends is None else backends,
+            backends=choose_backends(device_of(self.model)) if backends is None else backends,
             samples=samples,
             max_error=max_error,
             max_gradient_error=max_gradient_error,
@@ -131,9 +132,7 @@ class Probe(Observer):
             chains=chains.units,
             alone=chains.alone,
             no_chains=chains.reason,
-            environment=capture_environment(
-                command=command, device=_name_device(self.model), threads=torch.get_num_threads()
-            ),
+            environment=environment_of(self.model, command),
         )
         return Report(record)
 
@@ -177,8 +176,3 @@ def _describe_formats(sites: Sequence[Site]) -> list[FormatRange]:
         FormatRange(name=f.name, max=f.max, smallest_normal=f.smallest_normal, smallest_subnormal=f.smallest_subnormal)
         for f in sorted(used, key=str)
     ]
-
-
-def _name_device(model: nn.Module) -> str:
-    device = next(model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -25,19 +25,13 @@ from loka.records import Gemm, Source
 
 ROWS_PER_SAMPLE = 16  # of a drawn fprop or dgrad: 100 samples look at 1,600 rows
 WGRAD_ROWS = 128  # contracted rows of a drawn wgrad, for each sample asked for: one whole 1x128 group
-MAX_WGRAD_ROWS = (
-    512  # at most: a gradient of few examples is mostly noise, and its relative error larger than a batch's
-)
+# at most: a gradient of few examples is mostly noise, and its relative error larger than a batch's
+MAX_WGRAD_ROWS = 512
 WEIGHT_FLOPS = 2e9  # for drawing weights of one GEMM; wide sites draw fewer, at least MIN_WEIGHTS
-MIN_WEIGHTS, MAX_WEIGHTS = (
-    4,
-    8,
-)  # a weight costs a draw, a quantisation and a product for every candidate; rows are cheap
-MAX_OUTPUTS: dict[Gemm, int] = {
-    "fprop": 256,
-    "dgrad": 256,
-    "wgrad": 128,
-}  # columns of a result that are looked at; wgrad: rows too
+# a weight costs a draw, a quantisation and a product for every candidate; rows are cheap
+MIN_WEIGHTS, MAX_WEIGHTS = (4, 8)
+# columns of a result that are looked at; wgrad: rows too
+MAX_OUTPUTS: dict[Gemm, int] = {"fprop": 256, "dgrad": 256, "wgrad": 128}
 BLOCK = 128
 
 

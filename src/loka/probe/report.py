@@ -8,7 +8,6 @@ from pathlib import Path
 from loka import records
 from loka.dispatch import Database, Policy, make_plan
 from loka.dispatch.budget import Verify
-from loka.dispatch.policy import error_of
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
 
@@ -110,7 +109,7 @@ class Report:
         measured = [
             ((c.harm.high if c.harm else math.inf, e.high), c)
             for c in self.site(site).candidates
-            if c.gemm == gemm and (e := error_of(c)) is not None
+            if c.gemm == gemm and (e := c.error) is not None
         ]
         return min(measured, key=lambda pair: pair[0])[1] if measured else None
 

@@ -52,27 +52,19 @@ from torch import Tensor
 from loka.dispatch import RECIPES, USUAL
 from loka.formats import Spec
 from loka.kernels.scaled_mm import GemmWay
+from loka.probe.paired import SURE
 from loka.probe.shown import HEADROOM, RoundedOperands, Shown
 from loka.records import GEMMS, Gemm, Interval
 
 __all__ = [
-    "GIVEN_SCALES",
-    "HEADROOM",
-    "SCORED",
-    "Shown",
-    "harm",
-    "harm_from",
-    "operands_of",
-    "score_look",
-    "score_operands",
-]
+    "GIVEN_SCALES", "HEADROOM", "SCORED", "Shown", "harm", "harm_from", "operands_of", "score_look", "score_operands",
+]  # fmt: skip
 
 TYPICAL = 0.03  # |change of the loss| / rms of r: what is usual
 UPPER = 0.15  # ... and what no measured pair exceeds
 PROGRESS = 0.01  # change of the loss / `lost`: -0.002 +- 0.005 over ten steps; the upper end, rounded up
 REWEIGHED = 0.4  # |change of the loss| / `reweighed` over ten steps, rms
 REWEIGHED_UPPER = 0.6  # ... and the largest
-SURE = 1.96
 OFFSET = 8.0  # |mean| over the spread of a column from which its rounding is a matter of its own (`loka.probe.offset`)
 WGRAD_OUTPUTS = 128  # rows of dW that are looked at
 
@@ -253,9 +245,8 @@ def harm_from(gemm: Gemm, sums: Tensor, *, nats: float = 1.0) -> tuple[Interval,
     rms, above = math.sqrt(power), math.sqrt(upper)
     low = max(abs(mean) - SURE * rms / math.sqrt(count), 0.0)
     value = max(TYPICAL * rms, low) + nats / 2 * power
-    unknown = (
-        max(SURE / math.sqrt(count), TYPICAL) * above
-    )  # by how much the mean may be off: here, and on other examples
+    # by how much the mean may be off: here, and on other examples
+    unknown = max(SURE / math.sqrt(count), TYPICAL) * above
     high = max(UPPER * above, abs(mean) + unknown) + nats / 2 * upper
     return Interval(value=value, low=min(low, value), high=max(high, value)), mean
 

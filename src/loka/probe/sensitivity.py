@@ -34,31 +34,18 @@ from loka.nn.wrapping import named_sites
 from loka.probe.engine import Engine
 from loka.probe.paired import compare_losses
 from loka.probe.report import Report
-from loka.probe.swapping import Swapped, Switchable, swap
 from loka.records import GemmVerdict, Interval, ProbeReport, Site
 
-__all__ = [
-    "Swapped",
-    "Switchable",
-    "add_sensitivity",
-    "compare_losses",
-    "fake_quantized",
-    "fake_units",
-    "measure_sensitivity",
-    "measure_together",
-    "recipes_of",
-    "swap",
-]
-
-Score = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
+Scored = tuple[Tensor, Tensor | None]
+Score = Callable[[nn.Module], Scored]
 SiteRecipes = Mapping[str, str]
 
 
 @contextmanager
-def fake_quantized(model: nn.Module, recipes: SiteRecipes, *, backend: str = "reference") -> Iterator[None]:
+def fake_quantized(model: nn.Module, recipes: SiteRecipes) -> Iterator[None]:
     """Inside, the named linears multiply in low precision, forward; recipes by site name."""
     modules = dict(named_sites(model))
-    engine = Engine.named(backend)
+    engine = Engine.named("reference")
     with ExitStack() as stack:
         for site, recipe in recipes.items():
             module = modules.get(site)
@@ -70,36 +57,6 @@ def fake_quantized(model: nn.Module, recipes: SiteRecipes, *, backend: str = "re
                 handle = module.register_forward_hook(_make_hook(engine, operands), with_kwargs=True)
                 stack.callback(handle.remove)
         yield
-
-
-def fake_units(model: nn.Module, recipes: SiteRecipes, *, backend: str = "reference") -> list[Switchable]:
-    """Units for `swap` that need no conversion: linears whose forward product is that of rounded operands while they are switched on.
-
-    Args:
-        model: any.
-        recipes: recipe by name of the linear.
-        backend: of scaled_mm.
-
-    Returns:
-        One unit per linear.
-
-    Raises:
-        ValueError: a name that is no nn.Linear of the model, or an unknown recipe.
-
-    Example:
-        >>> swap(model, fake_units(model, {"over.2": "rowwise", "over.4": "tensorwise"}), held_out, losses)
-    """
-    units = []
-    for site, recipe in recipes.items():
-        with fake_quantized(model, {site: recipe}, backend=backend):
-            pass  # refuses what cannot be done, now and not in the middle
-        stack = ExitStack()
-
-        def enable(stack: ExitStack = stack, site: str = site, recipe: str = recipe) -> None:
-            stack.enter_context(fake_quantized(model, {site: recipe}, backend=backend))
-
-        units.append(Switchable(site, enable, stack.close))
-    return units
 
 
 def _make_hook(engine: Engine, operands: GemmWay) -> Callable[..., Tensor]:
@@ -122,7 +79,6 @@ def measure_sensitivity(
     score: Score,
     *,
     recipe: str = "tensorwise",
-    backend: str = "reference",
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Interval]:
@@ -133,7 +89,6 @@ def measure_sensitivity(
         sites: names of linears; a mapping gives each its own recipe.
         score: (model) -> one number per example in a fixed order, and their groups or None.
         recipe: where `sites` names none.
-        backend: of scaled_mm.
         seed: of the bootstrap.
         progress: called with (site, done, total).
 
@@ -143,35 +98,23 @@ def measure_sensitivity(
     Example:
         >>> measure_sensitivity(model, probe.sites, score, recipe="rowwise")["head.last"].high
     """
-    recipes = _spread(sites, recipe)
-    baseline, groups = _score(model, score)
+    recipes = dict(sites) if isinstance(sites, Mapping) else dict.fromkeys(sites, recipe)
+    baseline = _score(model, score)
     found = {}
     for number, (site, chosen) in enumerate(recipes.items()):
         if progress is not None:
             progress(site, number, len(recipes))
-        with fake_quantized(model, {site: chosen}, backend=backend):
-            values, _ = _score(model, score)
-        found[site] = compare_losses(values, baseline, groups, seed=seed)
+        found[site] = _compare(model, {site: chosen}, score, baseline, seed)
     return found
 
 
-def measure_together(
-    model: nn.Module,
-    sites: Sequence[str] | SiteRecipes,
-    score: Score,
-    *,
-    recipe: str = "tensorwise",
-    backend: str = "reference",
-    seed: int = 0,
-) -> Interval:
+def measure_together(model: nn.Module, recipes: SiteRecipes, score: Score, *, seed: int = 0) -> Interval:
     """Relative change of the mean metric with all of the sites in low precision at once.
 
     Args:
         model: not changed.
-        sites: names, or the recipe of each by name.
-        score: runs the model and returns one number an example, with groups where examples belong together.
-        recipe: of sites that are given by name alone.
-        backend: that quantises.
+        recipes: of each site, by name.
+        score: as for `measure_sensitivity`.
         seed: of the bootstrap.
 
     Returns:
@@ -180,13 +123,9 @@ def measure_together(
     Raises:
         ValueError: there is no site.
     """
-    recipes = _spread(sites, recipe)
     if not recipes:
         raise ValueError("no site to measure together")
-    baseline, groups = _score(model, score)
-    with fake_quantized(model, recipes, backend=backend):
-        values, _ = _score(model, score)
-    return compare_losses(values, baseline, groups, seed=seed)
+    return _compare(model, recipes, score, _score(model, score), seed)
 
 
 def recipes_of(report: Report, model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -265,12 +204,14 @@ def _veto(site: Site, record: ProbeReport, described: str) -> Site:
     return msgspec.structs.replace(site, verdicts=[correct(verdict) for verdict in site.verdicts])
 
 
-def _spread(sites: Sequence[str] | SiteRecipes, recipe: str) -> dict[str, str]:
-    return dict(sites) if isinstance(sites, Mapping) else dict.fromkeys(sites, recipe)
+def _compare(model: nn.Module, recipes: SiteRecipes, score: Score, baseline: Scored, seed: int) -> Interval:
+    with fake_quantized(model, recipes):
+        values, _ = _score(model, score)
+    return compare_losses(values, *baseline, seed=seed)
 
 
 @torch.no_grad()
-def _score(model: nn.Module, score: Score) -> tuple[Tensor, Tensor | None]:
+def _score(model: nn.Module, score: Score) -> Scored:
     training = model.training
     model.eval()
     try:

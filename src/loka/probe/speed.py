@@ -18,7 +18,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from loka.dispatch import way_of
-from loka.dispatch.policy import error_of
 from loka.formats import QTensor
 from loka.kernels import registry
 from loka.kernels.backend import Backend
@@ -48,15 +47,14 @@ def time_candidates(
 ) -> list[Candidate]:
     """The candidates with their times, or with the reason why there are none; `timed` remembers them for the next site of the same shape."""
     known = registry.BACKENDS["scaled_mm"]
-    able = {i: way_of(c) for i, c in enumerate(candidates) if c.backend in known and error_of(c) is not None}
+    able = {i: way_of(c) for i, c in enumerate(candidates) if c.backend in known and c.error is not None}
     asked = {i: way for i, way in able.items() if way is not None}
     if not asked:
         return [_note(c, UNKNOWN_BACKEND) if c.refusal is None else c for c in candidates]
     timed, shape = {} if timed is None else timed, (watch.largest, watch.k, watch.n)
     keys = {i: (gemm, shape, weights, candidate) for i, candidate in asked.items()}
-    fresh = [
-        key[-1] for key in dict.fromkeys(keys.values()) if key not in timed
-    ]  # two recipes may treat one GEMM alike
+    # two recipes may treat one GEMM alike
+    fresh = [key[-1] for key in dict.fromkeys(keys.values()) if key not in timed]
     job = SiteJob(gemm, *shape, tuple(fresh), weights)
     (found,) = time_jobs([job], watch.device, repeats=repeats, seconds=seconds)
     answers = timed | {(gemm, shape, weights, t.candidate): t for t in found}

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from loka.dispatch import recipe_named
+from loka.dispatch.choosing import CHAIN
 from loka.dispatch.margin import MARGIN
 from loka.lowp.chain import chain_of
 from loka.lowp.chain_trace import operand_specs
@@ -19,7 +20,6 @@ from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
 from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
 from loka.probe.offset import find_offsets
-from loka.probe.own import CHAIN_RECIPE
 from loka.probe.score import GIVEN_SCALES, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
 from loka.probe.verdict import Allowed, judge
@@ -114,13 +114,7 @@ class Survey:
         asked = self.settings
         found = [add_harm(watch, candidate) for candidate in self._evaluator.evaluate(watch, gemm)]
         timed = time_candidates(
-            watch,
-            gemm,
-            found,
-            weights=asked.weights,
-            repeats=asked.repeats,
-            seconds=asked.seconds,
-            timed=self._timed,
+            watch, gemm, found, weights=asked.weights, repeats=asked.repeats, seconds=asked.seconds, timed=self._timed
         )
         return timed + chain_candidates(watch, gemm) + own_candidates(watch, gemm)
 
@@ -148,15 +142,15 @@ class Survey:
 
         found = []
         for gemm in watch.gemms:
-            running = [c for c in candidates if c.gemm == gemm and c.recipe == CHAIN_RECIPE]
-            alone = verdict(gemm, [c for c in candidates if c.recipe != CHAIN_RECIPE])
+            running = [c for c in candidates if c.gemm == gemm and c.recipe == CHAIN]
+            alone = verdict(gemm, [c for c in candidates if c.recipe != CHAIN])
             found.append(_tell_chain(watch, verdict(gemm, running), alone) if running else alone)
         return found
 
     @torch.no_grad()
     def _explain(self, watch: Watch, best: Candidate) -> list[Cause]:
         # a chain has one scale for every tensor, which is the coarsest recipe's way
-        operands = recipe_named("tensorwise" if best.recipe == CHAIN_RECIPE else best.recipe).operands(best.gemm)
+        operands = recipe_named("tensorwise" if best.recipe == CHAIN else best.recipe).operands(best.gemm)
         source = next((s for s in SOURCES if s == best.distribution), None)
         if operands is None or source is None:
             return []
@@ -202,7 +196,7 @@ def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
         return []
     at = next(number for number, linear in enumerate(chain.linears) if linear is watch.module)
     a, b = (str(spec) for spec in operand_specs(chain, at)[gemm])
-    made = Candidate(gemm=gemm, recipe=CHAIN_RECIPE, backend=chain.precision.gemm_backend, a=a, b=b)
+    made = Candidate(gemm=gemm, recipe=CHAIN, backend=chain.precision.gemm_backend, a=a, b=b)
     errors, harm = watch.own.errors(gemm, watch.reservoir.kept), watch.own.harm(gemm)
     if isinstance(errors, str):
         return [replace(made, refusal=errors)]

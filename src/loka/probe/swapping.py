@@ -4,7 +4,7 @@
     swapped.alone["over.2"]          Interval of the relative change of the mean metric
     swapped.vetoed                   units whose change may be more than they are allowed, and why
 
-A unit is anything that can be switched on and off: a placed module, a chain, a hook (`fake_units`). The metric is called with the model and a batch and
+A unit is anything that can be switched on and off: a placed module, a chain, a hook. The metric is called with the model and a batch and
 returns one number per example, log loss for a ranker. Differences are taken example by example; intervals are 95 % bootstraps over examples, over groups of
 them (users), or over batches where these differ (`loka.probe.paired`). Both directions count: a change for the better on these examples is noise that may turn around on others.
 
@@ -114,7 +114,7 @@ def swap(
         ValueError: no units, no batches, a name twice, a metric that is not one number per example, or one that is another when every unit is off again.
 
     Example:
-        >>> swap(model, fake_units(model, {"over.2": "rowwise"}), held_out, losses).vetoed
+        >>> swap(model, [Switchable("over.2", lambda: layer.set_mode("fp8"), lambda: layer.set_mode("high"))], held_out, losses).vetoed
         {}
     """
     held = list(batches)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loka.dispatch.margin import share_of_margin
-from loka.dispatch.policy import error_of
 from loka.probe.cause import MODS, NAMES, OPERANDS
 from loka.probe.score import GIVEN_SCALES
 from loka.records import Alarm, Candidate, Cause, Gemm, GemmVerdict, Interval, Safety, Speed, TensorStats
@@ -84,21 +83,20 @@ def judge(
     measured = [
         (c, error)
         for c in candidates
-        if c.gemm == gemm and c.recipe not in GIVEN_SCALES and (error := error_of(c)) is not None
+        if c.gemm == gemm and c.recipe not in GIVEN_SCALES and (error := c.error) is not None
     ]
     named = "".join(f"; {alarm.text}; what helps: {alarm.help}" for alarm in alarms)
     if not measured:
         return _judge_nothing(gemm, candidates, named)
     scored = [(c, c.harm) for c, _ in measured if c.harm is not None]
-    tried, limit = (
-        (scored, allowed.share) if scored else (measured, allowed.error)
-    )  # a small error says nothing about the loss
+    # a small error says nothing about the loss
+    tried, limit = (scored, allowed.share) if scored else (measured, allowed.error)
     passing = [(c, size) for c, size in tried if size.high <= limit]
     best, size = min(passing or tried, key=lambda pair: pair[1].high)
     speed, speed_reason, mod = _judge_speed([c for c, _ in passing or tried], min_speedup, explain_slow)
     safety: Safety = "unsafe"
     causes: list[Cause] = []
-    found = f"{_spell(gemm, error_of(best))}{_spell_origin(best)}"
+    found = f"{_spell(gemm, best.error)}{_spell_origin(best)}"
     if scored:
         held, beside = f"{spell_harm(size)}; {allowed.spell()}", f"; {found}"
     elif passing:
@@ -150,7 +148,7 @@ def _name(candidate: Candidate) -> str:
 def _spell(gemm: Gemm, error: Interval | None) -> str:
     assert error is not None  # it was measured
     metric = "MERE" if gemm == "fprop" else "relative L2"
-    return f"{metric} {error.value:.3g} [{error.low:.3g}, {error.high:.3g}]"
+    return f"{metric} {error:.3g}"
 
 
 def _spell_origin(candidate: Candidate) -> str:
@@ -192,7 +190,7 @@ def _judge_speed(
     if not timed:
         return "not measured", "", None
     fastest, speedup = max(timed, key=lambda pair: pair[1].low)
-    seen = f"{_name(fastest)} {speedup.value:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
+    seen = f"{_name(fastest)} {speedup:.2fx}"
     if speedup.low > min_speedup:
         return "fast", f"; {seen}", None
     why = explain_slow(fastest) if explain_slow is not None else None

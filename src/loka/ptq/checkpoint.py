@@ -26,8 +26,9 @@ from loka.kernels.scaled_mm import GemmWay
 from loka.lowp.chain import chains_of
 from loka.models.registry import FAMILIES
 from loka.nn.wrapping import named_sites
+from loka.placing.linears import candidates
 from loka.ptq.chains import restore_chains, take_weights, tensors_of
-from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module, sites
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear, put, quantize_module
 from loka.ptq.quantizing import Summary
 from loka.records import Quantized, from_json, replacing, to_json
 
@@ -131,7 +132,7 @@ def load_quantized(
 
 
 def _place(path: str | os.PathLike[str], model: nn.Module, record: Quantized, backend: str) -> None:
-    found = dict(sites(model))
+    found = dict(candidates(model))
     recorded = {site.name: site for site in record.sites}
     if set(found) != set(recorded):
         odd = sorted(set(found) ^ set(recorded))[:5]

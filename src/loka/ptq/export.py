@@ -25,10 +25,7 @@ from loka.ptq.quantizing import Summary
 
 _BASE = {"num_bits": 8, "type": "float", "symmetric": True}
 _SCHEMES: dict[tuple[Block, Block], tuple[dict[str, Any], dict[str, Any]]] = {
-    (ROW, ROW): (
-        {**_BASE, "strategy": "channel", "dynamic": False},
-        {**_BASE, "strategy": "token", "dynamic": True},
-    ),
+    (ROW, ROW): ({**_BASE, "strategy": "channel", "dynamic": False}, {**_BASE, "strategy": "token", "dynamic": True}),
     (Block(1, 128), Block(128, 128)): (
         {**_BASE, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
         {**_BASE, "strategy": "group", "group_size": 128, "dynamic": True},

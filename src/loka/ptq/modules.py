@@ -12,7 +12,7 @@ Beside its buffers a module holds the weight as its backend reads it (`loka.kern
 torch.func.functional_call) are what runs, laid out in the call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -175,12 +175,7 @@ class QuantizedExperts(_Quantized):
         offsets = torch.cat([ends.new_zeros(1), ends])
         q, dtype = quantize(x, self.activation), _writable(compute_dtype(x))
         return grouped_mm.grouped_mm(
-            q,
-            self._current(),
-            offsets,
-            out_dtype=dtype,
-            backend=self.bound.backend,
-            fast_accum=self.bound.fast_accum,
+            q, self._current(), offsets, out_dtype=dtype, backend=self.bound.backend, fast_accum=self.bound.fast_accum
         )
 
 
@@ -193,13 +188,6 @@ def _versions_of(weight: Tensor, scale: Tensor) -> tuple[int, int]:
 def _writable(dtype: torch.dtype) -> torch.dtype:
     """What the GEMMs write for inputs of a type: float64 has no FP8 product of its own."""
     return torch.float32 if dtype == torch.float64 else dtype
-
-
-def sites(model: nn.Module) -> Iterator[tuple[str, Site]]:
-    """Every module a recipe may quantise, under its first name in the plain model."""
-    for name, module in named_sites(model, once=True):
-        if isinstance(module, nn.Linear | GroupedLinear):
-            yield name, module
 
 
 def quantize_weight(weight: Tensor, spec: Spec) -> QTensor:

@@ -37,12 +37,12 @@ from loka.models.onerec import OneRec
 from loka.nn import GroupedLinear
 from loka.nn.wrapping import named_sites, unwrap
 from loka.placing import calibrating, convert, freeze_model, revert
-from loka.placing.linears import spoken_for
+from loka.placing.linears import candidates, spoken_for
 from loka.probe.swapping import Switchable, swap
 from loka.ptq.chains import describe_chains, tensors_of
-from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module, sites
+from loka.ptq.modules import QuantizedExperts, QuantizedLinear, Site, put, quantize_module
 from loka.records import Conversion, Interval, Plan, Quantized, QuantizedSite, SitePlan, capture_environment
-from loka.units.flow import call_model
+from loka.units.example import call_model
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 Progress = Callable[[str, int, int], None]
@@ -146,7 +146,7 @@ def quantize(
         raise ValueError(
             'scales="static" are fixed by batches, and none were given; hint: batches=[...], inputs of the model'
         )
-    found, before = dict(sites(inner)), size_in_bytes(inner, 2)
+    found, before = dict(candidates(inner)), size_in_bytes(inner, 2)
     changes: dict[str, Interval] = {}
     total, notes = None, list[str]()
     plan: Plan | None
@@ -162,7 +162,7 @@ def quantize(
         experts = {n: o for n, o in decided.operands.items() if isinstance(found[n], GroupedLinear)}
     done = _place(inner, plan, held, backend)
     if isinstance(recipe, Plan):
-        found = dict(sites(inner))  # its mods may have made others
+        found = dict(candidates(inner))  # its mods may have made others
     running = {
         linear.state.name or n: gemm for n, linear in linears_of(inner) if (gemm := linear.binding.fprop) is not None
     }
@@ -204,7 +204,7 @@ def _check(
     done = [n for n, m in model.named_modules() if isinstance(m, QuantizedLinear | QuantizedExperts)]
     if done:
         raise ValueError(f"already quantised: {', '.join(done[:5])}; quantise the original, or load it again")
-    if not any(True for _ in sites(model)):
+    if not any(True for _ in candidates(model)):
         raise ValueError(f"{type(model).__name__} has no nn.Linear and no GroupedLinear: nothing to quantise")
     if isinstance(recipe, Plan) and (score is not None or widen or keep or allowed is not None):
         raise ValueError("a plan already says which sites run how: give no score, widen, keep or module_filter_fn")

@@ -39,7 +39,7 @@ class Overlap(Part, frozen=True):
 
 
 class PairedTest(Record, frozen=True, tag="paired_test"):
-    """Baseline and candidate."""
+    """An offline A/B test: a baseline and a candidate on the same users."""
 
     baseline: str
     candidate: str

@@ -50,7 +50,7 @@ class Reference(Part, frozen=True):
 
 
 class Analysis(Record, frozen=True, tag="analysis"):
-    """Models side by side."""
+    """The distributions of several models, side by side."""
 
     models: list[ModelStats]
     references: list[Reference]

@@ -75,7 +75,7 @@ class QuantizedSite(Part, frozen=True):
 
 
 class Quantized(Record, frozen=True, tag="quantized"):
-    """A quantised model."""
+    """How a model was quantised: every site, the bytes before and after, the change of the metric."""
 
     model: str
     recipe: str

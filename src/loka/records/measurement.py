@@ -14,7 +14,12 @@ from loka.records.record import Part
 
 
 class Interval(Part, frozen=True):
-    """An estimate with its 95 % interval. Decisions are made on the worse end."""
+    """An estimate with its 95 % interval. Decisions are made on the worse end.
+
+    Example:
+        >>> f"{Interval(value=1.25, low=1.2, high=1.3):.2fx}"
+        '1.25x [1.20, 1.30]'
+    """
 
     value: float
     low: float
@@ -23,6 +28,12 @@ class Interval(Part, frozen=True):
     def __post_init__(self) -> None:
         if not self.low <= self.value <= self.high:
             raise ValueError(f"interval [{self.low}, {self.high}] does not contain its value {self.value}")
+
+    def __format__(self, spec: str) -> str:
+        """Value and ends, each in a float's format; one that ends in `x` is a factor."""
+        factor = "x" if spec.endswith("x") else ""
+        each = spec.removesuffix("x")
+        return f"{self.value:{each}}{factor} [{self.low:{each}}, {self.high:{each}}]"
 
 
 class Environment(Part, frozen=True):
@@ -62,11 +73,11 @@ def capture_environment(
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command or shlex.join([Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])]),
-        loka=_installed("loka") or "not installed",
+        loka=installed_version("loka") or "not installed",
         commit=_find_commit(),
         python=platform.python_version(),
-        torch=_installed("torch") or "not installed",
-        triton=_installed("triton"),
+        torch=installed_version("torch") or "not installed",
+        triton=installed_version("triton"),
         device=device,
         driver=driver,
         cpu=_name_cpu(),
@@ -80,7 +91,8 @@ def _without_folders(word: str) -> str:
 
 
 @cache
-def _installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution, None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

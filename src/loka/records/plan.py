@@ -75,7 +75,7 @@ class _Computed(Seal, frozen=True):
 
 
 class Plan(Record, frozen=True, kw_only=True, tag="plan"):
-    """A plan a person can read, diff and trust."""
+    """What runs where in a model, and why: mods, units and single linears, each with its evidence. It can be read, compared, saved and loaded."""
 
     SCHEMA: ClassVar[int] = 2
     schema: int = 2

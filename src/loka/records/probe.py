@@ -84,12 +84,15 @@ class Candidate(Part, frozen=True):
     errors: list[DistributionError] = msgspec.field(default_factory=list)
     speed_note: str | None = None  # why there is no speed-up
     speed_source: str | None = None  # where it was measured, when it was looked up; None: where the probe ran
-    harm: Interval | None = (
-        None  # size of the relative change of the loss, as a share: the usual one, and what it may be; verdicts go by `high`
-    )
-    drift: float | None = (
-        None  # fprop: signed first-order mean on the sampled examples; gradients: share of a step's progress that is lost
-    )
+    # size of the relative change of the loss, as a share: the usual one, and what it may be; verdicts go by `high`
+    harm: Interval | None = None
+    # fprop: signed first-order mean on the sampled examples; gradients: share of a step's progress that is lost
+    drift: float | None = None
+
+    @property
+    def error(self) -> Interval | None:
+        """What it is judged by beside `harm`: MERE in fprop, relative L2 in the gradient GEMMs."""
+        return self.mere if self.gemm == "fprop" else self.relative_l2
 
 
 class Cause(Part, frozen=True):
@@ -151,16 +154,15 @@ class Site(Part, frozen=True):
     metric_change: Interval | None = None  # relative change of the end metric with this site alone in low precision
     metric_recipe: str | None = None  # the recipe of that measurement
     covariance: str | None = None  # how the covariance of the rows was kept: in full, or approximated, and how
-    kept: str | None = (
-        None  # why it stays as it is whatever its error (a parametrised weight, a mod that protects it); not to be planned
-    )
+    # why it stays as it is whatever its error (a parametrised weight, a mod that protects it); not to be planned
+    kept: str | None = None
     unscored: str | None = None  # why its candidates have no harm
     off: str | None = None  # why Probe stopped looking at it
     alarms: list["Alarm"] = msgspec.field(default_factory=list)  # hazards at its input, by column
 
 
 class ProbeReport(Record, frozen=True, tag="probe"):
-    """The evidence for a plan."""
+    """Everything a probe found: the evidence that a plan is made from."""
 
     model: str
     steps: int
@@ -183,9 +185,8 @@ class ProbeReport(Record, frozen=True, tag="probe"):
     units: int = 0  # that share it: errors of independent units add in squares, so each may cost margin / sqrt(units)
     unseen: list[Unseen] = msgspec.field(default_factory=list)  # products that were not looked at
     notes: list[str] = msgspec.field(default_factory=list)  # what went wrong while looking
-    chains: list[UnitPlan] = msgspec.field(
-        default_factory=list
-    )  # linears that could run in FP8 from one to the next, or do
+    # linears that could run in FP8 from one to the next, or do
+    chains: list[UnitPlan] = msgspec.field(default_factory=list)
     alone: dict[str, str] = msgspec.field(default_factory=dict)  # linears that are in no chain, and why
     no_chains: str | None = None  # why none were looked for
 
@@ -194,7 +195,7 @@ Feature = Literal["absmax", "std", "tail", "kurtosis", "zeros", "histogram"]
 
 
 class Move(Part, frozen=True):
-    """One operand of a site that is no longer what it was."""
+    """One operand of a site whose distribution has moved during training."""
 
     site: str
     role: Role

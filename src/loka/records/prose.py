@@ -7,17 +7,9 @@ if TYPE_CHECKING:
     from loka.records.unit import CollectivePlan, LinkPlan, TablePlan, UnitEvidence, UnitPlan
 
 _SETTINGS = (
-    "model",
-    "recipe",
-    "target",
-    "weights",
-    "max_error",
-    "max_gradient_error",
-    "min_speedup",
-    "max_metric_change",
-    "margin",
-    "mods",
-)
+    "model", "recipe", "target", "weights", "max_error", "max_gradient_error", "min_speedup", "max_metric_change",
+    "margin", "mods",
+)  # fmt: skip
 
 
 def spell(choice: "Choice") -> str:
@@ -63,10 +55,7 @@ def diff(before: "Plan", after: "Plan") -> str:
 
 def _diff_units(before: "Plan", after: "Plan") -> list[str]:
     old, new = (
-        {
-            **{unit.name: spell_unit(unit) for unit in plan.units},
-            **{part.name: spell_part(part) for part in plan.parts},
-        }
+        {**{unit.name: spell_unit(unit) for unit in plan.units}, **{part.name: spell_part(part) for part in plan.parts}}
         for plan in (before, after)
     )
     names = [*old, *(name for name in new if name not in old)]

@@ -225,7 +225,7 @@ def load(path: str | Path, kind: type[R]) -> R:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Where to write what shall become a file: when the block ends it replaces the file in one step, on the disk; where it raises nothing changes.
+    """A path to write to that replaces a file in one step when the block ends; where the block raises, nothing changes.
 
     Args:
         path: of the file; its folder is made where it is missing.

@@ -128,7 +128,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
                 return "nothing was converted"
             if self.speedup is None:
                 return f"nothing was converted to low precision; rewritten by {', '.join(self.plan.mods)}, speed not measured"
-            speed = f"{self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}]"
+            speed = f"{self.speedup:.2fx}"
             return f"nothing runs in FP8; in 16 bits with {', '.join(self.plan.mods)} the step is {speed} of the compiled original"
         change = self.metric_change
         if change is None:
@@ -136,10 +136,10 @@ class Tuning(Record, frozen=True, tag="tuning"):
         else:
             within = "within" if max(-change.low, change.high) <= self.used_margin else "not worse by more than"
             shown = within if change.high <= self.used_margin else "not shown to be within"
-            quality = f"{self.metric_name} {change.value:+.4%} [{change.low:+.4%}, {change.high:+.4%}]: {shown} {self.used_margin:.2%}"
+            quality = f"{self.metric_name} {change:+.4%}: {shown} {self.used_margin:.2%}"
         speed = "speed not measured" + (f" ({self.speed_note})" if self.speed_note else "")
         if self.speedup is not None:
-            speed = f"step {self.speedup.value:.2f}x [{self.speedup.low:.2f}, {self.speedup.high:.2f}] over compiled 16 bits"
+            speed = f"step {self.speedup:.2fx} over compiled 16 bits"
             return f"{speed}; {quality}"
         return f"{quality}; {speed}{self._say_estimate()}"
 
@@ -148,4 +148,4 @@ class Tuning(Record, frozen=True, tag="tuning"):
         found = None if self.estimate is None else self.estimate.linears
         if self.estimate is None or found is None:
             return ""
-        return f"; estimated for {self.estimate.target}: its linears {found.value:.2f}x [{found.low:.2f}, {found.high:.2f}]"
+        return f"; estimated for {self.estimate.target}: its linears {found:.2fx}"

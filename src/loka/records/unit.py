@@ -71,9 +71,8 @@ class UnitEvidence(Part, frozen=True):
     """What was measured about a unit as it would run."""
 
     speedup: Interval | None = None  # over the compiled 16-bit unit, in company
-    estimated: Interval | None = (
-        None  # the same, estimated for a device that was not there; never beside a measured one
-    )
+    # the same, estimated for a device that was not there; never beside a measured one
+    estimated: Interval | None = None
     microseconds: Interval | None = None
     harm: Interval | None = None  # predicted relative change of the loss
     metric_change: Interval | None = None  # measured by swapping this unit alone, relative
@@ -81,7 +80,7 @@ class UnitEvidence(Part, frozen=True):
 
 
 class UnitPlan(Part, frozen=True):
-    """How one unit runs.
+    """How one unit of a plan runs: its layers, scales and kernels, with evidence and reason.
 
     Args:
         name: of the unit: that of its first linear.

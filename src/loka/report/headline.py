@@ -12,13 +12,7 @@ def name_report(results: Results) -> str:
         return f"loka: {results.probe.model}"
     named = [
         record.model
-        for group in (
-            results.runs,
-            results.quantized,
-            results.plans,
-            results.loads,
-            results.tunings,
-        )
+        for group in (results.runs, results.quantized, results.plans, results.loads, results.tunings)
         for record in group
     ]
     return f"loka: {named[0] if named else 'report'}"

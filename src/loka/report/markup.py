@@ -6,20 +6,9 @@ from html import escape
 from loka.records import Interval
 
 __all__ = [
-    "about",
-    "capitalise",
-    "chart",
-    "chip",
-    "count",
-    "escape",
-    "notice",
-    "percent",
-    "row",
-    "signed",
-    "span_of",
-    "table",
-    "times",
-]
+    "about", "capitalise", "chart", "chip", "count", "escape", "notice", "percent", "row", "signed", "span_of",
+    "table", "times",
+]  # fmt: skip
 
 NARROW = "\u202f"  # no-break space that keeps a unit with its number
 

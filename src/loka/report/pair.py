@@ -7,7 +7,6 @@ from loka.records import ProbeReport, Site, write_atomically
 from loka.records.prose import diff
 from loka.report import headline, origin
 from loka.report.markup import about, chart, chip, escape, percent, row, signed, span_of, table
-from loka.report.payload import judged
 from loka.report.quality import GOOD
 from loka.report.render import fill_page
 from loka.report.results import Results
@@ -215,7 +214,7 @@ def _best_errors(probe: ProbeReport) -> dict[tuple[str, str], float]:
     best: dict[tuple[str, str], float] = {}
     for site in probe.sites:
         for c in site.candidates:
-            error = judged(c)
+            error = c.error
             if error is not None:
                 key = (site.name, c.gemm)
                 best[key] = min(error.value, best.get(key, error.value))

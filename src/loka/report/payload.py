@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from loka.records import GEMMS, Candidate, Choice, Gemm, ProbeReport, Site, SitePlan
+from loka.records import GEMMS, Choice, Gemm, ProbeReport, Site, SitePlan
 from loka.report import kernel_charts, quality_charts, serving, site_charts
 from loka.report.results import Results
 from loka.report.vega import RECIPE_COLOURS
@@ -72,17 +72,12 @@ def collect(results: Results) -> dict[str, Any]:
     return data
 
 
-def judged(candidate: Candidate) -> Any:
-    """The error a candidate is judged by: MERE forward, relative L2 in gradients."""
-    return candidate.mere if candidate.gemm == "fprop" else candidate.relative_l2
-
-
 def _points(probe: ProbeReport, gemm: Gemm, words: Words) -> list[list[Any]]:
     """[site, recipe, backend, error, low, high] and, where it was measured here, [speed-up, low, high]."""
     rows = []
     for number, site in enumerate(probe.sites):
         for c in site.candidates:
-            error = judged(c)
+            error = c.error
             if c.gemm != gemm or error is None:
                 continue
             speed = [c.speedup.value, c.speedup.low, c.speedup.high] if c.speedup else []
@@ -95,7 +90,7 @@ def _table_row(
     number: int, site: Site, plan: SitePlan | None, probe: ProbeReport | None, words: Words
 ) -> dict[str, Any]:
     unsafe = any(v.safety == "unsafe" for v in site.verdicts)
-    worst = max((e.high for c in site.candidates if (e := judged(c)) is not None), default=0.0)
+    worst = max((e.high for c in site.candidates if (e := c.error) is not None), default=0.0)
     row: dict[str, Any] = {
         "i": number,
         "k": site.k,

@@ -28,23 +28,9 @@ from loka.records.performance import KernelBench, PerformanceRows
 from loka.records.tuning import SizeEstimates, Tuning
 
 _ALL: tuple[type[Record], ...] = (
-    ProbeReport,
-    Plan,
-    Run,
-    Comparison,
-    DriftReport,
-    ModSummary,
-    KernelBench,
-    PerformanceRows,
-    Quantized,
-    PairedTest,
-    Analysis,
-    LoadTest,
-    OnlineTest,
-    Conversion,
-    Tuning,
-    SizeEstimates,
-)
+    ProbeReport, Plan, Run, Comparison, DriftReport, ModSummary, KernelBench, PerformanceRows, Quantized, PairedTest,
+    Analysis, LoadTest, OnlineTest, Conversion, Tuning, SizeEstimates,
+)  # fmt: skip
 _KINDS: dict[str, type[Record]] = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 R = TypeVar("R", bound=Record)
 

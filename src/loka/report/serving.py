@@ -28,17 +28,9 @@ def _write_loads(tests: tuple[LoadTest, ...]) -> str:
         for t in tests
     ]  # fmt: skip
     head = (
-        "model",
-        "offered / s",
-        "SLA ms",
-        "good / s",
-        "late",
-        "shed",
-        "p50 ms",
-        "p99 ms",
-        "429 within ms, p99",
+        "model", "offered / s", "SLA ms", "good / s", "late", "shed", "p50 ms", "p99 ms", "429 within ms, p99",
         "other codes",
-    )
+    )  # fmt: skip
     return "<h3>Under load</h3>" + about(
         "Open-loop traffic: requests leave when they are due, and latency counts from then. Good is an answer inside the SLA; late is the share of the accepted."
     ) + table(head, rows, numeric=range(1, 10), caption="Load tests")  # fmt: skip

@@ -18,12 +18,6 @@ from loka.semantic_ids.text import embed_text
 from loka.semantic_ids.trie import Trie
 
 __all__ = [
-    "ResidualKMeans",
-    "SemanticIndex",
-    "Trie",
-    "embed_histories",
-    "embed_text",
-    "fit_semantic_ids",
-    "load_index",
+    "ResidualKMeans", "SemanticIndex", "Trie", "embed_histories", "embed_text", "fit_semantic_ids", "load_index",
     "resolve_collisions",
-]
+]  # fmt: skip

@@ -25,7 +25,7 @@ from loka.semantic_ids.kmeans import assign_nearest, fit_kmeans
 
 @dataclass(frozen=True)
 class ResidualKMeans:
-    """How to make the codes.
+    """Settings of residual k-means, which gives every item its codes, level by level.
 
     Args:
         codebook_sizes: one per level.
@@ -116,11 +116,6 @@ def encode(index: SemanticIndex, embeddings: Tensor) -> Tensor:
 def _fit_level(points: Tensor, size: int, config: ResidualKMeans, *, seed: int) -> tuple[Tensor, Tensor]:
     fit = partial(fit_balanced_kmeans, slack=config.slack) if config.balanced else fit_kmeans
     fitted = fit(
-        points,
-        size,
-        seed=seed,
-        iterations=config.iterations,
-        tolerance=config.tolerance,
-        batch_size=config.batch_size,
+        points, size, seed=seed, iterations=config.iterations, tolerance=config.tolerance, batch_size=config.batch_size
     )
     return fitted.centroids, fitted.codes

@@ -2,7 +2,7 @@
 
     Server(open_model("runs/onerec"), sla=0.05, port=8000).run()          # or: loka serve runs/onerec --sla 50ms
 
-One process by default: an ASGI front (`Front`), a runner per model with its scheduler (`Runner`, `Scheduler`), an operator's port. A model is anything with the methods of
+One process by default: an ASGI front (`Front`), a runner per model with its `Scheduler`, an operator's port. A model is anything with the methods of
 `Servable`: a OneRec bundle, a frozen ranker, or your own. Names are resolved on first use: the load generator and `--check` need no torch.
 """
 
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     from loka.serving.queues import Policy as Policy
     from loka.serving.queues import Shed as Shed
     from loka.serving.rank_bundle import RankerBundle as RankerBundle
-    from loka.serving.rank_bundle import is_ranker_bundle as is_ranker_bundle
     from loka.serving.rank_bundle import load_ranker as load_ranker
     from loka.serving.rank_bundle import save_ranker as save_ranker
-    from loka.serving.rank_rows import Ranked as Ranked
     from loka.serving.rank_rows import RankRequest as RankRequest
     from loka.serving.ranker import RankingModel as RankingModel
     from loka.serving.runner import Refused as Refused
-    from loka.serving.runner import Runner as Runner
     from loka.serving.scheduler import Scheduler as Scheduler
     from loka.serving.servable import FieldError as FieldError
     from loka.serving.servable import Job as Job
@@ -38,71 +35,27 @@ if TYPE_CHECKING:
     from loka.serving.server import Server as Server
     from loka.serving.service import Service as Service
     from loka.serving.times import BatchTimes as BatchTimes
-    from loka.serving.tokens import Tokens as Tokens
 
-_HOMES = {
-    "Batch": "loka.serving.queues",
-    "BatchTimes": "loka.serving.times",
-    "Entry": "loka.serving.queues",
-    "EventLog": "loka.serving.experiment",
-    "FieldError": "loka.serving.servable",
-    "Front": "loka.serving.front",
-    "GenerativeModel": "loka.serving.generative",
-    "Job": "loka.serving.servable",
-    "Limits": "loka.serving.call",
-    "Policy": "loka.serving.queues",
-    "RankRequest": "loka.serving.rank_rows",
-    "Ranked": "loka.serving.rank_rows",
-    "RankerBundle": "loka.serving.rank_bundle",
-    "RankingModel": "loka.serving.ranker",
-    "RecommendRequest": "loka.serving.generative",
-    "Recommended": "loka.serving.generative",
-    "Refused": "loka.serving.runner",
-    "Runner": "loka.serving.runner",
-    "Scheduler": "loka.serving.scheduler",
-    "Servable": "loka.serving.servable",
-    "Server": "loka.serving.server",
-    "Service": "loka.serving.service",
-    "Shed": "loka.serving.queues",
-    "Split": "loka.serving.experiment",
-    "Tokens": "loka.serving.tokens",
-    "is_ranker_bundle": "loka.serving.rank_bundle",
-    "load_ranker": "loka.serving.rank_bundle",
-    "open_model": "loka.serving.opening",
-    "save_ranker": "loka.serving.rank_bundle",
+_NAMES = {
+    "call": ("Limits",),
+    "experiment": ("EventLog", "Split"),
+    "front": ("Front",),
+    "generative": ("GenerativeModel", "RecommendRequest", "Recommended"),
+    "opening": ("open_model",),
+    "queues": ("Batch", "Entry", "Policy", "Shed"),
+    "rank_bundle": ("RankerBundle", "load_ranker", "save_ranker"),
+    "rank_rows": ("RankRequest",),
+    "ranker": ("RankingModel",),
+    "runner": ("Refused",),
+    "scheduler": ("Scheduler",),
+    "servable": ("FieldError", "Job", "Servable"),
+    "server": ("Server",),
+    "service": ("Service",),
+    "times": ("BatchTimes",),
 }
+_HOMES = {name: f"loka.serving.{home}" for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Batch",
-    "BatchTimes",
-    "Entry",
-    "EventLog",
-    "FieldError",
-    "Front",
-    "GenerativeModel",
-    "Job",
-    "Limits",
-    "Policy",
-    "RankRequest",
-    "Ranked",
-    "RankerBundle",
-    "RankingModel",
-    "RecommendRequest",
-    "Recommended",
-    "Refused",
-    "Runner",
-    "Scheduler",
-    "Servable",
-    "Server",
-    "Service",
-    "Shed",
-    "Split",
-    "Tokens",
-    "is_ranker_bundle",
-    "load_ranker",
-    "open_model",
-    "save_ranker",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

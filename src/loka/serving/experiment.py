@@ -28,7 +28,7 @@ REMEMBERED = 200_000  # request ids that a process recognises
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of the arms.
+    """How requests are shared out between the arms of an experiment.
 
     Args:
         names: of the arms; the first is the baseline.

@@ -30,7 +30,7 @@ log = logging.getLogger("loka.serving")
 
 
 class Front:
-    """The application.
+    """The public ASGI application: routes, limits, errors.
 
     Args:
         service: what answers.
@@ -179,9 +179,8 @@ class Front:
             raise Refused(503, "engine", "the model did not answer", retry_after=1.0) from error
         except asyncio.CancelledError as error:
             if ticket.future.cancelled():
-                runner.cancel(
-                    ticket
-                )  # Ray cancels whoever waits: the future is cancelled, its place in the queue is not
+                # Ray cancels whoever waits: the future is cancelled, its place in the queue is not
+                runner.cancel(ticket)
                 raise Refused(499, "gone", "the client went away") from error
             raise
         finally:

@@ -105,7 +105,7 @@ class GenerativeModel:
     @property
     def buckets(self) -> list[Bucket]:
         """(requests, context)."""
-        return self.engine.buckets
+        return [Bucket(*bucket) for bucket in self.engine.buckets]
 
     @property
     def captures(self) -> int:
@@ -118,8 +118,9 @@ class GenerativeModel:
 
     def example(self, bucket: Bucket) -> list[Job]:
         """Full contexts of random ids."""
-        made = make_histories(self.engine.model_config, bucket[0], bucket[1])
-        return [Job(RecommendRequest(top=1), 1, bucket[1], (request, request.history.numpy(), ())) for request in made]
+        units, context = bucket
+        made = make_histories(self.engine.model_config, units, context)
+        return [Job(RecommendRequest(top=1), 1, context, (request, request.history.numpy(), ())) for request in made]
 
     def read(self, request: RecommendRequest) -> Job:
         """Translate to codes; a field that does not fit raises with its path."""

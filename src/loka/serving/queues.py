@@ -74,7 +74,7 @@ class Shed:
 
 @dataclass(frozen=True)
 class Batch:
-    """What runs now."""
+    """Requests that run together now, in one bucket."""
 
     bucket: Bucket
     entries: list[Entry]

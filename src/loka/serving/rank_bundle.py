@@ -39,7 +39,7 @@ class RankerBundle:
 
 
 def is_ranker_bundle(folder: str | Path) -> bool:
-    """Whether the folder holds one."""
+    """Whether a folder holds a ranker's bundle."""
     return (Path(folder) / INFO).is_file()
 
 
@@ -56,7 +56,7 @@ def save_ranker(
     name: str | None = None,
     link: Literal["sigmoid", "identity"] = "sigmoid",
 ) -> None:
-    """Write the folder; `model` has plain weights, the plan is applied when it is loaded.
+    """Write a ranker's bundle; `model` has plain weights, the plan is applied when it is loaded.
 
     Args:
         model: what `family`, `size` and `options`, or `factory`, build.
@@ -96,7 +96,7 @@ def save_ranker(
 
 
 def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch.device | str = "cpu") -> RankerBundle:
-    """Read the folder.
+    """Read a ranker's bundle.
 
     Args:
         folder: of `save_ranker`.

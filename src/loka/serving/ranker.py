@@ -70,17 +70,17 @@ class RankingModel:
     @property
     def buckets(self) -> list[Bucket]:
         """(rows, 0): a ranker has no context length."""
-        return [(rows, 0) for rows in self.rows]
+        return [Bucket(rows, 0) for rows in self.rows]
 
     def warm(self) -> None:
         """Run, and on a GPU capture, every bucket."""
         for rows in reversed(self.rows):
             self._prepare(rows)
-            self.run((rows, 0), self.example((rows, 0)))
+            self.run(Bucket(rows, 0), self.example(Bucket(rows, 0)))
 
     def example(self, bucket: Bucket) -> list[Job]:
         """One request that fills the bucket, of random features."""
-        draw, n, wide = np.random.default_rng(0), bucket[0], len(self._limits)
+        (n, _), draw, wide = bucket, np.random.default_rng(0), len(self._limits)
         dense = draw.normal(size=(n, len(self.schema.dense))).astype(np.float32)
         ids = (draw.random((n, wide)) * self._limits).astype(np.int64)
         rows = Rows(
@@ -99,7 +99,8 @@ class RankingModel:
 
     def run(self, bucket: Bucket, jobs: Sequence[Job]) -> list[Ranked]:
         """Score the rows of all jobs together."""
-        scores = self.score(bucket[0], [job.data for job in jobs])
+        rows, _ = bucket
+        scores = self.score(rows, [job.data for job in jobs])
         out, start = [], 0
         for job in jobs:
             out.append(self._finish(job, scores[start : start + job.units]))

@@ -58,9 +58,9 @@ def rehearse(model: Servable, turns: Turns) -> BatchTimes:
 
 def check_promise(model: Servable, policy: Policy, times: BatchTimes) -> None:
     """Refuse an SLA that the smallest batch of some context cannot meet."""
-    contexts = sorted({context for _, context in model.buckets})
-    for context in contexts:
-        bucket = min(b for b in model.buckets if b[1] == context)
+    buckets = [Bucket(*bucket) for bucket in model.buckets]
+    for context in sorted({bucket.context for bucket in buckets}):
+        bucket = min(b for b in buckets if b.context == context)
         takes = times.quantile(bucket, 0.5)
         if takes > policy.budget:
             raise ValueError(
@@ -84,10 +84,11 @@ def probe(model: Servable, requests: Sequence[Any], turns: Turns) -> list[str]:
             jobs.append(model.read(request))
         except ValueError as error:
             wrong.append(f"recorded request {place} is refused: {error}")
+    buckets = sorted((Bucket(*bucket) for bucket in model.buckets), key=lambda b: (b.context, b.units))
     jobs = jobs or model.example(model.buckets[0])
     for place, job in enumerate(jobs):
-        fitting = [b for b in model.buckets if b[0] >= job.units and b[1] >= job.length]
-        bucket: Bucket = min(fitting, key=lambda b: (b[1], b[0])) if fitting else max(model.buckets, key=lambda b: b[1])
+        fitting = [b for b in buckets if b.units >= job.units and b.context >= job.length]
+        bucket = fitting[0] if fitting else max(buckets, key=lambda b: b.context)
         ((answer,), _) = turns.run(model, bucket, [job])
         for name, values in model.to_tensors(answer).items():
             if values.dtype.kind == "f" and not bool((values - values == 0).all()):

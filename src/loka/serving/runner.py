@@ -226,9 +226,9 @@ class Runner:
 
     def _tell(self, batch: Batch, now: float) -> None:
         count, observe, arm = self.telemetry.count, self.telemetry.observe, self.arm
-        count("loka_batches_total", model=arm, bucket=f"{batch.bucket[0]}x{batch.bucket[1]}")
+        count("loka_batches_total", model=arm, bucket=f"{batch.bucket.units}x{batch.bucket.context}")
         count("loka_units_total", batch.units, model=arm)
-        count("loka_padding_total", batch.bucket[0] - batch.units, model=arm)
+        count("loka_padding_total", batch.bucket.units - batch.units, model=arm)
         observe("loka_batch_seconds", now - batch.started, LATENCIES, model=arm)
         observe("loka_batch_units", batch.units, SIZES, model=arm)
         second = self.telemetry.second()

@@ -60,12 +60,12 @@ class Scheduler:
     """
 
     def __init__(self, buckets: Iterable[Bucket], *, policy: Policy, times: BatchTimes) -> None:
-        self.buckets = sorted(set(buckets), key=lambda b: (b[1], b[0]))
+        self.buckets = sorted({Bucket(*b) for b in buckets}, key=lambda b: (b.context, b.units))
         if not self.buckets:
             raise ValueError("a scheduler needs at least one bucket")
         self.policy, self.times, self.reserve = policy, times, policy.reserve
         self._sent: deque[float] = deque(maxlen=SENT)
-        self.sizes = {c: [b for b in self.buckets if b[1] == c] for c in sorted({c for _, c in self.buckets})}
+        self.sizes = {c: [b for b in self.buckets if b.context == c] for c in sorted({c for _, c in self.buckets})}
         self.contexts = list(self.sizes)
         self.running: Batch | None = None
         self._queues = Queues()
@@ -89,7 +89,7 @@ class Scheduler:
 
     def cap(self, context: int) -> int:
         """Units that a batch of this context may hold under the SLA."""
-        return self._caps[context][-1][0]
+        return self._caps[context][-1].units
 
     def context_for(self, length: int) -> int:
         """The smallest context bucket that holds so many items; a longer history is cut to the longest."""
@@ -185,10 +185,10 @@ class Scheduler:
 
     def _find_ways(self, sizes: list[Bucket]) -> list[Bucket]:
         """The first bucket to run for 1, 2, ... times the smallest bucket's units, up to the largest; the larger one at a tie."""
-        step, best = sizes[0][0], [0.0]
+        step, best = sizes[0].units, [0.0]
         ways: list[Bucket] = []
-        for count in range(1, math.ceil(sizes[-1][0] / step) + 1):
-            costs = [(self._plan(b) + best[max(0, count - b[0] // step)], -b[0], b) for b in sizes]
+        for count in range(1, math.ceil(sizes[-1].units / step) + 1):
+            costs = [(self._plan(b) + best[max(0, count - b.units // step)], -b.units, b) for b in sizes]
             cost, _, bucket = min(costs)
             best.append(cost)
             ways.append(bucket)
@@ -196,8 +196,8 @@ class Scheduler:
 
     def _sizes_for(self, entry: Entry) -> list[Bucket]:
         """Buckets a batch with this head may use: up to the cap, or the smallest that holds it when it alone is larger."""
-        allowed = [b for b in self._caps[entry.context] if b[0] >= entry.units]
-        return allowed or [next(b for b in self.sizes[entry.context] if b[0] >= entry.units)]
+        allowed = [b for b in self._caps[entry.context] if b.units >= entry.units]
+        return allowed or [next(b for b in self.sizes[entry.context] if b.units >= entry.units)]
 
     def _judge(self, entry: Entry, now: float) -> Shed | None:
         end, late = self._play(self._queues, entry, now)
@@ -261,7 +261,7 @@ class Scheduler:
         return gone
 
     def _smallest(self, entry: Entry) -> Bucket:
-        return next(b for b in self.sizes[entry.context] if b[0] >= entry.units)
+        return next(b for b in self.sizes[entry.context] if b.units >= entry.units)
 
     def _choose(self, queues: Queues, now: float) -> tuple[Bucket, list[Entry]] | None:
         """The next batch by the rules above; the queues stay as they are."""
@@ -288,10 +288,10 @@ class Scheduler:
 
     def _gather(self, queues: Queues, head: Entry, bucket: Bucket) -> tuple[Bucket, list[Entry]]:
         """The requests of a batch in this bucket, or in a smaller one if that holds what fits; then whoever is shorter."""
-        taken, free = fill(bucket[0], queues.by_context[head.context])
-        used = bucket[0] - free
-        bucket = next(b for b in self.sizes[head.context] if b[0] >= used)
-        free = bucket[0] - used
+        taken, free = fill(bucket.units, queues.by_context[head.context])
+        used = bucket.units - free
+        bucket = next(b for b in self.sizes[head.context] if b.units >= used)
+        free = bucket.units - used
         for context in reversed(self.contexts[: self.contexts.index(head.context)]):
             more, free = fill(free, queues.by_context.get(context, []))
             taken += more
@@ -299,7 +299,7 @@ class Scheduler:
 
     def _quickest(self, queues: Queues, head: Entry) -> Bucket:
         """The bucket that begins the quickest way to clear the head's queue."""
-        ways, step, units = self._ways[head.context], self.sizes[head.context][0][0], 0
+        ways, step, units = self._ways[head.context], self.sizes[head.context][0].units, 0
         for entry in queues.by_context[head.context]:
             units += entry.units
             if units >= len(ways) * step:

@@ -84,9 +84,8 @@ class Server:
                 )
         if policy is None:
             assert sla is not None  # one of them
-            policy = Policy(
-                sla=sla, reserve=min(0.003, sla / 10)
-            )  # 2 ms left 0.9 % of the answers late at twice the capacity
+            # 2 ms left 0.9 % of the answers late at twice the capacity
+            policy = Policy(sla=sla, reserve=min(0.003, sla / 10))
         names = tuple(models) if isinstance(models, dict) else (models.name,)
         if (split is not None or shadow) and events is None:
             raise ValueError("an experiment needs a folder for its events; hint: --events DIR")

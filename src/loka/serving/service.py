@@ -27,7 +27,7 @@ Opener = Callable[[str], Servable]
 
 
 class Service:
-    """Models at work.
+    """One model, or the arms of an experiment, with what runs and reloads them.
 
     Args:
         models: arm -> model, or one model.
@@ -126,8 +126,8 @@ class Service:
             "sla_ms": 1e3 * self.policy.sla,
             "caps": {str(context): scheduler.cap(context) for context in scheduler.contexts},
             "batch_ms": {
-                f"{u}x{c}": round(1e3 * scheduler.times.quantile((u, c), self.policy.quantile), 3)
-                for u, c in scheduler.buckets
+                f"{b.units}x{b.context}": round(1e3 * scheduler.times.quantile(b, self.policy.quantile), 3)
+                for b in scheduler.buckets
             },
             "captures": runner.model.captures,
         }

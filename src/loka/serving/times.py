@@ -10,15 +10,25 @@ largest duration, and so is tried again in time.
 
 import math
 from collections import deque
+from typing import NamedTuple
 
-Bucket = tuple[int, int]  # (units, context): how many a batch holds, and how long a context
+
+class Bucket(NamedTuple):
+    """A prepared shape: how many units a batch holds, and how long a context; 0 where there is none."""
+
+    units: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"{self.units} x {self.context}" if self.context else str(self.units)
+
 
 WINDOW = 64
 NEGLECTED = 128
 
 
 class BatchTimes:
-    """Durations by bucket.
+    """How long batches of every bucket take, learned while the server runs.
 
     Args:
         window: durations kept per bucket; older ones are forgotten.

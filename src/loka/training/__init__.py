@@ -7,9 +7,8 @@
 `loka train` is the same parts behind a command line.
 """
 
-from loka.training.callbacks import Callback, CallbackState, LogLine
+from loka.training.callbacks import Callback, CallbackState
 from loka.training.checkpoint import DamagedCheckpointError, Snapshot, find_checkpoints, read_best, read_checkpoint
-from loka.training.compilation import CompileChoice
 from loka.training.config import TrainConfig, learning_rate_factor
 from loka.training.evaluation import evaluate, ranking_loss
 from loka.training.logs import Curve, JsonlLog, Progress, TensorBoard
@@ -20,32 +19,8 @@ from loka.training.snapshot import load_weights, seed_everything
 from loka.training.trainer import Trainer
 
 __all__ = [
-    "Callback",
-    "CallbackState",
-    "CompileChoice",
-    "Curve",
-    "DamagedCheckpointError",
-    "JsonlLog",
-    "LogLine",
-    "NextIdTask",
-    "NextItemTask",
-    "NonFiniteLossError",
-    "Optimizers",
-    "Progress",
-    "RowwiseAdagrad",
-    "Snapshot",
-    "TensorBoard",
-    "TrainConfig",
-    "TrainResult",
-    "Trainer",
-    "embed_items",
-    "evaluate",
-    "find_checkpoints",
-    "learning_rate_factor",
-    "load_weights",
-    "ranking_loss",
-    "read_best",
-    "read_checkpoint",
-    "seed_everything",
-    "split_parameters",
-]
+    "Callback", "CallbackState", "Curve", "DamagedCheckpointError", "JsonlLog", "NextIdTask", "NextItemTask",
+    "NonFiniteLossError", "Optimizers", "Progress", "RowwiseAdagrad", "Snapshot", "TensorBoard", "TrainConfig",
+    "TrainResult", "Trainer", "embed_items", "evaluate", "find_checkpoints", "learning_rate_factor", "load_weights",
+    "ranking_loss", "read_best", "read_checkpoint", "seed_everything", "split_parameters",
+]  # fmt: skip

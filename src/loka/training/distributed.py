@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from loka.comms import Agreement, RankError, StepClock
-from loka.comms.placement import wire_of
+from loka.comms.placement import clock_of, wire_of
 from loka.data.batch import Jagged
 from loka.nn.tables import Table
 from loka.records import Conversion, Plan, to_json
@@ -177,6 +177,8 @@ class DistributedTrainer(Trainer):
             model.to(device), self.how, learning_rate=config.embedding_learning_rate, device=device, clock=self.clock, tables=tables, whole=whole
         )  # fmt: skip
         self.conversion = _convert(spread.model, plan, recipe, device)
+        if (placed := clock_of(spread.model)) is not None:  # the plan says what is sent
+            placed.seed, self.clock = config.seed, placed
         self.wire, self.embedding_wire, self.fused = spread.wire or wire_of(spread.model), spread.embedding_wire, spread.fused  # fmt: skip
         super().__init__(spread.model, data, replace(config, device=str(device)), out=out, **options)
         if self.fused is not None:

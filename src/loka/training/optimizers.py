@@ -126,9 +126,7 @@ class Optimizers:
         self.dense = [parameter for _, parameter in dense]
         self._names = {id(parameter): name for name, parameter in dense + tables}
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
-        low = {
-            name: module for name, module in model.named_modules() if isinstance(module, Table) and module.is_trainable
-        }
+        low = {name: m for name, m in model.named_modules() if isinstance(m, Table) and m.anchor.requires_grad}
         self._names |= {id(table.anchor): f"{name}.weight" for name, table in low.items()}
         if dense:
             self._parts.append((build_adam(self.dense, config), config.learning_rate))

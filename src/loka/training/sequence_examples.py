@@ -30,14 +30,10 @@ Array = np.ndarray[Any, Any]
 class SequenceExampleBatch:
     """Some examples; without targets `target` is all zero (padding is never a target)."""
 
-    history: Jagged
-    """Item ids, oldest first"""
-    times: Tensor | None
-    """Seconds, parallel to the history's values; None where the data has none"""
-    asked: Tensor | None
-    """When each request was made, int64 [B]: the time of the target"""
-    target: Tensor
-    """int64 [B]"""
+    history: Jagged  # item ids, oldest first
+    times: Tensor | None  # seconds, parallel to the history's values; None where the data has none
+    asked: Tensor | None  # when each request was made, int64 [B]: the time of the target
+    target: Tensor  # int64 [B]
 
     @property
     def size(self) -> int:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loka.comms import StepClock, Wire, parse_codec, quantize_ddp, quantize_fsdp
 from loka.comms.torchrec import distribute_rows, make_registry, require
+from loka.kernels.embedding_update import trainable
 from loka.nn.embedding import EmbeddingTables
 from loka.nn.tables import Table, quantize_tables
 from loka.nn.wrapping import unwrap
@@ -73,6 +74,10 @@ class Distribution:
             problems.append(f"TorchRec's kernels train float32 rows only, not {self.rows}; hint: sharding=None")
         if self.sharding is None and self.embeddings is not None:
             problems.append("embeddings are sent only where tables are sharded; hint: sharding='row'")
+        try:
+            trainable(self.rows)
+        except ValueError as error:
+            problems.append(str(error))
         dense = [] if self.collectives is None else self.collectives.split(",")
         if len(dense) > (2 if self.dense == "fsdp" else 1):
             problems.append(f"collectives are one codec, or two under FSDP2 (weights, gradients), got {self.collectives!r} with dense={self.dense!r}")  # fmt: skip

@@ -26,7 +26,7 @@ class Batches(Protocol):
 
 
 class Split(Protocol):
-    """One part of a data set, as `loka.data.Split` has it."""
+    """One part of a data set, as `loka.data.ranking.Split` has it."""
 
     def batches(
         self, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool, rank: int, world: int, epoch: int

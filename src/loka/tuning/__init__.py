@@ -1,12 +1,15 @@
 """tuning: one call from a model to a faster model with proof. Read it top to bottom and you have seen the product.
 
 loop.py         the call: check what was given, run the session, apply its plan
-session.py      the loop: look, choose, verify
+session.py      the loop, phase by phase: look, choose, verify, record
+call.py         what was asked, and what is chosen so far
 task.py         what the user gave: a model, batches, a loss or a step; how they are run
 looking.py      the units of the model, the magnitudes their scales come from, what each way would do to the loss
 timing.py       a unit and the whole step as they will run: compiled, in a CUDA graph
 estimating.py   how fast a unit would be on a GPU that is not here, with an error bar
-verifying.py    the whole model beside high precision: the metric on held-out batches, paired
+choosing.py     units timed or estimated, and dropped where they are not faster
+verifying.py    the metric, a little training and the whole step; units are dropped until all hold
+comparing.py    the metric of two runs on the same held-out batches, paired
 evidence.py     everything measured, on disk as soon as it is known, so that a call that was cut short goes on
 tuned.py        the result
 

@@ -35,10 +35,8 @@ from loka.nn.wrapping import named_sites
 from loka.records import GEMMS, Interval
 from loka.records.performance import PerformanceRow
 from loka.units import discover
-from loka.units.flow import call_model
+from loka.units.example import call_model
 from loka.units.undisturbed import undisturbed
-
-__all__ = ["Estimator", "ModelEstimate", "Unit", "estimate_model", "known_targets"]
 
 Array = NDArray[np.float64]
 PRIOR = np.log([650.0, 1100.0, 3.8, 2.5, 6.0, 2.5, 1.0])  # TFLOP/s, TFLOP/s, TB/s, us, us, us, 1
@@ -197,9 +195,8 @@ class Estimator:
         spread = 0.0
         for gemm in GEMMS if training else GEMMS[:1]:
             own = RECIPES[recipe].operands(gemm)
-            operands = own or RECIPES["rowwise"].operands(
-                gemm
-            )  # what stays in 16 bits takes what it took beside rowwise
+            # what stays in 16 bits takes what it took beside rowwise
+            operands = own or RECIPES["rowwise"].operands(gemm)
             assert operands is not None
             variant = linear_variant(gemm, str(operands.a), str(operands.b), fast_accum=operands.fast_accum, weights="dynamic" if training else "cached")  # fmt: skip
             fits = [fit for name in BACKENDS if (fit := _fit_rows(self.target, variant, name)) is not None]

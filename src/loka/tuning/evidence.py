@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from loka.measure.device import device_of, name_device
 from loka.records import Interval, write_atomically
 
-__all__ = ["Evidence"]
-
-REVISION = 3  # raised where the same unit runs, or is timed with, something else than before. 2: weight gradients are added exactly. 3: a step quantises its weights anew
+REVISION = 4  # raised where the same unit runs, or is timed with, something else than before. 2: weight gradients are added exactly. 3: a step quantises its weights anew. 4: steps follow one another without a pause
 
 
 class Evidence:
@@ -74,8 +73,6 @@ class Evidence:
 
 
 def _fingerprint(model: nn.Module, settings: dict[str, Any]) -> str:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     shapes = [(key, list(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
-    text = json.dumps([name, torch.__version__, REVISION, settings, shapes], sort_keys=True)
+    text = json.dumps([name_device(device_of(model)), torch.__version__, REVISION, settings, shapes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -24,13 +24,13 @@ from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
+from loka.tuning.call import Call
 from loka.tuning.estimating import Estimator
+from loka.tuning.evidence import Evidence
 from loka.tuning.progress import Progress, Told
 from loka.tuning.session import Session
 from loka.tuning.task import MakeOptimizer, Step, Task
 from loka.tuning.tuned import Tuned
-
-__all__ = ["tune"]
 
 Target = Literal["train", "serve"]
 
@@ -102,12 +102,16 @@ def tune(
     inner = unwrap(model)
     _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
-    session = Session(task, metric, margin, target == "train", seconds, thorough, out, Progress(progress))
-    session.estimator = _estimator_for(estimate_for, row_factor, task.device)
-    session.row_factor = row_factor
-    session.train, session.optimizer = _check_training(train, target, optimizer), optimizer
-    session.choose_tables, session.choose_collectives = tables, collectives
+    training, estimator = target == "train", _estimator_for(estimate_for, row_factor, task.device)
+    _check_training(train, target, optimizer)
     present = _mods_of(inner, architecture)
+    call = Call(
+        task, metric, margin, training, seconds, thorough,
+        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough}),
+        progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
+        choose_tables=tables, choose_collectives=collectives,
+    )  # fmt: skip
+    session = Session(call)
     session.time_original()
     with ExitStack() as undo:
         if present:  # the user's own, trained with them: they stay, and none are put on top
@@ -119,12 +123,12 @@ def tune(
         undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
         if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
             done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
-            record = session.with_conversion(record, done)
+            record = msgspec.structs.replace(record, conversion=done)
     tuned = Tuned(model, record)
     session.give_back()
     if out is not None:
         tuned.save(out)
-    session.progress.finish(record.verdict)
+    call.progress.finish(record.verdict)
     return tuned
 
 
@@ -153,10 +157,9 @@ def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
     return present
 
 
-def _check_training(steps: int, target: str, optimizer: Any) -> int:
+def _check_training(steps: int, target: str, optimizer: Any) -> None:
     if steps < 0 or (steps and target != "train") or (optimizer is not None and not steps):
         raise ValueError(f"train={steps}: expected a number of steps, with target='train'; optimizer= belongs to it")
-    return steps
 
 
 def _estimator_for(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:

@@ -4,7 +4,8 @@
                 the margin at its upper end is taken
     weights     the same with codecs: what an all-gather brings is what every prediction is made with, so the metric is measured with the decoded weights
     gradients   a codec's error beside what gradients differ by from batch to batch anyway, both element by element relative to the element's own root mean square, which is what Adam
-                divides by; taken where it adds at most 1 % to that variance
+                divides by; taken where it adds at most 1 % to that variance. 8-bit codecs of gradients round stochastically: to nearest the same small elements are lost in every step,
+                a bias that training follows and that no look at a single step sees
 
 Rounding the rows of a trained table says what the format does to predictions. What it does to training, where rows are rounded in every step, is not measured here: formats that can be
 trained are those of `loka.kernels.embedding_update`, with stochastic rounding.
@@ -20,6 +21,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.wire.codec import Codec, parse_codec
 from loka.measure.timing import bootstrap_median
@@ -30,19 +32,10 @@ from loka.tuning.task import Task
 from loka.units import find_collectives, find_tables, place_tables, refuse_tables, release_tables
 from loka.units.tables import dense_matrices, row_bytes
 
-__all__ = [
-    "TRAINED",
-    "choose_collectives",
-    "choose_tables",
-    "describe_part",
-    "placed_alone",
-    "rounded_weights",
-    "unrounded",
-]
-
 TRAINED = ("int8:row", "e4m3:row:pow2", "bfloat16")
 SERVED = ("int4:row", "int8:row", "e4m3:row", "bfloat16")
-CODECS = ("e4m3:1x128:pow2", "int8:1x128", "bf16")
+WEIGHT_CODECS = ("e4m3:1x128:pow2", "int8:1x128", "bf16")
+GRADIENT_CODECS = ("e4m3:1x128:pow2:stochastic", "int8:1x128:stochastic", "bf16")
 ADDED_VARIANCE = 0.01
 LOOKED_UP = 4096  # rows of a timed lookup
 Measure = Callable[[], Interval]  # change of the metric as the model is now
@@ -145,7 +138,7 @@ def _choose_weights(
     model: nn.Module, matrices: Sequence[Tensor], part: CollectivePlan, measure: Measure, margin: float
 ) -> CollectivePlan:
     refused: list[str] = []
-    for way in _codecs(part.elements, [p.detach() for p in matrices]):
+    for way in _codecs(WEIGHT_CODECS, part.elements, [p.detach() for p in matrices]):
         with rounded_weights(model, way.name):
             change = measure()
         if change.high > margin:
@@ -163,7 +156,7 @@ def _choose_gradients(task: Task, matrices: Sequence[Tensor], part: CollectivePl
     mean = torch.stack(batches).mean(0)
     noise = sum(float(((g - mean) / size).square().mean()) for g in batches) / max(len(batches) - 1, 1)
     refused: list[str] = []
-    for way in _codecs(part.elements, [batches[0]]):
+    for way in _codecs(GRADIENT_CODECS, part.elements, [batches[0]]):
         codec = parse_codec(way.name)
         lost = sum(float(((_through(codec, g) - g) / size).square().mean()) for g in batches) / len(batches)
         added = lost / max(noise, 1e-30)
@@ -190,11 +183,11 @@ def _gradients(task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _codecs(elements: int, tensors: Sequence[Tensor]) -> list[_Tried]:
+def _codecs(names: Sequence[str], elements: int, tensors: Sequence[Tensor]) -> list[_Tried]:
     """From the fewest bytes on; of equal ones the smaller error first."""
     flat = torch.cat([t.float().flatten() for t in tensors])
     tried = []
-    for name in CODECS:
+    for name in names:
         codec = parse_codec(name)
         tried.append(_Tried(name, codec.size(elements), _relative(_through(codec, flat) - flat, flat)))
     return sorted(tried, key=lambda way: (way.bytes, way.error))
@@ -216,7 +209,7 @@ def rounded_weights(model: nn.Module, codec: str) -> Iterator[None]:
 
 
 def _through(codec: Codec, flat: Tensor) -> Tensor:
-    return codec.decode(codec.encode(flat), flat.numel())
+    return codec.decode(codec.encode(flat, draw=Draw(step=0) if codec.is_stochastic else None), flat.numel())
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:

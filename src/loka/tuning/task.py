@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loka.units.flow import call_model, copy_containers, tensors_in
+from loka.measure.device import device_of
+from loka.units.example import call_model, copy_containers, tensors_in
 from loka.units.undisturbed import undisturbed
-
-__all__ = ["MakeOptimizer", "Step", "Task"]
 
 Step = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # from a model's parameters
@@ -67,7 +66,7 @@ class Task:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        return device_of(self.model)
 
     @property
     def looking(self) -> list[Any]:

@@ -21,20 +21,10 @@ from loka.lowp.step import end_step
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
-from loka.units.flow import copy_example
+from loka.units.example import copy_example
 
-__all__ = [
-    "Captured",
-    "Fragment",
-    "NotCapturedError",
-    "can_time",
-    "compare",
-    "make_fragment",
-    "time_in_turns",
-    "whole_step",
-]
-
-TURNS, REPEATS = 5, 6
+TURNS, REPEATS = 5, 4
+LONG_ENOUGH = 8000.0  # microseconds that are timed at once
 Run = Callable[[], Any]
 
 
@@ -61,10 +51,12 @@ class Captured:
     Args:
         replay: runs it.
         host_microseconds: what the host takes to launch the step when it is in no graph; the device waits for that where it is the longer of both.
+        kept: all that the step reads. A graph knows addresses only: what is freed after the capture is somebody else's memory in a replay, or nobody's.
     """
 
     replay: Run
     host_microseconds: float
+    kept: Any
 
     def __call__(self) -> None:
         """Replay."""
@@ -176,7 +168,7 @@ def fragment_step(
                 x.grad = None
                 fragment.zero_grad(set_to_none=True)
 
-    return capture(step)
+    return capture(step, _tensors_of(fragment))
 
 
 def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
@@ -201,7 +193,12 @@ def whole_step(task: Task, *, training: bool, mode: str | None) -> Captured:
                 end_step(_placed(model))
                 model.zero_grad(set_to_none=True)
 
-    return capture(step)
+    return capture(step, _tensors_of(model))
+
+
+def _tensors_of(model: nn.Module) -> list[Any]:
+    """Modules and tensors of a model as it is now: it may be changed while a graph still reads them."""
+    return [*model.modules(), *model.parameters(), *model.buffers()]
 
 
 def _placed(model: nn.Module) -> list[Linear | Chain]:
@@ -209,11 +206,19 @@ def _placed(model: nn.Module) -> list[Linear | Chain]:
     return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
 
-def capture(step: Run) -> Captured:
-    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises."""
+def capture(step: Run, kept: Any) -> Captured:
+    """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises.
+
+    Args:
+        step: what to capture; it is kept with the graph, and with it the inputs it closes over.
+        kept: what else the step reads.
+
+    Returns:
+        What replays the step.
+    """
     # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-        return _capture(step)
+        return _capture(step, kept)
 
 
 @cache
@@ -222,7 +227,7 @@ def _stream_of(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _capture(step: Run) -> Captured:
+def _capture(step: Run, kept: Any) -> Captured:
     stream = _stream_of(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -242,7 +247,20 @@ def _capture(step: Run) -> Captured:
         torch.cuda.synchronize()
         # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
         raise NotCapturedError(f"the step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}") from error
-    return Captured(graph.replay, host)
+    return Captured(graph.replay, host, (step, kept))
+
+
+def return_workspaces() -> None:
+    """Give back what cuBLAS keeps for the streams it has run on, 32 MiB each, unless somebody's CUDA graph may hold its address: every graph has a pool of memory of its own.
+
+    Call it when no captured step of ours is left.
+    """
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    pools = {segment.get("segment_pool_id", (0, 0)) for segment in torch.cuda.memory_snapshot()}  # type: ignore[no-untyped-call]
+    if clear is not None and pools <= {(0, 0)}:
+        torch.cuda.synchronize()
+        clear()
+        torch.cuda.empty_cache()
 
 
 def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
@@ -255,20 +273,24 @@ def time_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
         The median of every turn, by name.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
+    counts = {name: 1 + round(LONG_ENOUGH / max(_replay(go, 1), 1.0)) for name, go in runs.items()}
     for _ in range(TURNS):
         for name, go in runs.items():
             go()
-            torch.cuda.synchronize()
-            taken = []
-            for _ in range(REPEATS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-                begin.record()
-                go()
-                end.record()
-                torch.cuda.synchronize()
-                taken.append(1000 * begin.elapsed_time(end))
-            times[name].append(statistics.median(taken))
+            times[name].append(statistics.median(_replay(go, counts[name]) for _ in range(REPEATS)))
     return times
+
+
+def _replay(go: Run, count: int) -> float:
+    """Microseconds of a run. Several follow one another without a pause: of a single one the host's launch would be timed too, 10 to 50 us that a loop of steps does not wait for."""
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(count):
+        go()
+    end.record()
+    torch.cuda.synchronize()
+    return float(1000 * begin.elapsed_time(end) / count)
 
 
 def compare(times: Mapping[str, list[float]], name: str, base: str) -> Interval:

@@ -11,8 +11,6 @@ from loka.records import Conversion, Interval, Plan, save
 from loka.records.tuning import Tuning
 from loka.report import Results, write_html
 
-__all__ = ["Tuned"]
-
 
 def _spell(change: float) -> str:
     return "not finite" if change >= NEVER else f"{change:+.4%}"
@@ -44,7 +42,7 @@ class TuningReport:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned model.
+    """A tuned model, with the record of everything that was measured.
 
     Args:
         model: the model that was given, converted in place.

@@ -1,153 +1,217 @@
-"""Verify a plan on the model itself: the metric with it and without it, on the same held-out batches, paired.
+"""Whether what was chosen holds: the metric with the units swapped in, alone and together; after a little training; the time of the whole step. Units are dropped until all of it holds."""
 
-    change = mean(with - without) / mean(without)           lower is better: a loss
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-The interval is over examples where the loss gives one number each, over batches otherwise or where these differ (`loka.probe.paired`); both runs have the same weights and random state, so what
-differs is the arithmetic alone.
-The upper end decides: a plan whose change may exceed the margin is not within it.
-"""
-
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-
-from loka.placing import convert, revert
-from loka.probe.paired import Losses, gather
-from loka.records import Interval, Plan
-from loka.tuning.task import MakeOptimizer, Task
-from loka.units.undisturbed import undisturbed
-
-__all__ = ["converted", "evaluate", "evaluate_averaged", "train_paired"]
+from loka.dispatch.choosing import Offer, part_of, predicted_harm, split_unit
+from loka.placing import freeze_model
+from loka.probe.paired import Losses, spell_change
+from loka.records import CollectivePlan, Interval, TablePlan
+from loka.tuning import timing
+from loka.tuning.call import Call, Selection
+from loka.tuning.comparing import converted, evaluate, train_paired
+from loka.tuning.tables import choose_collectives, choose_tables, rounded_weights, unrounded
 
 
-def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_trained: bool = False) -> Losses:
-    """The loss of held-out batches, in eval mode, with the same random numbers in every call.
+@dataclass(frozen=True)
+class StepTimes:
+    """The whole step, as it was timed.
 
     Args:
-        task: what the user gave.
-        batches: which.
-        metric: metric(model, batch) -> values, lower is better; None is the task's own loss.
-        as_trained: run the differentiable form, whose scales are those of training; serving scales the input of a chain otherwise.
-
-    Returns:
-        The losses, on the CPU, in order.
+        medians: microseconds by run.
+        host: what the host takes to launch each.
+        speedup: of what is converted over the original.
+        note: why there is none.
+        host_note: what becomes of it where steps are launched kernel by kernel, if that is much.
     """
-    model, parts = task.model, []
-    grads = [(p, p.grad) for p in model.parameters()]
-    try:
-        with undisturbed(model), torch.set_grad_enabled(as_trained):
-            model.eval()
-            torch.manual_seed(0)
-            for batch in batches:
-                value = task.losses(model, batch) if metric is None else _values(metric(model, batch))
-                parts.append(value.detach())
-    finally:
-        for p, grad in grads:
-            p.grad = grad
-    return gather(parts)
+
+    medians: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+    speedup: Interval | None = None
+    note: str | None = None
+    host_note: str | None = None
 
 
-def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = False) -> Losses | None:
-    """The loss of held-out batches when every example gets the batch's mean prediction: what a model that tells nobody apart has.
+def swap(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
+    """The change of the metric with some units in low precision."""
+    with converted(call.task.model, selection.to_plan(call, offers)):
+        selection.swapped = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
+    return selection.swapped.change_from(selection.base)
+
+
+def verify_metric(call: Call, selection: Selection) -> None:
+    """Swap units in, alone and together; drop what costs most until the whole is within the margin."""
+    alone, base, offers = selection.alone, selection.base, list(selection.offers)
+    for index, offer in enumerate(offers):
+        call.progress("verify the metric", index + 1, len(offers) + 1)
+        key = f"alone {offer.way} {offer.name} {len(offer.unit.links)} of {base.digest}"
+        alone[offer.name] = call.evidence.get_interval(key) or call.evidence.put_interval(key, swap(call, selection, [offer]))  # fmt: skip
+    for offer in offers:
+        if alone[offer.name].low == alone[offer.name].high == 0.0:
+            selection.drop(offer, "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there")  # fmt: skip
+    unresolved = hold_margin(call, selection)
+    if unresolved is not None:
+        call.notes.append(f"the held-out data resolve {unresolved.high - unresolved.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, base)}")  # fmt: skip
+
+
+def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) -> Interval | None:
+    """Swap in what is left, together, and drop what costs most until it is within the margin.
 
     Args:
-        task: what the user gave.
-        metric: as for `evaluate`.
-        as_trained: as for `evaluate`.
+        call: whose margin it is.
+        selection: what is in; `used` and `change` are of what stays in.
+        coarsest: a margin that an earlier measurement resolved; none coarser is used now.
 
     Returns:
-        The losses; None where the model returned nothing that could be averaged.
+        The change, where the data resolve a coarser margin only.
     """
-    changed = False
-
-    def average(value: Any) -> Any:
-        nonlocal changed
-        if isinstance(value, Tensor):
-            if not value.is_floating_point() or value.dim() == 0 or value.shape[0] < 2:
-                return value
-            changed = True
-            return value.mean(0, keepdim=True).expand_as(value).clone()
-        if isinstance(value, dict):
-            return {key: average(part) for key, part in value.items()}
-        return type(value)(map(average, value)) if type(value) in (tuple, list) else value
-
-    hook = task.model.register_forward_hook(lambda module, args, out: average(out))
-    try:
-        found = evaluate(task, task.held_out, metric, as_trained=as_trained)
-    finally:
-        hook.remove()
-    return found if changed else None
+    unresolved = None
+    while selection.offers:
+        together = selection.change = swap(call, selection, selection.offers)
+        selection.used = min(call.margin_for(together), coarsest)
+        unresolved = together if selection.used > call.margin else None
+        if call.is_within(together, selection.used):
+            return unresolved
+        worst = max(selection.offers, key=lambda o: selection.alone[o.name].high)
+        exceeded = call.margin if together.low > call.margin else selection.used
+        for part in _drop_worst(call, selection, worst, exceeded):
+            selection.alone[part.name] = swap(call, selection, [part])
+    selection.change = None
+    return unresolved
 
 
-def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | None, metric: Any, told: Callable[[int], None]) -> Interval:  # fmt: skip
-    """Train two copies of the model on the batches that choose, with the same random numbers, one of them by the plan; the change on the held-out ones.
+def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float) -> list[Offer]:
+    """Drop the linear of an offer that is predicted to cost most; what is left of its chain stays in, and is returned."""
+    sites, whole = selection.looked.sites, len(offer.unit.links) == 1
+    what = "it" if whole else f"the chain {offer.name}, of which this is predicted to cost most,"
+    change = spell_change(selection.alone[offer.name])
+    worst = max(offer.unit.linears, key=lambda name: predicted_harm(sites[name], training=call.training))
+    why = f"swapped in, {what} moved the metric {change}, and all together exceeded {exceeded:.3%}"
+    if whole:
+        selection.drop(offer, why)
+        return []
+    selection.chosen.kept[worst] = why
+    parts = [part_of(offer, unit, selection.looked, training=call.training) for unit in split_unit(offer.unit, {worst})]  # fmt: skip
+    selection.replace(offer, parts)
+    return parts
+
+
+def _say_finer(call: Call, base: Losses) -> str:
+    """What would resolve more."""
+    if base.step <= call.margin or base.per_example:
+        return "more batches resolve more"
+    return f"the loss comes in a type whose steps are {base.step:.2%}: compute its mean in float32, or return one number per example"
+
+
+def verify_training(call: Call, selection: Selection) -> Interval | None:
+    """Train two copies a little, one by the plan; the unit whose gradients are predicted to cost most leaves until they end alike.
+
+    Returns:
+        The change of the metric that the runs ended with; None where no unit is left.
+    """
+    while selection.offers:
+        change = train_paired(call.task, selection.to_plan(call), call.train, call.optimizer, call.metric, lambda done: call.progress("train a little", done, 2 * call.train))  # fmt: skip
+        if call.is_within(change, selection.used):
+            return change
+        worst = max(selection.offers, key=lambda o: 0.0 if o.harm is None else o.harm.value)
+        selection.drop(worst, f"trained {call.train} steps with it, the metric moved {spell_change(change)}, more than {selection.used:.3%}")  # fmt: skip
+    return None
+
+
+def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing.Captured]) -> StepTimes:
+    """Time the whole step, compiled, beside compiled 16 bits; drop units until it is not slower.
 
     Args:
-        task: what the user gave; its model is not trained.
-        plan: what the second copy runs.
-        steps: of each copy.
-        optimizer: optimizer(parameters); None is AdamW at 1e-3.
-        metric: as for `evaluate`.
-        told: how many steps are done.
+        call: whose step it is.
+        selection: what is in.
+        original: the step of the model as it was, captured, by compile mode.
 
     Returns:
-        The relative change, paired, with its interval over examples; what two runs differ by anyway is in it.
-
-    Raises:
-        ValueError: the step does not train the model it is given.
+        What was measured.
     """
-    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, 1e-3))
-    found = []
-    for index, low in enumerate((False, True)):
-        twin = copy.copy(task)
-        twin.model = copy.deepcopy(task.model)
-        before = [p.detach().clone() for p in twin.model.parameters()]
-        if low:
-            convert(twin.model, plan)
-        cuda = sorted({p.device.index or 0 for p in twin.model.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(0)
-            _train(twin, make([p for p in twin.model.parameters() if p.requires_grad]), steps, lambda done, index=index: told(index * steps + done))  # type: ignore[misc]  # fmt: skip
-        if all(torch.equal(a, b) for a, b in zip(before, twin.model.parameters(), strict=True)):
-            raise ValueError("train: the step does not train the model it is given; expected step(model, batch) that runs `model`")  # fmt: skip
-        found.append(evaluate(twin, twin.held_out, metric, as_trained=True))
-    return found[1].change_from(found[0])
+    if call.untimed is not None:
+        return StepTimes(note=call.untimed)
+    base, offered = dict(original), bool(selection.offers)
+    if selection.mods:
+        base["bf16 layout"] = timing.whole_step(call.task, training=call.training, mode=None)
+    for attempt in range(3):
+        if not selection.offers:
+            break
+        with converted(call.task.model, selection.to_plan(call)):
+            if not call.training:
+                freeze_model(call.task.model)
+            runs = dict(base)
+            for mode in call.modes:
+                runs[name_run("loka", mode)] = timing.whole_step(call.task, training=call.training, mode=mode)
+            times = timing.time_in_turns(runs)
+        medians = _medians(times)
+        best, mine = (min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka"))  # fmt: skip
+        ratio = timing.compare(times, mine, best).value
+        if ratio >= 1.0:
+            return _report(runs, times, mine, original)
+        if call.left < 0.2 * call.budget or len(selection.offers) == 1 or attempt == 2:
+            break
+        slowest = min(selection.offers, key=lambda o: selection.speeds[o.name].value if o.name in selection.speeds else 1.0)  # fmt: skip
+        selection.drop(slowest, f"the whole step was {ratio:.2f}x of 16 bits with it")
+    note = "FP8 was not faster than compiled 16 bits as a whole step" if offered else "no unit is both safe and fast"
+    for offer in selection.offers:
+        selection.drop(offer, note)
+    if not selection.mods:
+        return StepTimes(note=f"{note}: nothing is converted")
+    return _report(base, timing.time_in_turns(base), "bf16 layout", original)
 
 
-def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Callable[[int], None]) -> None:
-    task.model.train()
-    for step in range(steps):
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            task.mean_loss(task.model, task.looking[step % len(task.looking)]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        told(step + 1)
+def name_run(kind: str, mode: str | None) -> str:
+    """What a run is called in the record: its precision, and the compiler's mode where it is not the default."""
+    return kind if mode is None else f"{kind} max-autotune"
 
 
-def _values(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise ValueError(f"the metric returned {type(value).__name__}, expected a floating tensor, lower is better")
-    return value
+def _report(runs: Mapping[str, timing.Captured], times: dict[str, list[float]], mine: str, original: Mapping[str, timing.Captured]) -> StepTimes:  # fmt: skip
+    """What was measured of a step, beside the faster original."""
+    medians, host = _medians(times), {name: run.host_microseconds for name, run in runs.items()}
+    before = min(original, key=medians.__getitem__)
+    said = timing.say_host(medians, host, mine, before)
+    return StepTimes(medians, host, timing.compare(times, mine, before), host_note=said)
 
 
-@contextmanager
-def converted(model: nn.Module, plan: Plan, *, backend: str | None = None) -> Iterator[Any]:
-    """Run with a plan placed, and without it afterwards.
+def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
 
-    Args:
-        model: not converted.
-        plan: what to place.
-        backend: instead of the plan's backends.
+
+def choose_parts(call: Call, selection: Selection) -> list[TablePlan | CollectivePlan]:
+    """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are.
 
     Returns:
-        The conversion, inside the block.
+        All that were looked at; those that are in are in the selection.
     """
-    done = convert(model, plan, backend=backend)
-    try:
-        yield done
-    finally:
-        revert(model)
+    task, used = call.task, selection.used
+
+    def measure() -> Interval:
+        return evaluate(task, task.held_out, call.metric, as_trained=call.training).change_from(selection.base)
+
+    tables = choose_tables(task, measure, used, training=call.training) if call.choose_tables else []
+    sent = choose_collectives(task, measure, used) if call.choose_collectives else []
+    found: list[TablePlan | CollectivePlan] = [*tables, *sent]
+    taken = [part for part in found if part.evidence is not None]
+    without = selection.change
+    while taken:
+        selection.tables = [part for part in taken if isinstance(part, TablePlan)]
+        selection.collectives = [part for part in taken if isinstance(part, CollectivePlan)]
+        weights = next((part.codec for part in selection.collectives if part.name == "weights"), "fp32")
+        with unrounded(task.model, selection.tables), rounded_weights(task.model, weights):
+            change = selection.change = swap(call, selection, selection.offers)
+        judged = [p for p in taken if p.evidence is not None and p.evidence.metric_change is not None]
+        if call.is_within(change, used) or not judged:
+            break
+        worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
+        taken.remove(worst)
+        call.notes.append(f"{worst.name} stays as it is: with everything together the metric moved {spell_change(change)}")  # fmt: skip
+        selection.tables, selection.collectives, selection.change, selection.swapped = [], [], without, None
+    return found
+
+
+def note_columns(call: Call, selection: Selection) -> None:
+    """Name tasks whose own loss changes by more than the margin while the loss as a whole does not: a rare label is a small part of it."""
+    found = {} if selection.swapped is None else selection.swapped.changed_columns(selection.base, selection.used)
+    call.notes += [f"column {number} of the loss, {share:.1%} of it, changes {spell_change(change)}: more than {selection.used:.2%}, which holds for their mean; hint: metric= that returns the column that matters" for number, (share, change) in found.items()]  # fmt: skip

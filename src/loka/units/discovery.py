@@ -16,34 +16,21 @@ import msgspec
 import torch
 from torch import nn
 
-from loka.kernels.activation import LEAK
 from loka.lowp.chain import is_watched
-from loka.lowp.folding import can_fold
 from loka.lowp.interaction import refuse_interaction
 from loka.lowp.linear import refuse
-from loka.nn import BLOCK, EPS, BlockNorm, HardSwish
+from loka.nn import BLOCK, BlockNorm, HardSwish
 from loka.nn.wrapping import named_sites, own_parameters, plain_name, unwrap
 from loka.records.prose import spell_part
 from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePlan, UnitPlan
 from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
+from loka.units.following import Following, norm_kind
 from loka.units.tables import find_collectives, find_tables
-
-__all__ = ["ACTIVATIONS", "NARROW", "Discovered", "discover"]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
 WIDE_WEIGHTS = "float64 weights: no low-precision GEMM writes float64"
 PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
-
-ACTIVATIONS: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    HardSwish: "hard_swish",
-    nn.Hardswish: "hard_swish",
-    nn.Tanh: "tanh",
-    nn.Sigmoid: "sigmoid",
-    nn.LeakyReLU: "leaky_relu",
-}
 
 
 @dataclass(frozen=True)
@@ -110,9 +97,8 @@ def discover(
     """
     inner = unwrap(model)
     searches = []
-    for training in (
-        (False,) if serving else (False, True)
-    ):  # a module read by an auxiliary loss is read in training alone
+    # a module read by an auxiliary loss is read in training alone
+    for training in (False,) if serving else (False, True):
         flow = record(inner, example, training=training)
         if isinstance(flow, Unknown):
             raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
@@ -253,7 +239,7 @@ class _Search:
         """A linear and what follows it; the next linear's call, or what ends the chain."""
         linear = self.modules[call.site or ""]
         assert isinstance(linear, nn.Linear)
-        state = _Following(call.site or "", linear)
+        state = Following(call.site or "", linear)
         value = call.outputs[0]
         while True:
             if value in self.flow.results:
@@ -272,7 +258,7 @@ class _Search:
                 return state.link(), None, why
             value = reader.outputs[0]
 
-    def _take(self, reader: Call, value: int, state: "_Following") -> str | None:
+    def _take(self, reader: Call, value: int, state: Following) -> str | None:
         """Let a norm, an activation or a dropout into the link; why not, where it cannot be."""
         where = reader.site or f"{reader.op} in {reader.inside or 'the model'}"
         if len(reader.outputs) != 1 or reader.inputs != (value,):
@@ -333,97 +319,6 @@ class _Search:
         return False
 
 
-@dataclass
-class _Following:
-    """What was found behind a linear so far."""
-
-    site: str
-    linear: nn.Linear
-    norm: str = "none"
-    norm_site: str | None = None
-    activation: str = "none"
-    eps: float = 1e-5
-    slope: float = 0.01
-    passed: list[str] = field(default_factory=list)
-    callers: list[str] = field(default_factory=list)
-    called: bool = False
-    dropout: float | None = None
-    dropout_site: str | None = None
-
-    def take(self, site: str, module: nn.Module, *, serving: bool, caller: str | None) -> str | None:
-        """A module; one that is used more than once stays what it is, and its `caller` knows which call is the chain's."""
-        if isinstance(module, nn.Identity):
-            pass
-        elif isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward:
-            if why := self.take_dropout(module.p, site, site, caller=caller, serving=serving):
-                return why
-        elif (kind := norm_kind(module, self.linear.out_features)) is not None:
-            if self.norm != "none" or self.activation != "none":
-                return f"{site} normalises after {'another norm' if self.norm != 'none' else 'an activation'}"
-            if why := self._forget_dropout(f"{site} normalises after a dropout", serving=serving):
-                return why
-            self.norm, self.norm_site = kind, site
-            self.eps = norm_eps(module)
-        elif (activation := activation_of(module)) is not None and self.activation == "none":
-            slope = float(getattr(module, "negative_slope", LEAK))
-            if caller is not None:
-                return self.take_call(activation, slope, site, caller, serving=serving)
-            if why := self._take_activation(activation, slope, site, serving=serving):
-                return why
-        else:
-            return f"{site} ({type(module).__name__}) stands behind it"
-        if caller is None:
-            self.passed.append(site)
-        return None
-
-    def take_dropout(self, p: float, where: str, site: str, *, caller: str | None, serving: bool) -> str | None:
-        """A dropout: a module, or a function that the forward of `caller` calls."""
-        if p >= 1 and not serving:
-            return f"{where} is a dropout with p {p:g}, which leaves nothing"
-        if why := self._forget_dropout(f"{where} is a second dropout", serving=serving):
-            return why
-        self.dropout, self.dropout_site = p, site
-        if caller is not None:
-            self._add_caller(caller)
-        return None
-
-    def _forget_dropout(self, why: str, *, serving: bool) -> str | None:
-        """Something stands behind a dropout that cannot be drawn after it: `why`, where it has an effect. One without is not drawn, and training with it is refused (`Part.find_p`)."""
-        if self.dropout and not serving:
-            return why
-        self.dropout = self.dropout_site = None
-        return None
-
-    def take_call(self, activation: str, slope: float, where: str, caller: str, *, serving: bool) -> str | None:
-        """An activation that is no module of its own: a function that the forward of `caller` calls, or a module it uses in many places."""
-        if why := self._take_activation(activation, slope, where, serving=serving):
-            return why
-        self.called = True
-        self._add_caller(caller)
-        return None
-
-    def _take_activation(self, activation: str, slope: float, where: str, *, serving: bool) -> str | None:
-        moves = activation in ("relu", "leaky_relu")  # f(x kept / (1 - p)) = f(x) kept / (1 - p)
-        why = None if moves else self._forget_dropout(f"{where}: {activation} stands behind a dropout", serving=serving)
-        if why is not None:
-            return why
-        if self.norm in ("layer", "rms") and slope != LEAK:
-            return f"{where}: behind a norm the kernels know a leaky ReLU of slope {LEAK:g}, not {slope:g}"
-        self.activation, self.slope = activation, slope
-        return None
-
-    def _add_caller(self, caller: str) -> None:
-        if caller not in self.callers:
-            self.callers.append(caller)
-
-    def link(self) -> LinkPlan:
-        return LinkPlan(
-            linear=self.site, k=self.linear.in_features, n=self.linear.out_features, norm=self.norm,  # type: ignore[arg-type]
-            norm_site=self.norm_site, activation=self.activation, passed=list(self.passed), callers=list(self.callers), called=self.called,
-            eps=self.eps, slope=self.slope, dropout=self.dropout, dropout_site=self.dropout_site,
-        )  # fmt: skip
-
-
 def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:
     """Whether a link is the same in training, but for dropouts that are functions: in eval mode they leave no trace."""
     if evaluated.dropout_site is not None or trained.dropout_site not in trained.callers:
@@ -432,48 +327,11 @@ def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:
     return plain == evaluated and set(evaluated.callers) <= set(trained.callers)
 
 
-def activation_of(module: nn.Module) -> str | None:
-    if isinstance(module, nn.GELU):
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
-    return ACTIVATIONS.get(type(module))
-
-
-def norm_eps(module: nn.Module) -> float:
-    """What a norm adds before it divides; RMSNorm's default is the smallest difference of float32."""
-    return float(getattr(module, "eps", None) or torch.finfo(torch.float32).eps)
-
-
-def norm_kind(module: nn.Module, width: int) -> str | None:
-    """The kernels' name of a norm over the last dimension; None for other modules and norms they do not know."""
-    if isinstance(module, BlockNorm):
-        fits = module.block == min(BLOCK, module.width) and module.eps == EPS
-        return "block" if fits else None
-    if can_fold(module, width):
-        return "batch"
-    shape = getattr(module, "normalized_shape", None)
-    if shape is None or tuple(shape) != (width,):
-        return None
-    if isinstance(module, nn.LayerNorm) and type(module).forward in _LAYER_FORWARDS:
-        return "layer"
-    return "rms" if isinstance(module, nn.RMSNorm) and type(module).forward in _RMS_FORWARDS else None
-
-
-def _forwards(base: type[nn.Module], own: str) -> set[Any]:
-    from loka.nn import norm
-
-    return {base.forward, getattr(norm, own).forward}
-
-
-_LAYER_FORWARDS = _forwards(nn.LayerNorm, "LayerNorm")
-_RMS_FORWARDS = _forwards(nn.RMSNorm, "RMSNorm")
-
-
 def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Asked) -> UnitPlan:
     between = [link for link in links[:-1] if link.norm != "block"]
     scales = "calibrated" if asked.serving else "delayed"
-    if (
-        not between and (bounded or not asked.serving)
-    ):  # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
+    # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
+    if not between and (bounded or not asked.serving):
         scales = "bounded" if len(links) > 1 else "dynamic"
     gradient = asked.gradient or ("delayed" if between else "tensor")
     return UnitPlan(

@@ -21,11 +21,9 @@ from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, UnitPlan
 from loka.units.undisturbed import ordinary_encoders
 
-__all__ = ["Seen", "measuring"]
-
 
 class Seen:
-    """What was seen so far."""
+    """The magnitudes that were seen so far at the linears of some units."""
 
     def __init__(self, units: Sequence[UnitPlan]) -> None:
         self._units = list(units)

@@ -11,9 +11,8 @@ from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
-from loka.units.discovery import WIDE_WEIGHTS, activation_of, norm_eps, norm_kind
-
-__all__ = ["build_chain", "describe_chain", "place", "refuse_unit"]
+from loka.units.discovery import WIDE_WEIGHTS
+from loka.units.following import activation_of, norm_eps, norm_kind
 
 
 def refuse_unit(model: nn.Module, unit: UnitPlan) -> list[str]:
@@ -136,7 +135,7 @@ def build_chain(model: nn.Module, unit: UnitPlan) -> Chain:
         quantize_backend=chosen.get("quantize", "auto"),
     )
     chain = Chain(unit.name, parts, precision, bounded_input=unit.bounded_input)
-    chain.start_from({name: (m.output, m.gradient) for name, m in unit.magnitudes.items()})
+    chain.start_from(unit.magnitudes)
     first = unit.magnitudes.get(unit.links[0].linear)
     if unit.scales == "calibrated" and not unit.bounded_input and first is not None and first.input > 0:
         chain.fix_input(first.input)

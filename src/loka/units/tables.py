@@ -16,16 +16,6 @@ from loka.nn.tables import Table, quantize_tables, refusals
 from loka.nn.wrapping import named_sites
 from loka.records.unit import CollectivePlan, TablePlan
 
-__all__ = [
-    "find_collectives",
-    "find_tables",
-    "place_tables",
-    "placed_tables",
-    "refuse_tables",
-    "release_tables",
-    "row_bytes",
-]
-
 _ORIGINALS = "_loka_tables"  # on a model: the modules that placed tables stand for, by name
 
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_compiled", "ordinary_encoders", "run_eagerly", "same_randomness", "set_mode", "undisturbed"]
-
 _KEPT = ("_parameters", "_buffers", "_modules")
 
 

@@ -18,19 +18,13 @@ __all__ = ["Magnitudes", "file_amax"]
 class Magnitudes(Protocol):
     """The magnitudes of one operand: float32 tensors of one number each, but for the history, on one device."""
 
-    history: Tensor
-    """The steps' largest magnitudes, newest first: one dimension, contiguous."""
-    largest: Tensor
-    """Of the history; 0: none yet."""
-    pending: Tensor
-    """Of this step so far."""
-    scale: Tensor
-    """headroom * largest / 448, the E4M3 scale of the next step."""
-    saturated: Tensor
-    """Steps whose largest magnitude did not fit the scale that was in force."""
+    history: Tensor  # the steps' largest magnitudes, newest first: one dimension, contiguous
+    largest: Tensor  # of the history; 0: none yet
+    pending: Tensor  # of this step so far
+    scale: Tensor  # headroom * largest / 448, the E4M3 scale of the next step
+    saturated: Tensor  # steps whose largest magnitude did not fit the scale that was in force
     headroom: float
-    floor: float
-    """A magnitude that every scale reaches, whatever was seen."""
+    floor: float  # a magnitude that every scale reaches, whatever was seen
 
 
 @torch.no_grad()

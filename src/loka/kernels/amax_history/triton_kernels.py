@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.formats import E4M3, SMALLEST_SCALE
+from loka.kernels.launcher import quick
 
 if TYPE_CHECKING:
     from loka.kernels.amax_history import Magnitudes
@@ -34,6 +35,7 @@ def _number(table_ptr, column: tl.constexpr):
     return tl.load(table_ptr + column).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@quick
 @triton.jit
 def _file(table_ptr, MAX: tl.constexpr, SMALLEST: tl.constexpr, LONGEST: tl.constexpr):
     row = table_ptr + tl.program_id(0) * 8

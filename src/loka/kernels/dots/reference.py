@@ -27,8 +27,7 @@ def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """dx [B, n, d]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     grid = torch.zeros(x.shape[0], x.shape[1], x.shape[1], dtype=wide.dtype, device=x.device)
-    grid = torch.ops.aten.index_put(
-        grid, [None, first, second], dy.to(wide.dtype), True
-    )  # as an index is differentiated
+    # as an index is differentiated
+    grid = torch.ops.aten.index_put(grid, [None, first, second], dy.to(wide.dtype), True)
     dx = torch.bmm(grid + grid.mT, wide)
     return dx if dx.dtype == x.dtype else dx.to(x.dtype)

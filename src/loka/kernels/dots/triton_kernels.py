@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.launcher import quick
 
+
+@quick
 @triton.jit
 def _places(first_ptr, second_ptr, place_ptr, pairs, n, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
@@ -32,6 +35,7 @@ def _places(first_ptr, second_ptr, place_ptr, pairs, n, SIZE: tl.constexpr):
     tl.store(place_ptr + n * n, tl.max((listed & ~(inside & mine)).to(tl.int32), 0))
 
 
+@quick
 @triton.jit
 def _dots(x_ptr, head_ptr, place_ptr, y_ptr, n, heads, d, pairs, N: tl.constexpr, D: tl.constexpr, HEAD: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -60,6 +64,7 @@ def _dots(x_ptr, head_ptr, place_ptr, y_ptr, n, heads, d, pairs, N: tl.constexpr
     tl.store(y_ptr + b * pairs + place, gram.to(y_ptr.dtype.element_ty), place >= 0)
 
 
+@quick
 @triton.jit
 def _dots_gradient(dy_ptr, x_ptr, place_ptr, dx_ptr, n, d, pairs, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)

@@ -1,13 +1,7 @@
 """embedding_bag: rows of a table in any precision, looked up one by one or pooled in bags."""
 
-from torch import (
-    Tensor,
-    compiler,
-    dtype,
-    float32,
-    int32,
-    int64,
-)  # not `import torch`: a backend of that name is a submodule
+# not `import torch`: a backend of that name is a submodule
+from torch import Tensor, compiler, dtype, float32, int32, int64
 
 from loka.kernels.embedding_bag.call import BagCall
 from loka.kernels.embedding_bag.rows import Rows, parse_rows

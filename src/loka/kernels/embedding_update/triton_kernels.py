@@ -141,15 +141,15 @@ def _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D: tl.con
 @triton.jit(do_not_specialize=["L", "N", "first_row", "first_group", "step", "seed"])
 def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, factor_ptr, grad_ptr, m_ptr, v_ptr,
             L, N, lr, eps, beta1, beta2, c1, c2, first_row, first_group, step, seed,
-            D: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr, HOT: tl.constexpr, FACTOR: tl.constexpr,
-            DUP: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
+            D: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, RULE: tl.constexpr,
+            HOT: tl.constexpr, FACTOR: tl.constexpr, DUP: tl.constexpr, G: tl.constexpr, BD: tl.constexpr):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
     row = tl.load(sorted_ptr + place, place < L, other=-1).to(tl.int64)
     before = tl.load(sorted_ptr + place - 1, (place > 0) & (place < L), other=-1).to(tl.int64)
     first = (row != before) & (row >= 0) & (row < N)
     column = tl.arange(0, BD)[None, :]
     inside = column < D
-    at = row[:, None] * D + column
+    at = row[:, None] * STRIDE + column
     low, all_of_it = first, first[:, None] & inside
     if HOT:
         slot = tl.load(slot_ptr + row, first, other=-1).to(tl.int64)
@@ -158,7 +158,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
         kept = (first & (slot >= 0))[:, None] & inside
     w = tl.load(data_ptr + at, low[:, None] & inside, other=0.0)
     if KIND >= _INT8:
-        scale = tl.load(scale_ptr + row, low, other=1.0)
+        scale = tl.load(scale_ptr + row * STEP, low, other=1.0)
     if RULE == 1:
         h = tl.load(m_ptr + row, first, other=0.0)
 
@@ -183,10 +183,11 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
         tl.store(m_ptr + row, h, first)
         w = w - g * (lr / (tl.sqrt(h) + eps))[:, None]
     else:
-        m = beta1 * tl.load(m_ptr + at, all_of_it, other=0.0) + (1 - beta1) * g
-        v = beta2 * tl.load(v_ptr + at, all_of_it, other=0.0) + (1 - beta2) * g * g
-        tl.store(m_ptr + at, m, all_of_it)
-        tl.store(v_ptr + at, v, all_of_it)
+        moment_at = row[:, None] * D + column
+        m = beta1 * tl.load(m_ptr + moment_at, all_of_it, other=0.0) + (1 - beta1) * g
+        v = beta2 * tl.load(v_ptr + moment_at, all_of_it, other=0.0) + (1 - beta2) * g * g
+        tl.store(m_ptr + moment_at, m, all_of_it)
+        tl.store(v_ptr + moment_at, v, all_of_it)
         w = w - lr * tl.div_rn(m * c1, tl.sqrt_rn(v * c2) + eps)
     if HOT:
         tl.store(hot_ptr + kept_at, w, kept)
@@ -207,7 +208,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
                 finite = size < float("inf")
                 new = fitted_scale(scale, tl.max(tl.where(finite, size, 0.0), 1), KIND)
                 tl.store(data_ptr + at, to_e4m3(rounded_e4m3(w * inverse(new)[:, None], finite, bits)), written)
-            tl.store(scale_ptr + row, new, low)
+            tl.store(scale_ptr + row * STEP, new, low)
 
 
 def tile_of(width: int) -> tuple[int, int, int]:
@@ -240,6 +241,6 @@ def update(
         rows.data, rows.scale, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
         items, rows.count, rule.lr, rule.eps, rule.beta1, rule.beta2, c1, c2,
         first_row, first_column // 8, draw.step, (draw.stream << 32) | draw.seed,
-        rows.width, KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
+        rows.width, rows.data.stride(0), 1 if rows.scale is None else rows.scale.stride(0), KINDS[rows.kind], RULES[rule.kind], rows.hot is not None, factor is not None,
         2, g, columns, num_warps=warps,
     )  # fmt: skip

@@ -24,23 +24,10 @@ from loka.kernels.fused_linear.launch import Launch, Properties, choose_launch, 
 from loka.kernels.registry import pick
 
 __all__ = [
-    "NORMALIZED",
-    "NORMALIZED_SCALE",
-    "NORM_BLOCK",
-    "DgradCall",
-    "DgradResult",
-    "FusedCall",
-    "FusedResult",
-    "GradientCall",
-    "GradientResult",
-    "Launch",
-    "Properties",
-    "choose_launch",
-    "fused_linear",
-    "fused_linear_dgrad",
-    "fused_linear_gradient",
-    "properties_of",
-]
+    "NORMALIZED", "NORMALIZED_SCALE", "NORM_BLOCK", "DgradCall", "DgradResult", "FusedCall", "FusedResult",
+    "GradientCall", "GradientResult", "Launch", "Properties", "choose_launch", "fused_linear", "fused_linear_dgrad",
+    "fused_linear_gradient", "properties_of",
+]  # fmt: skip
 
 
 def fused_linear(
@@ -90,10 +77,7 @@ def fused_linear(
     m, k = a.shape
     call = FusedCall(m, k, b.shape[0], a.spec, b.spec, out, norm_block, activation, bias is not None, keep, transpose, amax is not None, slope, draws(dropout, a.device))  # fmt: skip
     chosen = pick("fused_linear", backend, call, a.device)
-    result = chosen.backend.run(
-        a, b, out=out, out_scale=out_scale, bias=bias, norm_block=norm_block, activation=activation, keep=keep, transpose=transpose,
-        amax=amax, slope=slope, dropout=dropout, launch=launch,
-    )  # fmt: skip
+    result = chosen.backend.run(a, b, call, out_scale=out_scale, bias=bias, amax=amax, dropout=dropout, launch=launch)
     return cast(FusedResult, result)
 
 
@@ -120,10 +104,7 @@ def fused_linear_gradient(
     m, n = dy.shape
     call = GradientCall(m, n, spec, spec_t, norm_block, activation, bias, dy.dtype, slope, draws(dropout, dy.device))
     chosen: Any = pick("fused_linear", backend, call, dy.device).backend
-    result = chosen.gradient(
-        dy, kept.z, kept.rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope, dropout=dropout
-    )  # fmt: skip
-    return cast(GradientResult, result)
+    return cast(GradientResult, chosen.gradient(dy, kept.z, kept.rstd, call, scale=scale, dropout=dropout))
 
 
 def fused_linear_dgrad(
@@ -171,17 +152,4 @@ def fused_linear_dgrad(
         m, k, n, g.spec, w_t.spec, spec, activation, form, bias, amax is not None, slope, draws(dropout, g.device)
     )
     chosen: Any = pick("fused_linear", backend, call, g.device).backend
-    result = chosen.dgrad(
-        g,
-        w_t,
-        z,
-        spec=spec,
-        scale=scale,
-        activation=activation,
-        amax=amax,
-        bias=bias,
-        slope=slope,
-        dropout=dropout,
-        launch=launch,
-    )
-    return cast(DgradResult, result)
+    return cast(DgradResult, chosen.dgrad(g, w_t, z, call, scale=scale, amax=amax, dropout=dropout, launch=launch))

@@ -19,7 +19,7 @@ It is a function of numbers, not a search: the choice must be the same on all ra
 """
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -70,7 +70,7 @@ class Launch:
         if wrong:
             raise ValueError(f"not a launch: {'; '.join(wrong)}")
 
-    @property
+    @cached_property
     def numbers(self) -> list[int]:
         """As an op takes it; `Launch(*numbers)` is the way back."""
         return [getattr(self, part.name) for part in fields(self)]

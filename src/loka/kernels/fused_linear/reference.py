@@ -17,7 +17,6 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec, block_amax, quantize
 from loka.formats.spec import TENSOR
-from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.dropout import Dropout, dropped, factor_of
@@ -53,44 +52,38 @@ def _block_mean(x: Tensor, block: int) -> Tensor:
 def run(
     a: QTensor,
     b: QTensor,
+    call: FusedCall,
     *,
-    out: Spec | torch.dtype,
     out_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    norm_block: int,
-    activation: str,
-    keep: bool = False,
-    transpose: bool = False,
     amax: Tensor | None = None,
-    slope: float = SLOPE,
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> FusedResult:
-    """Forward. A static or delayed `out` takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
+    """Forward. A static or delayed output takes its scale in `out_scale`; `amax` is raised to the largest finite |z|. A launch is the kernels' affair."""
     check_amax(amax, a.device)
     p = a.dequantize() @ b.dequantize().T
     if bias is not None:
         p = p + bias.float()
-    z, rstd = p, None
-    if norm_block:
-        mean_square = _block_mean(p.square(), norm_block)
+    z, rstd, out = p, None, call.out
+    if call.norm_block:
+        mean_square = _block_mean(p.square(), call.norm_block)
         spread = torch.rsqrt(mean_square + NORM_EPS)
-        z, rstd = p * spread, spread[:, ::norm_block].contiguous()
+        z, rstd = p * spread, spread[:, :: call.norm_block].contiguous()
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(z, TENSOR).reshape(amax.shape)))
-    y = dropped(activate(z, activation, slope), dropout)
+    y = dropped(activate(z, call.activation, call.slope), dropout)
     factor = 1.0 if dropout is None else factor_of(dropout.p)
-    form = kept_form(norm_block, activation, out) if keep else "nothing"
-    rstd = rstd if keep else None
+    form = kept_form(call.norm_block, call.activation, out) if call.keep else "nothing"
+    rstd = rstd if call.keep else None
     if dropout is not None and out_scale is None:
         y = y * factor
     if not isinstance(out, Spec):
-        made = (
-            y if y.dtype == out else y.to(out)
-        )  # a cast that does nothing costs a compiled node its gradients in torch 2.11
+        # a cast that does nothing costs a compiled node its gradients in torch 2.11
+        made = y if y.dtype == out else y.to(out)
         return FusedResult(made, z=_kept(form, z, None, None), rstd=rstd)
     q = quantize(y, out, scale=out_scale)
-    q_t = quantize(y.T.contiguous(), out, scale=out_scale) if transpose else None
+    q_t = quantize(y.T.contiguous(), out, scale=out_scale) if call.transpose else None
     kept = _kept(form, z, q, out_scale)
     if dropout is not None and out_scale is not None:
         q, q_t = rescaled(q, factor), None if q_t is None else rescaled(q_t, factor)
@@ -118,29 +111,24 @@ def gradient(
     dy: Tensor,
     z: QTensor | Tensor | None,
     rstd: Tensor | None,
+    call: GradientCall,
     *,
-    spec: Spec,
-    spec_t: Spec,
     scale: Tensor | None = None,
-    norm_block: int,
-    activation: str,
-    bias: bool = False,
-    slope: float = SLOPE,
     dropout: Dropout | None = None,
 ) -> GradientResult:
     """Backward up to the GEMMs: the gradient of p, quantised both ways; its amax for the next delayed scale."""
-    g = _undropped(dy.float(), dropout) * _slope_of(z, norm_block, activation, slope)
-    if norm_block:
+    g = _undropped(dy.float(), dropout) * _slope_of(z, call.norm_block, call.activation, call.slope)
+    if call.norm_block:
         assert isinstance(z, QTensor)
         assert rstd is not None
         normalized = z.dequantize()
-        spread = rstd.repeat_interleave(norm_block, 1)[:, : g.shape[1]]
-        g = spread * (g - normalized * _block_mean(g * normalized, norm_block))
+        spread = rstd.repeat_interleave(call.norm_block, 1)[:, : g.shape[1]]
+        g = spread * (g - normalized * _block_mean(g * normalized, call.norm_block))
     return GradientResult(
-        quantize(g, spec, scale=scale),
-        quantize(g.T.contiguous(), spec_t, scale=scale),
+        quantize(g, call.spec, scale=scale),
+        quantize(g.T.contiguous(), call.spec_t, scale=scale),
         block_amax(g, TENSOR),
-        g.sum(0) if bias else None,
+        g.sum(0) if call.bias else None,
     )
 
 
@@ -148,25 +136,22 @@ def dgrad(
     g: QTensor,
     w_t: QTensor,
     z: QTensor | Tensor | None,
+    call: DgradCall,
     *,
-    spec: Spec,
     scale: Tensor,
-    activation: str,
     amax: Tensor | None = None,
-    bias: bool = False,
-    slope: float = SLOPE,
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> DgradResult:
     """(g @ w) * activation'(z), quantised both ways with one scale; `amax` is raised to its largest finite magnitude."""
     check_amax(amax, g.device)
-    before = _undropped(g.dequantize() @ w_t.dequantize().T, dropout) * _slope_of(z, 0, activation, slope)
+    before = _undropped(g.dequantize() @ w_t.dequantize().T, dropout) * _slope_of(z, 0, call.activation, call.slope)
     if amax is not None:
         amax.copy_(torch.maximum(amax, block_amax(before, TENSOR).reshape(amax.shape)))
     return DgradResult(
-        quantize(before, spec, scale=scale),
-        quantize(before.T.contiguous(), spec, scale=scale),
-        before.sum(0) if bias else None,
+        quantize(before, call.spec, scale=scale),
+        quantize(before.T.contiguous(), call.spec, scale=scale),
+        before.sum(0) if call.bias else None,
     )
 
 

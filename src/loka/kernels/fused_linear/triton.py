@@ -5,7 +5,6 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.activation import ACTIVATIONS
-from loka.kernels.activation import LEAK as SLOPE
 from loka.kernels.backend import Verdict, no
 from loka.kernels.dropout import Dropout, taken_apart
 from loka.kernels.fused_linear.call import (
@@ -102,16 +101,11 @@ def _lay(weight: QTensor, a: Spec) -> Laid:
 def run(
     a: QTensor,
     b: QTensor,
+    call: FusedCall,
     *,
-    out: Spec | torch.dtype,
     out_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    norm_block: int,
-    activation: str,
-    keep: bool = False,
-    transpose: bool = False,
     amax: Tensor | None = None,
-    slope: float = SLOPE,
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> FusedResult:
@@ -120,40 +114,29 @@ def run(
     if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
         from loka.kernels.fused_linear import reference
 
-        return reference.run(
-            a,
-            b,
-            out=out,
-            out_scale=out_scale,
-            bias=bias,
-            norm_block=norm_block,
-            activation=activation,
-            keep=keep,
-            transpose=transpose,
-            amax=amax,
-            slope=slope,
-            dropout=dropout,
-        )  # nothing to compute: the law defines what an empty result looks like
+        # nothing to compute: the law defines what an empty result looks like
+        return reference.run(a, b, call, out_scale=out_scale, bias=bias, amax=amax, dropout=dropout)
     from loka.kernels.fused_linear import triton_ops
 
+    out, norm_block, activation, transpose = call.out, call.norm_block, call.activation, call.transpose
     spec = out if isinstance(out, Spec) else None
     given = None if spec is None else _given(out_scale, spec)
     mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
-    form = kept_form(norm_block, activation, out) if keep else "nothing"
+    form = kept_form(norm_block, activation, out) if call.keep else "nothing"
     y, y_scale, y_t, yt_scale, z, rstd = triton_ops.fused_linear(
         scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given, amax,
-        scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation), slope,
+        scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation), call.slope,
         mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), _KEEPS[form], transpose,
         None if launch is None else launch.numbers, *taken_apart(dropout),
     )  # fmt: skip
     if spec is None:
         kept = _kept(form, z, None, None)
-        return FusedResult(y, z=kept, rstd=rstd if keep and norm_block else None)
+        return FusedResult(y, z=kept, rstd=rstd if call.keep and norm_block else None)
     scale = given if given is not None and dropout is None else y_scale
     q = QTensor(y, scale, spec)
     kept = _kept(form, z, q, given)
     q_t = QTensor(y_t, yt_scale if given is None else scale, spec) if transpose else None
-    return FusedResult(q, q_t, kept, rstd if keep and norm_block else None)
+    return FusedResult(q, q_t, kept, rstd if call.keep and norm_block else None)
 
 
 def _kept(form: Kept, z: Tensor, y: QTensor | None, scale: Tensor | None) -> QTensor | Tensor | None:
@@ -187,36 +170,30 @@ def gradient(
     dy: Tensor,
     z: QTensor | Tensor | None,
     rstd: Tensor | None,
+    call: GradientCall,
     *,
-    spec: Spec,
-    spec_t: Spec,
     scale: Tensor | None = None,
-    norm_block: int,
-    activation: str,
-    bias: bool = False,
-    slope: float = SLOPE,
     dropout: Dropout | None = None,
 ) -> GradientResult:
     """Backward up to the GEMMs: one kernel, and one before it where a dynamic scale of the whole tensor is asked for."""
     if dy.numel() == 0:
         from loka.kernels.fused_linear import reference
 
-        return reference.gradient(
-            dy, z, rstd, spec=spec, spec_t=spec_t, scale=scale, norm_block=norm_block, activation=activation, bias=bias, slope=slope, dropout=dropout
-        )  # fmt: skip
+        return reference.gradient(dy, z, rstd, call, scale=scale, dropout=dropout)
     from loka.kernels.fused_linear import triton_ops
 
+    spec, spec_t, norm_block, activation = call.spec, call.spec_t, call.norm_block, call.activation
     given = _given(scale, spec)
     g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
         unit_rows(dy), *read_kept(z, norm_block), rstd, given, norm_block > 0, ACTIVATIONS.index(activation),
-        kept_number(z, norm_block, activation), slope, bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
+        kept_number(z, norm_block, activation), call.slope, call.bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
         spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"), *_draw_back(dropout, norm_block, activation, z),
     )  # fmt: skip
     return GradientResult(
         QTensor(g, g_scale if given is None else given, spec),
         QTensor(g_t, gt_scale if given is None else given, spec_t),
         amax,
-        sums if bias else None,
+        sums if call.bias else None,
     )
 
 
@@ -242,13 +219,10 @@ def dgrad(
     g: QTensor,
     w_t: QTensor,
     z: QTensor | Tensor | None,
+    call: DgradCall,
     *,
-    spec: Spec,
     scale: Tensor,
-    activation: str,
     amax: Tensor | None = None,
-    bias: bool = False,
-    slope: float = SLOPE,
     dropout: Dropout | None = None,
     launch: Launch | None = None,
 ) -> DgradResult:
@@ -257,15 +231,14 @@ def dgrad(
     if g.shape[0] == 0 or w_t.shape[0] == 0 or g.shape[1] == 0:
         from loka.kernels.fused_linear import reference
 
-        return reference.dgrad(
-            g, w_t, z, spec=spec, scale=scale, activation=activation, amax=amax, bias=bias, slope=slope, dropout=dropout
-        )
+        return reference.dgrad(g, w_t, z, call, scale=scale, amax=amax, dropout=dropout)
     from loka.kernels.fused_linear import triton_ops
 
+    spec, activation = call.spec, call.activation
     given = scale.float().reshape(())
     q, q_t, sums = triton_ops.fused_linear_dgrad(
         scaled_mm_triton.padded(g), scaled_mm_triton.padded(w_t), g.scale, w_t.scale, *read_kept(z, 0), given, amax,
-        ACTIVATIONS.index(activation), kept_number(z, 0, activation), slope, spec.format.dtype, bias, None if launch is None else launch.numbers,
+        ACTIVATIONS.index(activation), kept_number(z, 0, activation), call.slope, spec.format.dtype, call.bias, None if launch is None else launch.numbers,
         *_draw_back(dropout, 0, activation, z),
     )  # fmt: skip
-    return DgradResult(QTensor(q, given, spec), QTensor(q_t, given, spec), sums if bias else None)
+    return DgradResult(QTensor(q, given, spec), QTensor(q_t, given, spec), sums if call.bias else None)

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.launch import Work, properties_of
@@ -26,6 +25,7 @@ from loka.kernels.fused_linear.triton_kernels import (
     number_at,
     raise_amax,
 )
+from loka.kernels.launcher import describe, quick
 from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
 
@@ -87,6 +87,7 @@ def _prefetch(z_ptr, stride, first_row, first_column, M, N, BM: tl.constexpr, BN
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _dgrad(g_desc, w_desc, z_desc, q_desc, qt_desc, z_ptr, sg_ptr, sw_ptr, z_scale_ptr, scale_ptr, amax_ptr, bias_ptr, seed_ptr, threshold, upscale, stream, M, N, K, z_stride,
            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, Z_BYTES: tl.constexpr,
@@ -149,9 +150,9 @@ def dgrad(
     sums = torch.zeros(n, dtype=torch.float32, device=device) if bias else None
     programs = min(properties_of(device).processors * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
     _dgrad[(programs,)](
-        TensorDescriptor.from_tensor(g, [bm, bk]), TensorDescriptor.from_tensor(w_t, [bn, bk]),
-        None if z is None else TensorDescriptor.from_tensor(z, [bm, bn]),
-        TensorDescriptor.from_tensor(q, [bm, bn // 2]), TensorDescriptor.from_tensor(q_t, [bn // 2, bm]),
+        describe(g, [bm, bk]), describe(w_t, [bn, bk]),
+        None if z is None else describe(z, [bm, bn]),
+        describe(q, [bm, bn // 2]), describe(q_t, [bn // 2, bm]),
         z, sg, sw, z_scale, scale, None if amax is None else amax.view(torch.int32), sums, *draw_arguments(dropout), m, n, k, 0 if z is None else z.stride(0) * z_bytes,
         bm, bn, bk, group, activation, kept, z_bytes, slope, dtype == torch.float8_e5m2, amax is not None, bias, drop, INTERPRETED,
         num_warps=warps, num_stages=stages,

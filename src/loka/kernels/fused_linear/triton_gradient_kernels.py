@@ -12,6 +12,7 @@ from torch import Tensor
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.fused_linear.triton_kernels import aligned
+from loka.kernels.launcher import quick
 from loka.kernels.quantize.triton_kernels import _scales, block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
 from loka.kernels.tile import (
@@ -123,6 +124,7 @@ def _column_inverse(
         return inverse(scale)[None, :]
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt_ptr, gts_ptr, bias_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
               M, N, stride_dy, stride_z, stride_g, words, gs_stride, gts_stride,
@@ -171,6 +173,7 @@ def _gradient(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, scale_ptr, g_ptr, gs_ptr, gt
     tl.atomic_max(amax_ptr, total.to(tl.int32, bitcast=True), sem="relaxed")
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _gradient_amax(dy_ptr, z_ptr, z_scale_ptr, rstd_ptr, partial_ptr, seed_ptr, threshold, upscale, stream, M, N, stride_dy, stride_z,
                    BM: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, Z: tl.constexpr, SLOPE: tl.constexpr,

@@ -9,15 +9,17 @@ contracted axis), what backward needs of z, and rstd.
 Tiles that do not fill the GPU are cut along K (`launch.split`): their sums are written in float32, and `_finish` adds them and is the same epilogue.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
+from loka.kernels.launcher import describe, quick
 from loka.kernels.quantize.triton_kernels import block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides, tma_ready
 from loka.kernels.tile import (
@@ -230,6 +232,7 @@ def _store_part(acc, part_desc, first_row, BM: tl.constexpr, BN: tl.constexpr):
         part_desc.store([first_row, 0], acc)
 
 
+@quick
 @triton.jit(do_not_specialize=["whole", "split", "threshold", "stream"])
 def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, yts_ptr, rstd_ptr, amax_ptr,
            seed_ptr, threshold, upscale, stream, M, N, K, whole, split, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
@@ -258,6 +261,7 @@ def _fused(a_desc, b_desc, y_desc, yt_desc, z_desc, part_desc, sa_ptr, sb_ptr, b
             _store_part(acc, part_desc, index * BM, BM, BN)
 
 
+@quick
 @triton.jit(do_not_specialize=["whole", "height", "threshold", "stream"])
 def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, ys_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream, M, N, whole, height,
             BN: tl.constexpr, ROWS: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr, HALVES: tl.constexpr,
@@ -281,14 +285,16 @@ def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     """An empty [rows, columns] whose rows start at multiples of 128 bytes, or of 32 where that would add much: the next GEMM reads rows that start within a
     sector of 32 bytes at two thirds of the rate."""
     step = (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
-    return torch.empty(rows, -(-columns // step) * step, dtype=dtype, device=device)[:, :columns]
+    wide = -(-columns // step) * step
+    made = torch.empty(rows, wide, dtype=dtype, device=device)
+    return made if wide == columns else made[:, :columns]
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def _descriptor(x: Tensor | None, block: list[int]):
-    return None if x is None else TensorDescriptor.from_tensor(x, block)
+    return None if x is None else describe(x, block)
 
 
 def astride(a: Tensor, b: Tensor) -> bool:
@@ -298,6 +304,11 @@ def astride(a: Tensor, b: Tensor) -> bool:
 
 def launch_for(work: Work, given: list[int] | None, device: torch.device) -> Launch:
     """The caller's launch, if it can run the work, or the best by the model."""
+    return _launch_for(work, None if given is None else tuple(given), device)
+
+
+@lru_cache(maxsize=4096)
+def _launch_for(work: Work, given: tuple[int, ...] | None, device: torch.device) -> Launch:
     properties = properties_of(device)
     if given is None:
         ranked = rank(work, properties)
@@ -360,7 +371,7 @@ def fused(
     wide = stored_width(chosen, grouped)
     part = torch.empty((tiles - whole) * split * bm, bn, dtype=torch.float32, device=device) if split > 1 else None
     _fused[(min(slots, max(whole, (tiles - whole) * split)),)](
-        TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
+        describe(a, [bm, bk]), describe(b, [bn, bk]),
         _descriptor(y, [bm, wide]), _descriptor(y_t, [wide, bm]), _descriptor(z, [bm, wide]), _descriptor(part, [bm, min(bn, 64)]),
         *before, yt_scale, rstd, raised, *draw_arguments(dropout), m, n, k, whole, split, *scale_strides(sa), *scale_strides(sb),
         bm, bn, bk, group, wide < bn, split > 1, *form, transpose, *rest, num_warps=warps, num_stages=stages,

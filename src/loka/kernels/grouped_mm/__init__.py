@@ -21,18 +21,9 @@ from loka.kernels.registry import first, pick
 from loka.kernels.registry import prepare as prepare_on
 
 __all__ = [
-    "GroupedCall",
-    "MoveCall",
-    "Permutation",
-    "SwigluCall",
-    "combine",
-    "gather",
-    "grouped_mm",
-    "grouped_swiglu",
-    "permute",
-    "prepare",
-    "swiglu_quantize",
-]
+    "GroupedCall", "MoveCall", "Permutation", "SwigluCall", "combine", "gather", "grouped_mm", "grouped_swiglu",
+    "permute", "prepare", "swiglu_quantize",
+]  # fmt: skip
 
 
 def grouped_mm(

@@ -7,9 +7,6 @@ from torch import Tensor
 
 from loka.formats import QTensor
 
-NORM_BLOCK = 256
-NORM_EPS = 1e-6
-
 
 @dataclass(frozen=True)
 class InteractionCall:

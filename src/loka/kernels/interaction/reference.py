@@ -5,8 +5,8 @@ from torch import Tensor
 
 from loka.formats import quantize
 from loka.kernels.backend import YES, Verdict
-from loka.kernels.fused_linear.call import NORMALIZED
-from loka.kernels.interaction.call import NORM_BLOCK, NORM_EPS, Interacted, InteractionCall
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED
+from loka.kernels.interaction.call import Interacted, InteractionCall
 
 
 def supports(call: InteractionCall, device: torch.device) -> Verdict:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.interaction.call import NORM_BLOCK, NORM_EPS
+from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
+from loka.kernels.launcher import quick
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, inverse, to_fp8
 
@@ -100,6 +101,7 @@ def _store_rows(ptr, first: tl.constexpr, count: tl.constexpr, values, ROWS: tl.
     tl.store(ptr + first + row, values, row < count)
 
 
+@quick
 @triton.jit
 def _interact(x_ptr, weight_ptr, scale_ptr, q_ptr, next_ptr, residual_ptr, rstd_ptr, B,
               N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, NL: tl.constexpr, NF: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, BF: tl.constexpr,
@@ -131,6 +133,7 @@ def _interact(x_ptr, weight_ptr, scale_ptr, q_ptr, next_ptr, residual_ptr, rstd_
         _store_vectors(next_ptr + at * (NF + NL) * D, NF, NL, D, following, BL, BD)
 
 
+@quick
 @triton.jit
 def _finish(next_ptr, tower_ptr, residual_ptr, rstd_ptr, next_stride, residual_stride, rstd_stride,
             D: tl.constexpr, NF: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
@@ -178,6 +181,7 @@ def _store_partial(
     tl.store(ptr + (first + row)[:, None] * N + column[None, :], values, inside)
 
 
+@quick
 @triton.jit
 def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
                        N: tl.constexpr, D: tl.constexpr, K: tl.constexpr, NL: tl.constexpr, NF: tl.constexpr,

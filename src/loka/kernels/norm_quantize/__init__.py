@@ -59,25 +59,9 @@ def norm_quantize(
     affine = weight is not None or bias is not None
     kept = x.spec if isinstance(x, QTensor) else None
     dtype = x.data.dtype if isinstance(x, QTensor) else x.dtype
-    call = NormCall(
-        m,
-        k,
-        spec,
-        norm,
-        activation,
-        affine,
-        residual is not None,
-        dtype,
-        out_dtype,
-        transpose,
-        kept,
-        draws(dropout, x.device),
-    )
+    call = NormCall(m, k, spec, norm, activation, affine, residual is not None, dtype, out_dtype, transpose, kept, draws(dropout, x.device))  # fmt: skip
     chosen = pick("norm_quantize", backend, call, x.device)
-    result = chosen.backend.run(
-        x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype,
-        transpose=transpose, amax=amax, dropout=dropout,
-    )  # fmt: skip
+    result = chosen.backend.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout)  # fmt: skip
     return cast(NormResult, result)
 
 
@@ -129,10 +113,7 @@ def norm_gradient(
         m, k, norm, activation, affine, dh is not None, dy.dtype, spec, h.spec if isinstance(h, QTensor) else None, draws(dropout, dy.device)
     )  # fmt: skip
     chosen: Any = pick("norm_quantize", backend, call, dy.device).backend
-    result = chosen.gradient(
-        dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax,
-        dropout=dropout,
-    )  # fmt: skip
+    result = chosen.gradient(dy, h, mean, rstd, call, weight=weight, bias=bias, dh=dh, scale=scale, amax=amax, dropout=dropout)  # fmt: skip
     return cast(NormGradient, result)
 
 

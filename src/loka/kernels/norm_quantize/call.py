@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from loka.formats import TENSOR, QTensor, Spec
-from loka.kernels.activation import ACTIVATIONS, check_activation
-
-__all__ = ["ACTIVATIONS", "EPS", "NORMS", "NORM_BLOCK", "NormCall", "NormGradient", "NormGradientCall", "NormResult"]
+from loka.kernels.activation import check_activation
+from loka.kernels.fused_linear.call import NORM_EPS
 
 NORMS = ("layer", "rms", "block")
-NORM_BLOCK = 256
-EPS = {"layer": 1e-5, "rms": 1e-6, "block": 1e-6}
+EPS = {"layer": 1e-5, "rms": 1e-6, "block": NORM_EPS}
 
 
 @dataclass(frozen=True)

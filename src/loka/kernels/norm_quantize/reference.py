@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from loka.formats import TENSOR, QTensor, Spec, block_amax, quantize
+from loka.formats import TENSOR, QTensor, block_amax, quantize
 from loka.kernels.activation import activate, activation_slope
 from loka.kernels.backend import YES, Verdict
 from loka.kernels.dropout import Dropout, dropped, factor_of
-from loka.kernels.norm_quantize.call import EPS, NORM_BLOCK, NormCall, NormGradient, NormGradientCall, NormResult
+from loka.kernels.fused_linear.call import NORM_BLOCK
+from loka.kernels.norm_quantize.call import EPS, NormCall, NormGradient, NormGradientCall, NormResult
 
 
 def supports(call: NormCall | NormGradientCall, device: torch.device) -> Verdict:
@@ -63,34 +64,31 @@ def _raise(amax: Tensor | None, values: Tensor) -> None:
 
 def run(
     x: Tensor | QTensor,
-    spec: Spec | None,
+    call: NormCall,
     *,
-    norm: str,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation: str = "none",
     eps: float | None = None,
     scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    transpose: bool = False,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> NormResult:
     """Forward."""
+    spec, norm = call.spec, call.norm
     h: Any = x if residual is None else (_wide(x) + residual.float()).to(x.dtype)  # type: ignore[union-attr]
     xhat, mean, rstd = _normalize(_wide(h), norm, EPS[norm] if eps is None else eps)
-    y = activate(_affine(xhat, weight, bias), activation)
+    y = activate(_affine(xhat, weight, bias), call.activation)
     _raise(amax, y)
     factor = 1.0 if dropout is None else factor_of(dropout.p)
     y = dropped(y, dropout)
     wide = y if dropout is None else y * factor
     quantized = y if scale is not None else wide
     q = None if spec is None else quantize(quantized, spec, scale=scale)
-    q_t = quantize(quantized.T.contiguous(), spec, scale=scale) if transpose and spec is not None else None
+    q_t = quantize(quantized.T.contiguous(), spec, scale=scale) if call.transpose and spec is not None else None
     if dropout is not None and scale is not None:
         q, q_t = (None if made is None else QTensor(made.data, made.scale * factor, made.spec) for made in (q, q_t))
-    return NormResult(q, None if out_dtype is None else wide.to(out_dtype), h, mean, rstd, q_t)
+    return NormResult(q, None if call.out_dtype is None else wide.to(call.out_dtype), h, mean, rstd, q_t)
 
 
 def gradient(
@@ -98,24 +96,22 @@ def gradient(
     h: Tensor | QTensor,
     mean: Tensor | None,
     rstd: Tensor,
+    call: NormGradientCall,
     *,
-    norm: str,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    activation: str = "none",
     dh: Tensor | None = None,
-    spec: Spec | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> NormGradient:
     """Backward. `dh` is the gradient that reaches h from the residual stream."""
-    columns = dy.shape[1]
+    norm, spec, columns = call.norm, call.spec, dy.shape[1]
     wide = _wide(h)
     centred = wide if mean is None else wide - mean
     xhat = centred * _spread(rstd, norm, columns)
     arriving = dy.float() if dropout is None else dropped(dy.float(), dropout) * factor_of(dropout.p)
-    dp = arriving * activation_slope(_affine(xhat, weight, bias), activation)
+    dp = arriving * activation_slope(_affine(xhat, weight, bias), call.activation)
     dxhat = dp if weight is None else dp * weight.float()
     dx = dxhat - xhat * _spread(_mean(dxhat * xhat, norm), norm, columns)
     if norm == "layer":

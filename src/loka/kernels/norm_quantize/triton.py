@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
+from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.dropout import Dropout, taken_apart
 from loka.kernels.norm_quantize.call import (
-    ACTIVATIONS,
     EPS,
     NORMS,
     NormCall,
@@ -73,36 +73,31 @@ def _operand(call: NormCall | NormGradientCall) -> Verdict:
 
 def run(
     x: Tensor | QTensor,
-    spec: Spec | None,
+    call: NormCall,
     *,
-    norm: str,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    activation: str = "none",
     eps: float | None = None,
     scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    transpose: bool = False,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> NormResult:
     """Forward."""
+    spec, norm = call.spec, call.norm
     if spec is not None and (spec.mode == "dynamic") != (scale is None):
         raise ValueError(f"{spec} {'makes its own scale' if scale is not None else 'needs a scale'}")
     if x.shape[0] == 0:
         from loka.kernels.norm_quantize import reference
 
-        return reference.run(
-            x, spec, norm=norm, weight=weight, bias=bias, residual=residual, activation=activation, eps=eps, scale=scale, out_dtype=out_dtype,
-            transpose=transpose, amax=amax, dropout=dropout,
-        )  # fmt: skip  # nothing to compute: the law defines what an empty result looks like
+        # nothing to compute: the law defines what an empty result looks like
+        return reference.run(x, call, weight=weight, bias=bias, residual=residual, eps=eps, scale=scale, amax=amax, dropout=dropout)  # fmt: skip
     from loka.kernels.norm_quantize import triton_ops
 
     data, x_scale = _operands(x)
     w, b = _dense(weight), _dense(bias)
-    options = NORMS.index(norm), ACTIVATIONS.index(activation), EPS[norm] if eps is None else eps
-    if spec is not None and transpose:
+    options = NORMS.index(norm), ACTIVATIONS.index(call.activation), EPS[norm] if eps is None else eps
+    if spec is not None and call.transpose:
         assert scale is not None  # a spec of both ways has one
         q, q_t, made, mean, rstd = triton_ops.norm_quantize_both(
             data, x_scale, w, b, scale, amax, *options, spec.format.dtype, *taken_apart(dropout)
@@ -114,13 +109,13 @@ def run(
     kind = torch.float8_e4m3fn if spec is None else spec.format.dtype
     source, pow2 = (0, False) if spec is None else (_SOURCES[spec.block], spec.scale in ("pow2", "e8m0"))
     q, made, h, y, mean, rstd = triton_ops.norm_quantize(
-        data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, out_dtype, *taken_apart(dropout)
+        data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, *taken_apart(dropout)
     )
     return NormResult(
         None
         if spec is None
         else QTensor(q, made if scale is None or dropout is not None else scale.float().reshape(()), spec),
-        None if out_dtype is None else y,
+        None if call.out_dtype is None else y,
         x if residual is None else h,
         mean if norm == "layer" else None,
         rstd,
@@ -141,32 +136,28 @@ def gradient(
     h: Tensor | QTensor,
     mean: Tensor | None,
     rstd: Tensor,
+    call: NormGradientCall,
     *,
-    norm: str,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    activation: str = "none",
     dh: Tensor | None = None,
-    spec: Spec | None = None,
     scale: Tensor | None = None,
     amax: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> NormGradient:
     """Backward."""
+    spec = call.spec
     if (spec is None) != (scale is None):
         raise ValueError(f"{spec} needs a scale" if spec else "a scale was given, and no spec to write dx in")
     if dy.shape[0] == 0:
         from loka.kernels.norm_quantize import reference
 
-        return reference.gradient(
-            dy, h, mean, rstd, norm=norm, weight=weight, bias=bias, activation=activation, dh=dh, spec=spec, scale=scale, amax=amax,
-            dropout=dropout,
-        )  # fmt: skip
+        return reference.gradient(dy, h, mean, rstd, call, weight=weight, bias=bias, dh=dh, scale=scale, amax=amax, dropout=dropout)  # fmt: skip
     from loka.kernels.norm_quantize import triton_ops
 
     data, h_scale = _operands(h)
     kept = unit_rows(dy), data, h_scale, _dense(weight), _dense(bias), mean, rstd
-    options, draw = (NORMS.index(norm), ACTIVATIONS.index(activation)), taken_apart(dropout)
+    options, draw = (NORMS.index(call.norm), ACTIVATIONS.index(call.activation)), taken_apart(dropout)
     if spec is None or scale is None:
         dx, dw, db = triton_ops.norm_gradient(*kept, None if dh is None else unit_rows(dh), amax, *options, *draw)
         return NormGradient(dx, None, None if weight is None else dw, None if bias is None else db)

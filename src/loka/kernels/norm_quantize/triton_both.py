@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.dropout import Dropout, draw_arguments
+from loka.kernels.launcher import quick
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
 from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
@@ -133,6 +134,7 @@ def _larger_of_rows(largest, y0, y1, y2, y3):
     return tl.maximum(largest, tl.maximum(low, tl.maximum(finite_magnitude(y2), finite_magnitude(y3))))
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _forward_both(x_ptr, xs_ptr, w_ptr, b_ptr, s_ptr, made_ptr, q_ptr, qt_ptr, mean_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream, M, K, stride_x, stride_q, words, eps,
                   ROWS: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHT: tl.constexpr,
@@ -221,6 +223,7 @@ def _gradient(xhat, dp, w, rstd, plain, product, row, column, M, K, NORM: tl.con
     return tl.where((row < M)[:, None] & (column < K)[None, :], dx, 0.0)
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_ptr, dx_ptr, dxt_ptr, dw_ptr, db_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
                    M, K, stride_dy, stride_x, stride_q, words,

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import Dropout, draw_arguments
-from loka.kernels.norm_quantize.call import ACTIVATIONS, NORM_BLOCK
+from loka.kernels.fused_linear.call import NORM_BLOCK
+from loka.kernels.launcher import quick
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import (
@@ -133,6 +135,7 @@ def _quantize(y, s_ptr, row, M, K, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALE
     return q
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, y_ptr, mean_ptr, rstd_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
              M, K, blocks, stride_x, stride_r, stride_q, eps,
@@ -196,6 +199,7 @@ def _forward(x_ptr, xs_ptr, r_ptr, h_ptr, w_ptr, b_ptr, q_ptr, s_ptr, made_ptr, 
         )
 
 
+@quick
 @triton.jit(do_not_specialize=["threshold", "stream"])
 def _backward(dy_ptr, h_ptr, hs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, dh_ptr, dx_ptr, dw_ptr, db_ptr, amax_ptr, seed_ptr, threshold, upscale, stream,
               M, K, blocks, stride_dy, stride_h, stride_dh,

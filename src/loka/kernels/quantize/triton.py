@@ -57,6 +57,8 @@ def run(
     result = None if spec is None else QTensor(q, q_scale if scale is None else scale.float(), spec)
     if transpose is None:
         return result, None
+    if spec is not None and triton_ops.share_scale(spec, transpose):
+        qt_scale = q_scale
     return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
 
 

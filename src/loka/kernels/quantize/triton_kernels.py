@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.launcher import quick
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.strides import unit_rows
 from loka.kernels.tile import (
@@ -78,6 +79,7 @@ def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed,
     tl.store(q_ptr + row[:, None] * stride_q + column[None, :], q, (row < M)[:, None] & (column < stride_q)[None, :])
 
 
+@quick
 @triton.jit
 def _rows(x_ptr, q_ptr, s_ptr, c_ptr, M, K, stride_x, stride_q, seed,
           ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
@@ -122,6 +124,7 @@ def _row(x_ptr, q_ptr, s_ptr, row, column, M, K, stride_x, stride_q, seed,
     return magnitude
 
 
+@quick
 @triton.jit
 def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, s_stride, s_stride_k, seed,
            BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr, SCALE: tl.constexpr,
@@ -171,6 +174,7 @@ def _noise(seed, row, column, K, STOCHASTIC: tl.constexpr):
     return tl.randint(seed + 1, row[:, None] * K + column[None, :]) if STOCHASTIC else 0
 
 
+@quick
 @triton.jit
 def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, s_stride, st_stride, s_stride_k, st_stride_k, seed,
           BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr, BACKWARDS: tl.constexpr, SCALE: tl.constexpr, TSCALE: tl.constexpr,
@@ -273,6 +277,7 @@ def _prepared(x, FAST: tl.constexpr):
     return nan_for_inf(x) if FAST else x
 
 
+@quick
 @triton.jit
 def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr):
     """Bytes [M, K] to [K, M], four rows packed into words as in `_both`."""
@@ -290,6 +295,7 @@ def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexp
     tl.store(t_ptr + column[:, None] * words + word[None, :], tl.trans(packed), there)
 
 
+@quick
 @triton.jit
 def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
           BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
@@ -317,6 +323,7 @@ def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
         tl.store(tensor_ptr + tl.program_id(0), tl.max(top))
 
 
+@quick
 @triton.jit
 def _scales(
     partial_ptr, s_ptr, parts, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr
@@ -334,7 +341,9 @@ def _scales(
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty [rows, columns] whose rows start at multiples of 16 elements, as TMA wants FP8 operands."""
-    return torch.empty(rows, -(-columns // 16) * 16, dtype=dtype, device=device)[:, :columns]
+    wide = -(-columns // 16) * 16
+    made = torch.empty(rows, wide, dtype=dtype, device=device)
+    return made if wide == columns else made[:, :columns]
 
 
 def block_scales(rows: int, columns: int, source: int, device: torch.device) -> Tensor:

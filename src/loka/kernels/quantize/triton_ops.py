@@ -24,7 +24,8 @@ def _source(spec: Spec) -> int:
 def quantize(
     x: Tensor, spec: str, scale: Tensor | None, transpose: str, transpose_scale: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, scale, qt, t_scale. What was not asked for (an empty spec), and scales that were given, come back empty: an op's outputs may not alias its inputs."""
+    """q, scale, qt, t_scale. What was not asked for (an empty spec), scales that were given, and a t_scale that is the scale (`share_scale`) come back empty: an op's outputs may
+    alias neither its inputs nor one another."""
     want, want_t = (_parse(text) if text else None for text in (spec, transpose))
     if want_t is None:
         return *_quantize_alone(x, _parse(spec), scale, seed), *_nothing(x)
@@ -40,8 +41,14 @@ def quantize(
         x, source=_source(want), scale=scale, t_source=_source(want_t), t_scale=transpose_scale, seed=seed,
         **_options(want), **options,
     )  # fmt: skip
-    t_made = t_made.clone() if t_made is made else t_made  # an op's outputs may not alias one another
-    return q, _made(made, x.shape, want), qt, _made(t_made, turned, want_t)
+    made_t = x.new_empty(0, dtype=torch.float32) if share_scale(want, want_t) else _made(t_made, turned, want_t)
+    return q, _made(made, x.shape, want), qt, made_t
+
+
+def share_scale(spec: Spec, transpose: Spec) -> bool:
+    """Whether a matrix and its transpose have one scale, made here: of the whole tensor, by the same rule."""
+    whole = all(s.block == TENSOR and s.mode == "dynamic" for s in (spec, transpose))
+    return whole and _pair(spec) == _pair(transpose)
 
 
 def _rows_come_first(x: Tensor, spec: Spec, spec_t: Spec) -> bool:
@@ -91,6 +98,8 @@ def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
 def _(x, spec, scale, transpose, transpose_scale, seed):  # type: ignore[no-untyped-def]
     plain = _fake(x, x.shape, Spec.parse(spec)) if spec else _nothing(x)
     turned = _fake(x, (x.shape[1], x.shape[0]), Spec.parse(transpose)) if transpose else _nothing(x)
+    if spec and transpose and share_scale(Spec.parse(spec), Spec.parse(transpose)):
+        turned = turned[0], x.new_empty(0, dtype=torch.float32)
     return *plain, *turned
 
 
@@ -137,7 +146,7 @@ def _global_scales(
         scale = made.pop(0) if row else total
     if column or needed(spec_t, TENSOR):
         scale_t = made.pop() if column else total
-        if not column and spec is not None and needed(spec, TENSOR) and _options(spec) != _options(spec_t):
+        if not column and spec is not None and needed(spec, TENSOR) and _pair(spec) != _pair(spec_t):
             scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_pair(spec_t)])[0]
     return scale, scale_t
 

@@ -19,17 +19,8 @@ from loka.kernels.backend import Verdict, no
 from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import (
-    GRANULE,
-    aligned,
-    cut,
-    float_scales,
-    fp8_gpu,
-    library,
-    row_scales,
-    up,
-    with_ones,
-)
+from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, row_scales, up, with_ones
+from loka.kernels.strides import GRANULE
 
 OUTER_MAJOR_SCALES = True
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from loka.formats import QTensor, Spec
 from loka.kernels.backend import YES, Verdict, no, require_library
-
-GRANULE = 16  # bytes in one transaction of TMA and cuBLASLt: FP8 rows must be a multiple of it
+from loka.kernels.strides import GRANULE
 
 
 def up(size: int, granule: int) -> int:

@@ -22,17 +22,8 @@ from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import (
-    GRANULE,
-    aligned,
-    cut,
-    float_scales,
-    fp8_gpu,
-    outer_major,
-    row_scales,
-    up,
-    with_ones,
-)
+from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, outer_major, row_scales, up, with_ones
+from loka.kernels.strides import GRANULE
 
 OUTER_MAJOR_SCALES = True  # 1x128 scales arrive without a copy when their rows are contiguous
 
@@ -116,9 +107,8 @@ def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
         [M, N].
     """
     (m, k), n = a.shape, b.shape[0]
-    if (
-        a.spec.block != TENSOR or b.spec.block != TENSOR or m == 0 or n == 0 or k == 0
-    ):  # not min(): asked which is least, a free m is bounded by n or k
+    # not min(): asked which is least, a free m is bounded by n or k
+    if a.spec.block != TENSOR or b.spec.block != TENSOR or m == 0 or n == 0 or k == 0:
         return run(a, b, out_dtype=out_dtype)
     w, scale_b = laid_out(b, "torch", a.spec, _lay)
     x = aligned(a.data, m, w.shape[1])

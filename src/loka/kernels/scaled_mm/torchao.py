@@ -15,7 +15,8 @@ from loka.kernels.backend import Verdict, no
 from loka.kernels.op import fake_of, torch_op
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.scaled_mm.layout import GRANULE, aligned, cut, float_scales, fp8_gpu, library, up
+from loka.kernels.scaled_mm.layout import aligned, cut, float_scales, fp8_gpu, library, up
+from loka.kernels.strides import GRANULE
 
 _MODULE = "torchao.kernel.blockwise_quantization"
 _BLOCKS = (Block(1, 128), Block(128, 128))

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from loka.kernels.launcher import describe, quick
 from loka.kernels.tile import tile_order
 
 SCALAR, VECTOR, GROUPED, SQUARE = 1, 2, 3, 4
@@ -26,6 +26,7 @@ _GROUPED = tl.constexpr(3)
 _SQUARE = tl.constexpr(4)
 
 
+@quick
 @triton.jit
 def _gemm(a_desc, b_desc, c_desc, c_ptr, sa_ptr, sb_ptr, M, N, K, sa_stride, sa_stride_k, sb_stride, sb_stride_k,
           BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -143,8 +144,8 @@ def gemm(
     tma_store = n * out.element_size() % 16 == 0
     programs = min(count * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
     _gemm[(programs,)](
-        TensorDescriptor.from_tensor(a, [bm, bk]), TensorDescriptor.from_tensor(b, [bn, bk]),
-        TensorDescriptor.from_tensor(out, [bm, bn]) if tma_store else None, out, sa, sb, m, n, k,
+        describe(a, [bm, bk]), describe(b, [bn, bk]),
+        describe(out, [bm, bn]) if tma_store else None, out, sa, sb, m, n, k,
         *scale_strides(sa), *scale_strides(sb),
         bm, bn, bk, 8, programs, a_source, b_source, exact, tma_store, _TL[out_dtype],
         num_warps=warps, num_stages=stages,

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["mix", "unmix"]
-
 _PARTS = "_loka_mixed"  # on a class made here: (mixin, kind)
 
 
@@ -43,6 +41,17 @@ def mix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
         body = {"__module__": kind.__module__, "__doc__": kind.__doc__, _PARTS: (mixin, kind)}
         _CLASSES[key] = _meta_for(type(kind))(kind.__name__, (mixin, kind), body)
     return _CLASSES[key]
+
+
+def declare_mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> None:
+    """Say that a mixin which is itself derived from `kind` is what the two mixed are.
+
+    Args:
+        mixin: a subclass of `kind`.
+        kind: what it is put in front of.
+    """
+    setattr(mixin, _PARTS, (mixin, kind))
+    _CLASSES[kind, mixin] = mixin
 
 
 def _meta_for(meta: type) -> type:

@@ -1,0 +1,155 @@
+"""Which units are worth it: each is timed in FP8 beside compiled 16 bits, or estimated for a device that is not here, and dropped where it is not faster.
+
+Which ways of a unit are safe enough to be tried is decided before, in `loka.dispatch.choosing`; whether the metric holds is found out afterwards, in `loka.tuning.verifying`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.dispatch.choosing import Looked, Offer, take_apart
+from loka.placing import convert
+from loka.records import Interval
+from loka.records.tuning import Estimate
+from loka.tuning import timing
+from loka.tuning.call import Call, Selection
+from loka.tuning.estimating import Estimator, Unit
+from loka.units import place
+
+ALONE = "rowwise"  # what a library would do with the linears of a chain
+CLEARLY = 1.03  # times as fast: differences under 3 % are noise
+
+
+def choose_faster(call: Call, selection: Selection) -> None:
+    """Drop the units that are not faster than compiled 16 bits: as measured here, or as estimated for another device."""
+    if timing.can_time(call.task.device) is None:
+        _time_units(call, selection)
+    elif call.estimator is not None:
+        _estimate_units(call, call.estimator, selection)
+
+
+def _time_units(call: Call, selection: Selection) -> None:
+    offers = selection.offers = sorted(selection.offers, key=lambda o: -o.flops_share)
+    for index, offer in enumerate(offers):
+        call.progress("time units", index + 1, len(offers))
+        timed = time_unit(call, offer, selection.looked)
+        if timed is None:
+            continue
+        way = max(timed, key=lambda name, timed=timed: timed[name].value)  # type: ignore[misc]
+        way = way if timed[way].value > CLEARLY * timed[offer.way].value else offer.way
+        found, parts = timed[way], [offer]
+        if way != offer.way:
+            why = f"{found.value:.2f}x, where the chain {offer.name} is {timed[offer.way].value:.2f}x"
+            parts = take_apart(offer, way, selection.looked, why=why, training=call.training)
+            selection.replace(offer, parts)
+        selection.speeds.update(dict.fromkeys((o.name for o in parts), found))
+        if found.low <= 1.0:
+            for part in parts:
+                selection.drop(part, f"{way}: {found:.2fx}, not faster than compiled 16 bits")
+
+
+def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] | None:
+    """Time a unit cut out of the model, beside compiled 16 bits. Units of one shape are timed once.
+
+    Args:
+        call: whose budget and evidence it is.
+        offer: the unit.
+        looked: what was seen of its linears.
+
+    Returns:
+        Speed-ups by way: as it is offered and, of a chain that is served, its linears each by itself as a library would run them. None where the budget does not reach.
+    """
+    rows = looked.sites[offer.unit.linears[0]].rows
+    ways = [offer.way, *([ALONE] if offer.way == "chain" and not call.training else [])]
+    shape = " ".join(
+        f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
+        for link in offer.unit.links
+    )
+    keys = {way: f"unit {way} {rows} {shape}" for way in ways}
+    known = {way: found for way, key in keys.items() if (found := call.evidence.get_interval(key)) is not None}
+    late = call.left < call.budget * 0.4
+    if len(known) == len(ways) or (late and offer.way in known):
+        return known
+    if late:
+        call.notes.append(
+            f"{offer.name} was not timed alone: the budget of {call.budget:g} s is kept for the whole step"
+        )
+        return None
+    task = call.task
+    plain, _ = timing.make_fragment(task.model, offer.unit)
+    dtype = task.autocast or next(task.model.parameters()).dtype
+    x = torch.randn(rows, offer.unit.links[0].k, device=task.device, dtype=dtype)
+    options: dict[str, Any] = {"training": call.training, "autocast": task.autocast, "mode": None}
+    runs = {"bf16": timing.fragment_step(plain.train(call.training), x, **options)}
+    runs |= {way: timing.fragment_step(_lower_fragment(call, offer, way, x), x, **options) for way in ways}
+    times = timing.time_in_turns(runs)
+    return {way: call.evidence.put_interval(key, timing.compare(times, way, "bf16")) for way, key in keys.items()}
+
+
+def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
+    """A unit cut out of the model and converted."""
+    low, unit = timing.make_fragment(call.task.model, offer.unit)
+    if way != "chain":
+        low.train(call.training)
+        convert(low, recipe=way)
+        return low
+    chain = place(low, unit)
+    if call.training:
+        _prime(call, low, x)
+    else:
+        low.eval().requires_grad_(False)
+        chain.freeze()
+    return low
+
+
+def _prime(call: Call, model: nn.Module, x: Tensor) -> None:
+    """Steps without a change, so that delayed scales are known before anything is compiled."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        with call.task.context():
+            model(x).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _estimate_units(call: Call, estimator: Estimator, selection: Selection) -> None:
+    for offer in list(selection.offers):
+        site = selection.looked.sites[offer.name]
+        if offer.way == "chain":
+            found: Interval | None = estimator.speedup(_unit_of(call, offer, selection.looked))
+        else:
+            found = estimator.linear_speedup(round(site.rows * call.row_factor), site.k, site.n, offer.way, training=call.training)  # fmt: skip
+        if found is not None:
+            selection.estimates[offer.name] = found
+            if found.value <= 1.0:
+                selection.drop(offer, f"{offer.way}: estimated {found:.2fx} on {estimator.target}")
+
+
+def estimate(call: Call, selection: Selection) -> Estimate | None:
+    """All linears together, as they would run on the device that is estimated for: those that are not taken are in 16 bits on both sides."""
+    found, looked, offers = call.estimator, selection.looked, selection.offers
+    if found is None:
+        return None
+    total = None
+    if offers:
+        high = low = best = worst = 0.0
+        taken = {name: o for o in offers for name in o.unit.linears}
+        for name, site in looked.sites.items():
+            rows = max(1, round(site.rows * call.row_factor))
+            if name not in taken:
+                t16 = site.calls * found.microseconds(Unit(rows, ((site.k, site.n),), call.training))[0]
+                high, low, best, worst = high + t16, low + t16, best + t16, worst + t16
+        for offer in offers:
+            t16 = looked.sites[offer.name].calls * found.microseconds(_unit_of(call, offer, looked))[0]
+            speed = selection.estimates.get(offer.name) or found.speedup(_unit_of(call, offer, looked))
+            high, low = high + t16, low + t16 / speed.value
+            best, worst = best + t16 / speed.high, worst + t16 / speed.low
+        total = Interval(value=high / low, low=high / worst, high=high / best)
+    return Estimate(target=found.target, method=str(found), rows=call.row_factor, linears=total)
+
+
+def _unit_of(call: Call, offer: Offer, looked: Looked) -> Unit:
+    """An offer by its sizes, with the rows it would have on the device that is estimated for."""
+    rows = max(1, round(looked.sites[offer.name].rows * call.row_factor))
+    return Unit(rows, tuple((link.k, link.n) for link in offer.unit.links), call.training)

@@ -1,0 +1,55 @@
+"""A class in front of a module's own: made once, pickled by its parts, taken away whatever stands in front of it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from loka.lowp import Linear
+from loka.nn.mixing import mix, unmix
+
+
+class Louder(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Odd(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class Own(nn.Linear):
+    """A user's subclass."""
+
+
+def test_a_mixed_module_is_pickled_copied_and_taken_back() -> None:
+    module, x = Own(3, 2), torch.randn(4, 3)
+    plain = module(x)
+    module.__class__ = mix(Own, Louder)
+    assert mix(Own, Louder) is type(module)
+    for made in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(made, Own)
+        torch.testing.assert_close(made(x), 2 * plain)
+        made.__class__ = unmix(type(made), Louder)
+        assert type(made) is Own
+        assert torch.equal(made(x), plain)
+
+
+def test_what_was_put_on_top_since_stays() -> None:
+    both = mix(mix(Own, Louder), Odd)
+    wrapped = type("Wrapped", (both,), {})
+    assert unmix(both, Louder) is mix(Own, Odd)
+    assert unmix(wrapped, Louder).__bases__ == (mix(Own, Odd),)
+    with pytest.raises(ValueError, match="Own is no Louder any more"):
+        unmix(Own, Louder)
+
+
+def test_a_linear_in_low_precision_is_what_the_two_mixed_are() -> None:
+    assert mix(nn.Linear, Linear) is Linear
+    assert unmix(Linear, Linear) is nn.Linear
+    assert unmix(mix(Own, Linear), Linear) is Own
+    wrapped = type("FSDPLinear", (Linear,), {})
+    assert unmix(wrapped, Linear).__bases__ == (nn.Linear,)

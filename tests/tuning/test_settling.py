@@ -1,0 +1,94 @@
+"""What leaves for the sake of speed changes what the rest does to the metric, and the other way round: units are dropped until both hold of the same ones."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loka.dispatch.choosing import Chosen, Looked, Offer, SiteLook, single
+from loka.records import Interval
+from loka.tuning import session, verifying
+from loka.tuning.call import Call, Selection
+from loka.tuning.verifying import StepTimes
+
+COST = {"a": 0.0001, "b": 0.00015, "c": -0.0002}  # of the metric, which add up; the margin is 0.0002
+WIDTH = 0.00003
+
+
+def make(names: str = "abc", left: float = 60.0) -> tuple[Any, Selection]:
+    sites = {name: SiteLook(name, 64, 64, rows=8) for name in names}
+    offers = [Offer(single(site), "rowwise", None, 0.3, "safe") for site in sites.values()]
+    looked = Looked(sites, [], {})
+    call = SimpleNamespace(margin=0.0002, training=True, left=left, budget=60.0, notes=[])
+    call.margin_for = lambda change: Call.margin_for(call, change)  # type: ignore[arg-type]
+    call.is_within = lambda change, used: Call.is_within(call, change, used)  # type: ignore[arg-type]
+    selection = Selection(looked, Chosen(list(offers), {}), None, [], 0.0002, list(offers))  # type: ignore[arg-type]
+    selection.alone = {name: Interval(value=COST[name], low=COST[name] - WIDTH, high=COST[name] + WIDTH) for name in names}  # fmt: skip
+    return call, selection
+
+
+def names(selection: Selection) -> str:
+    return "".join(sorted(offer.name for offer in selection.offers))
+
+
+@pytest.fixture(autouse=True)
+def swapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Swapping adds up what units cost; which sets were asked for."""
+    asked: list[str] = []
+
+    def swap(call: Any, selection: Selection, offers: list[Offer]) -> Interval:
+        asked.append("".join(offer.name for offer in offers))
+        total = sum(COST[offer.name] for offer in offers)
+        return Interval(value=total, low=total - WIDTH, high=total + WIDTH)
+
+    monkeypatch.setattr(verifying, "swap", swap)
+    return asked
+
+
+def settle(call: Any, selection: Selection, slow: set[str], monkeypatch: pytest.MonkeyPatch) -> tuple[StepTimes, list[str]]:  # fmt: skip
+    """Settle where units of some names make the step slower, one of which leaves in every round."""
+    timed: list[str] = []
+
+    def verify_speed(call: Any, selection: Selection, original: Any) -> StepTimes:
+        while found := [offer for offer in selection.offers if offer.name in slow]:
+            selection.drop(found[0], "slower")
+        timed.append(names(selection))
+        return StepTimes(note=timed[-1])
+
+    monkeypatch.setattr(verifying, "verify_speed", verify_speed)
+    mine = session.Session.__new__(session.Session)
+    mine.call, mine.original = call, {}
+    return mine._settle(selection), timed
+
+
+def test_nothing_leaves_where_both_hold(monkeypatch: pytest.MonkeyPatch, swapped: list[str]) -> None:
+    call, selection = make()
+    step, timed = settle(call, selection, set(), monkeypatch)
+    assert (names(selection), timed, swapped, step.note) == ("abc", ["abc"], [], "abc")
+
+
+def test_what_is_left_when_one_is_too_slow_is_held_to_the_margin_again(monkeypatch: pytest.MonkeyPatch, swapped: list[str]) -> None:  # fmt: skip
+    """Without `c`, which makes up for them, `a` and `b` exceed the margin: the costlier one leaves, the other stays, and its step is what is reported."""
+    call, selection = make()
+    step, timed = settle(call, selection, {"c"}, monkeypatch)
+    assert (names(selection), timed, step.note) == ("a", ["ab", "a"], "a")
+    assert swapped == ["ab", "a"]
+    assert selection.change is not None
+    assert selection.change.value == pytest.approx(COST["a"])
+    assert "exceeded" in selection.chosen.kept["b"]
+    assert selection.chosen.kept["c"] == "slower"
+
+
+def test_without_time_to_try_again_nothing_is_taken_that_was_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, selection = make(left=-1.0)
+    step, timed = settle(call, selection, {"c"}, monkeypatch)
+    assert (names(selection), timed, step.note) == ("", ["ab", ""], "")
+    assert selection.change is None
+    assert "budget" in selection.chosen.kept["a"]
+
+
+def test_no_margin_is_used_that_is_coarser_than_one_that_was_resolved() -> None:
+    call, selection = make("ab")
+    assert verifying.hold_margin(call, selection, coarsest=0.00005) is None
+    assert names(selection) == ""
+    assert selection.used == 0.00005
