@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from loka.lowp.chain_function import ChainPrecision
 from loka.lowp.chain_handing import HandsOn
-from loka.lowp.chain_modules import (  # fmt: skip
+from loka.lowp.chain_modules import (
     CHAIN,
     SEES_CHAINS,
     Head,

@@ -22,6 +22,7 @@ from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
 from loka.units.example import copy_example
+from loka.units.following import make_activation
 
 TURNS, REPEATS = 5, 4
 LONG_ENOUGH = 8000.0  # microseconds that are timed at once
@@ -84,12 +85,6 @@ class Fragment(nn.Module):
         return x * 0.5
 
 
-_FUNCTIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU, "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU(approximate="tanh"), "silu": nn.SiLU, "hard_swish": nn.Hardswish,
-    "tanh": nn.Tanh, "sigmoid": nn.Sigmoid,
-}  # fmt: skip
-
-
 def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]:
     """A unit's modules, copied, and the unit by the names they have in the copy.
 
@@ -110,8 +105,7 @@ def make_fragment(model: nn.Module, unit: UnitPlan) -> tuple[Fragment, UnitPlan]
             parts[name] = deepcopy(modules[name])
             passed.append(name.replace(".", "_"))
         if link.called:
-            leaky = link.activation == "leaky_relu"
-            parts[f"function_{index}"] = nn.LeakyReLU(link.slope) if leaky else _FUNCTIONS[link.activation]()
+            parts[f"function_{index}"] = make_activation(link.activation, link.slope)
             passed.append(f"function_{index}")
         dropout = None if link.dropout_site is None else link.dropout_site.replace(".", "_")
         if link.dropout is not None and link.dropout_site not in link.passed:

@@ -13,8 +13,8 @@ from loka.records.unit import LinkPlan
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
-    HardSwish: "hard_swish",
     nn.Hardswish: "hard_swish",
+    HardSwish: "hard_swish",
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
     nn.LeakyReLU: "leaky_relu",
@@ -118,6 +118,14 @@ def activation_of(module: nn.Module) -> str | None:
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return ACTIVATIONS.get(type(module))
+
+
+def make_activation(name: str, slope: float = LEAK) -> nn.Module:
+    """A module of torch that `activation_of` gives this name."""
+    if name in ("gelu", "gelu_tanh"):
+        return nn.GELU("tanh" if name == "gelu_tanh" else "none")
+    kind = next(kind for kind, known in ACTIVATIONS.items() if known == name)
+    return nn.LeakyReLU(slope) if kind is nn.LeakyReLU else kind()
 
 
 def norm_eps(module: nn.Module) -> float:

@@ -108,11 +108,14 @@ def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
     """
     (m, k), n = a.shape, b.shape[0]
     # not min(): asked which is least, a free m is bounded by n or k
-    if a.spec.block != TENSOR or b.spec.block != TENSOR or m == 0 or n == 0 or k == 0:
+    if (a.spec.block, b.spec.block) in _BLOCKWISE or m == 0 or n == 0 or k == 0:
         return run(a, b, out_dtype=out_dtype)
     w, scale_b = laid_out(b, "torch", a.spec, _lay)
+    scale_a = a.scale
+    if not a.spec.block == b.spec.block == TENSOR:
+        scale_a, scale_b = row_scales(a, m), scale_b.reshape(1, -1)
     x = aligned(a.data, m, w.shape[1])
-    return cut(torch.ops.aten._scaled_mm.default(x, w.t(), a.scale, scale_b, None, None, out_dtype, False), m, n)
+    return cut(torch.ops.aten._scaled_mm.default(x, w.t(), scale_a, scale_b, None, None, out_dtype, False), m, n)
 
 
 def _scaled_mm(
