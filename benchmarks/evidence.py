@@ -158,7 +158,7 @@ JOBS = (
     cpu("scale-kills-row", "scale-kills-row", "../tests/training/scale_kills.py --sharding row --seed 1 --out {out}", 1800),
     cpu("simulated-curves", "simulated-curves", "simulated_curves.py --out {out}", 120),
     *(cpu(f"demo-seed{n}", f"demo_seed{n}", f"loka demo --seed {n} --out {{folder}}/demo --json", 600) for n in range(1, 8)),
-    cpu("distributions", "distributions", "distributions.py --root {data} --work {folder}/distributions --out {out}", 1800),
+    cpu("distributions", "distributions", "distributions.py --root {data} --work {folder}/distributions --out {out} --seconds 330 --ranker-seconds 900 --language-seconds 1000 --onerec-steps 700 --figure {results}/../../docs/figures/distributions.svg", 3000),
     *(
         cpu(f"probe-{model}-{data}", f"probe-{model}-{data}", f"loka probe --model {model}:small --data {data} {how} --threads 1 --out {{out}}", 1800)
         for model, how in PROBES.items()
