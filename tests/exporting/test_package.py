@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import loka
 from foreign_zoo import ZOO
 from loka.exporting import ops, package
+from loka.exporting.signature import take_apart
 from loka.nn import GroupedLinear
 from loka.placing import calibrating, plan_everything
 
@@ -50,7 +51,7 @@ def small(recipe: str = "rowwise", **options: Any) -> nn.Module:
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traced graph runs in the compiler's place, which takes many seconds and is tried once below."""
 
-    def write(program: Any, path: Path, inputs: Any, shapes: Any) -> Any:
+    def write(program: Any, path: Path, inputs: Any, shapes: Any, device: Any) -> Any:
         path.write_bytes(b"not compiled")
         return lambda tensors: list(program.module()(*tensors))
 
@@ -147,6 +148,26 @@ def test_inputs_are_named_and_labels_are_none(tmp_path: Path, traced_only: None)
     made = loka.export(Ranker().eval(), batch, tmp_path / "m.pt2")
     assert made.inputs == {"dense": "float32[rows, 4]", "categorical": "int64[rows, 2]"}
     assert made.low_precision == {}
+
+
+@pytest.mark.parametrize("cut", [lambda x: x.t(), lambda x: x[:, 4:44], lambda x: x[:1, :40].expand(48, 40)])
+def test_an_example_that_is_a_view_fixes_no_strides(cut: Callable[[Tensor], Tensor], tmp_path: Path, traced_only: None) -> None:  # fmt: skip
+    """Compiled code has the strides of its example in it: a call with a contiguous tensor would read something else."""
+    torch.manual_seed(0)
+    example = cut(torch.randn(48, 48))
+    (given,) = take_apart(example).tensors.values()
+    assert torch.equal(given, example)
+    assert given.is_contiguous()
+    assert not given._is_view()
+    width = example.shape[1]
+    made = loka.export(nn.Sequential(nn.Softsign(), nn.Linear(width, 2)).eval(), example, tmp_path / "m.pt2")
+    assert made.inputs == {"input": f"float32[rows, {width}]"}
+
+
+def test_the_imaginary_part_of_a_result_counts() -> None:
+    right = torch.complex(torch.ones(4), torch.ones(4))
+    assert package._differ([right], [right.conj().resolve_conj()]) > 1
+    assert package._differ([right.conj()], [right.conj().resolve_conj()]) == 0
 
 
 def test_a_file_that_computes_something_else_is_not_written(

@@ -11,12 +11,14 @@ from loka.exporting import trying
 
 def child(body: str) -> str:
     """A process that answers like the one that runs packages, with something else in the package's place."""
-    return trying._CHILD.replace("torch._inductor.aoti_load_package(sys.argv[1])", "lambda *x: body(*x)").replace("import faulthandler, sys, torch", f"import faulthandler, os, signal, sys, torch\n{body}")  # fmt: skip
+    loads = "torch._inductor.aoti_load_package(sys.argv[1], device_index=int(sys.argv[2]))"
+    assert loads in trying._CHILD
+    return trying._CHILD.replace(loads, "lambda *x: body(*x)").replace("import torch\n", f"import signal, time, torch\n{body}\n")  # fmt: skip
 
 
 def run(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
     monkeypatch.setattr(trying, "_CHILD", child(body))
-    with contextlib.closing(trying.Tried(folder / "model.pt2")) as tried:
+    with contextlib.closing(trying.Tried(folder / "model.pt2", torch.device("cpu"))) as tried:
         return [tried([torch.arange(n), torch.ones(2)]) for n in (3, 5)]
 
 
@@ -38,3 +40,26 @@ def test_results_of_several_calls_come_back(tmp_path: Path, monkeypatch: pytest.
 def test_a_process_that_ends_is_an_error_that_says_why(body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     with pytest.raises(ValueError, match=f"does not run under torch .*{said}"):
         run(body, tmp_path, monkeypatch)
+
+
+def test_what_a_package_prints_is_not_taken_for_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "print('at the start')\ndef body(x, y):\n    os.write(1, b'done\\nfrom C\\n'); print('from Python'); return x + 1"
+    (first,), (second,) = run(body, tmp_path, monkeypatch)
+    assert torch.equal(first, torch.arange(3) + 1)
+    assert torch.equal(second, torch.arange(5) + 1)
+
+
+def test_a_package_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trying, "PATIENCE", 0.5)
+    with pytest.raises(ValueError, match=r"gave no answer within 0\.5 s"):
+        run("def body(x, y): time.sleep(600)", tmp_path, monkeypatch)
+
+
+def test_a_view_is_written_without_the_memory_it_is_a_view_of() -> None:
+    whole = torch.zeros(1000, 8)
+    for view in (whole[4:6], whole[4:6].t()):
+        alone = trying._alone(view)
+        assert alone.stride() == view.stride()
+        assert alone.untyped_storage().nbytes() == 64
+    for view in (whole[:, 2:4], whole[:1].expand(5, 8)):  # a copy would lie otherwise
+        assert trying._alone(view).stride() == view.stride()

@@ -61,7 +61,7 @@ BASE = {
 }
 OTHER = {
     "type": {"x": torch.zeros(32, 32, dtype=torch.bfloat16)}, "alignment": {"x": shifted(torch.zeros(32, 32))}, "none": {"y": None},
-    "descriptor": {"desc": ([16, 32], torch.float32)}, "one": {"n": 1}, "not a multiple": {"n": 47}, "long": {"n": 2**40}, "an int": {"scale": 16},
+    "descriptor": {"desc": ([16, 32], torch.float32)}, "one": {"n": 1}, "not a multiple": {"n": 47}, "long": {"n": 2**40}, "unsigned": {"n": 2**63}, "an int": {"scale": 16},
     "constant": {"constant": False}, "warps": {"num_warps": 8},
 }  # fmt: skip
 
@@ -92,6 +92,23 @@ def test_what_triton_compiles_apart_is_kept_apart(made: tuple[Kernel, Any], chan
         launch(fast, **changes)
     assert kernel.asked == 2
     assert [number for number, _, _ in kernel.ran] == [1, 2]
+
+
+@pytest.mark.parametrize(("fits", "does_not"), [(-(2**31), -(2**31) - 16), (-(2**63), -(2**63) - 16)])
+def test_numbers_at_the_end_of_a_type_are_kept_apart(made: tuple[Kernel, Any], fits: int, does_not: int) -> None:
+    kernel, fast = made
+    launch(fast, n=fits)
+    launch(fast, n=does_not)
+    assert kernel.asked == 2
+
+
+def test_an_argument_of_an_unknown_kind_is_triton_s(made: tuple[Kernel, Any]) -> None:
+    """Tuples of numbers differ in what they hold: none may run what was compiled for another."""
+    kernel, fast = made
+    for pair in ((16, 16), (1, 16), (1, 16)):
+        launch(fast, scale=pair)
+    assert kernel.asked == 3
+    assert not kernel.ran
 
 
 def test_a_block_of_a_descriptor_decides(made: tuple[Kernel, Any]) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from loka.kernels.strides import aligned_rows
+from loka.kernels.strides import aligned_rows, empty_rows
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,21 @@ def test_compiled_code_is_one_graph() -> None:
 def test_on_a_cpu_nothing_is_copied() -> None:
     x = torch.zeros(8, 65)[:, 1:]
     assert aligned_rows(x) is x
+
+
+def test_rows_of_a_size_that_is_not_known_yet_ask_nothing() -> None:
+    """What a compiled function sees of rows whose number depends on data; a question would fail, or compile once for every answer."""
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        columns = shapes.create_unbacked_symint()
+        torch._check(columns >= 0)
+        made = empty_rows(4, columns, 16, torch.bfloat16, torch.device("cpu"))  # type: ignore[arg-type]
+        assert made.shape[0] == 4
+    assert not shapes.guards
+
+
+@pytest.mark.parametrize("columns", [32, 33])
+def test_empty_rows_start_at_multiples(columns: int) -> None:
+    made = empty_rows(4, columns, 16, torch.bfloat16, torch.device("cpu"))
+    assert made.shape == (4, columns)
+    assert made.stride() == (-(-columns // 16) * 16, 1)

@@ -82,7 +82,9 @@ def test_what_is_left_when_one_is_too_slow_is_held_to_the_margin_again(monkeypat
 def test_without_time_to_try_again_nothing_is_taken_that_was_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     call, selection = make(left=-1.0)
     step, timed = settle(call, selection, {"c"}, monkeypatch)
-    assert (names(selection), timed, step.note) == ("", ["ab", ""], "")
+    assert (names(selection), timed) == ("", ["ab", ""])
+    assert step.note is not None
+    assert step.note.startswith("the budget of 60 s was over")
     assert selection.change is None
     assert "budget" in selection.chosen.kept["a"]
 
@@ -92,3 +94,12 @@ def test_no_margin_is_used_that_is_coarser_than_one_that_was_resolved() -> None:
     assert verifying.hold_margin(call, selection, coarsest=0.00005) is None
     assert names(selection) == ""
     assert selection.used == 0.00005
+
+
+def test_what_was_measured_of_a_chain_is_not_said_of_its_part() -> None:
+    _, selection = make("ab")
+    whole = selection.offers[0]
+    selection.speeds["a"] = selection.estimates["a"] = Interval(value=1.5, low=1.4, high=1.6)
+    selection.replace(whole, [Offer(whole.unit, "chain", None, 0.1, "a part")])
+    assert "a" not in {**selection.speeds, **selection.estimates, **selection.alone}
+    assert "b" in selection.alone

@@ -111,6 +111,48 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     assert type(model[0]) is nn.Linear
 
 
+def test_a_run_of_seconds_is_not_repeated_as_short_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = {"short": 0, "long": 0}
+    taken = {"short": 2000.0, "long": 3e6}
+
+    def replay(go: timing.Run, count: int) -> float:
+        for _ in range(count):
+            go()
+        return taken[go()]
+
+    def make(name: str) -> timing.Run:
+        def go() -> str:
+            ran[name] += 1
+            return name
+
+        return go
+
+    monkeypatch.setattr(timing, "_replay", replay)
+    times = timing.time_in_turns({name: make(name) for name in ran})
+    assert times == {name: [taken[name]] * timing.TURNS for name in ran}
+    assert ran["long"] == 2 * (1 + timing.TURNS)  # `replay` above runs it once more
+    assert ran["short"] > timing.TURNS * timing.REPEATS * 5
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["a graph", "none"])
+def test_workspaces_stay_where_a_graph_may_hold_their_address(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that allocates nothing shows in no snapshot of memory."""
+
+    class Graph:
+        pass
+
+    cleared: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": (0, 0)}])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(True), raising=False)
+    kept = Graph() if held else None
+    timing.return_workspaces()
+    assert bool(cleared) != held
+    del kept
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False], ids=["chains", "linears"])
 def test_a_captured_step_quantises_its_weights(device: torch.device, chains: bool) -> None:

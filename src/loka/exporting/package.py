@@ -31,7 +31,7 @@ from loka.exporting.trying import Tried
 from loka.formats import relative_l2
 from loka.kernels import registry
 from loka.measure.device import device_of
-from loka.nn.wrapping import unwrap
+from loka.nn.wrapping import is_scripted, unwrap
 from loka.units.example import call_model
 
 Format = Literal["aoti", "onnx"]
@@ -123,7 +123,11 @@ def export(
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
             shapes = _shapes(program, inputs)
-            run = _write_aoti(program, made, inputs, shapes) if kind == "aoti" else _write_onnx(program, made, inputs)
+            run = (
+                _write_aoti(program, made, inputs, shapes, device)
+                if kind == "aoti"
+                else _write_onnx(program, made, inputs)
+            )
             try:
                 difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
             finally:
@@ -149,6 +153,8 @@ def _find_format(path: Path, asked: str | None) -> Format:
 def _check_model(model: nn.Module) -> None:
     if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
         raise ValueError(f"{', '.join(training[:3])} is in training mode; expected a frozen model; hint: loka.convert(model, plan, freeze=True), or model.eval()")  # fmt: skip
+    if scripted := [name or "the model" for name, module in model.named_modules() if is_scripted(module)]:
+        raise ValueError(f"{scripted[0]} is run by TorchScript, which torch.export cannot trace; hint: the module it was scripted from")  # fmt: skip
 
 
 def _require_onnx() -> None:
@@ -289,13 +295,13 @@ def _refuse_operators(program: Any) -> None:
         raise ValueError("this model cannot be exported:\n  " + "\n  ".join(problems))
 
 
-def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping[str, str]) -> Run:
+def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping[str, str], device: torch.device) -> Run:  # fmt: skip
     notes = {"aot_inductor.metadata": {"inputs": json.dumps(list(inputs)), "shapes": json.dumps(dict(shapes))}}
     try:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=notes)
     except Exception as error:
         raise ValueError(f"AOTInductor cannot compile this model: {_first_line(error)}") from error
-    return Tried(path)
+    return Tried(path, device)
 
 
 def _write_onnx(program: Any, path: Path, inputs: Sequence[str]) -> Run:
@@ -351,8 +357,13 @@ def _compare(run: Run, model: nn.Module, arguments: Arguments, inputs: Sequence[
 def _differ(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     if [tuple(t.shape) for t in got] != [tuple(t.shape) for t in expected]:
         raise ValueError(f"what was exported returns {[tuple(t.shape) for t in got]}, the model {[tuple(t.shape) for t in expected]}")  # fmt: skip
-    pairs = [(a.detach().cpu().double(), b.detach().cpu().double()) for a, b in zip(got, expected, strict=True) if b.numel()]  # fmt: skip
+    pairs = [(_widest(a), _widest(b)) for a, b in zip(got, expected, strict=True) if b.numel()]
     return max((float(relative_l2(a, b)) for a, b in pairs), default=0.0)
+
+
+def _widest(t: Tensor) -> Tensor:
+    t = t.detach().cpu()
+    return (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).double()
 
 
 def _move(made: Path, target: Path) -> None:

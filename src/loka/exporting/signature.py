@@ -3,6 +3,8 @@
 A package knows tensors and nothing else: no dataclass of ours, no nested dictionaries. So the example is taken apart, `Batch(dense, sequences={"basket": Jagged})` into
 "dense", "sequences.basket.values", ..., and a module around the model puts the arguments together again from the tensors it is given. What is no tensor is a constant.
 
+Tensors are contiguous, however they lie in the example: a package reads the tensors of a call as its example lay, and nobody checks.
+
 Tensors that the model never reads (labels) are no inputs. They are made again from a tensor of as many rows, since the object they belong to may check its sizes.
 """
 
@@ -48,7 +50,7 @@ def _visit(value: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
     """Put the tensors of a value under their names; returns how the value is made again."""
     if isinstance(value, Tensor):
         key = name or "input"
-        found[key] = value
+        found[key] = _whole(value)
         return lambda tensors: tensors[key]
     inner = f"{name}." if name else ""
     if isinstance(value, Mapping):
@@ -64,6 +66,13 @@ def _visit(value: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
         members = {f.name: _visit(getattr(value, f.name), f"{inner}{f.name}", found) for f in fields(value) if f.init}
         return lambda tensors: replace(value, **{key: part(tensors) for key, part in members.items()})
     return lambda tensors: value
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Without gaps, and a view of nothing: compiled code has the strides of its example in it and does not look at those of a call."""
+    if tensor.layout != torch.strided:
+        return tensor
+    return tensor.detach().clone(memory_format=torch.contiguous_format) if tensor._is_view() or not tensor.is_contiguous() else tensor  # fmt: skip
 
 
 def _word(index: int, name: str) -> str:

@@ -1,8 +1,10 @@
 """Try a package in a process of its own, which has torch and nothing of this library: what will run it is tried, and a package that ends its process does not end this one."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,16 +13,20 @@ from torch import Tensor
 
 from loka.exporting.signature import flatten_result
 
-# Every line that comes in names a file of inputs; the results go into a file beside it.
+PATIENCE = 900.0  # seconds for one call, the start of the process included: a package that takes longer hangs
+# Every line that comes in names a file of inputs; the results go into a file beside it. Whatever else writes to stdout writes to stderr, so that it is not taken for an answer.
 _CHILD = """
-import faulthandler, sys, torch
+import faulthandler, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+import torch
 faulthandler.enable()
-run = torch._inductor.aoti_load_package(sys.argv[1])
+run = torch._inductor.aoti_load_package(sys.argv[1], device_index=int(sys.argv[2]))
 for line in sys.stdin:
-    name = line.strip()
+    name = line.rstrip("\\n")
     with torch.no_grad():
         torch.save(run(*torch.load(name)), name + ".out")
-        print("done", flush=True)
+        print("done", file=answers, flush=True)
 """
 
 
@@ -29,17 +35,21 @@ class Tried:
 
     Args:
         path: the package. Inputs and results are written beside it.
+        device: where its weights go, which is where its inputs must be.
 
     Example:
-        >>> with contextlib.closing(Tried(Path("ranker.pt2"))) as run:
+        >>> with contextlib.closing(Tried(Path("ranker.pt2"), torch.device("cpu"))) as run:
         ...     scores = run([dense, ids])
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.calls = path, 0
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.path, self.calls, self.late = path, 0, False
         self.said = (path.parent / "said.txt").open("w+")
+        index = device.index if device.type == "cuda" and device.index is not None else -1
+        # it runs in another folder and must find the same torch as we did, wherever that is
+        found = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         self.child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(path)],
+            [sys.executable, "-c", _CHILD, str(path), str(index)], env={**os.environ, "PYTHONPATH": found},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, cwd=path.parent,
         )  # fmt: skip
 
@@ -59,18 +69,31 @@ class Tried:
         assert self.child.stdout is not None
         self.calls += 1
         given = self.path.parent / f"inputs{self.calls}.pt"
-        torch.save(list(tensors), given)
+        torch.save([_alone(tensor) for tensor in tensors], given)
         try:
             self.child.stdin.write(f"{given}\n")
             self.child.stdin.flush()
         except BrokenPipeError:
             pass  # it ended before; the next line says why
-        if self.child.stdout.readline().strip() != "done":
+        end = threading.Timer(PATIENCE, self._give_up)
+        end.daemon = True
+        end.start()
+        try:
+            answer = self.child.stdout.readline().strip()
+        finally:
+            end.cancel()
+        if answer != "done":
             raise ValueError(self._why())
         return flatten_result(torch.load(f"{given}.out", weights_only=False))  # written by the process above
 
+    def _give_up(self) -> None:
+        self.late = True
+        self.child.kill()
+
     def _why(self) -> str:
         code = self.child.wait()
+        if self.late:
+            return f"the package gave no answer within {PATIENCE:g} s; nothing was written; hint: a smaller example"
         self.said.seek(0)
         words = [line.strip() for line in self.said if line.strip()]
         where = next((line for line in words if line.startswith("File ")), "")
@@ -83,3 +106,12 @@ class Tried:
         self.child.kill()
         self.child.communicate()
         self.said.close()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Without the rest of the memory it is a view of, which would be written too; with its strides, which a package reads its inputs by."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        copy = tensor.clone()
+        return copy if copy.stride() == tensor.stride() else tensor
+    return tensor

@@ -9,7 +9,8 @@ of a program, and given its arguments by Triton's own `CompiledKernel`:
     number       whether it is 1, a multiple of 16, and how many bits it needs; of floats nothing
     constant     its value
 
-Triton never specialises for more than that; a call that differs in any of it goes to Triton, which compiles or finds the kernel, and is remembered.
+Triton specialises for no more than that on NVIDIA's GPUs; a call that differs in any of it goes to Triton, which compiles or finds the kernel, and is remembered. An argument of any other kind (a tuple, a NumPy number) makes
+a launch that Triton alone does. Triton's settings (`TRITON_DEBUG`, instrumentation) count where a kernel is launched first: what was compiled before they changed stays.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ def quick(kernel: Any) -> Any:
         kernel: of `triton.jit`; one that other kernels call must not be wrapped.
 
     Returns:
-        What launches it. Under Triton's interpreter, the kernel itself.
+        What launches it. Under Triton's interpreter, and on AMD's GPUs, where Triton asks for the size of tensors too, the kernel itself.
 
     Example:
         >>> @quick
@@ -38,7 +39,7 @@ def quick(kernel: Any) -> Any:
         ... def copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr): ...
         >>> copy[(1,)](x, y, 64, 64, num_warps=4)
     """
-    return Quick(kernel) if isinstance(kernel, JITFunction) else kernel
+    return Quick(kernel) if isinstance(kernel, JITFunction) and torch.version.hip is None else kernel
 
 
 class Quick:
@@ -65,7 +66,7 @@ class Quick:
 
         def launch(*args: Any, **options: Any) -> None:
             key = self.key(args, options)
-            found = self._compiled.get(key)
+            found = None if key is None else self._compiled.get(key)
             if found is not None:
                 found[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*args)
                 return
@@ -73,14 +74,14 @@ class Quick:
                 if type(arg) is TensorDescriptor:
                     arg.__post_init__()  # the checks that `describe` leaves out
             found = self.jitted[grid](*args, **options)
-            if len(args) == self._arguments:
+            if key is not None and len(args) == self._arguments:
                 if len(self._compiled) >= _MOST:
                     self._compiled.clear()
                 self._compiled[key] = found
 
         return launch
 
-    def key(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    def key(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
         """What decides which compiled kernel runs.
 
         Args:
@@ -88,7 +89,7 @@ class Quick:
             options: of the launch.
 
         Returns:
-            Equal for two launches of one compiled kernel.
+            Equal only for two launches of one compiled kernel; None where an argument is of a kind that is not known here.
         """
         key: list[Any] = [torch.cuda.current_device(), args[self._first :], *options.items()]
         add = key.append
@@ -105,8 +106,10 @@ class Quick:
             elif isinstance(arg, Tensor):
                 add(arg.dtype)
                 add(arg.data_ptr() & 15 == 0)
-            else:
+            elif kind is float or kind is bool:
                 add(kind)
+            else:
+                return None
         return tuple(key)
 
 
@@ -115,7 +118,7 @@ _kinds: dict[int, int] = {}
 
 def _kind_of(number: int) -> int:
     """What Triton asks of a number: whether it is 1, a multiple of 16, and how many bits it needs. Never 0."""
-    bits = number.bit_length()
+    bits = (number if number >= 0 else ~number).bit_length()  # -2**31 still is an int32
     found = 1 + 2 * (number == 1) + 4 * (number & 15 == 0) + 8 * (bits > 31) + 16 * (bits > 63) + 32 * (number < 0)
     if len(_kinds) < _MOST:
         _kinds[number] = found

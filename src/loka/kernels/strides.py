@@ -11,6 +11,16 @@ def unit_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def empty_rows(rows: int, columns: int, step: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An empty [rows, columns] whose rows start at multiples of `step` elements.
+
+    A view is left out where it would be the whole. A number that a compiler has not fixed is not asked whether it would: the answer would become a condition of the compiled code.
+    """
+    wide = -(-columns // step) * step
+    made = torch.empty(rows, wide, dtype=dtype, device=device)
+    return made if isinstance(columns, int) and wide == columns else made[:, :columns]
+
+
 def aligned_rows(x: Tensor) -> Tensor:
     """x [M, K] on a GPU with all its rows at multiples of 16 bytes; copied only where they lie elsewhere.
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from loka.mods.editor import Editor
 from loka.mods.fused_dots import is_transpose, writes
 from loka.nn.mix import compute_dtype, mix_features
+from loka.nn.wrapping import is_scripted
 from loka.records.mods import ModClass
 from loka.units.example import call_model
 from loka.units.undisturbed import set_mode, undisturbed
@@ -121,7 +122,7 @@ class _Search(_FromTheLeft):
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
-            for module in model.modules():
+            for module in (m for m in model.modules() if not is_scripted(m)):
                 stack.callback(module.register_forward_pre_hook(self._enter).remove)
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             with self:

@@ -9,6 +9,7 @@ FSDP2 (`fully_shard`) changes classes in place and adds no name, so there is not
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 # What wrappers register the wrapped module as. `module` alone is a common name in users' models: it counts only where DDP is the parent (see `unwrap`).
@@ -47,9 +48,14 @@ def _wrapped_by(model: nn.Module) -> nn.Module | None:
         wrapped: nn.Module = model.module
         return wrapped
     for segment in WRAPPER_SEGMENTS:
-        if isinstance(inner := model._modules.get(segment), nn.Module):
+        if segment in model._modules and isinstance(inner := model._modules[segment], nn.Module):
             return inner
     return None
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs a module: it takes no hooks, and what it calls can be neither watched nor converted."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def plain_name(name: str) -> str:

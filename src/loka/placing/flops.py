@@ -89,7 +89,7 @@ def _run(model: nn.Module, example: Any) -> None:
         leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         parameters = [p for p in model.parameters() if p.requires_grad]
         if leaves and parameters:
-            torch.autograd.grad([t.float().sum() for t in leaves], parameters, allow_unused=True)
+            torch.autograd.grad([(t.abs() if t.is_complex() else t).float().sum() for t in leaves], parameters, allow_unused=True)  # fmt: skip
 
 
 def _call(model: nn.Module, example: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from loka.dispatch import recipe_named
-from loka.nn.wrapping import named_sites, unwrap
+from loka.nn.wrapping import is_scripted, named_sites, unwrap
 from loka.probe import chain_tap
 from loka.probe.adapter import KINDS, Adapter, Kind, find_adapter
 from loka.probe.chain_tap import ChainTap, follows_head
@@ -94,6 +94,7 @@ class Observer:
         self._handles += [
             unseen.module.register_forward_hook(make_counting_hook(self._switch, unseen), with_kwargs=True)
             for unseen in self._unseen
+            if not is_scripted(unseen.module)
         ]
         by_module = {id(watch.module): watch for watch in self._watches.values()}
         linears = {id(module): module for module in self.model.modules() if isinstance(module, nn.Linear)}

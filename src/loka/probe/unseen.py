@@ -3,6 +3,7 @@
     recurrent layers          the products are inside one fused call
     nn.MultiheadAttention     in_proj and out_proj are multiplied by a function, not by a module that could be hooked; the mod attention_layout calls them
     convolutions, bilinear    no GEMM that conversion could swap
+    TorchScript               runs out of sight; its rows are not counted either
     a matrix of one's own     a module that holds a Parameter of two dimensions or more and multiplies it itself
 
 Estimate: every parameter of such a module meets every row once forward and twice backward, 6 rows x parameters. `probe.count_flops(step)` counts exactly, and
@@ -32,6 +33,10 @@ REASONS: tuple[tuple[type[nn.Module], str], ...] = (
     ),
     (_ConvNd, "a convolution is no GEMM that conversion could swap"),
     (nn.Bilinear, "a bilinear form is no GEMM that conversion could swap"),
+    (
+        torch.jit.ScriptModule,
+        "TorchScript runs it, where nothing can be watched, counted or converted; hint: the module it was scripted from",
+    ),
 )
 
 

@@ -127,7 +127,9 @@ class Selection:
         self.chosen.kept.update(dict.fromkeys(offer.unit.linears, why))
 
     def replace(self, offer: Offer, parts: list[Offer]) -> None:
-        """Put parts of an offer in its place."""
+        """Put parts of an offer in its place; what was measured of the whole is not true of the part that has its name."""
+        for known in (self.speeds, self.estimates, self.alone):
+            known.pop(offer.name, None)
         self.chosen.offers[:] = [*(o for o in self.chosen.offers if o is not offer), *parts]
         self.offers = [*(o for o in self.offers if o is not offer), *parts]
 

@@ -5,6 +5,7 @@ Every phase changes the selection that the phase before it left, and asks the ev
 
 import gc
 import math
+from dataclasses import replace
 
 import torch
 
@@ -83,13 +84,13 @@ class Session:
             with call.phase("train a little"):
                 trained = verifying.verify_training(call, selection)
         with call.phase("verify the step"):
-            if selection.offers != measured:
+            paired = selection.offers
+            if paired != measured:
                 verifying.hold_margin(call, selection, selection.used)
-            measured = selection.offers
             step = self._settle(selection)
             call.notes += [step.host_note] if step.host_note else []
-            if trained is not None and selection.offers != measured:
-                call.notes.append(f"the paired run of training had {', '.join(o.name for o in measured if o not in selection.offers)} too, which left since")  # fmt: skip
+            if trained is not None and selection.offers != paired:
+                call.notes.append(f"the paired run of training had {', '.join(o.name for o in paired if o not in selection.offers)} too, which left since")  # fmt: skip
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):
@@ -109,9 +110,12 @@ class Session:
             if selection.offers == timed:
                 return step
             if self.call.left <= 0:
+                why = f"the budget of {self.call.budget:g} s was over before what is within the margin could be timed"
                 for offer in selection.offers:
-                    selection.drop(offer, f"the budget of {self.call.budget:g} s was over before what is within the margin could be timed")  # fmt: skip
+                    selection.drop(offer, why)
                 selection.change = None
+                step = verifying.verify_speed(self.call, selection, self.original)
+                return step if step.note is None else replace(step, note=f"{why}: nothing is converted")
 
     def give_back(self) -> None:
         """Captured steps hold their own memory: after tune the process has what the conversion needs."""

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka.kernels.activation import LEAK
 from loka.lowp.passing import DROPOUTS, spell_call
+from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
 
@@ -276,7 +277,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watching(self, training: bool) -> Iterator[None]:
         set_mode(self._model, training)
         with ExitStack() as stack:
-            for module in self._model.modules():
+            for module in (m for m in self._model.modules() if not is_scripted(m)):
                 stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
             # in training alone: torch's fused encoder layer is not taken while any function mode is there

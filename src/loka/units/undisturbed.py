@@ -27,14 +27,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         model: any module.
     """
     modules = list(model.modules())
+    modes = [m.training for m in modules]  # TorchScript keeps it elsewhere than in an attribute
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
     with same_randomness(), run_eagerly(model):
         try:
             yield
         finally:
-            for module, before, saved in zip(modules, attributes, buffers, strict=True):
+            for module, before, saved, mode in zip(modules, attributes, buffers, modes, strict=True):
                 _put_back(module, before, saved)
+                if module.training != mode:
+                    module.training = mode
 
 
 def _put_back(
@@ -44,7 +47,7 @@ def _put_back(
     for name in [name for name in state if name not in _KEPT and name not in attributes]:
         del state[name]
     state.update(attributes)
-    for name in [name for name in module._buffers if name not in buffers]:
+    for name in [name for name in module._buffers.keys() if name not in buffers]:  # noqa: SIM118 - TorchScript's cannot be iterated
         del module._buffers[name]
     for name, (buffer, value) in buffers.items():
         module._buffers[name] = buffer

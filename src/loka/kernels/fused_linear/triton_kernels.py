@@ -22,6 +22,7 @@ from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_
 from loka.kernels.launcher import describe, quick
 from loka.kernels.quantize.triton_kernels import block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides, tma_ready
+from loka.kernels.strides import empty_rows
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -285,9 +286,7 @@ def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     """An empty [rows, columns] whose rows start at multiples of 128 bytes, or of 32 where that would add much: the next GEMM reads rows that start within a
     sector of 32 bytes at two thirds of the rate."""
     step = (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
-    wide = -(-columns // step) * step
-    made = torch.empty(rows, wide, dtype=dtype, device=device)
-    return made if wide == columns else made[:, :columns]
+    return empty_rows(rows, columns, step, dtype, device)
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from loka.kernels.launcher import quick
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import unit_rows
+from loka.kernels.strides import empty_rows, unit_rows
 from loka.kernels.tile import (
     INTERPRETED,
     finite_magnitude,
@@ -341,9 +341,7 @@ def _scales(
 
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty [rows, columns] whose rows start at multiples of 16 elements, as TMA wants FP8 operands."""
-    wide = -(-columns // 16) * 16
-    made = torch.empty(rows, wide, dtype=dtype, device=device)
-    return made if wide == columns else made[:, :columns]
+    return empty_rows(rows, columns, 16, dtype, device)
 
 
 def block_scales(rows: int, columns: int, source: int, device: torch.device) -> Tensor:
