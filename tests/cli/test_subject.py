@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from loka import data
 from loka.cli.jobs import per_example
-from loka.cli.own_code import call_with, find_object
+from loka.cli.own_code import call_with, find_loss, find_object
 from loka.cli.subject import load_subject
+from loka.units import capture_example
 
 HERE = __name__
 
@@ -204,3 +205,18 @@ def test_small_parts() -> None:
     assert call_with(lambda a, b=2: (a, b), "f", a=1, c=3) == (1, 2)
     assert per_example(torch.ones(4, 2), 4).tolist() == [1, 1, 1, 1]
     assert per_example(torch.tensor(2.0), 4).tolist() == [2]
+
+
+def test_an_example_needs_no_loss_that_fits_the_output() -> None:
+    """`convert` and `export` take no --loss, and a model may return a dict."""
+
+    class Both(Own):
+        def forward(self, x: Tensor, shift: float = 0.0) -> Any:
+            return {"score": super().forward(x, shift)}
+
+    model, x = Both(), torch.ones(3, 6)
+    example = capture_example(model, lambda: find_loss(None)(model(x, shift=2.0), torch.zeros(3)))
+    assert torch.equal(example.args[0], x)
+    assert example.kwargs == {"shift": 2.0}
+    with pytest.raises(ValueError, match="got dict and Tensor; hint: --loss"):
+        find_loss(None)(model(x), torch.zeros(3))

@@ -156,6 +156,7 @@ def test_a_folder_of_records_is_read_by_kind(tmp_path: Path) -> None:
         **{f"cmp{i}": c for i, c in enumerate(results.comparisons)},
     }.items():
         records.save(record, tmp_path / f"{name}.json")
+    (tmp_path / "evidence.json").write_text('{"fingerprint": "x", "known": {}}')  # of tune, in the same folder
     loaded = Results.load(tmp_path)
     assert loaded.probe == results.probe
     assert [c.candidate for c in loaded.ordered_comparisons] == ["planned FP8", "naive FP8"]

@@ -54,9 +54,7 @@ def call_with(function: Callable[..., Any], path: str, **offers: Any) -> Any:
 def find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
     """fn(output, targets) by its name; without one, binary cross-entropy of logits."""
     if path is None:
-        return lambda output, targets: F.binary_cross_entropy_with_logits(
-            output.float(), targets.to(output).float().reshape(output.shape), reduction="none"
-        )
+        return _cross_entropy
     found = find_object(path)
     if not callable(found):
         raise ValueError(f"{path}: expected fn(output, targets), got {type(found).__name__}")
@@ -67,6 +65,14 @@ def find_loss(path: str | None) -> Callable[[Any, Any], Tensor]:
     except ValueError:  # a built-in function has no signature
         pass
     return found  # type: ignore[no-any-return]
+
+
+def _cross_entropy(output: Any, targets: Any) -> Tensor:
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        raise ValueError(f"without --loss the model returns logits and targets are labels, both tensors; got {type(output).__name__} and {type(targets).__name__}; hint: --loss pkg.module:fn")  # fmt: skip
+    return F.binary_cross_entropy_with_logits(
+        output.float(), targets.to(output).float().reshape(output.shape), reduction="none"
+    )
 
 
 def build_own(model: str, options: dict[str, Any], **offers: Any) -> nn.Module:

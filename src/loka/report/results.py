@@ -81,9 +81,10 @@ class Results:
 
     @classmethod
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
-        """Read every *.json of a folder, or one file, and the files of `add`; what is no record of a known kind is an error naming it."""
+        """Read every *.json of a folder, or one file, and the files of `add`; what is no record of a known kind is an error naming it. What `tune` goes on from (evidence*.json) is passed over."""
         place = Path(folder)
-        files = [place] if place.is_file() else sorted(place.glob("*.json"))
+        found = [place] if place.is_file() else sorted(place.glob("*.json"))
+        files = [path for path in found if path == place or not path.name.startswith("evidence")]
         if not files:
             raise ValueError(f"{folder} holds no records (*.json); give the `records` folder of a job")
         return cls.of([read_any(path) for path in [*files, *map(Path, add)]], str(folder))

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -18,17 +19,22 @@ class Example:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+class _SeenError(Exception):
+    """The model was called: nothing that would follow is needed, a loss that may not fit its output least of all."""
+
+
 def capture_example(model: nn.Module, run: Callable[[], Any]) -> Example:
-    """The arguments that the model is called with first while `run` runs: an example for whatever calls it."""
+    """The arguments that the model is called with first while `run` runs, which ends there: an example for whatever calls it."""
     seen: list[Example] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not seen:  # a copy, before the forward takes out what it reads
+        if not seen:
             seen.append(copy_example(Example(args, kwargs)))
+        raise _SeenError
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), suppress(_SeenError):
             run()
     finally:
         handle.remove()
