@@ -111,14 +111,15 @@ def look_at_ranker(a: argparse.Namespace) -> ModelStats:
     with torch.device(a.device):
         model = hurts.Ranker(cards, train.dense.shape[1], train.labels.shape[1], width)
     optimizer, steps, start = torch.optim.Adam(model.parameters(), hurts.RATE), 0, time.monotonic()
-    while time.monotonic() - start < a.seconds:
+    seconds = a.ranker_seconds or a.seconds
+    while time.monotonic() - start < seconds:
         for index in torch.randperm(len(train), device=a.device).split(512):
             loss = F.binary_cross_entropy_with_logits(model(train.dense[index], train.ids[index]), train.labels[index])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             steps += 1
-            if steps % 50 == 0 and time.monotonic() - start > a.seconds:
+            if steps % 50 == 0 and time.monotonic() - start > seconds:
                 break
     measured = AUC()
     with torch.no_grad():
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument("--seconds", type=float, default=300, help="of training, for each model")
+    parser.add_argument("--ranker-seconds", type=float, help="instead of --seconds, for the ranker")
     parser.add_argument("--language-seconds", type=float, help="instead of --seconds, for the language model")
     parser.add_argument("--onerec-steps", type=int, default=1000, help="of a small one, if the time is enough")
     a = parser.parse_args()
@@ -225,8 +227,8 @@ def draw(record: Analysis, figure: Path) -> None:
     """The chart as an SVG, in the colours of the other figures."""
     import vl_convert
 
-    text = {"labelColor": "#1b1f24", "titleColor": "#1b1f24", "gridColor": "#eaeef2", "domainColor": "#8b949e", "tickColor": "#8b949e", "titleFontWeight": 400}  # fmt: skip
-    config = {"font": "system-ui, sans-serif", "axis": text, "range": {"category": ["#d55e00", "#0072b2", "#8b949e"]}, "view": {"stroke": None}}  # fmt: skip
+    text = {"labelColor": "#1b1f24", "titleColor": "#1b1f24", "grid": False, "domainColor": "#8b949e", "tickColor": "#8b949e", "titleFontWeight": 400}  # fmt: skip
+    config = {"font": "system-ui, sans-serif", "axis": text, "range": {"category": ["#0072b2", "#8b949e", "#d55e00"]}, "view": {"stroke": None}, "aria": False}  # fmt: skip
     chart = draw_analysis(record) | {"background": "#ffffff", "config": config}
     figure.write_text(vl_convert.vegalite_to_svg(json.dumps(chart)), encoding="utf-8")
 

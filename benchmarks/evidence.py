@@ -153,12 +153,13 @@ JOBS = (
     *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
     *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all,e4m3-nearest --embedding-learning-rate 0.002 --steps 500 --out {{out}}", 7200)
       for d in ("ml-1m", "census-income-kdd", "complete-journey")),
+    cpu("loss-single-ml-1m", "loss-single-ml-1m", "tables_loss.py --data ml-1m --ways float32,all,forced,e4m3-nearest --draws 1 --embedding-learning-rate 0.002 --steps 500 --out {out}", 7200),
     cpu("scale-matrix", "scale-matrix", "../tests/training/scale_matrix.py --out {out}", 1800),
     cpu("scale-kills", "scale-kills", "../tests/training/scale_kills.py --out {out}", 1800),
     cpu("scale-kills-row", "scale-kills-row", "../tests/training/scale_kills.py --sharding row --seed 1 --out {out}", 1800),
     cpu("simulated-curves", "simulated-curves", "simulated_curves.py --out {out}", 120),
     *(cpu(f"demo-seed{n}", f"demo_seed{n}", f"loka demo --seed {n} --out {{folder}}/demo --json", 600) for n in range(1, 8)),
-    cpu("distributions", "distributions", "distributions.py --root {data} --work {folder}/distributions --out {out}", 1800),
+    cpu("distributions", "distributions", "distributions.py --root {data} --work {folder}/distributions --out {out} --seconds 330 --ranker-seconds 900 --language-seconds 1000 --onerec-steps 700 --figure {results}/../../docs/figures/distributions.svg", 3000),
     *(
         cpu(f"probe-{model}-{data}", f"probe-{model}-{data}", f"loka probe --model {model}:small --data {data} {how} --threads 1 --out {{out}}", 1800)
         for model, how in PROBES.items()

@@ -1,8 +1,8 @@
 """One arm of benchmarks/trained.py: a process that compiles once, captures the step, trains seed by seed, and is timed.
 
 On a GPU a step (forward, backward, AdamW) is one CUDA graph; batches are copied into its inputs, the learning rate is a tensor, and a new seed overwrites weights, optimizer state and remembered
-scales in place. Before any seed counts, twenty steps by replay are compared with twenty launched from the host: where they differ, or where nothing can be captured, all steps are launched, and
-the result says so. The graph that trained is the graph that is timed.
+scales in place. Before any seed counts, twenty steps by replay are compared with twenty launched from the host, twice: where they differ by more, or where nothing can be captured, all steps are
+launched, and the result says so. The graph that trained is the graph that is timed.
 """
 
 import copy
@@ -187,20 +187,21 @@ class Worker:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self.step()
-            launched, replayed = self.try_out(self.step), self.try_out(graph.replay)
+            launched, again, replayed = (self.try_out(way) for way in (self.step, self.step, graph.replay))
         except Exception as error:
             torch.cuda.synchronize()
             return f"launched: {type(error).__name__}: {str(error).splitlines()[0]}"
-        self.facts["graph_difference"] = abs(replayed / launched - 1)
-        if not self.facts["graph_difference"] < 0.01:
-            return f"launched: after {CHECKED} steps the loss is {replayed:.6f} by replay and {launched:.6f} launched"
+        noise = abs(again / launched - 1)  # kernels that add in any order: two launched runs differ too
+        self.facts |= {"graph_difference": abs(replayed / launched - 1), "launched_difference": noise}
+        if not self.facts["graph_difference"] < max(0.01, 5 * noise):
+            return f"launched: after {CHECKED} steps the loss is {replayed:.6f} by replay, and {launched:.6f} and {again:.6f} launched"
         self.graph = graph
         return "one CUDA graph"
 
     def try_out(self, again: Any) -> float:
-        """The loss after the first steps of seed 0."""
+        """The loss after the first steps of seed 0, at a rate that needs no warm-up."""
         self.begin(0)
-        self.set_rates(1.0)
+        self.set_rates(0.3)
         for batch in itertools.islice(self.data.stream(0), CHECKED):
             self.feed(batch)
             again()

@@ -18,7 +18,7 @@ COMPARED = """## Beside the published analysis
 * **OneRec is like the language model**, in weights and in activations, as published: no weight variance near 0.1, no activation that loses a percent under one scale for each token. The widest range is what enters
   the last linear of its FFNs, a product of two things.
 * **The ranker's weights are not what is wide here.** Nothing like 1e7 or 1,000 came out of {steps} at four times the usual learning rate; its linears have heavier tails (kurtosis {kurtosis:.0f}), and the largest
-  variance is that of an embedding table, which is as it was initialised. Production rankers train for months on tables that grow; that we cannot repeat.
+  variance is that of an embedding table, which began at 1. Production rankers train for months on tables that grow; that we cannot repeat.
 * **Its activations are**: up to {absmax:,.0f}, because dollars enter as dollars, and the linears behind hand that on. Magnitude alone is harmless to a scaled format: what counts is the range under one scale. With one
   scale for the tensor {lost:.0%} of the first linear's input becomes zero, with one for each row {row:.1%}. That is where a plan keeps a site in 16 bits, and where [naive FP8 fails](concepts/naive.md).
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.formats import E4M3, SMALLEST_SCALE
-from loka.kernels.launcher import quick
+from loka.kernels.triton_launcher import quick
 
 if TYPE_CHECKING:
     from loka.kernels.amax_history import Magnitudes

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.launcher import quick
+from loka.kernels.triton_launcher import quick
 
 
 @quick

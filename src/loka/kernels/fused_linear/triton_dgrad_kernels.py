@@ -25,9 +25,9 @@ from loka.kernels.fused_linear.triton_kernels import (
     number_at,
     raise_amax,
 )
-from loka.kernels.launcher import describe, quick
 from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
+from loka.kernels.triton_launcher import describe, quick
 
 _SCALAR = tl.constexpr(1)
 _Z_SCALED = tl.constexpr(2)

@@ -12,7 +12,6 @@ from torch import Tensor
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
 from loka.kernels.fused_linear.triton_kernels import aligned
-from loka.kernels.launcher import quick
 from loka.kernels.quantize.triton_kernels import _scales, block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
 from loka.kernels.tile import (
@@ -30,6 +29,7 @@ from loka.kernels.tile import (
     slope_from_output,
     to_fp8,
 )
+from loka.kernels.triton_launcher import quick
 
 _Z_SCALE = tl.constexpr(NORMALIZED_SCALE)
 _LAUNCH = {"num_warps": 4}

@@ -19,7 +19,6 @@ from torch import Tensor
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCALE
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
-from loka.kernels.launcher import describe, quick
 from loka.kernels.quantize.triton_kernels import block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides, tma_ready
 from loka.kernels.strides import empty_rows
@@ -34,6 +33,7 @@ from loka.kernels.tile import (
     tile_order,
     to_fp8,
 )
+from loka.kernels.triton_launcher import describe, quick
 
 _SCALAR = tl.constexpr(1)
 _VECTOR = tl.constexpr(2)

@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
-from loka.kernels.launcher import quick
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import INTERPRETED, inverse, to_fp8
+from loka.kernels.triton_launcher import quick
 
 _EPS = tl.constexpr(NORM_EPS)
 _BLOCK = tl.constexpr(NORM_BLOCK)

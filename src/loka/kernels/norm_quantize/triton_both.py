@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.dropout import Dropout, draw_arguments
-from loka.kernels.launcher import quick
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
 from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
@@ -35,6 +34,7 @@ from loka.kernels.tile import (
     pack_rows_checked,
     to_fp8,
 )
+from loka.kernels.triton_launcher import quick
 
 _NEAR = 100 << 10  # bytes of a program's rows, so that two programs fit the L1 of a multiprocessor
 # Elements of a chunk. ptxas gives forward 128 registers, two programs a multiprocessor, and backward 241, one: 32 KB in flight either way.

@@ -13,7 +13,6 @@ from torch import Tensor
 from loka.kernels.activation import ACTIVATIONS
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK
-from loka.kernels.launcher import quick
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.tile import (
@@ -26,6 +25,7 @@ from loka.kernels.tile import (
     scale_of,
     to_fp8,
 )
+from loka.kernels.triton_launcher import quick
 
 LAYER, RMS, BLOCK = 0, 1, 2
 # Where scales come from. UNSCALED: of an x in 16 or 32 bits; of an output, that it is not quantised.

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.launcher import quick
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.strides import empty_rows, unit_rows
 from loka.kernels.tile import (
@@ -33,6 +32,7 @@ from loka.kernels.tile import (
     scale_of,
     to_fp8,
 )
+from loka.kernels.triton_launcher import quick
 
 GROUP = 128
 _BOTH_LAUNCH = {

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loka.kernels.launcher import describe, quick
 from loka.kernels.tile import tile_order
+from loka.kernels.triton_launcher import describe, quick
 
 SCALAR, VECTOR, GROUPED, SQUARE = 1, 2, 3, 4
 _SCALAR = tl.constexpr(1)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", exc_type=ImportError)
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loka.kernels.launcher import Quick, describe, quick
+from loka.kernels.triton_launcher import Quick, describe, quick
 
 
 class Kernel:
