@@ -7,6 +7,7 @@ graph: a package has none of its own. On a machine without a GPU `--rows 64 --de
 """
 
 import argparse
+import faulthandler
 import json
 import statistics
 import sys
@@ -56,6 +57,7 @@ def prepare(name, device, rows):
         begin = time.perf_counter()
         made = loka.export(model, inputs, Path(folder) / "model.pt2")
         seconds, size = time.perf_counter() - begin, made.path.stat().st_size
+        print(f"{name}: packaged in {seconds:.0f} s, differs by {made.difference:.2g}", flush=True)
         package = torch._inductor.aoti_load_package(str(made.path))
     compiled = torch.compile(model, dynamic=False)
     runs = {"compiled": lambda: compiled(*inputs), "package": lambda: package(*inputs)}
@@ -84,6 +86,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start-when", type=Path, help="compile at once, time when this file is there: when the card is free")  # fmt: skip
     given = parser.parse_args()
+    faulthandler.enable()  # a package that ends the process says where
     made = [prepare(name, given.device, given.rows) for name in given.models.split(",")]
     while given.start_when is not None and not given.start_when.exists():
         time.sleep(0.2)
