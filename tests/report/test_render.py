@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from loka import records
 from loka.dispatch import Policy, make_plan
 from loka.records import Interval, RecordError
+from loka.records.tuning import Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
 
 from .job import make_comparison, make_everything, make_results
@@ -180,3 +181,16 @@ def test_it_needs_no_torch() -> None:
     code = "import sys, loka.report; assert not {'torch', 'numpy', 'vl_convert'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_tune_that_converts_nothing_is_no_success() -> None:
+    results = make_results()
+    assert results.probe is not None
+    plan = make_plan(results.probe, Policy(min_speedup=1e9))
+    tuning = Tuning(model="Ranker", target="train", margin=2e-4, used_margin=2e-4, units=[], plan=plan, environment=results.probe.environment)  # fmt: skip
+    same = replace(
+        make_comparison("planned FP8", 0.0, "equivalent"), relative_change=Interval(value=0.0, low=0.0, high=0.0), low_precision_flops_share=0.0
+    )  # fmt: skip
+    page = render(Results(runs=results.runs, comparisons=(same,), tunings=(tuning,)))
+    assert "Nothing was converted: no part of this model is both faster in FP8 and within the margin" in page
+    assert "Planned FP8 is high precision itself, so there is nothing to compare." in page

@@ -8,7 +8,7 @@ STATISTICS = (("variance", "variance"), ("absmax", "largest magnitude"), ("abs_p
 
 
 def draw_analysis(analysis: Analysis) -> dict[str, Any]:
-    """One row of charts per kind (weights, activations), data inline.
+    """Four charts for each kind (weights, activations), two in a row, data inline.
 
     Args:
         analysis: models side by side.
@@ -35,7 +35,7 @@ def draw_analysis(analysis: Analysis) -> dict[str, Any]:
             )
     kinds = [kind for kind in ("weight", "activation") if any(row["kind"] == kind for row in rows)]
     charts = [
-        {"hconcat": [_panel(analysis, kind, field, title) for field, title in (*STATISTICS, ("crest", "crest inside a row, bits"))]}
+        {"columns": 2, "concat": [_panel(analysis, kind, field, title) for field, title in (*STATISTICS, ("crest", "crest inside a row, bits"))]}
         for kind in kinds
     ]  # fmt: skip
     return {
@@ -57,7 +57,7 @@ def _panel(analysis: Analysis, kind: str, field: str, title: str) -> dict[str, A
             "encoding": {
                 "x": {"field": "place", "type": "quantitative", "title": f"{kind}, in model order"},
                 "y": y,
-                "color": {"field": "model", "type": "nominal"},
+                "color": {"field": "model", "type": "nominal", "legend": {"orient": "top", "title": None}},
                 "tooltip": tooltip,
             },
         }
@@ -69,4 +69,4 @@ def _panel(analysis: Analysis, kind: str, field: str, title: str) -> dict[str, A
             layers.append({**here, "mark": {"type": "rule", "strokeDash": [5, 4]}, "encoding": {"y": at}})
             text = {"type": "text", "align": "left", "dy": -5, "x": 4, "fontSize": 9}
             layers.append({**here, "mark": text, "encoding": {"y": at, "text": {"field": "label"}}})
-    return {"width": 230, "height": 200, "layer": layers}
+    return {"width": 280, "height": 200, "layer": layers}

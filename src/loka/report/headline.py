@@ -61,6 +61,8 @@ def say_verdict(results: Results, first: Comparison | None) -> str:
     if first is None:
         return _say_without_runs(results)
     share = percent(first.low_precision_flops_share, 0)
+    if results.tunings and not first.low_precision_flops_share:
+        return "Nothing was converted: no part of this model is both faster in FP8 and within the margin"
     if results.plan is not None and not count_converted(results.plan):
         best = _find_best(results)
         return (
@@ -103,6 +105,8 @@ def _say_lead(results: Results, first: Comparison | None) -> str:
         f"(95 % interval {span_of(change)}) on {first.pairs:,} paired test examples; "
         f"changes under {percent(first.margin)} are taken not to matter."
     )
+    if not change.low and not change.high and not first.low_precision_flops_share:
+        text = f"{capitalise(first.candidate)} is {first.baseline} itself, so there is nothing to compare."
     for other in (c for c in results.ordered_comparisons[1:] if c.low_precision_flops_share > 0):
         text += f" {capitalise(other.candidate)}: {signed(other.relative_change.value)}, {other.outcome}."
     return text
