@@ -40,9 +40,9 @@ _LABELS = {
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints, records and the report.")] = Path("runs/demo"),
     steps: Annotated[
-        int | None, typer.Option(help="Steps in float32 before the fork; 400 on a CPU, 240 larger ones on a GPU.")
+        int | None, typer.Option(help="Steps in float32 before the fork; 400 on a CPU, 120 larger ones on a GPU.")
     ] = None,
-    more_steps: Annotated[int | None, typer.Option(help="Steps of each continuation; 200 or 60.")] = None,
+    more_steps: Annotated[int | None, typer.Option(help="Steps of each continuation; 200 or 40.")] = None,
     size: Annotated[
         str | None,
         typer.Option(help="Size of the Wukong: tiny, small (the default on a CPU), wide (on a GPU) or plain."),

@@ -52,7 +52,7 @@ class DemoConfig:
     @classmethod
     def for_device(cls, device: str, **given: Any) -> Self:
         """The defaults of a kind of machine: on a GPU a model and a batch large enough for FP8 to have something to gain."""
-        large = {"size": "wide", "batch_size": 8192, "steps": 240, "more_steps": 60, "tune_batches": 16}
+        large = {"size": "wide", "batch_size": 8192, "steps": 120, "more_steps": 40, "tune_batches": 16}
         return cls(**({**large, **given} if device.startswith("cuda") else given), device=device)
 
     def __post_init__(self) -> None:
