@@ -1,6 +1,7 @@
 """Modified models are pickled, copied, saved, wrapped and compiled like any other."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -118,7 +119,9 @@ def test_an_encoder_that_packs_padded_batches_keeps_its_zeros():
 @pytest.fixture
 def group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
+    world = torch.distributed.group.WORLD  # held here: a DDP model that is the last to hold it may wait for ever
+    yield world
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 

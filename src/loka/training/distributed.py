@@ -50,6 +50,9 @@ from loka.training.trainer import Trainer
 __all__ = ["DistributedTrainer", "Distribution", "joined", "share_loss", "share_of"]
 
 
+_JOINED: list[Any] = []  # groups of this process, for as long as it lives
+
+
 @contextmanager
 def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[None]:
     """A process group from torchrun's environment, left at the end.
@@ -71,6 +74,8 @@ def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[No
     if chosen == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(chosen, timeout=timedelta(seconds=timeout))
+    # Where a DDP model is the last to hold a group, its end waits for gloo's threads with Python's lock in hand, and they wait for the lock: torch releases it for a group alone.
+    _JOINED.append(dist.group.WORLD)
     try:
         yield
     finally:
