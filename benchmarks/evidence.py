@@ -102,7 +102,7 @@ JOBS = (
     gpu("tune", "tune_zoo", "tune_zoo.py --models dlrm,tower,cross --steps 300 --seconds 60 --fresh --limit 500 --out {out}", 600),
     gpu("tune-wukong", "tune_zoo_wukong", "tune_zoo.py --models wukong,encoder --fresh --limit 500 --out {out}", 700),
     gpu("tune-dlrm", "tune_zoo_dlrm", "tune_zoo.py --models dlrm --seconds 60 --fresh --limit 200 --out {out}", 260),
-    gpu("trained", "trained", "trained.py --root {data} --out {out} --seeds 48,256 --seconds 400", 480),
+    gpu("trained", "trained", "trained.py --root {data} --out {out} --seeds 64,500 --seconds 400", 480),
     gpu("trained-mods", "trained_mods", "trained.py --root {data} --arms bf16,mods,tuned-mods --out {out} --seconds 280", 360),
     gpu("trained-hstu", "trained_hstu", "trained.py --root {data} --families hstu --arms bf16,tuned --out {out} --seconds 230", 300),
     gpu("trained-interformer", "trained_interformer", "trained.py --root {data} --families interformer --arms bf16,tuned --out {out} --seconds 240", 310),

@@ -76,12 +76,7 @@ def test_is_the_indexed_product(name: str, dtype: torch.dtype, b: int, n: int, d
     assert gap(x.grad.roll(1, 1), twin.grad) > 2 * TOLERANCE[dtype]
 
 
-@every_backend
-def test_pairs_may_be_one_vector_twice_and_both_ways_round(name: str, device: torch.device) -> None:
-    """The square of a vector has a gradient of twice the vector; (i, j) and (j, i) are two pairs."""
-    supported(name, 3, 16, 4, torch.float32, device)
-    i, j = torch.tensor([1, 0, 2, 0], device=device), torch.tensor([1, 2, 0, 1], device=device)
-    x = torch.randn(2, 3, 16, device=device, requires_grad=True)
+def assert_products_and_gradients(name: str, x: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> None:
     y = dots(x, i, j, backend=name)
     assert gap(y.detach(), exact(x.detach(), i, j)) <= 1e-5
     dy = torch.randn_like(y)
@@ -89,6 +84,15 @@ def test_pairs_may_be_one_vector_twice_and_both_ways_round(name: str, device: to
     twin = x.detach().double().requires_grad_()
     exact(twin, i, j).backward(dy.double())
     assert gap(x.grad, twin.grad) <= 1e-5
+
+
+@every_backend
+def test_pairs_may_be_one_vector_twice_and_both_ways_round(name: str, device: torch.device) -> None:
+    """The square of a vector has a gradient of twice the vector; (i, j) and (j, i) are two pairs."""
+    supported(name, 3, 16, 4, torch.float32, device)
+    i, j = torch.tensor([1, 0, 2, 0], device=device), torch.tensor([1, 2, 0, 1], device=device)
+    x = torch.randn(2, 3, 16, device=device, requires_grad=True)
+    assert_products_and_gradients(name, x, i, j)
 
 
 @every_backend
@@ -122,13 +126,7 @@ def test_pairs_may_be_columns_of_one_tensor(name: str, device: torch.device) -> 
     columns = torch.combinations(torch.arange(5, device=device))
     i, j = columns.unbind(1)
     x = torch.randn(3, 5, 16, device=device, requires_grad=True)
-    y = dots(x, i, j, backend=name)
-    assert gap(y.detach(), exact(x.detach(), i, j)) <= 1e-5
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    twin = x.detach().double().requires_grad_()
-    exact(twin, i, j).backward(dy.double())
-    assert gap(x.grad, twin.grad) <= 1e-5
+    assert_products_and_gradients(name, x, i, j)
 
 
 def test_compiled_the_reference_takes_what_an_index_takes() -> None:

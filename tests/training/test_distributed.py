@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.run
 
 from comms.ranks import on_ranks
 from forked import finish, start
 from loka import cli
 from loka.nn.tables import quantize_tables
-from loka.training import TrainConfig, Trainer
+from loka.training import TrainConfig, Trainer, distributed
 from loka.training.distributed import joined, share_of
 
 from .jobs_distributed import hstu_config, make_hstu, make_table_plan, ragged_task, uneven
@@ -80,6 +81,18 @@ def test_a_share_is_a_stretch_of_the_batch() -> None:
     assert second.sequences["h"].offsets.tolist() == [0, 1, 4]
     with pytest.raises(ValueError, match="cannot be shared equally"):
         share_of(batch, 0, 3)
+
+
+def test_a_group_outlives_the_models_that_use_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where a DDP model is the last to hold it, gloo's threads and Python's lock may wait for each other: left, it is still held."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    begin = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, timeout: begin(kind, init_method=f"file://{tmp_path}/store", rank=0, world_size=1))  # fmt: skip
+    with joined("gloo"):
+        world = dist.group.WORLD
+    assert not dist.is_initialized()
+    assert any(group is world for group in distributed._JOINED)
 
 
 def test_without_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

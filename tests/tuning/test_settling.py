@@ -91,7 +91,8 @@ def test_without_time_to_try_again_nothing_is_taken_that_was_not_timed(monkeypat
 
 def test_no_margin_is_used_that_is_coarser_than_one_that_was_resolved() -> None:
     call, selection = make("ab")
-    assert verifying.hold_margin(call, selection, coarsest=0.00005) is None
+    verifying.hold_margin(call, selection, coarsest=0.00005)
+    assert selection.unresolved is None
     assert names(selection) == ""
     assert selection.used == 0.00005
 
@@ -103,3 +104,17 @@ def test_what_was_measured_of_a_chain_is_not_said_of_its_part() -> None:
     selection.replace(whole, [Offer(whole.unit, "chain", None, 0.1, "a part")])
     assert "a" not in {**selection.speeds, **selection.estimates, **selection.alone}
     assert "b" in selection.alone
+
+
+def test_the_note_on_a_coarse_margin_is_of_what_is_in_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, selection = make("ab")
+    selection.base = SimpleNamespace(step=0.0, per_example=True)  # type: ignore[assignment]
+    wide = Interval(value=0.0, low=-0.0005, high=0.0005)
+    monkeypatch.setattr(verifying, "swap", lambda *given: wide)
+    verifying.hold_margin(call, selection)
+    verifying.note_margin(call, selection)
+    assert "judged at 0.1%" in call.notes[0]
+    monkeypatch.setattr(verifying, "swap", lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
+    verifying.hold_margin(call, selection, selection.used)
+    verifying.note_margin(call, selection)
+    assert len(call.notes) == 1

@@ -153,6 +153,18 @@ def test_workspaces_stay_where_a_graph_may_hold_their_address(held: bool, monkey
     del kept
 
 
+def write_losses(task: Task, into: torch.Tensor) -> None:
+    """Have every step of a task leave its loss in a tensor, which a captured step writes to as well."""
+    inner = task.mean_loss
+
+    def watched(*args: object, **kwargs: object) -> torch.Tensor:
+        value = inner(*args, **kwargs)  # type: ignore[arg-type]
+        into.copy_(value.detach())
+        return value
+
+    task.mean_loss = watched  # type: ignore[method-assign]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("chains", [True, False], ids=["chains", "linears"])
 def test_a_captured_step_quantises_its_weights(device: torch.device, chains: bool) -> None:
@@ -160,14 +172,7 @@ def test_a_captured_step_quantises_its_weights(device: torch.device, chains: boo
     model, batches = make(device, chains)
     task = Task(model, batches, loss, autocast=torch.bfloat16)
     seen = torch.zeros((), device=device)
-    inner = task.mean_loss
-
-    def watched(*args: object, **kwargs: object) -> torch.Tensor:
-        value = inner(*args, **kwargs)  # type: ignore[arg-type]
-        seen.copy_(value.detach())
-        return value
-
-    task.mean_loss = watched  # type: ignore[method-assign]
+    write_losses(task, seen)
     step = timing.whole_step(task, training=True, mode=None)
     step()
     first = float(seen)
@@ -185,14 +190,7 @@ def test_a_captured_step_keeps_what_it_reads(device: torch.device) -> None:
     batches = [((torch.randint(1000, (4096,), device=device),), torch.randn(4096, device=device)) for _ in range(2)]
     task = Task(fragment, batches, loss, autocast=torch.bfloat16)
     out = torch.full((), torch.nan, device=device)
-    inner = task.mean_loss
-
-    def watched(*args: object, **kwargs: object) -> torch.Tensor:
-        value = inner(*args, **kwargs)  # type: ignore[arg-type]
-        out.copy_(value.detach())
-        return value
-
-    task.mean_loss = watched  # type: ignore[method-assign]
+    write_losses(task, out)
     step = timing.whole_step(task, training=True, mode=None)
     step()
     expected, weight = float(out), weakref.ref(fragment[1].weight)

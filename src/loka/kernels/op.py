@@ -8,7 +8,7 @@ torch alone would warn once and hand back no gradient.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 Function = Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag] = ()) -> Callable[[Function], Any]:
@@ -53,7 +55,7 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
     return register
 
 
-def on_device(function: Function) -> Function:
+def on_device(function: Callable[P, R]) -> Callable[P, R]:
     """The function, run with the GPU of its tensors as the current one, as torch's own ops are: Triton launches on the current one, which is another for a model on cuda:1 in a process that chose none.
 
     Args:
@@ -63,7 +65,7 @@ def on_device(function: Function) -> Function:
         What is called in its place.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         index = next((a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda), -1)
         if index < 0 or index == torch.cuda.current_device():
             return function(*args, **kwargs)

@@ -104,6 +104,7 @@ class Selection:
         alone: change of the metric with one offer swapped in.
         change: with all of them; None where none is in.
         swapped: the losses that came of.
+        unresolved: that change, where the data resolve a coarser margin than was asked for.
         tables, collectives: chosen beside them.
     """
 
@@ -118,6 +119,7 @@ class Selection:
     alone: dict[str, Interval] = field(default_factory=dict)
     change: Interval | None = None
     swapped: Losses | None = None
+    unresolved: Interval | None = None
     tables: list[TablePlan] = field(default_factory=list)
     collectives: list[CollectivePlan] = field(default_factory=list)
 

@@ -89,6 +89,7 @@ class Session:
                 verifying.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
             call.notes += [step.host_note] if step.host_note else []
+            verifying.note_margin(call, selection)
             if trained is not None and selection.offers != paired:
                 call.notes.append(f"the paired run of training had {', '.join(o.name for o in paired if o not in selection.offers)} too, which left since")  # fmt: skip
         parts: list[TablePlan | CollectivePlan] = []

@@ -50,35 +50,34 @@ def verify_metric(call: Call, selection: Selection) -> None:
     for offer in offers:
         if alone[offer.name].low == alone[offer.name].high == 0.0:
             selection.drop(offer, "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there")  # fmt: skip
-    unresolved = hold_margin(call, selection)
-    if unresolved is not None:
-        call.notes.append(f"the held-out data resolve {unresolved.high - unresolved.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, base)}")  # fmt: skip
+    hold_margin(call, selection)
 
 
-def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) -> Interval | None:
+def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) -> None:
     """Swap in what is left, together, and drop what costs most until it is within the margin.
 
     Args:
         call: whose margin it is.
-        selection: what is in; `used` and `change` are of what stays in.
+        selection: what is in; `used`, `change` and `unresolved` are of what stays in.
         coarsest: a margin that an earlier measurement resolved; none coarser is used now.
-
-    Returns:
-        The change, where the data resolve a coarser margin only.
     """
-    unresolved = None
     while selection.offers:
         together = selection.change = swap(call, selection, selection.offers)
         selection.used = min(call.margin_for(together), coarsest)
-        unresolved = together if selection.used > call.margin else None
+        selection.unresolved = together if selection.used > call.margin else None
         if call.is_within(together, selection.used):
-            return unresolved
+            return
         worst = max(selection.offers, key=lambda o: selection.alone[o.name].high)
         exceeded = call.margin if together.low > call.margin else selection.used
         for part in _drop_worst(call, selection, worst, exceeded):
             selection.alone[part.name] = swap(call, selection, [part])
     selection.change = None
-    return unresolved
+
+
+def note_margin(call: Call, selection: Selection) -> None:
+    """Say so where the data resolve a coarser margin only, of the units that are in at the end."""
+    if (seen := selection.unresolved) is not None:
+        call.notes.append(f"the held-out data resolve {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, selection.base)}")  # fmt: skip
 
 
 def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float) -> list[Offer]:

@@ -19,6 +19,7 @@ from loka.formats import Draw
 from loka.formats.philox import GOLDEN, ROUNDS
 from loka.kernels.embedding_bag.rows import Rows
 from loka.kernels.embedding_update.call import Rule
+from loka.kernels.op import on_device
 from loka.kernels.tile import divided, inverse, larger, widened
 
 FLOAT, BF16, INT8, E4M3 = 0, 1, 2, 3
@@ -218,6 +219,7 @@ def tile_of(width: int) -> tuple[int, int, int]:
     return max(1, 512 // columns), columns, warps
 
 
+@on_device
 def update(
     rows: Rows,
     ordered: Tensor,

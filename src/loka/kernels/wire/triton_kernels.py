@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka.formats import E5M2, Draw, Spec
 from loka.kernels.embedding_update.triton_kernels import random_bits, rounded_e4m3, to_e4m3
+from loka.kernels.op import on_device
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
 
 TILE = 4096
@@ -78,6 +79,7 @@ def _unpack(data_ptr, out_ptr, n, LARGEST: tl.constexpr, B: tl.constexpr, E5M2: 
     tl.store(out_ptr + block[:, None] * B + column, value.to(out_ptr.dtype.element_ty), there[:, None])
 
 
+@on_device
 def pack(
     blocks: Tensor, spec: Spec, draw: Draw | None, first_block: int, *, tile: tuple[int, int] | None = None
 ) -> Tensor:
@@ -96,6 +98,7 @@ def pack(
     return out
 
 
+@on_device
 def unpack(data: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
     """[n, B] of `dtype`."""
     byte_scale = spec.scale == "e8m0"
