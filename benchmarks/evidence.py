@@ -86,6 +86,9 @@ PROBES = {
     "wukong": "--steps 120 --samples 30",
     "hstu": "--steps 100 --batch-size 8 --metric recall@10 --sensitivity 1024",
 }
+# data, learning rate of tables, steps, draws of a seed
+LOSSES = (("ml-1m", 0.002, 500, 4), ("census-income-kdd", 0.02, 300, 3), ("complete-journey", 0.002, 300, 2))
+
 JOBS = (
     gpu("zoo-train", "zoo_training", "zoo.py --modes train --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
     gpu("zoo-infer", "zoo_inference", "zoo.py --modes infer --ways bf16,bf16+max,bf16-layout,torchao-tensorwise,torchao-rowwise,loka,loka+max,loka-mods --out {out}", 600),
@@ -109,6 +112,7 @@ JOBS = (
     gpu("policies", "policies", "policies.py --tuned {results}/h200/tune_zoo_wukong.json --out {out} --seconds 240", 320),
     gpu("shapes", "shapes", "shapes.py --out {out} --seconds 60", 120),
     gpu("hurts", "hurts", "hurts.py --root {data} --out {out} --seconds 190", 260),
+    gpu("hurts-usual", "hurts_usual", "hurts.py --root {data} --out {out} --rate 1e-3 --data criteo-like --seconds 150", 220),
     gpu("hurts-wide", "hurts_wide", "hurts.py --root {data} --out {out} --width 2048 --seeds 2 --least 2 --seconds 190", 260),
     gpu("models", "fp8_models", "fp8_models.py --out {out}", 600),
     gpu("kernels", "quantize norm_quantize scaled_mm fused_linear fused_linear_training", "kernels_h200.py --out {folder}", 300),
@@ -151,9 +155,10 @@ JOBS = (
     cpu("serving-ray-changes", "serving_ray_changes", "serving_ray.py --out {out} --only drain,reload --seconds 10", 300),
     cpu("serving-ray-ingress", "serving_ray_ingress", "serving_ray.py --out {out} --only ingress", 200),
     *(cpu(f"tables-loss-{d}", f"tables-loss-{d}", f"tables_loss.py --data {d} --out {{out}}", 3600) for d in ("ml-1m", "census-income-kdd", "complete-journey")),
-    *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all,e4m3-nearest --embedding-learning-rate 0.002 --steps 500 --out {{out}}", 7200)
-      for d in ("ml-1m", "census-income-kdd", "complete-journey")),
-    cpu("loss-single-ml-1m", "loss-single-ml-1m", "tables_loss.py --data ml-1m --ways float32,all,forced,e4m3-nearest --draws 1 --embedding-learning-rate 0.002 --steps 500 --out {out}", 7200),
+    *(cpu(f"loss-all-{d}", f"loss-all-{d}", f"tables_loss.py --data {d} --ways float32,all --embedding-learning-rate {rate} --steps {steps} --draws {draws} --out {{out}}", 7200)
+      for d, rate, steps, draws in LOSSES),
+    *(cpu(f"loss-single-{d}", f"loss-single-{d}", f"tables_loss.py --data {d} --ways float32,all,forced,e4m3-nearest --embedding-learning-rate {rate} --steps {steps} --draws 1 --out {{out}}", 7200)
+      for d, rate, steps, _ in LOSSES),
     cpu("scale-matrix", "scale-matrix", "../tests/training/scale_matrix.py --out {out}", 1800),
     cpu("scale-kills", "scale-kills", "../tests/training/scale_kills.py --out {out}", 1800),
     cpu("scale-kills-row", "scale-kills-row", "../tests/training/scale_kills.py --sharding row --seed 1 --out {out}", 1800),

@@ -3,6 +3,8 @@
     python benchmarks/hurts.py --root FOLDER --out hurts.json --seconds 190                                       on a GPU
     python benchmarks/hurts.py --root FOLDER --out x.json --device cpu --steps 40 --seeds 2 --rows 20000          dry run, FP8 emulated
     python benchmarks/hurts.py --root FOLDER --out hurts_2048.json --width 2048 --seeds 2                         one confirmation, wider
+    python benchmarks/hurts.py --root FOLDER --out hurts_usual.json --rate 1e-3 --data criteo-like                at the usual rate
+    python benchmarks/hurts.py --root FOLDER --out hurts.json --summarise --figure docs/figures/hurts.svg         sums up what was run, and draws it
 
     criteo-like   a synthetic stream: 13 integers, raw, with the missing share, the mean and deviation of the logarithm and the largest value of each integer column of Criteo's log (8,000 rows of
                   it: only these numbers are here), 16 ids; the label is drawn from a fixed function of logarithms, pairs and ids
@@ -16,7 +18,7 @@ The model: one table, raw columns beside its rows, three linears of --width with
 
 Each arm is a process: the step (gathering the batch, forward, backward, AdamW) is compiled and captured once in a CUDA graph that advances by itself, and seeds are trained with it one after another;
 arms share the card. Along the way, every twentieth: mean training loss, L2 of the biases, test loss. Stopped at stated power: from --least seeds on, a data set ends when every change of the
-test loss, mean over the later half of the looks, is decided (its interval excludes zero, or lies within 0.02 %). Nothing is timed.
+test loss, median of the looks of the earlier and of the later half, is decided (its interval excludes zero, or lies within 0.02 %). Nothing is timed.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import json
 import math
 import os
 import queue
+import statistics
 import sys
 import tempfile
 import time
@@ -55,6 +58,7 @@ FIELDS, IDS, DIM = 16, 1000, 16
 STEPS, BATCH = {"criteo-like": 20_000, "census": 4_000}, {"criteo-like": 2048, "census": 1024}
 RATE = 4e-3  # four times 1e-3
 LOOKS, WATCHED, WARM = 20, 400, 3
+HALVES = ("earlier", "later")
 MARGIN = 0.0002
 
 
@@ -69,6 +73,7 @@ class Bench:
     rows: int
     work: Path
     batch: int | None = None
+    rate: float = RATE
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,11 @@ class Ranker(nn.Module):
         return self.layers(torch.cat([dense, self.table(ids + self.offsets).flatten(1)], 1))
 
 
-def average(along: list[dict[str, Any]]) -> list[float | None]:
-    """Test losses over the later half of the looks: without annealing a single one is mostly luck. None where one was not finite."""
-    later = [look["test_losses"] for look in along[len(along) // 2 :]]
-    return [None if None in values else sum(values) / len(values) for values in zip(*later, strict=True)]
+def typical(along: list[dict[str, Any]], half: str = "later") -> list[float | None]:
+    """The median test loss of half of the looks: without annealing a single look is mostly luck, and a mean is one of them where a look is off by a factor of 50. None where one was not finite."""
+    middle = len(along) // 2
+    looks = [look["test_losses"] for look in (along[middle:] if half == "later" else along[:middle] or along)]
+    return [None if None in values else statistics.median(values) for values in zip(*looks, strict=True)]
 
 
 class Worker:
@@ -165,7 +171,7 @@ class Worker:
             self.counter, self.total = torch.zeros((), dtype=torch.long), torch.zeros(())
             self.order, self.places = torch.arange(len(train)), torch.arange(self.batch)
         cuda = self.device == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.0, fused=cuda, capturable=cuda)  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.rate, weight_decay=0.0, fused=cuda, capturable=cuda)  # fmt: skip
         self.run = torch.compile(self.model, dynamic=False) if cuda else self.model
         self.again = self.capture() if cuda and captured else self.step
 
@@ -259,7 +265,7 @@ class Worker:
             self.total.zero_()
             if time.time() > deadline:
                 raise TimeoutError(f"out of time after {step} of {self.steps} steps")
-        return {**self.facts, "steps": self.steps, "along": seen, "log_losses": average(seen), "seconds": time.time() - began}  # fmt: skip
+        return {**self.facts, "steps": self.steps, "along": seen, "log_losses": typical(seen), "seconds": time.time() - began}  # fmt: skip
 
     @torch.no_grad()
     def biases(self) -> dict[str, float]:
@@ -315,21 +321,45 @@ def serve(out: Any, enough: Any, bench: Bench, data: str, arm: str, seeds: list[
         out.put((data, arm, None, None))
 
 
-def summarise(runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Per data set, arm and label: the change of the test loss over paired seeds."""
-    rows = []
+def compare(pairs: list[tuple[float | None, float | None]], metric: str) -> dict[str, Any]:
+    """The relative change over paired seeds; seeds of which a side was not finite are counted and left out."""
+    good = [(a, b) for a, b in pairs if a is not None and b is not None]
+    row: dict[str, Any] = {"seeds": len(pairs), "diverged": len(pairs) - len(good)}
+    if len(good) > 1:
+        ours, theirs = (torch.tensor(side, dtype=torch.float64) for side in zip(*good, strict=True))
+        seen = compare_paired(ours, theirs, margin=100 * MARGIN, metric=metric, lower_is_better=True, relative=True, method="student")  # fmt: skip
+        row |= {metric: [float(ours.mean()), float(theirs.mean())], "change": seen.estimate / 100, "low": seen.low / 100, "high": seen.high / 100, "detectable": seen.mde / 100, "verdict": seen.verdict}  # fmt: skip
+    return row
+
+
+def paired(runs: dict[str, Any]) -> list[tuple[str, str, list[tuple[Any, Any]]]]:
+    """Data set, arm, and its runs beside bf16's of the same seeds."""
+    found = []
     for data in dict.fromkeys(key.split("/")[0] for key in runs):
         for arm in ARMS[1:]:
             seeds = [s for s in range(1000) if all(f"{data}/{a}/{s}" in runs for a in (arm, "bf16"))]
-            pairs = [(runs[f"{data}/{arm}/{s}"]["log_losses"], runs[f"{data}/bf16/{s}"]["log_losses"]) for s in seeds]
-            for label in range(len(pairs[0][0]) if pairs else 0):
-                good = [(a[label], b[label]) for a, b in pairs if a[label] is not None and b[label] is not None]
-                row: dict[str, Any] = {"data": data, "arm": arm, "label": label, "seeds": len(pairs), "diverged": len(pairs) - len(good)}  # fmt: skip
-                if len(good) > 1:
-                    ours, theirs = (torch.tensor(side, dtype=torch.float64) for side in zip(*good, strict=True))
-                    seen = compare_paired(ours, theirs, margin=100 * MARGIN, metric="log loss", lower_is_better=True, relative=True, method="student")  # fmt: skip
-                    row |= {"log_loss": [float(ours.mean()), float(theirs.mean())], "change": seen.estimate / 100, "low": seen.low / 100, "high": seen.high / 100, "detectable": seen.mde / 100, "verdict": seen.verdict}  # fmt: skip
-                rows.append(row)
+            found.append((data, arm, [(runs[f"{data}/{arm}/{s}"], runs[f"{data}/bf16/{s}"]) for s in seeds]))
+    return found
+
+
+def summarise(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per data set, arm, label and half of the run: the change of the test loss over paired seeds."""
+    rows = []
+    for data, arm, pairs in paired(runs):
+        for label in range(len(pairs[0][0]["log_losses"]) if pairs else 0):
+            for half in HALVES:
+                both = [(typical(a["along"], half)[label], typical(b["along"], half)[label]) for a, b in pairs]
+                rows.append({"data": data, "arm": arm, "label": label, "half": half} | compare(both, "log_loss"))
+    return rows
+
+
+def summarise_biases(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per data set, arm and layer: the change of the bias's L2 at the end, over paired seeds."""
+    rows = []
+    for data, arm, pairs in paired(runs):
+        for layer in pairs[0][0]["along"][-1]["biases"] if pairs else ():
+            both = [(a["along"][-1]["biases"][layer], b["along"][-1]["biases"][layer]) for a, b in pairs]
+            rows.append({"data": data, "arm": arm, "layer": layer} | compare(both, "bias_l2"))
     return rows
 
 
@@ -346,6 +376,37 @@ def is_decided(rows: list[dict[str, Any]], data: str, least: int) -> bool:
     return len(mine) > 0 and len({row["arm"] for row in mine}) == len(ARMS) - 1 and all(done)
 
 
+def draw(body: dict[str, Any], data: str, figure: Path) -> None:
+    """Test loss and L2 of the first layer's biases along the run: the median over seeds, and the middle half of them."""
+    import vl_convert
+
+    rows = []
+    for key, run in body["runs"].items():
+        name, arm, _ = key.split("/")
+        for look in run["along"] if name == data else ():
+            layer = next(iter(look["biases"]))
+            rows.append({"arm": arm, "step": look["step"], "loss": look["test_losses"][0], "bias": look["biases"][layer]})  # fmt: skip
+    ink = {"labelColor": "#1b1f24", "titleColor": "#1b1f24", "grid": False, "domainColor": "#8b949e", "tickColor": "#8b949e", "titleFontWeight": 400}  # fmt: skip
+    colour = {"field": "arm", "type": "nominal", "title": None, "scale": {"domain": list(ARMS), "range": ["#8b949e", "#d55e00", "#0072b2"]}}  # fmt: skip
+    step = {"field": "step", "type": "quantitative", "title": "step"}
+    panels = [
+        {
+            "width": 400, "height": 260, "title": {"text": title, "anchor": "start", "fontWeight": 600},
+            "encoding": {"x": step, "color": colour},
+            "layer": [
+                {"mark": {"type": "errorband", "extent": "iqr", "opacity": 0.15}, "encoding": {"y": {"field": field, "type": "quantitative", "scale": {"zero": False}, "title": name}}},
+                {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": {"field": field, "aggregate": "median", "type": "quantitative"}}},
+            ],
+        }
+        for field, title, name in (("loss", "Test loss", "log loss"), ("bias", "Biases of the first layer", "L2"))
+    ]  # fmt: skip
+    chart = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json", "data": {"values": rows}, "hconcat": panels, "background": "#ffffff",
+        "config": {"font": "system-ui, sans-serif", "axis": ink, "view": {"stroke": None}, "aria": False},
+    }  # fmt: skip
+    figure.write_text(vl_convert.vegalite_to_svg(json.dumps(chart)), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="folder of quality_data.py, for census")
@@ -356,10 +417,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"instead of {STEPS}")
     parser.add_argument("--batch", type=int, help=f"instead of {BATCH}")
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rate", type=float, default=RATE, help="learning rate")
     parser.add_argument("--rows", type=int, default=1 << 24, help="of the synthetic stream, after which it repeats")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no run after this")
+    parser.add_argument("--summarise", action="store_true", help="sum up the runs in --out anew; nothing is trained")
+    parser.add_argument("--figure", type=Path, help="with --summarise: draw the first data set of --data as SVG")
     a = parser.parse_args()
+    if a.summarise:
+        body = json.loads(a.out.read_text())
+        body["summary"], body["biases"] = summarise(body["runs"]), summarise_biases(body["runs"])
+        records.write_atomically(a.out, json.dumps(body, indent=1).encode())
+        if a.figure is not None:
+            draw(body, a.data.split(",")[0], a.figure)
+        return
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     began, body = time.time(), json.loads(a.out.read_text()) if a.out.exists() else {}
     deadline, spent = began + a.seconds, float(body.get("device_seconds", 0.0))
@@ -369,8 +440,8 @@ def main() -> None:
     body["environment"] = msgspec.to_builtins(records.capture_environment(command=spell_command(), device=device))
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(a.root, a.device, a.width, a.steps, a.rows, Path(folder), a.batch)
-        body["settings"] = {k: v for k, v in asdict(bench).items() if k not in ("root", "work")} | {"rate": RATE, "batches": BATCH, "least": a.least, "margin": MARGIN}  # fmt: skip
+        bench = Bench(a.root, a.device, a.width, a.steps, a.rows, Path(folder), a.batch, a.rate)
+        body["settings"] = {k: v for k, v in asdict(bench).items() if k not in ("root", "work")} | {"batches": BATCH, "least": a.least, "margin": MARGIN}  # fmt: skip
         for data, plan in body["plans"].items():
             (bench.work / f"{data}.json").write_text(plan["text"])
         told, running, enough = context.Queue(), {}, {d: context.Event() for d in a.data.split(",")}
@@ -407,7 +478,8 @@ def main() -> None:
                 body["runs"][f"{data}/{arm}/{seed}"] = found
                 body["failed"].pop(f"{data}/{arm}", None)
                 print(f"{data}/{arm}/{seed}: {found['log_losses']} in {found['seconds']:.1f} s", flush=True)
-            body["summary"], body["device_seconds"] = summarise(body["runs"]), spent + time.time() - began
+            body["summary"], body["biases"] = summarise(body["runs"]), summarise_biases(body["runs"])
+            body["device_seconds"] = spent + time.time() - began
             if is_decided(body["summary"], data, a.least):
                 enough[data].set()
             records.write_atomically(a.out, json.dumps(body, indent=1).encode())

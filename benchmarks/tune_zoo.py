@@ -202,7 +202,7 @@ def again(row, weights, device):
             for _ in range(2 * training):  # delayed scales are known before anything is compiled
                 step(t.model, *t.kept[0], target, device)
                 loka.refresh(t.model)
-            ways[way] = timing.whole_step(t, training=training, mode=None)
+            ways[way] = timing.whole_step(t, training=training)
         times = timing.time_in_turns(ways)
         facts["step_microseconds"] = {way: sorted(values)[len(values) // 2] for way, values in times.items()}
         facts |= judge(record, facts["step_microseconds"])

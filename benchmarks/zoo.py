@@ -4,7 +4,7 @@
     python benchmarks/zoo.py --models dlrm,tower --modes infer --ways bf16,bf16+max,loka --out zoo.json
     python benchmarks/zoo.py --models mmoe,llama --out zoo.json                 those of zoo_more.py are asked for by name, a few at a time
 
-Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs":
+Ways, each compiled statically, `+max` with mode="max-autotune-no-cudagraphs", `+descent` with coordinate_descent_tuning (which torchao switches on for all that is compiled after it):
 
     bf16                    the model as it is, autocast in training, bf16 weights in inference
     torchao-RECIPE          torchao's own conversion of linears of 256 and more: tensorwise, rowwise, rowwise_with_gw_hp
@@ -43,6 +43,11 @@ from evidence import spell_command
 
 PLANS = "LOKA_ZOO_PLANS"  # in the environment of a case: the folder of --plans
 RECIPE_OF = {"fbgemm": "rowwise", "deepgemm": "blockwise", "torch": "rowwise", "triton": "rowwise"}  # of all-BACKEND
+COMPILERS = {
+    "": {},
+    "max": {"mode": "max-autotune-no-cudagraphs"},
+    "descent": {"options": {"coordinate_descent_tuning": True}},
+}
 ROWS = {"wukong": 8192, "dlrm": 16384, "tower": 6144, "cross": 8192, "encoder": 64}
 
 
@@ -281,9 +286,9 @@ def relative(a, b):
 
 def case(name, mode, way, barrier, out):
     device = "cuda"
-    way, best = way.removesuffix("+max"), way.endswith("+max")
+    way, plus, more = way.partition("+")
     torch.manual_seed(0)
-    facts = {"model": name, "mode": mode, "way": way + ("+max" if best else "")}
+    facts = {"model": name, "mode": mode, "way": way + plus + more}
     try:
         with torch.device(device):
             model, inputs = make(name, device)
@@ -296,7 +301,7 @@ def case(name, mode, way, barrier, out):
         warm_up(model, inputs, mode)
         facts["prepare_s"] = time.time() - began
         torch._dynamo.config.cache_size_limit = 64
-        run = torch.compile(model, dynamic=False, **({"mode": "max-autotune-no-cudagraphs"} if best else {}))
+        run = torch.compile(model, dynamic=False, **COMPILERS[more])
         began = time.time()
         facts["error"] = relative(run_step(run, inputs, mode).detach(), reference)
         facts["compile_s"] = time.time() - began
@@ -506,7 +511,7 @@ def main():
     for row in rows:
         same = [r for r in rows if (r["model"], r["mode"]) == (row["model"], row["mode"]) and "ms" in r]
         base = min(
-            (r["ms"] for r in same if r["way"].removesuffix("+max") in ("bf16", "bf16-before")), default=float("nan")
+            (r["ms"] for r in same if r["way"].partition("+")[0] in ("bf16", "bf16-before")), default=float("nan")
         )
         label = f"{row['model']:8} {row['mode']:5} {row['way']:22}"
         if "ms" in row:

@@ -79,22 +79,29 @@ def test_a_data_set_ends_when_every_change_is_decided() -> None:
     def runs(naive: float, planned: float, seeds: int = 4) -> dict[str, Any]:
         noise = [1 + 1e-6 * s for s in range(seeds)]
         arms = {"bf16": 1.0, "naive": naive, "planned": planned}
-        return {f"d/{arm}/{s}": {"log_losses": [0.5 * x * noise[s]]} for arm, x in arms.items() for s in range(seeds)}
+        return {
+            f"d/{arm}/{s}": {"log_losses": [0.5 * x * noise[s]], "along": [{"test_losses": [0.5 * x * noise[s]], "biases": {"a": x}}] * 2}
+            for arm, x in arms.items()
+            for s in range(seeds)
+        }  # fmt: skip
 
     decided = hurts.summarise(runs(1.05, 1.00001))
     assert hurts.is_decided(decided, "d", 4)
     assert not hurts.is_decided(decided, "d", 5)
     assert not hurts.is_decided(hurts.summarise(runs(1.05, 1.0, seeds=1)), "d", 1)
     lost = runs(1.05, 1.0)
-    lost["d/naive/0"]["log_losses"] = [None]
-    assert [row["diverged"] for row in hurts.summarise(lost)] == [1, 0]
+    lost["d/naive/0"]["along"] = [lost["d/naive/0"]["along"][0], {"test_losses": [None], "biases": {"a": 1.0}}]
+    assert [(row["arm"], row["half"]) for row in hurts.summarise(lost) if row["diverged"]] == [("naive", "later")]
+    grown = {row["arm"]: row["change"] for row in hurts.summarise_biases(runs(1.05, 1.0))}
+    assert grown == {"naive": pytest.approx(0.05), "planned": pytest.approx(0.0)}
 
 
-def test_looks_are_averaged_over_the_later_half() -> None:
-    looks = [{"test_losses": [loss, 1.0]} for loss in (9.0, 9.0, 2.0, 4.0)]
-    assert hurts.average(looks) == [3.0, 1.0]
+def test_the_typical_look_of_half_of_a_run() -> None:
+    looks = [{"test_losses": [loss, 1.0]} for loss in (9.0, 9.0, 9.0, 2.0, 3.0, 400.0)]
+    assert hurts.typical(looks) == [3.0, 1.0]
+    assert hurts.typical(looks, "earlier") == [9.0, 1.0]
     looks[-1]["test_losses"] = [None, 1.0]
-    assert hurts.average(looks) == [None, 1.0]
+    assert hurts.typical(looks) == [None, 1.0]
 
 
 def test_raw_integers_keep_their_range() -> None:

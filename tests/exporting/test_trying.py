@@ -1,6 +1,7 @@
 """A package is tried in a process of its own: what that process says comes back, and its end is not ours."""
 
 import contextlib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_results_of_several_calls_come_back(tmp_path: Path, monkeypatch: pytest.
 def test_a_process_that_ends_is_an_error_that_says_why(body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     with pytest.raises(ValueError, match=f"does not run under torch .*{said}"):
         run(body, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("needed", "told"), [(b"libc.so.6 libstdc++.so.6", False), (b"libc.so.6", True)])
+def test_code_with_a_library_of_its_own_is_told_what_to_set(needed: bytes, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    with zipfile.ZipFile(tmp_path / "model.pt2", "w") as package:
+        package.writestr("model/data/a.wrapper.so", b"ELF GLIBC_2.34 " + needed)
+        package.writestr("model/data/a.wrapper.cpp", "GLIBC")
+    with pytest.raises(ValueError, match="SIGSEGV") as error:
+        run("def body(x, y): os.kill(os.getpid(), signal.SIGSEGV)", tmp_path, monkeypatch)
+    assert ("set CXX" in str(error.value)) == told
 
 
 def test_what_a_package_prints_is_not_taken_for_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

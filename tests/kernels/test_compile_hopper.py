@@ -13,7 +13,8 @@ triton = pytest.importorskip("triton", exc_type=ImportError)
 
 import triton.language as tl  # noqa: E402
 
-from kernels.hopper import SHARED_MEMORY, compile_kernel, files_of, kernels_of, needs_ptxas  # noqa: E402
+from kernels.hopper import SHARED_MEMORY, compile_kernel, files_of, kernel_of, kernels_of, needs_ptxas  # noqa: E402
+from loka.kernels.fused_linear.launch import Launch, Work, waiting_bytes  # noqa: E402
 
 OPS = ("quantize", "norm_quantize", "scaled_mm", "fused_linear", "interaction")
 
@@ -102,14 +103,19 @@ CONFIGURATIONS = {
         {"num_warps": 4, "maxnreg": 168},
     ),
     ("quantize", "_both", "the transpose alone, one scale"): (
-        {**QUANTIZE, "qt_ptr": "*i32", "st_ptr": S},
-        {"BM": 128, "BK": 128, "ALIGN": 16, "BACKWARDS": True, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
+        {"x_ptr": X, "qt_ptr": "*i32", "st_ptr": S},
+        {"q_ptr": None, "s_ptr": None, "BM": 128, "BK": 128, "ALIGN": 16, "BACKWARDS": True, "SCALE": 0, "TSCALE": 1, **BOTH_ROUNDED},
         {"num_warps": 4, "maxnreg": 168},
     ),
     ("quantize", "_amax", "all maxima"): (
         {"x_ptr": X, "row_ptr": S, "column_ptr": S, "tensor_ptr": S},
         {"BM": 128, "BK": 256, "ROWS": 16, "ALIGN": 16, "ROW": True, "COLUMN": True, "TENSOR": True},
         {"num_warps": 8},
+    ),
+    ("quantize", "_amax", "of the tensor"): (
+        {"x_ptr": X, "tensor_ptr": S},
+        {"row_ptr": None, "column_ptr": None, "BM": 128, "BK": 256, "ROWS": 16, "ALIGN": 16, "ROW": False, "COLUMN": False, "TENSOR": True},
+        {"num_warps": 4},
     ),
     ("quantize", "_turn", "bytes"): (
         {"x_ptr": "*u8", "t_ptr": "*i32"}, {"BM": 128, "BK": 128, "ALIGN": 16}, {"num_warps": 4},
@@ -291,6 +297,33 @@ def test_a_width_that_is_no_multiple_of_16_is_moved_by_vectors(configuration: tu
     assert not re.search(r"ld\.global\.b16|st\.global\.b8", ptx)
     scalar = compile_kernel(op, name, (types, {**constants, "ALIGN": 1}, options), {"stride_q"}).asm["ptx"]
     assert "ld.global.b16" in scalar  # the assertion above can fail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bm", "bn", "warps"), [(64, 64, 4), (64, 256, 4), (128, 128, 8), (128, 256, 8)])
+def test_a_step_that_adds_up_columns_and_reads_no_z_fits(bm: int, bn: int, warps: int, own_cache: None) -> None:
+    """The memory that a launch is said to need is at least what it takes; without the sums in it, 128 x 256 with four stages took 13 KiB more than a block has."""
+    launch = Launch(bm, bn, 128, warps, 2)
+    types = {**DGRAD, "g_desc": desc("fp8e4nv", bm, 128), "w_desc": desc("fp8e4nv", bn, 128), "q_desc": desc("fp8e4nv", bm, bn // 2), "qt_desc": desc("fp8e4nv", bn // 2, bm)}  # fmt: skip
+    absent = dict.fromkeys(("z_desc", "z_ptr", "z_scale_ptr", "seed_ptr"))
+    constants = {**STEP, **absent, "BM": bm, "BN": bn, "Z_BYTES": 0, "ACTIVATION": 0, "Z": 4}
+    types = {name: kind for name, kind in types.items() if name not in absent}
+    taken = compile_kernel("fused_linear", "_dgrad", (types, constants, {"num_warps": warps, "num_stages": 2}), DIVISIBLE)  # fmt: skip
+    waiting = taken.metadata.shared - 2 * (bm + bn) * 128
+    said = waiting_bytes(launch, Work(16384, 128, 1024, 1, 0, True, whole=True, sums=True))
+    assert said >= waiting - 512  # barriers are counted elsewhere
+    assert waiting_bytes(launch, Work(16384, 128, 1024, 1, 0, True, whole=True)) < waiting
+
+
+@pytest.mark.parametrize("scale", ["SCALAR", "SQUARE"])
+def test_a_matrix_of_one_column_compiles(scale: str, own_cache: None) -> None:
+    """Where Triton may specialise a kernel for K = 1 it does, and ptxas (12.8, with Triton 3.6) crashes on what becomes of `_tiles`."""
+    kernel = kernel_of("quantize", "_tiles")
+    constants = {"BM": 32, "BK": 128, "ALIGN": 1, "SCALE": getattr(kernels_of("quantize"), scale), **ROUNDED}
+    if not next(p for p in kernel.params if p.name == "K").do_not_specialize:
+        constants["K"] = 1
+    compiled = compile_kernel("quantize", "_tiles", (QUANTIZE, constants, {"num_warps": 4}), {"stride_q"})
+    assert len(compiled.asm["cubin"]) > 0
 
 
 @pytest.mark.parametrize("op", OPS)

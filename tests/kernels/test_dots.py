@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -249,3 +251,9 @@ def test_examples_do_not_touch_one_another_triton(device: torch.device) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_triton_under_its_interpreter() -> None:
     run_interpreted(__file__)
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    code = "import torch; from loka.kernels.dots import dots; i, j = torch.triu_indices(4, 4, 1); print(*torch.compile(lambda x: dots(x, i, j), fullgraph=True, backend='eager')(torch.ones(3, 4, 16)).shape)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "3 6\n", done.stderr[-2000:]

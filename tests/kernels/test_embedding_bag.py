@@ -1,11 +1,15 @@
 """Lookups in tables of any precision: the law against plain torch, every backend against the law."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels.interpreter import NOT_RUN, run_interpreted
 from kernels.table_cases import FORMATS, bags, table
+from loka.formats import Spec
 from loka.kernels import registry
 from loka.kernels.backend import UnsupportedError
 from loka.kernels.embedding_bag import BagCall, Rows, embedding_bag, parse_rows
@@ -179,3 +183,19 @@ def test_fbgemm_is_the_law_where_it_is_installed(kind: str, mode: str) -> None:
 def test_fbgemm_refuses_rows_whose_scales_it_would_round() -> None:
     with pytest.raises(ValueError, match="round the scales"):
         embedding_bag(table("int8:row"), torch.tensor([1]), backend="fbgemm")
+
+
+def test_the_first_call_of_a_process_may_be_compiled() -> None:
+    code = "import torch; from loka.nn.tables import Embedding; table = Embedding(8, 16).eval().requires_grad_(False); print(*torch.compile(table, fullgraph=True, backend='eager')(torch.arange(6)).shape)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "6 16\n", done.stderr[-2000:]
+
+
+def test_asked_in_compiled_code_a_backend_makes_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 cannot trace that: every lookup would end a graph."""
+    call = BagCall(8, 16, 4, 6, "int8:row", "sum", False, False, torch.float32)
+    refused = BagCall(8, 16, 4, 6, "e5m2:row", "sum", False, False, torch.float32)
+    monkeypatch.setattr(Spec, "parse", lambda text: pytest.fail(f"made {text}"))
+    asked = registry.backend("embedding_bag", "triton").supports
+    assert "reads float" not in (asked(call, torch.device("cpu")).reason or "")
+    assert "reads float, int8, e4m3 and int4 rows, not e5m2:row" in asked(refused, torch.device("cpu")).reason

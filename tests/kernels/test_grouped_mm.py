@@ -387,7 +387,7 @@ def test_every_backend_conforms_on_a_gpu(variant: str, rows: int) -> None:
     (call,) = adapter.calls([(rows, 1408, 2816)], [variant])
     ran = 0
     for name, backend in ((name, registry.backend("grouped_mm", name)) for name in registry.BACKENDS["grouped_mm"]):
-        if name in ("reference", "deepgemm") or not backend.supports(call.call, CUDA):
+        if name in ("reference", "deepgemm") or not backend.supports(call, CUDA):
             continue
         operands = adapter.operands(call, seed=3, distribution="outlier_channels", device=CUDA)
         verdict = adapter.check(backend, call, operands)

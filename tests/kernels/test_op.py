@@ -6,8 +6,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from loka.kernels.op import differentiate, fake_of, on_device, torch_op
+from loka.kernels import op as op_module
+from loka.kernels.op import differentiate, fake_of, invoke, on_device, torch_op
 
 
 @torch_op("test_twice")
@@ -85,3 +90,115 @@ def test_a_kernel_runs_on_the_gpu_of_its_tensors(current: int, entered: list[int
     assert on_device(lambda a, b, c: c)(None, x, "ran") == "ran"
     assert seen == entered
     assert on_device(lambda a: a)(torch.ones(1)) == 1  # no GPU is asked for
+
+
+CALLS: list[bool] = []
+
+
+@torch_op("test_counted")
+def counted(x: Tensor) -> Tensor:
+    CALLS.append(torch._C._functorch.is_batchedtensor(x))
+    return 2 * x
+
+
+@torch_op("test_halves")
+def halves(x: Tensor, second: bool) -> tuple[Tensor, Tensor]:
+    return x / 2, (x / 2 if second else None)  # type: ignore[return-value]
+
+
+@fake_of(halves)
+def _(x: Tensor, second: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x) if second else x.new_empty(0, dtype=torch.float32)
+
+
+def test_an_absent_result_of_an_op_is_empty() -> None:
+    with torch.no_grad():
+        assert [tuple(half.shape) for half in halves(torch.ones(3), False)] == [(3,), (0,)]
+        assert [tuple(half.shape) for half in halves(torch.ones(3), True)] == [(3,), (3,)]
+        assert invoke(halves, torch.ones(3), False)[1] is None
+    torch.library.opcheck(halves, (torch.ones(3), False))
+
+
+class Seen(TorchDispatchMode):
+    """Names of the ops that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("mode", [Seen, SeenFunctions])
+def test_a_mode_sees_the_op(mode: type) -> None:
+    with torch.no_grad(), mode() as seen:
+        invoke(twice, torch.ones(3))
+    assert "loka.test_twice.default" in seen.names
+
+
+def test_a_profiler_sees_the_op() -> None:
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        invoke(twice, torch.ones(3))
+    assert "loka::test_twice" in {event.key for event in profile.key_averages()}
+
+
+def test_tracers_and_transforms_see_the_op() -> None:
+    def run(x: Tensor) -> Tensor:
+        found: Tensor = invoke(twice, x)
+        return found
+
+    with torch.no_grad():
+        traced = make_fx(run)(torch.ones(3))
+        assert "loka.test_twice" in traced.code
+        exported = torch.export.export(_Runs(run), (torch.ones(3),))
+        assert "loka.test_twice" in str(exported.graph)
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+        CALLS.clear()
+        torch.func.vmap(lambda x: invoke(counted, x))(torch.ones(2, 3))
+        assert CALLS == [False, False]  # once for each row, as vmap does with ops that it has no rule for
+        assert invoke(twice, torch.ones(3, device="meta")).is_meta
+        with FakeTensorMode() as mode:
+            fake = mode.from_tensor(torch.ones(3))
+        assert type(invoke(twice, fake)) is type(fake)  # the mode is left, its tensors are not
+
+
+class _Runs(torch.nn.Module):
+    def __init__(self, function) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.function(x)
+        return found
+
+
+def test_autograd_sees_the_op_and_where_nobody_looks_the_function_is_called() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        invoke(twice, x).sum().backward()
+    CALLS.clear()
+    before, op_module._functions[counted] = op_module._functions[counted], lambda x: "called"
+    try:
+        with torch.no_grad():
+            assert invoke(counted, x) == "called"
+        assert torch.equal(invoke(counted, torch.ones(3)), torch.full((3,), 2.0))
+        assert CALLS == [False]
+    finally:
+        op_module._functions[counted] = before
+
+
+def test_an_op_with_a_gradient_is_never_called_past_autograd() -> None:
+    assert thrice not in op_module._functions

@@ -161,15 +161,27 @@ def test_nan_stays_in_its_row_and_zero_rows_are_zero(name: str, pair: tuple[str,
 
 
 @pytest.mark.parametrize("shape", [(32, 64, 48), (7, 40, 24)])
-def test_what_packages_hold_is_the_same_product(shape: tuple[int, int, int], device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("pair", "dtype"),
+    [
+        (("e4m3:tensor", "e4m3:tensor"), torch.bfloat16),
+        (("e4m3:tensor", "e4m3:tensor"), torch.float32),
+        (("e4m3:row", "e4m3:tensor"), torch.float32),
+        (("e4m3:row", "e4m3:row"), torch.float32),
+    ],
+    ids=str,
+)
+def test_what_packages_hold_is_the_same_product(shape: tuple[int, int, int], pair: tuple[str, str], dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
     """The op with an entry in C, which torch has on the CPU too; its operands as `prepare` lays them."""
     from loka.kernels.scaled_mm import torch as own
 
-    a, b = operands(shape, ("e4m3:tensor", "e4m3:tensor"), device)
-    found = own.run_packaged(a, own.prepare(b, a.spec), out_dtype=torch.bfloat16)
+    a, b = operands(shape, pair, device)
+    found = own.run_packaged(a, own.prepare(b, a.spec), out_dtype=dtype)
     expected = (values(a) @ values(b).T).float()
-    assert found.dtype == torch.bfloat16
-    assert float((found.float() - expected).norm() / expected.norm()) < 2.0**-7
+    assert found.dtype == dtype
+    assert float((found.float() - expected).norm() / expected.norm()) < (
+        2.0**-7 if dtype == torch.bfloat16 else 2.0**-11
+    )
 
 
 def test_a_package_takes_more_rows_than_it_has_columns(device: torch.device) -> None:

@@ -395,7 +395,9 @@ class TestRefusals:
             linear(torch.ones(2, 16))
 
     def test_a_type_no_gemm_writes(self) -> None:
-        linear = Linear.replacing(nn.Linear(16, 16, dtype=torch.float64), binding_for("rowwise"))
+        with pytest.raises(ValueError, match="float64 weights: no low-precision GEMM writes float64"):
+            Linear.replacing(nn.Linear(16, 16, dtype=torch.float64), binding_for("rowwise"))
+        linear = Linear.replacing(nn.Linear(16, 16), binding_for("rowwise")).double()
         with pytest.raises(ValueError, match=r"scaled_mm writes .*, got torch\.float64"):
             linear(torch.ones(2, 16, dtype=torch.float64))
 

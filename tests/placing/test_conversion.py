@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.lowp.linear import Linear
@@ -296,6 +297,29 @@ def test_a_weight_that_changes_when_it_is_read_is_not_read(place: Callable[[nn.M
     place(model)
     after = normed.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+class Remembering(nn.Module):
+    """Puts a new tensor in the place of a buffer, and computes its linear again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return checkpoint(self.linear, x - self.mean, use_reentrant=True)
+
+
+def test_an_example_leaves_no_trace_in_buffers_that_are_replaced_nor_in_gradients() -> None:
+    model, x = Remembering(), torch.randn(4, 16, requires_grad=True)
+    mean, model.linear.weight.grad = model.mean, torch.ones(8, 16)
+    assert convert(model, recipe="rowwise", example=x).low_precision_share == pytest.approx(1.0)
+    assert model.mean is mean
+    assert not mean.any()
+    assert model.linear.bias.grad is None
+    assert bool((model.linear.weight.grad == 1).all())
 
 
 @pytest.mark.parametrize("form", ["tuple", "dict"])

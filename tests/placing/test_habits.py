@@ -182,3 +182,31 @@ def test_a_copy_trains_on_by_itself(low: Low) -> None:
     twin = copy.deepcopy(model)
     train(twin, 2)
     assert same(train(model, 2), [p.detach() for p in twin.parameters()])
+
+
+class _Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", ["own forward", "weight_norm", "float64"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_what_conversion_refuses_no_probe_plans(kind: str) -> None:
+    """Such a plan was refused, or ended the first step in float64."""
+    torch.manual_seed(0)
+    first = _Scaled(64, 64) if kind == "own forward" else nn.Linear(64, 64)
+    model, x = nn.Sequential(first, nn.ReLU(), nn.Linear(64, 64)), torch.randn(8, 64)
+    if kind == "weight_norm":
+        nn.utils.weight_norm(first)
+    elif kind == "float64":
+        model, x = model.double(), x.double()
+    probe = Probe(model, every=1)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        probe.step()
+    plan = probe.evaluate(samples=4).plan(min_speedup=None, max_error=1.0, max_gradient_error=1.0)
+    probe.detach()
+    done = convert(model, plan)
+    assert "0" in done.kept
+    assert ("2" in done.converted) == (kind != "float64")
+    model(x).square().mean().backward()

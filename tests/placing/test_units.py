@@ -3,10 +3,12 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -415,3 +417,53 @@ def test_weight_gradients_are_added_exactly_and_an_older_plan_that_does_not_is_t
         done = loka.convert(alone, msgspec.structs.replace(plan, units=[], sites=[site]), backend="auto")
         assert any("adds the weight gradients of 0 in the tensor cores" in note for note in done.notes) is told
         loka.revert(alone)
+
+
+class _Called(nn.Module):
+    """Activations are called as functions: no module shows what stands between two linears."""
+
+    def __init__(self, act: Any = F.relu, residual: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+        self.act, self.residual = act, residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.a(x))
+        return self.last(F.relu(self.b(h + x if self.residual else h)))
+
+
+@pytest.mark.parametrize(("other", "said"), [({"act": F.silu}, "silu was called behind a"), ({"residual": True}, "something other than what the chain made")])  # fmt: skip
+def test_an_example_shows_that_a_plan_is_for_another_forward(other: dict[str, Any], said: str) -> None:
+    """Names and shapes fit; without the example the first step would end."""
+    x = torch.randn(8, 64)
+    plan, model = plan_everything(_Called(), x), _Called(**other)
+    with pytest.raises(ValueError, match=f"units do not fit this model:\n.*{said}"):
+        loka.convert(model, plan, example=x)
+    assert type(model.a) is nn.Linear
+    assert model.training
+    model(x)
+    assert loka.convert(_Called(), plan, example=x).units
+
+
+def test_an_activation_that_no_kernel_knows_is_refused() -> None:
+    plan = plan_everything(_Called(), torch.randn(8, 64))
+    links = [change(link, activation="swish") for link in plan.units[0].links]
+    edited = change(plan, units=[change(plan.units[0], links=links)], seal=None)
+    with pytest.raises(ValueError, match="a: activation 'swish', expected one of none, relu"):
+        loka.convert(_Called(), edited)
+
+
+def test_a_plan_for_a_part_or_for_the_whole_is_told_apart() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _Called()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    x = torch.randn(8, 64)
+    with pytest.raises(ValueError, match=r"names a, which is net\.a here; hint: loka\.convert\(model\.get_submodule\('net'\), plan\)"):  # fmt: skip
+        loka.convert(Holding(), plan_everything(_Called(), x))
+    with pytest.raises(ValueError, match=r"holds this one as net: it names net\.a, which is a here"):
+        loka.convert(_Called(), plan_everything(Holding(), x))

@@ -26,7 +26,7 @@ from loka.dispatch.choosing import (
 )
 from loka.probe.paired import Losses
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
-from loka.tuning import timing
+from loka.tuning import choosing, timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.choosing import estimate as estimate_all
 from loka.tuning.choosing import time_unit
@@ -35,7 +35,8 @@ from loka.tuning.evidence import Evidence
 from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
-from loka.tuning.timing import Captured, can_time, compare, make_fragment, say_host
+from loka.tuning.timing import COMPILERS, Captured, can_time, compare, make_fragment, say_host
+from loka.tuning.verifying import name_run, say_compiler
 from loka.units import discover, place
 
 from .small import Ranker, loss, make_batches, make_trained, same, state_of, tune
@@ -330,6 +331,29 @@ def test_a_chain_is_taken_apart_where_its_linears_alone_are_faster(alone: float,
         assert {unit.way for unit in done.record.units if unit.way != "high"} == {"rowwise"}
 
 
+def test_a_unit_that_fails_where_it_is_timed_is_left_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = looked_at(**{name: predicted(1e-5) for name in "ab"})
+    chosen = make_offers(looked, limits=LIMITS, training=False)
+    selection = Selection(looked, chosen, Losses(torch.ones(4), True), [], 0.0002, list(chosen.offers))
+    call = call_of(training=False, budget=600.0)
+    monkeypatch.setattr(timing, "can_time", lambda device: None)
+
+    def fail(error: Exception) -> None:
+        def time_it(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(choosing, "time_unit", time_it)
+        choosing.choose_faster(call, selection)
+
+    with pytest.raises(torch.OutOfMemoryError):  # not the unit's fault
+        fail(torch.OutOfMemoryError("no room"))
+    assert selection.offers
+    names = [name for offer in selection.offers for name in offer.unit.linears]
+    fail(Exception("ptxas failed"))  # Triton's errors are no RuntimeErrors
+    assert not selection.offers
+    assert all("ptxas failed" in chosen.kept[name] for name in names)
+
+
 def call_of(**options: Any) -> Call:
     """A call without time left."""
     task = Task(nn.Linear(1, 1), [(torch.ones(1, 1), torch.ones(1, 1))] * 2, F.mse_loss)
@@ -393,8 +417,10 @@ class Twice(nn.Module):
 
 def test_a_linear_that_is_called_twice_runs_by_itself() -> None:
     found = discover(Twice(), torch.randn(8, 64), linears=1)
-    assert (found.repeated, found.units, set(found.alone)) == (["mix"], [], {"mix", "out"})
-    assert not discover(Twice(auxiliary=True), torch.randn(8, 64), linears=1).repeated  # a prediction layer in training
+    assert (found.by_themselves, found.units, set(found.alone)) == (["mix"], [], {"mix", "out"})
+    assert not discover(
+        Twice(auxiliary=True), torch.randn(8, 64), linears=1
+    ).by_themselves  # a prediction layer in training
     sites = looked_at(mix=predicted(0.5, finer=1e-5))
     sites = Looked(sites.sites, [], {"mix": "it is called 2 times"}, 0.5, ["mix"])
     chosen = make_offers(sites, limits=LIMITS, training=True)
@@ -420,3 +446,14 @@ def test_a_plan_of_everything_names_linears_in_wrapped_blocks() -> None:
     assert "e4m3" in str(model[0].mix)
     model(x).sum().backward()
     assert model[0].mix.weight.grad is not None
+
+
+def test_what_was_fastest_says_how_to_compile_it() -> None:
+    assert say_compiler(name_run("loka", "")) is None
+    assert 'mode="max-autotune-no-cudagraphs"' in str(say_compiler(name_run("loka", "max-autotune")))
+    assert "options={'coordinate_descent_tuning': True}" in str(say_compiler(name_run("loka", "coordinate descent")))
+    assert say_compiler("bf16 layout") is None
+    for given in COMPILERS.values():
+        torch.compile(
+            nn.Linear(2, 2), backend="inductor", **given
+        )  # raises on a mode or option that torch does not know

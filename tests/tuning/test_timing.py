@@ -173,7 +173,7 @@ def test_a_captured_step_quantises_its_weights(device: torch.device, chains: boo
     task = Task(model, batches, loss, autocast=torch.bfloat16)
     seen = torch.zeros((), device=device)
     write_losses(task, seen)
-    step = timing.whole_step(task, training=True, mode=None)
+    step = timing.whole_step(task, training=True)
     step()
     first = float(seen)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_a_captured_step_keeps_what_it_reads(device: torch.device) -> None:
     task = Task(fragment, batches, loss, autocast=torch.bfloat16)
     out = torch.full((), torch.nan, device=device)
     write_losses(task, out)
-    step = timing.whole_step(task, training=True, mode=None)
+    step = timing.whole_step(task, training=True)
     step()
     expected, weight = float(out), weakref.ref(fragment[1].weight)
     fragment[1] = nn.Linear(64, 64, device=device)  # as a mod does it
@@ -203,3 +203,23 @@ def test_a_captured_step_keeps_what_it_reads(device: torch.device) -> None:
     assert weight() is not None
     assert float(out) == pytest.approx(expected, rel=1e-6)
     del step, filler
+
+
+def test_a_step_that_calls_parts_is_compiled_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling the model would change nothing: it is never called."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda what, **_: compiled.append(what) or what)
+    model = nn.ModuleDict({"a": nn.Linear(4, 1), "b": nn.Linear(4, 1)})
+    batches = [(torch.randn(2, 4), torch.zeros(2)) for _ in range(2)]
+
+    def parts(model: nn.ModuleDict, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return loss(model["a"](batch[0]) + model["b"](batch[0]), batch[1])
+
+    task = Task(model, batches, step=parts)
+    timed, run = timing._compile(task, {})
+    assert compiled == [parts]
+    assert run is model
+    assert timed.mean_loss(run, batches[0]).requires_grad
+    timing._compile(Task(model["a"], batches, loss), {})
+    timing._compile(Task(model["a"], batches, step=lambda model, batch: loss(model(batch[0]), batch[1])), {})
+    assert compiled[1:] == [model["a"], model["a"]]

@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from loka.tuning import verifying
 
 from .small import BATCHES, loss, make_trained, placed, same, state_of, tune
 
@@ -31,8 +34,17 @@ def no_tensor(output: Tensor, target: Tensor) -> float:
         ((BATCHES, lambda output, target: loss(output.detach(), target)), {}, "no gradient leads from the loss"),
         ((BATCHES, loss), {"out": __file__}, "is a file, expected a folder"),
         ((BATCHES, no_tensor), {}, "the loss returned float, expected a floating tensor"),
-        ((BATCHES, lambda output, target: target.long()), {}, "returned Tensor, expected a floating tensor"),
-        ((BATCHES, loss), {"metric": lambda model, batch: 0.5}, "the metric returned float"),
+        ((BATCHES, lambda output, target: target.long()), {}, "returned a tensor of torch.int64, expected a floating"),
+        (([({"y": x}, y) for x, y in BATCHES], loss), {}, "are a dict, given as .*kwargs, and Ranker fails: .*hint: ..inputs"),
+        ((None, loss), {}, "batches is NoneType, expected an iterable"),
+        ((BATCHES, loss), {"metric": lambda model, batch: None}, "the metric returned NoneType, expected a number"),
+        ((BATCHES, loss), {"metric": lambda model: model}, "metric.model. cannot be called with .model, batch."),
+        ((BATCHES, loss), {"seconds": None}, "seconds=None: expected a budget"),
+        ((BATCHES, loss), {"margin": "2%"}, "margin='2%': expected a relative change"),
+        ((BATCHES, loss), {"autocast": "bf16"}, "autocast='bf16': expected torch.bfloat16"),
+        ((BATCHES, loss), {"autocast": torch.float32}, "autocast=torch.float32: expected torch.bfloat16"),
+        ((BATCHES, loss), {"train": 2.5}, "train=2.5: expected a number of steps"),
+        ((BATCHES, loss), {"train": 2, "optimizer": torch.optim.SGD([torch.zeros(1)], 0.1)}, "optimizer is SGD, expected a function that makes one; hint: optimizer=lambda parameters"),
         ((BATCHES, loss), {"target": "deploy"}, "expected 'train' or 'serve'"),
         ((BATCHES, loss), {"margin": 0.0}, "margin=0.0: expected a relative change"),
         ((BATCHES, loss), {"margin": -1e-4}, "expected a relative change"),
@@ -46,6 +58,26 @@ def test_what_cannot_be_run_is_said_before_anything_changes(arguments: Any, opti
     with pytest.raises(ValueError, match=said):
         tune(model, *arguments, **options)
     assert same(state_of(model, optimizer), before)
+
+
+def test_weights_without_values_are_named() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    model.spare = nn.Linear(64, 64, device="meta")
+    with pytest.raises(ValueError, match=r"spare\.weight, spare\.bias: on the meta device"):
+        tune(model, BATCHES, loss)
+
+
+def test_a_metric_may_be_a_number_of_another_library() -> None:
+    """And one of which more is better is asked about: nothing else would show that a loss was taken for a gain."""
+
+    def hits(model: nn.Module, batch: Any) -> float:
+        return float(((model(batch[0]) > 0) == (batch[1] > 0.5)).double().mean())
+
+    tuned = tune(make_trained()[0], metric=hits)
+    assert any(note.startswith("is a higher metric better?") for note in tuned.record.notes)
+    tuned = tune(make_trained()[0], metric=lambda model, batch: 1 - hits(model, batch))
+    assert tuned.record.metric_unit == "batches"
+    assert not any(note.startswith("is a higher metric better?") for note in tuned.record.notes)
 
 
 def test_a_step_instead_of_a_loss() -> None:
@@ -228,3 +260,225 @@ def test_a_coarser_margin_does_not_excuse_what_is_seen_to_be_more() -> None:
     assert "second" not in placed(model)
     assert tuned.record.used_margin in (2e-4, 1e-3)
     assert any("and all together exceeded 0.020%" in unit.reason for unit in tuned.record.units)
+
+
+class Regions(nn.Module):
+    """A tower for each region; a batch is of one region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(64, 96), nn.Linear(64, 1)
+        self.towers = nn.ModuleDict({key: nn.Linear(96, 64) for key in ("eu", "us")})
+
+    def forward(self, x: Tensor, region: str) -> Tensor:
+        return self.last(F.relu(self.towers[region](F.relu(self.shared(x))))).squeeze(-1)
+
+
+def _call_whole(model: Any, batch: Any) -> Tensor:
+    return loss(model(*batch[0]), batch[1])
+
+
+def _call_parts(model: Any, batch: Any) -> Tensor:
+    (x, region), y = batch
+    return loss(model.last(F.relu(model.towers[region](F.relu(model.shared(x))))).squeeze(-1), y)
+
+
+@pytest.mark.parametrize("step", [_call_whole, _call_parts])
+def test_batches_take_different_paths(step: Any) -> None:
+    """The second batch calls a tower that the first does not; a step may call parts of a model alone."""
+    torch.manual_seed(0)
+    model, batches = Regions(), [((x, ("eu", "us")[n % 2]), y) for n, (x, y) in enumerate(BATCHES)]
+    twin = copy.deepcopy(model)
+    tuned = tune(model, batches, None, step=step)
+    assert tuned.plan.low_precision_share > 0.9
+    for batch in batches:
+        change = step(model, batch) - step(twin, batch)
+        assert 0 < float(change.detach().norm()) < 0.1 * len(change)
+    assert any("never itself" in note for note in tuned.record.notes) == (step is _call_parts)
+
+
+class Recomputing(nn.Module):
+    """The second of three linears is computed again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda h: F.relu(self.b(h)), F.relu(self.a(x)), use_reentrant=self.reentrant)
+        return self.last(F.relu(self.c(x))).squeeze(-1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_may_cut_a_chain(reentrant: bool) -> None:
+    """Called from its middle in backward, a chain would end the first step of training."""
+    torch.manual_seed(0)
+    model = Recomputing(reentrant)
+    twin = copy.deepcopy(model)
+    tuned = tune(model, BATCHES, loss)
+    first = next(unit for unit in tuned.record.units if unit.name == "a")
+    # the other kind computes nothing again where nothing was saved
+    assert (first.way, "in a checkpoint" in first.reason) == (("rowwise", True) if reentrant else ("chain", False))
+    for one in (model, twin):
+        loss(one(BATCHES[0][0]), BATCHES[0][1]).mean().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() < 0.5 * q.grad.norm()
+
+
+def test_an_optimizer_inside_of_backward_does_not_train_here() -> None:
+    model, steps = make_trained()[0], []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: steps.append(p.data.mul_(0.9)))
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    tune(model, BATCHES, loss)
+    assert not steps
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
+    assert all(bool((p.grad == 1).all()) for p in model.parameters())
+    loss(model(BATCHES[0][0]), BATCHES[0][1]).mean().backward()
+    assert len(steps) == len(list(model.parameters()))
+
+
+def test_a_linear_with_hooks_or_a_shared_weight_runs_by_itself() -> None:
+    """No chain can hold it; alone it is called as it was, and its hooks see what they saw."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))  # fmt: skip
+    model[4].weight = model[2].weight
+    shapes: list[Any] = []
+    model[0].register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    tuned = tune(model, BATCHES, loss)
+    ways = {unit.name: (unit.way, unit.reason.rpartition("; ")[2]) for unit in tuned.record.units}
+    assert ways["0"] == ("rowwise", "it has hooks that would see other tensors")
+    assert ways["2"] == ways["4"] == ("rowwise", "it shares its weight")
+    shapes.clear()
+    model(BATCHES[0][0])
+    assert shapes == [(len(BATCHES[0][0]), 64)]
+
+
+class Bags(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.bag, self.tower = nn.EmbeddingBag(50, 64, sparse=sparse), nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))  # fmt: skip
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.tower(self.bag(ids))
+
+
+def test_tables_with_gradients() -> None:
+    """A gradient that waits for its step is lost with the rows it was for, and nothing else is; sparse ones need their optimizer."""
+    torch.manual_seed(0)
+    batches = [((x[:, :4] * 7).long().abs() % 50, y) for x, y in BATCHES]
+    model = Bags(sparse=False)
+    loss(model(batches[0][0]), batches[0][1]).mean().backward()
+    kept = model.tower[0].weight.grad
+    tuned = tune(model, batches, loss, tables=True, margin=0.2)
+    assert tuned.plan.tables
+    assert model.tower[0].weight.grad is kept
+    with pytest.raises(ValueError, match="bag has sparse gradients, which AdamW does not take; hint: optimizer="):
+        tune(Bags(sparse=True), batches, loss, train=2)
+    assert tune(Bags(sparse=True), batches, loss, train=2, optimizer=lambda p: torch.optim.SGD(p, 0.1)).record.training_change  # fmt: skip
+
+
+def test_models_that_cannot_train() -> None:
+    """All frozen, made in inference mode, run by TorchScript: tuned, refused by name, left alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    traced = torch.jit.trace(copy.deepcopy(model), BATCHES[0][0])
+    assert tune(traced, BATCHES, loss).plan.low_precision_share == 0
+    assert tune(model.requires_grad_(False), BATCHES, loss).plan.low_precision_share > 0.9
+    with torch.inference_mode():
+        model = nn.Linear(64, 1)
+    with pytest.raises(ValueError, match="weight, bias: made under torch"):
+        tune(model, BATCHES, loss)
+
+
+def test_what_a_step_differentiates_twice_stays() -> None:
+    torch.manual_seed(0)
+    first, second = (nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1), nn.Flatten(0)) for _ in range(2))  # fmt: skip
+    model = nn.ModuleDict({"smooth": first, "free": second})
+
+    def penalised(model: Any, batch: Any) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        with torch.enable_grad():
+            y = model["smooth"](x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return loss(y + model["free"](batch[0]), batch[1]) + 0.1 * slope.square().sum(1)
+
+    tuned = tune(model, BATCHES, None, step=penalised)
+    units = {unit.name: unit for unit in tuned.record.units}
+    assert units["smooth.0"].way == "high"
+    assert "differentiates it twice" in units["smooth.0"].reason
+    assert units["free.0"].way == "chain"
+    penalised(model, BATCHES[0]).mean().backward()
+
+
+def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said is the reason; a step that fails by itself raises."""
+    train = verifying._train_once
+
+    def fail(call: Any, selection: Any, offers: Any) -> None:
+        if any(offer.name == "first" for offer in offers):
+            raise RuntimeError("no kernel for this")
+        train(call, selection, offers)
+
+    monkeypatch.setattr(verifying, "_train_once", fail)
+    units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
+    assert units["first"].way == "high"
+    assert (
+        units["first"].reason == "a step of training fails with it in low precision: RuntimeError: no kernel for this"
+    )
+
+    def fail_together(call: Any, selection: Any, offers: Any) -> None:
+        if offers is selection.offers:
+            raise RuntimeError("the step's own")
+
+    monkeypatch.setattr(verifying, "_train_once", fail_together)
+    with pytest.raises(RuntimeError, match="the step's own"):
+        tune(make_trained()[0])
+
+
+class _KernelError(Exception):
+    """As Triton's, which are no RuntimeError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (_KernelError("out of resource: shared memory"), False),
+        (AssertionError("base must be 16-byte aligned"), False),
+        (torch.OutOfMemoryError("full"), True),
+        (torch.AcceleratorError("an illegal memory access was encountered"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, raised: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Whatever its type. A full memory, or a GPU that has failed, does not."""
+    train, asked = verifying._train_once, []
+
+    def fail(call: Any, selection: Any, offers: Any) -> None:
+        asked.append(len(offers))
+        if any(offer.name == "first" for offer in offers):
+            raise error
+        train(call, selection, offers)
+
+    monkeypatch.setattr(verifying, "_train_once", fail)
+    if raised:
+        with pytest.raises(type(error), match=str(error)):
+            tune(make_trained()[0])
+        assert len(asked) == 1
+        return
+    units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
+    assert (
+        units["first"].reason == f"a step of training fails with it in low precision: {type(error).__name__}: {error}"
+    )
+
+
+def test_a_step_that_fails_in_training_by_itself_is_not_blamed_on_its_units() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1), nn.Flatten(0)
+    )
+    single = [(x[:1], y[:1]) for x, y in BATCHES]
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        tune(model.eval(), single, loss)

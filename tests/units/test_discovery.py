@@ -20,7 +20,7 @@ EXPECTED = {
     "tower": [["net.0", "net.3", "net.6"]],
     "cross": [["deep1", "deep2"]],
     "encoder": [[f"encoder.layers.{i}.linear1", f"encoder.layers.{i}.linear2"] for i in range(2)],
-    "auxiliary": [["second"]],
+    "auxiliary": [["first"], ["second"]],
 }
 
 

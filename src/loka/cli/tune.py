@@ -30,7 +30,7 @@ def tune(
         bool, typer.Option("--architecture", help="Also take mods that change the architecture.")
     ] = False,
     margin: Annotated[float, typer.Option(help="Relative change of the loss that counts as none.")] = 0.0002,
-    seconds: Annotated[float, typer.Option(help="Budget for looking, timing and verifying.")] = 180.0,
+    seconds: Annotated[float, typer.Option(help="Budget for timing.")] = 180.0,
     batches: Annotated[int, typer.Option(help="Held-out batches; half choose, half verify.")] = 32,
     checkpoint: Annotated[Path | None, typer.Option(help="Weights (.safetensors) to tune.")] = None,
     train_steps: Annotated[int, typer.Option(help="Train so many steps first, with AdamW.")] = 0,
@@ -47,7 +47,9 @@ def tune(
     collectives: Annotated[
         bool, typer.Option("--collectives", help="Also choose codecs for what ranks would send each other.")
     ] = False,
-    thorough: Annotated[bool, typer.Option("--thorough", help="Also compile with max-autotune.")] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Also compile with max-autotune and coordinate descent.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,

@@ -71,14 +71,14 @@ class Looked:
         units: the chains.
         alone: why the other linears are in none.
         loss: mean over the batches.
-        repeated: those of `alone` that can run by themselves: they are called several times.
+        by_themselves: those of `alone` that no chain can hold, and that can run one by one.
     """
 
     sites: dict[str, SiteLook]
     units: list[UnitPlan]
     alone: dict[str, str]
     loss: float = math.nan
-    repeated: Sequence[str] = ()
+    by_themselves: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
                 kept[name] = why
             else:
                 offers.append(offer)
-    for name in looked.repeated:
+    for name in looked.by_themselves:
         offer = _finer(looked.sites[name], limits, total, looked.alone[name], training)
         if offer is not None:
             del kept[name]
@@ -241,7 +241,7 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     cause = f"; {site.alarms[0].text}; {site.alarms[0].help}" if site.alarms else ""
     forward = site.harm.get(("fprop", recipe))
     if forward is None:
-        return "no gradient reached it, so nothing predicts what its error does"
+        return "nothing predicts what its error does: no gradient reached it, or the loss is not known; hint: probe.step(loss)"
     if (seen := limits.judged(forward)) > limits.forward:
         return f"{recipe}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause}"
     for gemm in GEMMS[1:] if training else ():

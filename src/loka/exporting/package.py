@@ -32,7 +32,7 @@ from loka.formats import relative_l2
 from loka.kernels import registry
 from loka.measure.device import device_of
 from loka.nn.wrapping import is_scripted, unwrap
-from loka.units.example import call_model
+from loka.units.example import call_model, try_example
 
 Format = Literal["aoti", "onnx"]
 SUFFIXES: dict[str, Format] = {".pt2": "aoti", ".onnx": "onnx"}
@@ -101,7 +101,7 @@ def export(
 
     Example:
         >>> loka.convert(model, plan, freeze=True)
-        >>> print(loka.export(model, batch, "ranker.pt2"))
+        >>> print(loka.export(model, inputs, "ranker.pt2"))
         >>> torch._inductor.aoti_load_package("ranker.pt2")(dense, categorical)  # anywhere
     """
     target, kind = Path(path), _find_format(Path(path), format)
@@ -112,7 +112,7 @@ def export(
     device = device_of(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
     arguments = take_apart(example)
-    expected = flatten_result(call_model(inner, example))
+    expected = flatten_result(try_example(inner, example))
     if not expected:
         raise ValueError("the model returns no tensor")
     ops: Ops = AtenOps(device) if kind == "aoti" else OnnxOps()

@@ -1,10 +1,12 @@
 """Try a package in a process of its own, which has torch and nothing of this library: what will run it is tried, and a package that ends its process does not end this one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,13 +101,44 @@ class Tried:
         where = next((line for line in words if line.startswith("File ")), "")
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         last = where if code < 0 else (words[-1] if words else "without a word")
-        return f"the package does not run under torch {torch.__version__}: a process that tried it {ended} ({last}); nothing was written; hint: format='onnx', or another version of torch"
+        hint = "format='onnx', or another version of torch"
+        if code < 0 and has_own_libstdcxx(self.path):
+            hint = f"its code was linked with a copy of libstdc++ of its own, which does not live beside torch's, by {find_compiler()}: set CXX to a compiler that links libstdc++.so, e.g. CXX=/usr/bin/g++"
+        return f"the package does not run under torch {torch.__version__}: a process that tried it {ended} ({last}); nothing was written; hint: {hint}"
 
     def close(self) -> None:
         """End the process."""
         self.child.kill()
         self.child.communicate()
         self.said.close()
+
+
+def has_own_libstdcxx(path: Path) -> bool:
+    """Whether the machine code in a package is GNU C++ that does not ask for libstdc++.so: then a second copy of that library is in it, and torch's `std::regex` on loading ends the process.
+
+    Args:
+        path: the package.
+
+    Returns:
+        True only where that can be read off the file.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as package:
+        code = [package.read(name) for name in package.namelist() if name.endswith(".so")]
+    return any(b"GLIBC" in part and b"libstdc++.so" not in part and b"libc++.so" not in part for part in code)
+
+
+def find_compiler() -> str:
+    """The C++ compiler that Inductor takes.
+
+    Returns:
+        Its path, or the name that was looked for.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    name = str(get_cpp_compiler())
+    return shutil.which(name) or name
 
 
 def _alone(tensor: Tensor) -> Tensor:

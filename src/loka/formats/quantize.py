@@ -64,8 +64,7 @@ class QTensor:
             )
         if (self.tensor_scale is not None) != (self.spec.scale == "e4m3"):
             raise ValueError(f"a tensor_scale belongs to e4m3 block scales and to no other; {self.spec} breaks that")
-        for name in ("scale", "tensor_scale"):
-            held: Tensor | None = getattr(self, name)
+        for name, held in (("scale", self.scale), ("tensor_scale", self.tensor_scale)):
             if held is not None and (held.dtype != torch.float32 or held.device != self.data.device):
                 raise ValueError(
                     f"{name} must be float32 on {self.data.device}, beside its data; got {held.dtype} on {held.device}"

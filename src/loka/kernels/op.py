@@ -5,6 +5,9 @@ takes 8. A step of a Wukong makes hundreds of them, and without a CUDA graph a G
 
 An op that is not given to `differentiate` has no gradient: the autograd functions that call these write theirs down. Whoever differentiates through one all the same gets an error:
 torch alone would warn once and hand back no gradient.
+
+The dispatcher's way in and out costs a third of what an op of ours costs the host: twenty arguments, and empty tensors in place of absent results. `invoke` takes it where somebody is on that way: a
+compiler, a tracer, a mode, a transform, a profiler, a subclass of tensors, autograd. Else it calls the function.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +19,13 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 Function = Callable[..., Any]
+_functions: dict[Any, Function] = {}  # of ops
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag] = ()) -> Callable[[Function], Any]:
-    """A function as the torch op `loka::NAME`.
+    """A function as the torch op `loka::NAME`. A result that is None is an empty tensor of float32 in what the op returns: its signature is fixed.
 
     Args:
         name: without the namespace.
@@ -29,7 +33,7 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
         tags: of torch, beside the one that says that compilers may see it.
 
     Returns:
-        A decorator; what it makes is called like the function, and given to `fake_of`.
+        A decorator; what it makes is called like the function, or by `invoke`, and given to `fake_of`.
 
     Example:
         >>> @torch_op("twice")
@@ -41,8 +45,10 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
     def register(function: Function) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, _bar(name, on_device(function)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        placed = on_device(function)
+        _LIBRARY.impl(name, _bar(name, _whole(placed)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         op = getattr(torch.ops.loka, name).default
+        _functions[op] = placed
 
         def below(*args: Any, **kwargs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
@@ -66,11 +72,63 @@ def on_device(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        index = next((a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda), -1)
-        if index < 0 or index == torch.cuda.current_device():
-            return function(*args, **kwargs)
-        with torch.cuda.device(index):
-            return function(*args, **kwargs)
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.is_cuda:
+                index = arg.get_device()
+                if index == torch.cuda.current_device():
+                    break
+                with torch.cuda.device(index):
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+def invoke(op: Any, *args: Any) -> Any:
+    """Call an op in the cheapest way that nobody can tell from `op(*args)`, but for results that are absent: those may be None instead of empty.
+
+    Args:
+        op: of `torch_op`, and not given to `differentiate`.
+        args: all of its arguments, none of them a list of tensors.
+
+    Returns:
+        What the function returns, or the op.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     y = invoke(twice, x)
+    """
+    if torch.compiler.is_compiling() or _is_followed(args):
+        return op(*args)
+    return _functions[op](*args)
+
+
+_dispatch_modes: Function = torch._C._len_torch_dispatch_stack
+_function_modes: Function = torch._C._len_torch_function_stack
+_transform: Function = torch._C._functorch.peek_interpreter_stack
+_traced: Function = torch._C._get_tracing_state
+_profiled: Function = torch._C._autograd._profiler_enabled
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list})
+
+
+def _is_followed(args: tuple[Any, ...]) -> bool:
+    """Whether torch does more in a call than to call."""
+    if torch.is_grad_enabled() or _dispatch_modes() or _function_modes() or _transform() is not None:
+        return True
+    if _traced() is not None or _profiled():
+        return True
+    return not _PLAIN.issuperset(map(type, args)) or bool(getattr(args[0], "is_meta", False))
+
+
+def _whole(function: Function) -> Function:
+    """The function, with empty tensors in place of results that are None."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = function(*args, **kwargs)
+        if type(found) is not tuple or not any(result is None for result in found):
+            return found
+        like = next(result for result in found if result is not None)
+        return tuple(like.new_empty(0, dtype=torch.float32) if result is None else result for result in found)
 
     return run
 
@@ -131,4 +189,5 @@ def differentiate(op: Any, backward: Function, *, save: Function) -> None:
         save: (ctx, inputs, output) -> None, what backward needs.
     """
     op.py_kernels.pop(torch._C.DispatchKey.Autograd)
+    del _functions[op]
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)

@@ -5,7 +5,7 @@ returns what it chose together with everything that refused. What is in BY_NAME 
 """
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -52,7 +52,8 @@ class Selection:
     refusals: dict[str, str]
 
 
-_ANSWERS: dict[tuple[str, Any, torch.device, tuple[str, ...] | None, str | None], Selection] = {}
+_Question = tuple[str, Any, torch.device, tuple[str, ...] | None, str | None, bool]  # last: of that backend alone
+_ANSWERS: dict[_Question, Selection] = {}
 _MANY_ANSWERS = 4096
 
 
@@ -150,10 +151,7 @@ def pick(op: str, name: str, call: Any, device: torch.device, *, prefer: str | N
         'reference'
     """
     if name != "auto":
-        verdict = backend(op, name).supports(call, device)
-        if not verdict:
-            raise UnsupportedError(f"{op} backend {name!r} cannot run {call} on {device}: {verdict.reason}")
-        return Selection(name, backend(op, name), {})
+        return _remembered((op, call, device, BACKENDS.get(op), name, True), lambda: _ask_one(op, name, call, device))
     chosen = first(op, call, device, prefer=prefer)
     if chosen.name == "reference" and device.type == "cuda":
         _warn_of_emulation(op, call, chosen.refusals)
@@ -166,19 +164,32 @@ def first(op: str, call: Any, device: torch.device, *, prefer: str | None = None
     Asking all backends in every call cost the host up to 70 us where many refuse, so an answer is kept: what a backend supports depends on the call, the device and what is
     installed, and none of these changes under a running process.
     """
+    return _remembered(
+        (op, call, device, BACKENDS.get(op), prefer, False), lambda: _ask_in_order(op, call, device, prefer)
+    )
+
+
+def _remembered(key: _Question, ask: Callable[[], Selection]) -> Selection:
+    """The answer to a question that may have been asked before; a refusal raises, and is not kept."""
     if torch.compiler.is_compiling():  # asked once, while tracing
-        return _ask_in_order(op, call, device, prefer)
-    key = (op, call, device, BACKENDS.get(op), prefer)
+        return ask()
     try:
         known = _ANSWERS.get(key)
     except TypeError:  # a symbolic shape has no hash
-        return _ask_in_order(op, call, device, prefer)
-    if known is None or known.backend is not _LOADED.get(f"{op}.{known.name}"):
-        known = _ask_in_order(op, call, device, prefer)
+        return ask()
+    if known is None or known.backend is not _LOADED.get(f"{key[0]}.{known.name}"):
+        known = ask()
         if len(_ANSWERS) >= _MANY_ANSWERS:  # ragged batches: every number of rows is another call
             _ANSWERS.clear()
         _ANSWERS[key] = known
     return known
+
+
+def _ask_one(op: str, name: str, call: Any, device: torch.device) -> Selection:
+    verdict = backend(op, name).supports(call, device)
+    if not verdict:
+        raise UnsupportedError(f"{op} backend {name!r} cannot run {call} on {device}: {verdict.reason}")
+    return Selection(name, backend(op, name), {})
 
 
 def _ask_in_order(op: str, call: Any, device: torch.device, prefer: str | None = None) -> Selection:

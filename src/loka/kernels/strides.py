@@ -1,4 +1,5 @@
-"""What kernels ask of their operands: rows, or columns, that lie in memory without gaps between their numbers, and begin where 16 bytes can be read at once."""
+"""What kernels ask of their operands: rows, or columns, that lie in memory without gaps between their numbers, and begin where 16 bytes can be read at once. And the numbers of blocks that cover
+them: Triton's own functions, outside of a kernel, take 2 us for a division."""
 
 import torch
 from torch import Tensor
@@ -6,9 +7,24 @@ from torch import Tensor
 GRANULE = 16  # bytes in one transaction of TMA and cuBLASLt: rows of operands begin at multiples of it
 
 
+def cdiv(count: int, size: int) -> int:
+    """How many blocks of a size cover so many elements."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The smallest power of two that is not less; 0 for none."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
 def unit_rows(x: Tensor) -> Tensor:
     """x with a last stride of one; copied only where it has another."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def one_number(x: Tensor) -> Tensor:
+    """x of one element as a float32 without dimensions: itself where it is one."""
+    return x if x.dim() == 0 and x.dtype == torch.float32 else x.float().reshape(())
 
 
 def empty_rows(rows: int, columns: int, step: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -19,6 +35,14 @@ def empty_rows(rows: int, columns: int, step: int, dtype: torch.dtype, device: t
     wide = -(-columns // step) * step
     made = torch.empty(rows, wide, dtype=dtype, device=device)
     return made if isinstance(columns, int) and wide == columns else made[:, :columns]
+
+
+def empty_words(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, step: int = 16) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`empty_rows` of a type of one byte, and the same memory in words of four bytes [rows, words], as kernels write it that transpose."""
+    wide = -(-columns // step) * step
+    words = torch.empty(rows, wide // 4, dtype=torch.int32, device=device)
+    made = words.view(dtype)
+    return (made if wide == columns else made[:, :columns]), words
 
 
 def aligned_rows(x: Tensor) -> Tensor:

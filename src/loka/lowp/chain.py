@@ -85,6 +85,8 @@ class Chain(RunningChain, HandsOn):
         super().__init__(ChainConfig(name, tuple(parts), precision or ChainPrecision(), bounded_input, scaling))
         self.placed = False
         self.callers = list({id(m): m for part in parts for m in part.callers}.values())
+        inside = {id(m) for part in parts for m in (part.linear, *part.passed, *part.callers)}
+        self.around_all = [m for m in self.callers if inside <= {id(inner) for inner in m.modules()}]
         self.pending = None
         self._at = self._met = 0
         self._dropping = (0.0,) * len(parts)

@@ -6,6 +6,19 @@ from loka.lowp.chain_function import Link
 from loka.lowp.chain_parts import Part
 
 
+class AnotherPathError(RuntimeError):
+    """A forward took another path than the example a chain was found on.
+
+    Args:
+        text: what was seen.
+        chain: the name of the chain.
+    """
+
+    def __init__(self, text: str, chain: str = "") -> None:
+        super().__init__(text)
+        self.chain = chain
+
+
 class HandsOn:
     """Where in a chain the result is that is handed on: `_at` the link whose linear was met last, `_met` how many stops since."""
 
@@ -15,6 +28,7 @@ class HandsOn:
     pending: Tensor | None  # what is handed on, from the head's call to the last stop
     _at: int
     _met: int
+    around_all: list[nn.Module]  # callers that all of it lies in
     _dropping: tuple[float, ...]  # what each link dropped in the call whose result is handed on
 
     def begin(self, result: Tensor) -> None:
@@ -29,9 +43,10 @@ class HandsOn:
         """A later module of the chain is called. A forward that takes another path than the example did is an error, never another number."""
         if given is not self.pending or (linear and self._met != self._stops()):
             self.pending = None
-            raise RuntimeError(
+            raise AnotherPathError(
                 f"a module of the chain {self.name} was called with something other than what the chain made: this forward takes another path "
-                "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
+                "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path",
+                self.name,
             )
         self._at, self._met = (self._at + 1, 0) if linear else (self._at, self._met + 1)
         self._end_here()
@@ -48,23 +63,28 @@ class HandsOn:
             said, has = called, f"has {link.activation}"
         if not agrees:
             self.pending = None
-            raise RuntimeError(
+            raise AnotherPathError(
                 f"{said} was called behind {link.linear}, where the chain {self.name} {has}: this forward takes another path "
-                "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
+                "than the example the chain was found on; hint: loka.revert(model), and an example that takes this path",
+                self.name,
             )
         self._met += called != "dropout" or number > 0
         self._end_here()
 
     def leave(self, caller: nn.Module) -> None:
-        """The forward of a caller is over: what it calls behind the last linear must have been called."""
-        if self.pending is not None and self._at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers):  # fmt: skip
+        """The forward of a caller is over: what it calls behind the last linear must have been called, and all of the chain where that lies inside of it."""
+        if self.pending is None:
+            return
+        last = self._at == len(self.parts) - 1 and any(m is caller for m in self.parts[-1].callers)
+        if last or any(m is caller for m in self.around_all):
             self._refuse_rest("in this call")
 
     def _refuse_rest(self, when: str) -> None:
         self.pending = None
-        raise RuntimeError(
+        raise AnotherPathError(
             f"the chain {self.name} has computed what stood behind {self.links[self._at].linear} when it was found, and {when} the model did not call all of it: that forward took another path "
-            "than the example the chain was found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path"
+            "than the example the chain was found on, or ended in an exception; hint: loka.revert(model), and an example that takes this path",
+            self.name,
         )
 
     def _stops(self) -> int:

@@ -8,6 +8,7 @@ caller    a module whose forward calls an activation as a function (`loka.lowp.p
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from loka.lowp.leaving import refuse_export, refuse_script
@@ -98,6 +99,16 @@ class _Caller(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Its own, with those calls handing on what they are given."""
+        if torch.compiler.is_compiling():
+            return self._run_handing_on(*args, **kwargs)
+        try:
+            return self._run_handing_on(*args, **kwargs)
+        except BaseException:  # a batch that fails says nothing about the path of the next one
+            for chain in self.__dict__[CALLS].chains:
+                chain.pending = None
+            raise
+
+    def _run_handing_on(self, *args: Any, **kwargs: Any) -> Any:
         mode: HandOn = self.__dict__[CALLS]
         with mode:
             result = super().forward(*args, **kwargs)

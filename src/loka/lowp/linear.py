@@ -304,6 +304,8 @@ def refuse(module: nn.Module) -> str | None:
         return "its weight is not initialised yet (lazy module)"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}, expected a floating-point type"
+    if module.weight.dtype == torch.float64:
+        return "float64 weights: no low-precision GEMM writes float64"
     if type(module).__name__ == "NonDynamicallyQuantizableLinear" and not getattr(module, "loka_called", False):
         return "nn.MultiheadAttention reads its weight without calling it; hint: the mod attention_layout, which takes attention of a sequence to itself"
     return None

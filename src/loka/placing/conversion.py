@@ -31,6 +31,7 @@ from loka.kernels.registry import BACKENDS
 from loka.lowp.auto import ROWS, Pick, is_emulation, settle, spell_refusals
 from loka.lowp.binding import LinearBinding, LinearOptions
 from loka.lowp.chain import chains_of
+from loka.lowp.chain_handing import AnotherPathError
 from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
@@ -42,7 +43,8 @@ from loka.placing.flops import low_precision_share
 from loka.placing.linears import Bound, bind_by_plan, candidates, spoken_for
 from loka.records import Conversion, KernelBucket, Plan, UnitPlan
 from loka.units import place, place_tables, placed_tables, refuse_tables, refuse_unit, release_tables
-from loka.units.discovery import WIDE_WEIGHTS
+from loka.units.example import call_model
+from loka.units.undisturbed import undisturbed
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 _THAWED = "_loka_thawed"  # on a frozen model: modes and needs of gradients from before
@@ -72,7 +74,8 @@ def convert(
         backend: runs the GEMMs of a recipe, `auto` where none is named. Beside a plan it replaces the plan's backends; without it they run as named, and a plan that names
             `reference`, which is emulation, is refused on a GPU.
         options: how single linears run beside their GEMMs: scales, saved activations, weight cache.
-        example: an input of the model, for mods that must see it run, and for the share of the model's GEMM FLOPs that now runs in low precision.
+        example: an input of the model (a tuple is *args, a dict **kwargs): the plan is tried on it, mods see it run, and the share of the model's GEMM FLOPs that runs in low
+            precision is counted. Without one, a plan for another architecture whose names and shapes fit shows in the first forward, which raises.
 
     Returns:
         The record of what runs where, what was kept, and why.
@@ -95,6 +98,7 @@ def convert(
     with ExitStack() as undo:
         applied = [] if plan is None or not plan.mods else _apply_mods(inner, plan.mods, example, undo)
         if plan is not None:
+            _check_level(inner, plan)
             bound, of = bind_by_plan(inner, plan, backend, chosen), plan.flops_of
             units = fit_units(plan.units, backend)
             bound.notes += _compare_places(plan, inner)
@@ -112,6 +116,8 @@ def convert(
             members = {name for unit in units for name in unit.linears}
             share, of = low_precision_share(inner, example, bound.bindings, members), "model"
         _place(inner, bound, units, undo)
+        if example is not None and units:
+            _rehearse(inner, example)
         if freeze:
             undo.callback(_thaw, inner)
             freeze_model(inner)
@@ -135,6 +141,21 @@ def convert(
         plan=None if plan is None or plan.seal is None else plan.seal.sha256,
         environment=environment_of(inner),
     )
+
+
+def _check_level(model: nn.Module, plan: Plan) -> None:
+    """Refuse a plan that was made for a part of this model, or for something that holds it, and say so."""
+    names = [name for unit in plan.units for name in unit.linears]
+    names += [site.site for site in plan.sites if any(choice.quantized for choice in site.choices)]
+    modules = dict(named_sites(model))
+    if not names or any(name in modules for name in names):
+        return
+    for prefix in modules:
+        if all(f"{prefix}.{name}" in modules for name in names):
+            raise ValueError(f"the plan is for a part of this model: it names {names[0]}, which is {prefix}.{names[0]} here; hint: loka.convert(model.get_submodule({prefix!r}), plan)")  # fmt: skip
+    prefix, _, rest = names[0].partition(".")
+    if all(name.startswith(f"{prefix}.") and name.removeprefix(f"{prefix}.") in modules for name in names):
+        raise ValueError(f"the plan is for a model that holds this one as {prefix}: it names {names[0]}, which is {rest} here; hint: loka.convert what holds it")  # fmt: skip
 
 
 def _place_tables(model: nn.Module, plan: Plan, undo: ExitStack) -> list[str]:
@@ -207,6 +228,16 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
             bound.kept.pop(name, None)
     _adopt(model, bound.bindings)
     close_fast_paths(model)
+
+
+def _rehearse(model: nn.Module, example: Any) -> None:
+    """Run the example once: a forward shows activations that it calls as functions, and what stands between two linears, which names alone do not."""
+    with undisturbed(model), torch.no_grad():
+        model.eval()
+        try:
+            example() if callable(example) else call_model(model, tuple(example) if isinstance(example, list) else example)  # fmt: skip
+        except AnotherPathError as error:
+            raise ValueError(f"the plan's units do not fit this model:\n  {error}") from error
 
 
 def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
@@ -298,20 +329,13 @@ def _bind_by_recipe(
     for site, module in candidates(model):
         if keep is not None and not keep(module, site):
             bound.kept[site] = "module_filter_fn"
-        elif reason := taken.get(site) or _refuse_type(module) or refuse(module):
+        elif isinstance(module, GroupedLinear):
+            bound.kept[site] = "grouped GEMMs have no backward in low precision"
+        elif reason := taken.get(site) or refuse(module):
             bound.kept[site] = reason
         else:
             bound.bindings[site] = binding
     return bound
-
-
-def _refuse_type(module: nn.Module) -> str | None:
-    if isinstance(module, GroupedLinear):
-        return "grouped GEMMs have no backward in low precision"
-    # reading the `weight` of a parametrised one may change it
-    if any(p.dtype == torch.float64 for p in module.parameters()):
-        return WIDE_WEIGHTS
-    return None
 
 
 def _adopt(model: nn.Module, bindings: Mapping[str, LinearBinding]) -> None:

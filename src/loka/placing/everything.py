@@ -73,13 +73,13 @@ def plan_everything(
 
 
 def _parts(model: nn.Module, found: Discovered, least: int, serving: bool) -> tuple[list[UnitPlan], list[SitePlan]]:
-    """The chains, the linears that are called several times under a recipe from a width on, and why the others stay."""
+    """The chains, the linears that no chain can hold under a recipe from a width on, and why the others stay."""
     sites = {}
     for name, module in named_sites(model, once=True):
         if isinstance(module, nn.Linear):
             rows = found.rows.get(name, [0])
             sites[name] = SiteLook(name, module.in_features, module.out_features, rows=max(rows), calls=len(rows))
-    wide = [sites[name] for name in found.repeated if 0 < least <= min(sites[name].k, sites[name].n)]
+    wide = [sites[name] for name in found.by_themselves if 0 < least <= min(sites[name].k, sites[name].n)]
     offers = [Offer(unit, "chain", None, 0.0, unit.reason) for unit in found.units]
     offers += [Offer(single(site), "rowwise", None, 0.0, found.alone[site.name]) for site in wide]
     looked = Looked(sites, found.units, found.alone)

@@ -6,8 +6,7 @@ GEMMs included); hooks give the rows that each linear saw. A linear of M rows co
 The example leaves no trace: gradients go nowhere, buffers and random generators are put back.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from loka.lowp.binding import LinearBinding
 from loka.nn.wrapping import named_sites
-from loka.units.example import call_model
+from loka.units.example import try_example
+from loka.units.undisturbed import gradients_aside, undisturbed
 
 _CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def low_precision_share(
         for name, binding in (*bindings.items(), *((name, None) for name in whole))
     ]
     try:
-        with _without_trace(model), _Products() as counted:
+        with undisturbed(model), gradients_aside(model), _Products() as counted:
             _run(model, example)
     finally:
         for handle in handles:
@@ -85,32 +85,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
         given = tuple(example) if isinstance(example, list) else example
-        out = example() if callable(example) else _call(model, given)
+        out = example() if callable(example) else try_example(model, given)
         leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        if leaves and parameters:
-            torch.autograd.grad([(t.abs() if t.is_complex() else t).float().sum() for t in leaves], parameters, allow_unused=True)  # fmt: skip
-
-
-def _call(model: nn.Module, example: Any) -> Any:
-    try:
-        return call_model(model, example)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"the model cannot run the example: {type(error).__name__}: {error}; hint: an example is the model's input without a target, a tuple for several arguments, a dict for keyword arguments"
-        ) from error
-
-
-@contextmanager
-def _without_trace(model: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+        if leaves:  # not `grad`, which a checkpoint with use_reentrant=True refuses
+            torch.autograd.backward([(t.abs() if t.is_complex() else t).float().sum() for t in leaves])

@@ -1,12 +1,13 @@
-"""The chains of a probed model: those that are placed in it; else those that could be, found by running it on an input that Probe saw.
+"""The chains of a probed model: those that are placed in it; else those that could be, found by running it on inputs that Probe saw.
 
-Finding them takes an example, because only a forward pass shows what feeds what (`loka.units`). A probe keeps the inputs of one sampled call for it. Where running the model is a collective
+Finding them takes an example, because only a forward pass shows what feeds what (`loka.units`). A probe keeps the inputs of some sampled calls for it. Where running the model is a collective
 call (sharded parameters, SyncBatchNorm), an evaluation on one rank would wait for the others for ever: there only an example that is given counts, and the call is made on every rank.
 """
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +20,28 @@ from loka.probe.hook import Switch
 from loka.probe.watch import Watch
 from loka.probe.weights import is_sharded
 from loka.records import Magnitude, UnitPlan
-from loka.units import Example, describe_chain, discover
+from loka.units import Example, Steps, describe_chain, discover
+from loka.units.example import call_model
+
+KEPT = 4  # calls whose inputs are kept
 
 
 class ExampleKeeper:
-    """Keeps a copy of the inputs of the first sampled call of a model."""
+    """Keeps copies of the inputs of the first sampled calls of a model: another input may take another path."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
-        self.example: Example | None = None
+        self.examples: list[Example] = []
         self.missing = "no sampled step called the model"
 
     def make_hook(self) -> Callable[..., None]:
         """A forward pre-hook of the outermost module. Never raises."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling() or self.example is not None or not self._switch.on:
+            if torch.compiler.is_compiling() or len(self.examples) == KEPT or not self._switch.on:
                 return
             try:
-                self.example = Example(*(tree_map(_copy, part) for part in (args, kwargs)))
+                self.examples.append(Example(*(tree_map(_copy, part) for part in (args, kwargs))))
             except Exception as error:
                 self.missing = f"the model's input cannot be copied: {type(error).__name__}: {error}"
 
@@ -65,11 +69,11 @@ def find_chains(model: nn.Module, kept: ExampleKeeper, given: Any, watches: Mapp
         return FoundChains(placed)
     if given is None and (why := _is_collective(model)):
         return FoundChains(reason=f"{why}, so running the model is a call of all ranks; hint: probe.evaluate(example=batch) on every rank")  # fmt: skip
-    example = kept.example if given is None else given
-    if example is None and not hasattr(model, "example_inputs"):
+    if given is None and not kept.examples and not hasattr(model, "example_inputs"):
         return FoundChains(reason=f"finding chains takes an example, and {kept.missing}; hint: probe.evaluate(example=batch)")  # fmt: skip
     try:
-        found = discover(model, example)
+        seen = Steps(tuple(partial(call_model, model, example) for example in kept.examples))
+        found = discover(model, seen if given is None and kept.examples else given)
     except Exception as error:  # whatever a user's forward raises
         return FoundChains(reason=f"{type(error).__name__}: {error}")
     return FoundChains([_with_magnitudes(unit, watches) for unit in found.units], found.alone)

@@ -85,7 +85,7 @@ class Probe(Observer):
     ) -> Report:
         """Measure every recipe on every GEMM of every site, and judge. `progress(site, done, total)` is called before each; without one a terminal shows a bar.
 
-        `example` is an input of the model (a tuple is *args, a dict **kwargs) on which its chains are found; without one the inputs of a sampled call are.
+        `example` is an input of the model (a tuple is *args, a dict **kwargs) on which its chains are found; without one the inputs of some sampled calls are.
         `recipes` are names of `loka.dispatch.RECIPES`; by default tensorwise, rowwise, blockwise and those that the Probe was made with: only they are scored while the model
         trains, others are judged by their errors. `backends` are what a plan can choose from; without them those of the model's device (`choose_backends`).
         `settings` are further fields of `loka.probe.survey.Settings`: margin, sources, judged_on, min_speedup, weights, repeats, seconds, gate.

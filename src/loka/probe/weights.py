@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from loka.lowp.chain import chain_of
+from loka.lowp.linear import Linear, refuse
 from loka.mods.protect_intermediates import is_protected
 
 
@@ -59,6 +61,9 @@ def why_kept(module: nn.Module) -> str | None:
         return f"its weight is parametrised ({kinds.strip('_')}): it is not read outside the forward, and not planned"
     if is_protected(module):
         return "protected by a mod: it stays in high precision"
+    if isinstance(module, nn.Linear) and not isinstance(module, Linear) and chain_of(module) is None:
+        lazy = isinstance(module._parameters.get("weight"), UninitializedParameter)
+        return None if lazy else refuse(module)  # what conversion would say of it
     if not isinstance(module, nn.Linear) and type(module).__name__ == "Conv1D":
         return "a Conv1D holds its weight transposed, which conversion does not take; hint: replace it by an nn.Linear"
     return None

@@ -10,6 +10,7 @@ from loka.measure.device import environment_of, name_device
 from loka.probe.paired import Losses
 from loka.records import CollectivePlan, Interval, Plan, TablePlan, UnitEvidence
 from loka.records.measurement import Environment
+from loka.tuning import timing
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
 from loka.tuning.progress import Progress
@@ -26,7 +27,7 @@ class Call:
         margin: relative change of the metric that counts as none.
         training: whether gradients count; otherwise the model is for serving.
         budget: seconds.
-        thorough: compile with max-autotune too.
+        thorough: compile in every way there is.
         evidence: what was measured, on disk.
         progress: who is shown how far it is.
         estimator: of speeds on a device that is not here.
@@ -61,9 +62,9 @@ class Call:
         return self.budget - (time.monotonic() - self.began)
 
     @property
-    def modes(self) -> list[str | None]:
-        """Of the compiler, each of which is tried."""
-        return [None, "max-autotune-no-cudagraphs"] if self.thorough else [None]
+    def compilers(self) -> list[str]:
+        """Ways to compile, each of which is tried; the default first."""
+        return list(timing.COMPILERS) if self.thorough else [""]
 
     @property
     def device_name(self) -> str:

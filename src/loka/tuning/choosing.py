@@ -3,6 +3,7 @@
 Which ways of a unit are safe enough to be tried is decided before, in `loka.dispatch.choosing`; whether the metric holds is found out afterwards, in `loka.tuning.verifying`.
 """
 
+import traceback
 from typing import Any
 
 import torch
@@ -33,7 +34,14 @@ def _time_units(call: Call, selection: Selection) -> None:
     offers = selection.offers = sorted(selection.offers, key=lambda o: -o.flops_share)
     for index, offer in enumerate(offers):
         call.progress("time units", index + 1, len(offers))
-        timed = time_unit(call, offer, selection.looked)
+        try:
+            timed = time_unit(call, offer, selection.looked)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # a kernel that does not compile at this shape: the others go on
+            traceback.clear_frames(error.__traceback__)  # they hold its tensors
+            selection.drop(offer, f"{offer.way}: it fails where it is timed: {type(error).__name__}: {error}")
+            continue
         if timed is None:
             continue
         way = max(timed, key=lambda name, timed=timed: timed[name].value)  # type: ignore[misc]

@@ -10,6 +10,7 @@ The upper end decides: a plan whose change may exceed the margin is not within i
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from loka.probe.paired import Losses, gather
 from loka.records import Interval, Plan
 from loka.tuning.task import MakeOptimizer, Task
 from loka.units.example import tensors_in
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import gradients_aside, undisturbed
 
 
 def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_trained: bool = False) -> Losses:
@@ -29,24 +30,19 @@ def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_train
     Args:
         task: what the user gave.
         batches: which.
-        metric: metric(model, batch) -> values, lower is better; None is the task's own loss.
+        metric: metric(model, batch) -> a number or a tensor of them, lower is better; None is the task's own loss.
         as_trained: run the differentiable form, whose scales are those of training; serving scales the input of a chain otherwise.
 
     Returns:
         The losses, on the CPU, in order.
     """
     model, parts = task.model, []
-    grads = [(p, p.grad) for p in model.parameters()]
-    try:
-        with undisturbed(model), torch.set_grad_enabled(as_trained):
-            model.eval()
-            torch.manual_seed(0)
-            for batch in batches:
-                value = task.losses(model, batch) if metric is None else _values(metric(model, batch))
-                parts.append(value.detach())
-    finally:
-        for p, grad in grads:
-            p.grad = grad
+    with undisturbed(model), gradients_aside(model), torch.set_grad_enabled(as_trained):
+        model.eval()
+        torch.manual_seed(0)
+        for batch in batches:
+            value = task.losses(model, batch) if metric is None else _values(metric(model, batch))
+            parts.append(value.detach())
     return gather(parts)
 
 
@@ -141,9 +137,13 @@ def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Calla
 
 
 def _values(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise ValueError(f"the metric returned {type(value).__name__}, expected a floating tensor, lower is better")
-    return value
+    """What a metric returned: numbers of any kind, which a library may have computed."""
+    if isinstance(value, Real):
+        return torch.tensor(float(value), dtype=torch.float64)
+    if not isinstance(value, Tensor) or value.is_complex():
+        kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the metric returned {kind}, expected a number or a tensor of them, lower is better")
+    return value if value.is_floating_point() else value.double()
 
 
 @contextmanager

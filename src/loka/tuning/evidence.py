@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loka.measure.device import device_of, name_device
 from loka.records import Interval, write_atomically
@@ -73,6 +73,10 @@ class Evidence:
 
 
 def _fingerprint(model: nn.Module, settings: dict[str, Any]) -> str:
-    shapes = [(key, list(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
+    shapes = [
+        (key, list(value.shape), str(value.dtype))
+        for key, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    ]
     text = json.dumps([name_device(device_of(model)), torch.__version__, REVISION, settings, shapes], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -21,7 +21,7 @@ from loka.probe.unseen import find_unseen
 from loka.records import Gemm
 from loka.tuning.task import Task
 from loka.units import discover, measuring
-from loka.units.undisturbed import undisturbed
+from loka.units.undisturbed import gradients_aside, undisturbed
 
 __all__ = ["Looked", "SiteLook", "look", "name_unseen"]
 
@@ -45,7 +45,7 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
         ValueError: the loss of a batch is not finite.
     """
     model, chosen = task.model, task.looking[:batches]
-    found = discover(model, task.example(), serving=not training, linears=1)
+    found = discover(model, task.steps(), serving=not training, linears=1)
     linears = [(n, module) for n, module in named_sites(model, once=True) if isinstance(module, nn.Linear)]
     eyes = {name: _Eye(name, module, len(found.rows.get(name, [1]))) for name, module in linears}
     total = 0.0
@@ -57,6 +57,9 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
         for index, batch in enumerate(chosen):
             with torch.enable_grad():
                 loss = task.mean_loss(model, batch)
+                # gradients that a step takes on its way, for a penalty, are of something else
+                for eye in eyes.values():
+                    eye.armed = True
                 loss.backward()  # type: ignore[no-untyped-call]
             value = loss.detach()
             if not bool(value.isfinite()):
@@ -68,7 +71,9 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
             if progress is not None:
                 progress("look", index + 1, len(chosen))
     units = seen.units()
-    return Looked({name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total, found.repeated)
+    return Looked(
+        {name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total, found.by_themselves
+    )
 
 
 def name_unseen(model: nn.Module) -> list[str]:
@@ -100,7 +105,7 @@ class _Eye:
         self.name, self.module = name, module
         self.look = SiteLook(name, module.in_features, module.out_features, calls=calls, refusal=refuse(module))
         self._rows: list[tuple[Tensor, Tensor, int]] = []
-        self._pending: tuple[Tensor, int] | None = None
+        self.armed = False  # whether the loss is being differentiated
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
         device = next(module.parameters()).device  # not `module.weight`: reading a parametrised one may change it
         self._largest = {role: torch.zeros((), device=device) for role in ("x", "dy")}
@@ -114,7 +119,12 @@ class _Eye:
         every = max(x.shape[0] // ROWS, 1)
         rows = x[::every]
         width, count = self.look.n, x.shape[0]
-        output.register_hook(lambda g: self._rows.append((rows, g.detach().reshape(-1, width), count)))  # type: ignore[no-untyped-call]
+
+        def keep(g: Tensor) -> None:
+            if self.armed:
+                self._rows.append((rows, g.detach().reshape(-1, width), count))
+
+        output.register_hook(keep)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def judge(self, loss: Tensor) -> None:
@@ -133,6 +143,7 @@ class _Eye:
             if len(self._kept) < 4:
                 self._kept.append(x[:256].float().cpu())
         self._rows.clear()
+        self.armed = False
 
     def finish(self, loss: float) -> SiteLook:
         for (gemm, recipe), sums in self._sums.items():
@@ -147,15 +158,13 @@ class _Eye:
 @contextmanager
 def _differentiable(model: nn.Module) -> Iterator[None]:
     """Gradients for every parameter inside; afterwards the model is what it was, its own gradients and its random state included."""
-    before = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    with undisturbed(model):
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    with undisturbed(model), gradients_aside(model):
         try:
-            for p, _, _ in before:
-                p.grad = None
+            for p, _ in before:
                 if p.is_floating_point():
                     p.requires_grad_(True)
             yield
         finally:
-            for p, grad, needed in before:
-                p.grad = grad
+            for p, needed in before:
                 p.requires_grad_(needed)

@@ -10,6 +10,7 @@ nothing is converted, and the record says why.
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,9 @@ from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
 from loka.tuning.progress import Progress, Told
 from loka.tuning.session import Session
-from loka.tuning.task import MakeOptimizer, Step, Task
+from loka.tuning.task import MakeOptimizer, Step, Task, check_arity
 from loka.tuning.tuned import Tuned
+from loka.units.undisturbed import gradients_aside
 
 Target = Literal["train", "serve"]
 
@@ -41,7 +43,7 @@ def tune(
     loss: Callable[..., Tensor] | None = None,
     *,
     step: Step | None = None,
-    metric: Callable[[nn.Module, Any], Tensor] | None = None,
+    metric: Callable[[nn.Module, Any], Tensor | float] | None = None,
     margin: float = MARGIN,
     architecture: bool = False,
     target: Target = "train",
@@ -64,13 +66,13 @@ def tune(
         batches: (inputs, target) pairs for a `loss`, anything for a `step`; half of them choose, the others verify. At most 64 are kept.
         loss: loss(output, target); with one number per example (reduction="none") far fewer batches decide.
         step: step(model, batch) -> loss, instead of a loss; it neither calls backward nor trains.
-        metric: metric(model, batch) -> values, lower is better, instead of the loss, for verifying.
+        metric: metric(model, batch) -> a number or a tensor of them, lower is better, instead of the loss, for verifying; of an AUC give 1 - AUC.
         margin: relative change of the metric that counts as none; 0.0002 is what the field calls significant.
         architecture: also apply no_bias, block_norm and hard_swish first: another architecture, which must be trained. The metric is then compared with the modded model's own.
         target: "train" times forward and backward; "serve" calibrates, times forward and freezes.
-        seconds: budget; phases that would exceed it are left out, and the record says so.
+        seconds: budget for timing; what would exceed it is not timed, and the record says so. Looking and verifying the metric take what they take.
         autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
-        thorough: also compile with max-autotune, on both sides.
+        thorough: also compile with max-autotune and with coordinate descent, on both sides; a note says how to compile what was fastest.
         train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
             the model itself is not trained. 0: gradients are judged by the score alone.
         optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
@@ -93,17 +95,19 @@ def tune(
     """
     if target not in ("train", "serve"):
         raise ValueError(f"target={target!r}: expected 'train' or 'serve'")
-    if not 0 < margin < 1:
-        raise ValueError(f"margin={margin}: expected a relative change, e.g. 0.0002 for 0.02 %")
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds}: expected a budget above 0; hint: 60 for a small model")
+    if not isinstance(margin, int | float) or not 0 < margin < 1:
+        raise ValueError(f"margin={margin!r}: expected a relative change, e.g. 0.0002 for 0.02 %")
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"seconds={seconds!r}: expected a budget above 0; hint: 60 for a small model")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is {type(model).__name__}, expected an nn.Module")
+    if metric is not None:
+        check_arity("metric", metric, 2, "(model, batch)")
     inner = unwrap(model)
     _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))
     training, estimator = target == "train", _estimator_for(estimate_for, row_factor, task.device)
-    _check_training(train, target, optimizer)
+    _check_training(inner, train, target, optimizer)
     present = _mods_of(inner, architecture)
     call = Call(
         task, metric, margin, training, seconds, thorough,
@@ -112,7 +116,7 @@ def tune(
         choose_tables=tables, choose_collectives=collectives,
     )  # fmt: skip
     # captured, and timed, is what runs on the current GPU
-    with torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
+    with gradients_aside(inner), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
         session = Session(call)
         session.time_original()
         with ExitStack() as undo:
@@ -124,7 +128,12 @@ def tune(
             record = msgspec.structs.replace(session.run(names), metric_name=_name_metric(metric))
             undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
             if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
-                done = convert(inner, record.plan, freeze=target == "serve", example=task.example())
+                done = convert(
+                    inner,
+                    record.plan,
+                    freeze=target == "serve",
+                    example=task.example() or partial(task.losses, inner, task.kept[0]),
+                )
                 record = msgspec.structs.replace(record, conversion=done)
         tuned = Tuned(model, record)
         session.give_back()
@@ -148,6 +157,10 @@ def _check_model(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise ValueError(f"{', '.join(lazy[:5])} have no shape yet; hint: run the model on one batch, and train it, before it is tuned")  # fmt: skip
+    if unused := [name for name, p in model.named_parameters() if p.is_inference()]:
+        raise ValueError(f"{', '.join(unused[:5])}: made under torch.inference_mode, which no gradient can pass; hint: make the model outside of it, then load_state_dict")  # fmt: skip
+    if empty := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(f"{', '.join(empty[:5])}: on the meta device, without values; hint: model.to_empty(device=...) and load_state_dict first")  # fmt: skip
 
 
 def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
@@ -159,9 +172,19 @@ def _mods_of(model: nn.Module, architecture: bool) -> list[str]:
     return present
 
 
-def _check_training(steps: int, target: str, optimizer: Any) -> None:
-    if steps < 0 or (steps and target != "train") or (optimizer is not None and not steps):
-        raise ValueError(f"train={steps}: expected a number of steps, with target='train'; optimizer= belongs to it")
+def _check_training(model: nn.Module, steps: Any, target: str, optimizer: Any) -> None:
+    if optimizer is not None and not callable(optimizer):
+        raise ValueError(f"optimizer is {type(optimizer).__name__}, expected a function that makes one; hint: optimizer=lambda parameters: torch.optim.{type(optimizer).__name__}(parameters, lr=...)")  # fmt: skip
+    if (
+        not isinstance(steps, int)
+        or steps < 0
+        or (steps and target != "train")
+        or (optimizer is not None and not steps)
+    ):
+        raise ValueError(f"train={steps!r}: expected a number of steps, with target='train'; optimizer= belongs to it")
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
+    if steps and optimizer is None and sparse:
+        raise ValueError(f"train={steps}: {', '.join(sparse[:5])} has sparse gradients, which AdamW does not take; hint: optimizer=lambda parameters: torch.optim.SGD(parameters, lr=...)")  # fmt: skip
 
 
 def _estimator_for(target: str | None, row_factor: float, device: torch.device) -> Estimator | None:
@@ -179,6 +202,8 @@ def _estimator_for(target: str | None, row_factor: float, device: torch.device) 
 
 
 def _computing_type(model: nn.Module, autocast: Any) -> torch.dtype | None:
+    if autocast not in ("auto", None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast={autocast!r}: expected torch.bfloat16, torch.float16, None or 'auto'")
     if autocast != "auto":
         return autocast  # type: ignore[no-any-return]
     first = next((p for p in model.parameters() if p.is_floating_point()), None)

@@ -44,24 +44,30 @@ class Session:
         if call.untimed is not None:
             return
         with call.phase("compile 16 bits"):
-            for mode in call.modes:
+            for compiler in call.compilers:
                 try:
-                    run = timing.whole_step(call.task, training=call.training, mode=mode)
+                    run = timing.whole_step(call.task, training=call.training, compiler=compiler)
                 except timing.NotCapturedError as error:
                     call.untimed = str(error)
                     return
-                self.original[verifying.name_run("bf16", mode)] = run
+                self.original[verifying.name_run("bf16", compiler)] = run
 
     def apply_mods(self, asked: list[str]) -> list[str]:
         """Rewrites of the layout that keep the function, and what was asked for; the names of those that changed something."""
         task, names = self.call.task, [*asked, *mods_room.FREE]
-        done = mods_room.apply(task.model, [mods_room.parse(name) for name in names], example=task.example())
+        example = task.example()
+        if example is None:
+            if asked:
+                raise ValueError(f"architecture=True: the step calls parts of {type(task.model).__name__} and never itself, and mods must see a call of it; hint: a forward that does what the step does")  # fmt: skip
+            self.call.notes.append(f"the step calls parts of {type(task.model).__name__} and never itself: rewrites of the layout, which must see a call of it, are left out")  # fmt: skip
+            return []
+        done = mods_room.apply(task.model, [mods_room.parse(name) for name in names], example=example)
         changed = {change.mod for change in done.summary.changed}
         taken = [name for name in names if name in changed]
         if taken != names:
             mods_room.revert(task.model)
             if taken:
-                mods_room.apply(task.model, [mods_room.parse(name) for name in taken], example=task.example())
+                mods_room.apply(task.model, [mods_room.parse(name) for name in taken], example=example)
         return taken
 
     def run(self, mods: list[str]) -> Tuning:
@@ -75,6 +81,8 @@ class Session:
             _warn_if_early(call, base)
         chosen = make_offers(looked, limits=Limits.before_swapping(call.margin), training=call.training)
         selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers))
+        if call.training:
+            verifying.rehearse(call, selection)
         with call.phase("time units"):
             choosing.choose_faster(call, selection)
         with call.phase("verify the metric"):
@@ -88,7 +96,7 @@ class Session:
             if paired != measured:
                 verifying.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
-            call.notes += [step.host_note] if step.host_note else []
+            call.notes += [note for note in (step.compile_note, step.host_note) if note]
             verifying.note_margin(call, selection)
             if trained is not None and selection.offers != paired:
                 call.notes.append(f"the paired run of training had {', '.join(o.name for o in paired if o not in selection.offers)} too, which left since")  # fmt: skip
@@ -139,10 +147,18 @@ def _check_repeatable(call: Call, base: Losses) -> None:
 
 def _warn_if_early(call: Call, base: Losses) -> None:
     """A model that is no better than its own mean prediction for everybody has learned nothing, and has no sites worth judging."""
-    constant = evaluate_averaged(call.task, call.metric, as_trained=call.training)
+    metric, averaged = base, None
+    if call.metric is not None:
+        averaged = evaluate_averaged(call.task, call.metric, as_trained=call.training)
+        base = evaluate(call.task, call.task.held_out, as_trained=call.training)
+    constant = evaluate_averaged(call.task, as_trained=call.training)
     if constant is not None and torch.equal(constant.values, base.values):
         return  # the loss is computed inside the model, so that nothing can be said
-    if constant is None or not (math.isfinite(base.mean) and constant.mean > 0) or base.mean < EARLY * constant.mean:
+    if constant is None or not (math.isfinite(base.mean) and constant.mean > 0):
+        return
+    if base.mean < EARLY * constant.mean:
+        if averaged is not None and metric.mean > averaged.mean:
+            call.notes.append(f"is a higher metric better? It is {metric.mean:.4f}, and {averaged.mean:.4f} where every example gets the model's mean prediction, which the loss calls worse. Lower was taken for better; hint: a metric of 1 - AUC, or with a minus")  # fmt: skip
         return
     call.notes.append(f"too early: the loss {base.mean:.4f} is no better than {constant.mean:.4f}, which the model's mean prediction has when every example gets it; train until it is below {EARLY * constant.mean:.4f}, then tune again")  # fmt: skip
 

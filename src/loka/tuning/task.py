@@ -8,8 +8,9 @@ A loss that returns one number per example (reduction="none") is compared exampl
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.measure.device import device_of
-from loka.units.example import call_model, copy_containers, tensors_in
+from loka.units.example import Example, NotCalledError, Steps, call_model, capture_example, copy_containers, tensors_in
 from loka.units.undisturbed import undisturbed
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -52,7 +53,9 @@ class Task:
         if (self.loss is None) == (self.step is None):
             raise ValueError("give a loss for batches of (inputs, target), or a step(model, batch) that returns the loss; exactly one of them")  # fmt: skip
         name, function, given = ("loss", self.loss, 2) if self.step is None else ("step", self.step, 2)
-        _check_arity(name, function, given, "(output, target)" if name == "loss" else "(model, batch)")
+        check_arity(name, function, given, "(output, target)" if name == "loss" else "(model, batch)")
+        if not isinstance(self.batches, Iterable):
+            raise ValueError(f"batches is {type(self.batches).__name__}, expected an iterable of batches: a list, a DataLoader, a generator")  # fmt: skip
         self.kept = list(islice(iter(self.batches), MOST))
         if not self.kept:
             raise ValueError("batches is empty, or an iterator that was used up before; expected at least 2 batches")
@@ -90,12 +93,18 @@ class Task:
             else:
                 assert self.loss is not None
                 inputs, target = batch
-                value = self.loss(
-                    call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs, copied=copied), target
-                )
+                value = self.loss(self._call(model, inputs, copied), target)
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {type(value).__name__}, expected a floating tensor")  # fmt: skip
+            kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the {'loss' if self.step is None else 'step'} returned {kind}, expected a floating tensor")  # fmt: skip
         return value
+
+    def _call(self, model: nn.Module, inputs: Any, copied: bool) -> Any:
+        try:
+            return call_model(model, tuple(inputs) if isinstance(inputs, list) else inputs, copied=copied)
+        except TypeError as error:
+            taken = "**kwargs" if isinstance(inputs, dict) else "*args" if isinstance(inputs, (tuple, list)) else "one argument"  # fmt: skip
+            raise ValueError(f"the inputs of a batch are a {type(inputs).__name__}, given as {taken}, and {type(model).__name__} fails: {error}; hint: ((inputs,), target) gives a tuple or a dict as one argument, step= calls the model in any way") from error  # fmt: skip
 
     def _run_step(self, step: Step, model: nn.Module, batch: Any) -> Tensor:
         """The loss, from a step that leaves training to others: one that calls backward or an optimizer would train here, at every look. Checked once for every batch."""
@@ -127,12 +136,15 @@ class Task:
             raise ValueError(f"no gradient leads from the loss to the model, so nothing predicts what an error does: {why}")  # fmt: skip
         return loss
 
-    def example(self) -> Any:
-        """The arguments of one call of the model, as the step makes it."""
-        from loka.units import capture_example
-
-        with undisturbed(self.model):
+    def example(self) -> Example | None:
+        """The arguments of one call of the model, as the step makes it; None where the step calls parts of the model alone."""
+        with undisturbed(self.model), suppress(NotCalledError):
             return capture_example(self.model, lambda: self.losses(self.model.eval(), self.kept[0]))
+        return None
+
+    def steps(self) -> Steps:
+        """What runs the model on each of the batches."""
+        return Steps(tuple(partial(self.losses, self.model, batch) for batch in self.kept))
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -140,8 +152,15 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
-def _check_arity(name: str, function: Any, given: int, what: str) -> None:
-    """A function that cannot take what it will be given is named before anything runs."""
+def check_arity(name: str, function: Any, given: int, what: str) -> None:
+    """A function that cannot take what it will be given is named before anything runs.
+
+    Args:
+        name: as the caller of tune knows it.
+        function: what was given.
+        given: how many arguments it will get.
+        what: these.
+    """
     if not callable(function):
         raise ValueError(f"{name} is {type(function).__name__} {function!r}, expected a function of {what}")
     try:

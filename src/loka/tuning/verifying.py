@@ -1,17 +1,24 @@
 """Whether what was chosen holds: the metric with the units swapped in, alone and together; after a little training; the time of the whole step. Units are dropped until all of it holds."""
 
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loka.dispatch.choosing import Offer, part_of, predicted_harm, split_unit
+import torch
+
+from loka.dispatch.choosing import Offer, part_of, predicted_harm, split_unit, take_apart
+from loka.lowp.chain_handing import AnotherPathError
 from loka.placing import freeze_model
 from loka.probe.paired import Losses, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
-from loka.tuning import timing
+from loka.tuning import choosing, timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import converted, evaluate, train_paired
 from loka.tuning.tables import choose_collectives, choose_tables, rounded_weights, unrounded
+from loka.units.undisturbed import gradients_aside, undisturbed
+
+_TWICE = "differentiate twice"  # what autograd says of a function that has one derivative
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,7 @@ class StepTimes:
         host: what the host takes to launch each.
         speedup: of what is converted over the original.
         note: why there is none.
+        compile_note: how to compile for it, where that is not the default.
         host_note: what becomes of it where steps are launched kernel by kernel, if that is much.
     """
 
@@ -30,6 +38,7 @@ class StepTimes:
     host: dict[str, float] = field(default_factory=dict)
     speedup: Interval | None = None
     note: str | None = None
+    compile_note: str | None = None
     host_note: str | None = None
 
 
@@ -40,14 +49,76 @@ def swap(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
     return selection.swapped.change_from(selection.base)
 
 
+def rehearse(call: Call, selection: Selection) -> None:
+    """Train a step with everything in, and keep nothing of it. A chain that is called from its middle in backward, where a checkpoint computes a part of it again, is taken apart; a unit that fails is left out, with what it said."""
+    while selection.offers:
+        error = _fail(call, selection, selection.offers)
+        if error is None:
+            return
+        if isinstance(error, AnotherPathError):
+            _leave_chain(call, selection, error)
+            continue
+        alone = [(offer, _fail(call, selection, [offer])) for offer in selection.offers]
+        failing = [(offer, why) for offer, why in alone if why is not None and not isinstance(why, AnotherPathError)]
+        if not failing or _fail(call, selection, []) is not None:  # it is the step's own
+            raise error
+        for offer, why in failing:
+            selection.drop(offer, _say_failure(why))
+
+
+def _fail(call: Call, selection: Selection, offers: list[Offer]) -> Exception | None:
+    """What a step of training raises with some offers in, of whatever type: Triton's errors share none with torch's. None where it raises nothing.
+
+    Raised on are those that say nothing about an offer: memory that is full, and a GPU that has failed, on which nothing runs any more in this process.
+    """
+    try:
+        _train_once(call, selection, offers)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the step
+        return error
+    return None
+
+
+def _train_once(call: Call, selection: Selection, offers: list[Offer]) -> None:
+    model = call.task.model
+    with converted(model, selection.to_plan(call, offers)), undisturbed(model), gradients_aside(model):
+        model.train()
+        for batch in call.task.looking[:2]:
+            with torch.enable_grad():
+                loss = call.task.losses(model, batch).float().mean()
+            if loss.requires_grad:  # not where every parameter is frozen
+                loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _say_failure(error: Exception) -> str:
+    """Why an offer is left out, of what a step of training raised."""
+    if _TWICE in str(error):
+        return "the step differentiates it twice, as a penalty on gradients does, which low precision does not do"
+    return f"a step of training fails with it in low precision: {type(error).__name__}: {error}"
+
+
+def _leave_chain(call: Call, selection: Selection, error: AnotherPathError) -> list[Offer]:
+    """The linears of a chain that the model does not run as it was found, each by itself."""
+    offer = next(o for o in selection.offers if o.name == error.chain)
+    why = "no chain, which the model calls in another order than it was found in: in a checkpoint, or on another path"
+    parts = take_apart(offer, choosing.ALONE, selection.looked, why=why, training=call.training)
+    selection.replace(offer, parts)
+    return parts
+
+
 def verify_metric(call: Call, selection: Selection) -> None:
     """Swap units in, alone and together; drop what costs most until the whole is within the margin."""
     alone, base, offers = selection.alone, selection.base, list(selection.offers)
-    for index, offer in enumerate(offers):
+    for index, offer in enumerate(offers):  # which may grow
         call.progress("verify the metric", index + 1, len(offers) + 1)
         key = f"alone {offer.way} {offer.name} {len(offer.unit.links)} of {base.digest}"
-        alone[offer.name] = call.evidence.get_interval(key) or call.evidence.put_interval(key, swap(call, selection, [offer]))  # fmt: skip
-    for offer in offers:
+        try:
+            alone[offer.name] = call.evidence.get_interval(key) or call.evidence.put_interval(key, swap(call, selection, [offer]))  # fmt: skip
+        except AnotherPathError as error:
+            offers += _leave_chain(call, selection, error)
+    for offer in [*selection.offers]:
         if alone[offer.name].low == alone[offer.name].high == 0.0:
             selection.drop(offer, "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there")  # fmt: skip
     hold_margin(call, selection)
@@ -133,7 +204,7 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
         return StepTimes(note=call.untimed)
     base, offered = dict(original), bool(selection.offers)
     if selection.mods:
-        base["bf16 layout"] = timing.whole_step(call.task, training=call.training, mode=None)
+        base["bf16 layout"] = timing.whole_step(call.task, training=call.training)
     for attempt in range(3):
         if not selection.offers:
             break
@@ -141,8 +212,10 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
             if not call.training:
                 freeze_model(call.task.model)
             runs = dict(base)
-            for mode in call.modes:
-                runs[name_run("loka", mode)] = timing.whole_step(call.task, training=call.training, mode=mode)
+            for compiler in call.compilers:
+                runs[name_run("loka", compiler)] = timing.whole_step(
+                    call.task, training=call.training, compiler=compiler
+                )
             times = timing.time_in_turns(runs)
         medians = _medians(times)
         best, mine = (min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka"))  # fmt: skip
@@ -161,9 +234,27 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
     return _report(base, timing.time_in_turns(base), "bf16 layout", original)
 
 
-def name_run(kind: str, mode: str | None) -> str:
-    """What a run is called in the record: its precision, and the compiler's mode where it is not the default."""
-    return kind if mode is None else f"{kind} max-autotune"
+def name_run(kind: str, compiler: str) -> str:
+    """What a run is called in the record: its precision, and how it was compiled where that is not the default."""
+    return f"{kind} {compiler}".rstrip()
+
+
+def say_compiler(name: str) -> str | None:
+    """How to compile what was fastest, where that is not the default.
+
+    Args:
+        name: of the run (`name_run`).
+
+    Returns:
+        A sentence, or None.
+
+    Example:
+        >>> say_compiler("loka max-autotune")
+        'this speed-up is of torch.compile(model, mode="max-autotune-no-cudagraphs"): compile so'
+    """
+    found = timing.COMPILERS.get(name.partition(" ")[2])
+    given = ", ".join(f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in (found or {}).items())  # fmt: skip
+    return f"this speed-up is of torch.compile(model, {given}): compile so" if given else None
 
 
 def _report(runs: Mapping[str, timing.Captured], times: dict[str, list[float]], mine: str, original: Mapping[str, timing.Captured]) -> StepTimes:  # fmt: skip
@@ -171,7 +262,9 @@ def _report(runs: Mapping[str, timing.Captured], times: dict[str, list[float]], 
     medians, host = _medians(times), {name: run.host_microseconds for name, run in runs.items()}
     before = min(original, key=medians.__getitem__)
     said = timing.say_host(medians, host, mine, before)
-    return StepTimes(medians, host, timing.compare(times, mine, before), host_note=said)
+    return StepTimes(
+        medians, host, timing.compare(times, mine, before), compile_note=say_compiler(mine), host_note=said
+    )
 
 
 def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:

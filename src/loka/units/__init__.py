@@ -6,14 +6,14 @@ chain = loka.units.place(model, found.units[0])   in FP8 from now on; loka.rever
 """
 
 from loka.units.discovery import Discovered, discover
-from loka.units.example import Example, capture_example
+from loka.units.example import Example, Steps, capture_example
 from loka.units.flow import Unknown, record
 from loka.units.magnitudes import Seen, measuring
 from loka.units.placement import build_chain, describe_chain, place, refuse_unit
 from loka.units.tables import find_collectives, find_tables, place_tables, placed_tables, refuse_tables, release_tables
 
 __all__ = [
-    "Discovered", "Example", "Seen", "Unknown", "build_chain", "capture_example", "describe_chain", "discover",
+    "Discovered", "Example", "Seen", "Steps", "Unknown", "build_chain", "capture_example", "describe_chain", "discover",
     "find_collectives", "find_tables", "measuring", "place", "place_tables", "placed_tables", "record",
     "refuse_tables", "refuse_unit", "release_tables",
 ]  # fmt: skip

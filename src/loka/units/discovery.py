@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import torch
 from torch import nn
 
 from loka.lowp.chain import is_watched
@@ -23,13 +22,13 @@ from loka.nn import BLOCK, BlockNorm, HardSwish
 from loka.nn.wrapping import named_sites, own_parameters, plain_name, unwrap
 from loka.records.prose import spell_part
 from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePlan, UnitPlan
-from loka.units.flow import Call, Flow, Unknown, prediction_linears, record
+from loka.units.flow import STEP, Call, Flow, prediction_linears
 from loka.units.following import Following, norm_kind
+from loka.units.paths import find_shared, see_paths
 from loka.units.tables import find_collectives, find_tables
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
-WIDE_WEIGHTS = "float64 weights: no low-precision GEMM writes float64"
 PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
 
 
@@ -40,7 +39,7 @@ class Discovered:
     Args:
         units: chains, in the order they run.
         alone: linears that are in no chain, with the reason.
-        repeated: those of them whose only reason is that they are called several times: no chain can hold them, and each can run by itself.
+        by_themselves: those of them that no chain can hold, and that can run one by one: they are called several times, have hooks, or share their weight.
         rows: of each call of each linear that was called.
         ends: for the last linear of every chain, what ends it there.
         tables: embedding tables, as they are.
@@ -49,7 +48,7 @@ class Discovered:
 
     units: list[UnitPlan] = field(default_factory=list)
     alone: dict[str, str] = field(default_factory=dict)
-    repeated: list[str] = field(default_factory=list)
+    by_themselves: list[str] = field(default_factory=list)
     rows: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     tables: list[TablePlan] = field(default_factory=list)
@@ -78,7 +77,7 @@ def discover(
 
     Args:
         model: any nn.Module, wrapped or not.
-        example: one input; a tuple is *args, a dict **kwargs. Models of this package need none.
+        example: one input; a tuple is *args, a dict **kwargs. Models of this package need none. Steps run the model in their own way, for models that take more than one path.
         serving: dropout has no effect in serving, so a chain may pass through it wherever it stands.
         narrow: linears with fewer inputs or outputs stay out of chains.
         linears: a linear that stands alone is a unit of its own where it has at least this many inputs and outputs; 0: never.
@@ -95,16 +94,13 @@ def discover(
         >>> print(discover(model, batch))
         over.0: over.0 -> over.2 -> over.4; ends: over.8 is a prediction layer
     """
-    inner = unwrap(model)
-    searches = []
+    inner, searches = unwrap(model), []
     # a module read by an auxiliary loss is read in training alone
-    for training in (False,) if serving else (False, True):
-        flow = record(inner, example, training=training)
-        if isinstance(flow, Unknown):
-            raise ValueError(f"the units of {type(inner).__name__} cannot be found: {flow.reason}")
-        searches.append(_Search(inner, _with_plain_names(flow), serving, narrow, module_filter_fn))
-    asked = _Asked(serving, linears, gradient)
-    found = searches[0].run(searches[1:], asked)
+    for mode, flows in see_paths(inner, example, (False,) if serving else (False, True)).items():
+        named = [_with_plain_names(flow) for flow in flows]
+        shared = find_shared(named)
+        searches += [_Search(inner, _Path(flow, mode, shared), serving, narrow, module_filter_fn) for flow in named]
+    found = _find(searches, _Asked(serving, linears, gradient))
     return replace(found, tables=find_tables(inner), collectives=find_collectives(inner))
 
 
@@ -126,11 +122,54 @@ class _Asked:
     gradient: GradientScales | None
 
 
+@dataclass(frozen=True)
+class _Path:
+    """What one call showed, in training or not, and the modules that stand elsewhere on others."""
+
+    flow: Flow
+    training: bool
+    shared: set[str]
+
+
+def _find(searches: "list[_Search]", asked: _Asked) -> Discovered:
+    """Every linear in one unit or in none, as it holds on all paths; the first that calls it shows what follows it."""
+    found, modules, taken = Discovered(), searches[0].modules, set[str]()
+    called = {id(modules[site]) for search in searches for site in search.calls}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and id(module) not in called:
+            found.alone[name] = refuse(module) or "it was not called; hint: an example, or batches, that call it"
+    for search in searches:
+        others = [other for other in searches if other is not search]
+        for site, calls in search.calls.items():
+            if calls[0].linear:
+                found.rows.setdefault(site, [math.prod(search.flow.shapes[call.outputs[0]][:-1]) for call in calls])
+        for call in search.flow.calls:
+            if call.site is None or not call.linear or call.site in taken or call.site in found.alone:
+                continue
+            meet = [s for s in searches if call.site in s.calls]
+            if why := next((why for s in meet if (why := s._refuse(call.site))), None):
+                found.alone[call.site] = why
+                if all(s._refuse(call.site, in_chain=False) is None for s in meet):
+                    found.by_themselves.append(call.site)
+                continue
+            links, end = search._agree(call, others)
+            taken.update(link.linear for link in links)
+            single = len(links) == 1 and links[0].activation == "none" and links[0].norm == "none"
+            if single and not 0 < asked.linears <= min(links[0].k, links[0].n):
+                found.alone[call.site] = f"stands alone: {end}"
+            else:
+                bounded = all(s._is_bounded(one) for s in meet for one in s.calls[call.site])
+                found.units.append(_unit(links, bounded, search._find_around(links, bounded), asked))
+                found.ends[links[-1].linear] = end
+    return found
+
+
 class _Search:
     """One walk over one flow."""
 
-    def __init__(self, model: nn.Module, flow: Flow, serving: bool, narrow: int, keep: ModuleFilter | None) -> None:
-        self.flow, self.serving, self.narrow, self.keep = flow, serving, narrow, keep
+    def __init__(self, model: nn.Module, path: _Path, serving: bool, narrow: int, keep: ModuleFilter | None) -> None:
+        self.path, self.serving, self.narrow, self.keep = path, serving, narrow, keep
+        flow = self.flow = path.flow
         self.modules = dict(named_sites(model))
         self.prediction = frozenset(prediction_linears(flow))
         self.watched = [name for name, module in self.modules.items() if module._modules and is_watched(module)]
@@ -146,43 +185,18 @@ class _Search:
             for parameter in own_parameters(module):
                 counts[id(parameter)] = counts.get(id(parameter), 0) + 1
         self.tied = {key for key, count in counts.items() if count > 1}
-        self.found = Discovered()
-
-    def run(self, others: "list[_Search]", asked: _Asked) -> Discovered:
-        taken: set[str] = set()
-        called = {id(self.modules[site]) for site in self.calls}
-        for name, module in self.modules.items():
-            if isinstance(module, nn.Linear) and id(module) not in called:
-                self.found.alone[name] = refuse(module) or "the example did not call it; hint: an example that does"
-        for site, calls in self.calls.items():
-            if calls[0].linear:
-                self.found.rows[site] = [math.prod(self.flow.shapes[call.outputs[0]][:-1]) for call in calls]
-        for call in self.flow.calls:
-            if call.site is None or not call.linear or call.site in taken or call.site in self.found.alone:
-                continue
-            if why := self._refuse(call.site):
-                self.found.alone[call.site] = why
-                if all(search._refuse(call.site, repeated=True) is None for search in (self, *others)):
-                    self.found.repeated.append(call.site)
-                continue
-            links, end = self._agree(call, others)
-            taken.update(link.linear for link in links)
-            single = len(links) == 1 and links[0].activation == "none" and links[0].norm == "none"
-            if single and not 0 < asked.linears <= min(links[0].k, links[0].n):
-                self.found.alone[call.site] = f"stands alone: {end}"
-            else:
-                bounded = self._is_bounded(call) and all(
-                    other._is_bounded(theirs) for other in others for theirs in other.calls.get(call.site, [])
-                )
-                self.found.units.append(_unit(links, bounded, self._find_around(links, bounded), asked))
-                self.found.ends[links[-1].linear] = end
-        return self.found
 
     def _agree(self, call: Call, others: "list[_Search]") -> tuple[list[LinkPlan], str]:
-        """The chain from a linear on, as far as it is the same in every mode that was seen."""
+        """The chain from a linear on, as far as it is the same in every mode and on every path that was seen."""
         links, end = self._walk(call)
         for other in others:
             theirs = other.calls.get(call.site or "", [])
+            if not theirs:  # a path that begins behind it, or elsewhere
+                at = next((n for n, link in enumerate(links) if link.linear in other.calls), len(links))
+                if at < len(links):
+                    end = f"{links[at].linear} is called without it on another path"
+                    links = [*links[: at - 1], links[at - 1].as_last()]
+                continue
             seen, why = other._walk(theirs[0]) if len(theirs) == 1 else ([], f"it is called {len(theirs)} times")
             same = 0
             while same < min(len(links), len(seen)) and _agree_but_for_calls(links[same], seen[same]):
@@ -192,35 +206,38 @@ class _Search:
                 continue
             # the first linear that is followed by something else is the last, with nothing behind it
             reached = same < len(seen) and links[same].linear == seen[same].linear
-            links = links[: same + 1] if reached or same == 0 else links[:same]
-            links[-1] = LinkPlan(linear=links[-1].linear, k=links[-1].k, n=links[-1].n)
-            end = f"in training: {why}"
+            if reached or same == 0:
+                links = [*links[:same], LinkPlan(linear=links[same].linear, k=links[same].k, n=links[same].n)]
+            else:
+                links = [*links[: same - 1], links[same - 1].as_last()]
+            end = f"{'on another path' if other.path.training == self.path.training else 'in training'}: {why}"
         return links, end
 
-    def _refuse(self, site: str, *, repeated: bool = False) -> str | None:
-        """Why a linear can be in no chain; `repeated`: whether it may be called several times."""
+    def _refuse(self, site: str, *, in_chain: bool = True) -> str | None:
+        """Why a linear can be in no chain, or not even run by itself."""
         module = self.modules[site]
         if reason := refuse(module):
             return reason
         assert isinstance(module, nn.Linear)
-        if module.weight.dtype == torch.float64:
-            return WIDE_WEIGHTS
         if self.keep is not None and not self.keep(module, site):
             return "module_filter_fn does not let it through"
         if getattr(module, PROTECTED, None):
             return f"protected: {getattr(module, PROTECTED)}"
         if site in self.prediction:
             return "it is a prediction layer"
-        if not repeated and len(self.calls[site]) != 1:
-            return f"it is called {len(self.calls[site])} times"
+        if min(module.in_features, module.out_features) < self.narrow:
+            return f"{module.in_features} x {module.out_features}: narrower than {self.narrow}"
+        return self._refuse_in_chain(site, module) if in_chain else None
+
+    def _refuse_in_chain(self, site: str, module: nn.Linear) -> str | None:
         if any(id(p) in self.tied for p in module.parameters()):
             return "it shares its weight"
         if {f"{site}.weight", f"{site}.bias"} & self.flow.outside_reads:
             return "its weight is read elsewhere too"
         if is_watched(module):
             return "it has hooks that would see other tensors"
-        if min(module.in_features, module.out_features) < self.narrow:
-            return f"{module.in_features} x {module.out_features}: narrower than {self.narrow}"
+        if len(self.calls[site]) != 1:
+            return f"it is called {len(self.calls[site])} times"
         return None
 
     def _walk(self, call: Call) -> tuple[list[LinkPlan], str]:
@@ -263,10 +280,10 @@ class _Search:
         where = reader.site or f"{reader.op} in {reader.inside or 'the model'}"
         if len(reader.outputs) != 1 or reader.inputs != (value,):
             return f"{where} stands behind it"
-        if reader.site is None and reader.dropout is not None:
+        if reader.site is None and reader.dropout is not None and reader.inside != STEP:
             return state.take_dropout(reader.dropout, where, reader.inside, caller=reader.inside, serving=self.serving)
         if reader.site is None:
-            if reader.activation is None or state.activation != "none":
+            if reader.activation is None or state.activation != "none" or reader.inside == STEP:
                 return f"{where} stands behind it"
             return state.take_call(*reader.activation, where, reader.inside, serving=self.serving)
         module = self.modules[reader.site]
@@ -274,7 +291,9 @@ class _Search:
             return f"{where} has hooks that would see other tensors"
         if getattr(module, PROTECTED, None):
             return f"{where} is protected"
-        again = len(self.calls[reader.site]) != 1
+        again = len(self.calls[reader.site]) != 1 or reader.site in self.path.shared
+        if again and reader.inside == STEP:
+            return f"{where} is used more than once"
         if again and norm_kind(module, state.linear.out_features) is not None:
             return f"{where} is used more than once"
         if isinstance(module, nn.BatchNorm1d) and (not self.serving or len(self.flow.shapes[value]) != 2):

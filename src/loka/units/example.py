@@ -19,6 +19,17 @@ class Example:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What runs a model its own way, one function for every batch: each call of it, or of its parts, is an example."""
+
+    runs: tuple[Callable[[], Any], ...]
+
+
+class NotCalledError(ValueError):
+    """The model was not called where an example of its call was to be taken."""
+
+
 class _SeenError(BaseException):  # nobody's `except Exception` takes it for a failure
     """The model has run: nothing that would follow is needed, a loss that may not fit its output least of all."""
 
@@ -33,6 +44,9 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
 
     Returns:
         A copy of the arguments.
+
+    Raises:
+        NotCalledError: it was not called, though parts of it may have been.
     """
     seen: list[Example] = []
 
@@ -52,7 +66,7 @@ def capture_example(model: nn.Module, run: Callable[[], Any], *, stop: bool = Fa
         for handle in handles:
             handle.remove()
     if not seen:
-        raise ValueError("the model was not called, so there is no example of how it is")
+        raise NotCalledError(f"{type(model).__name__} itself was not called, so there is no example of its call")
     return seen[0]
 
 
@@ -68,6 +82,29 @@ def call_model(model: nn.Module, example: Any, *, copied: bool = True) -> Any:
         What the model returns.
     """
     return call_as_given(model, copy_example(example) if copied else copy_containers(example))
+
+
+def try_example(model: nn.Module, example: Any) -> Any:
+    """`call_model` on an example that a user gave.
+
+    Args:
+        model: any.
+        example: its arguments.
+
+    Returns:
+        What the model returns.
+
+    Raises:
+        ValueError: the model fails on it, with what is expected of an example.
+    """
+    try:
+        return call_model(model, example)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot run the example: {type(error).__name__}: {error}; hint: an example is the model's input without a target, a tuple for several arguments, a dict for keyword arguments"
+        ) from error
 
 
 def call_as_given(model: nn.Module, example: Any) -> Any:

@@ -30,6 +30,7 @@ from loka.nn.wrapping import is_scripted
 from loka.units.example import call_model, tensors_in
 from loka.units.undisturbed import ordinary_encoders, set_mode, undisturbed
 
+STEP = "the step"  # where operations are that a step does between calls of modules
 # Operations that hand on every channel of the last dimension as it is.
 _COPIES = {"_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh", "native_dropout"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "_reshape_alias"}
@@ -228,6 +229,23 @@ def record(model: nn.Module, example: Any = None, *, training: bool = False) -> 
         return Unknown(f"the model failed on the example: {type(error).__name__}: {error}")
 
 
+def record_steps(model: nn.Module, run: Callable[[], Any], *, training: bool = False) -> list[Flow]:
+    """Run whatever runs a model, and write down what fed what.
+
+    Args:
+        model: any module; it is left as `record` leaves it.
+        run: calls the model, once or often, or its parts.
+        training: whether it runs in training mode.
+
+    Returns:
+        A flow for every call of the model, and one for all of what called its parts one by one, where operations between them are inside of `STEP`.
+    """
+    recorder = _Recorder(model, steps=True)
+    with undisturbed(model), ordinary_encoders(), recorder.watching(training), torch.no_grad():
+        run()
+        return recorder.finish_steps()
+
+
 _ACTIVATIONS = {"relu": "relu", "silu": "silu", "hardswish": "hard_swish", "tanh": "tanh", "sigmoid": "sigmoid"}
 
 
@@ -260,15 +278,19 @@ class _SeeDropout(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hooks on every module and a mode that sees every operation."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, steps: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
+        self._steps = steps  # whatever runs the model is recorded, not one call of it
+        self._whole: list[Flow] = []  # of calls of the model itself
+        self._given: list[int] = []  # what parts of it gave to a step that called them one by one
         self._names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self._owners = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._buffers = {id(b) for b in model.buffers()}
         self._flow = Flow()
         self._values: dict[int, int] = {}
         self._alive: list[Any] = []  # a tensor that is gone could lend its identity to another
+        self._begun: tuple[Any, ...] | None = None  # what was recorded before the call of the model that is running
         self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []
         self._arguments: list[tuple[tuple[int | str, int], ...]] = []
         self._outside: set[str] = set()
@@ -295,6 +317,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flow, self._values, self._outside = Flow(), {}, set()
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
+    def finish_steps(self) -> list[Flow]:
+        """A flow for every call of the model, and one for whatever called its parts."""
+        flow = self._flow
+        read = {value for call in flow.calls if call.site is not None for value in call.inputs}
+        read |= {source for value in tuple(read) for source in flow.ancestors(value)}
+        flow.results = frozenset(value for value in self._given if value not in read)
+        flow.outside_reads = frozenset(self._outside)
+        return [*self._whole, *([flow] if self._given else [])]
+
     def finish(self, result: Any) -> Flow:
         # for a loss that reads it later
         kept = [value for module in self._model.modules() for value in vars(module).values()]
@@ -305,6 +336,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         atom = next(module.children(), None) is None
+        if self._steps and module is self._model and not self._stack:
+            self._begun = (self._flow, self._values, self._outside, self._alive)
+            self._flow, self._values, self._outside, self._alive = Flow(), {}, set(), []
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         self._arguments.append(tuple((key, self._value(value)) for key, value in named if isinstance(value, Tensor)))
         self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
@@ -322,15 +356,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._in_atom():
             made = tuple(self._value(t) for t in tensors_in(output))
             self._flow.spans.append(Span(name, self._inside(), arguments, made, isinstance(output, Tensor)))
+            if self._steps and not self._stack:
+                self._end_call(output, made)
         return output
+
+    def _end_call(self, output: Any, made: tuple[int, ...]) -> None:
+        """A step has called the model, or a part of it."""
+        if self._begun is None:
+            self._given += made
+            return
+        self._whole.append(self.finish(output))
+        self._flow, self._values, self._outside, self._alive = self._begun
+        self._begun = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._in_atom():
             self._stack[-1][3].add(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
         inputs = self._read((args, kwargs or {}))
-        for tensor in tensors_in((args, kwargs or {})):
-            if id(tensor) in self._owners:
+        for tensor in tensors_in((args, kwargs or {})) if self._stack or not self._steps else ():
+            if id(tensor) in self._owners:  # not what a step reads: a penalty on all weights is no product
                 self._outside.add(self._owners[id(tensor)])
         out = func(*args, **(kwargs or {}))
         outputs = tuple(self._new_value(t) for t in tensors_in(out))
@@ -357,7 +402,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return any(atom for _, atom, _, _ in self._stack)
 
     def _inside(self) -> str:
-        return self._stack[-1][0] if self._stack else ""
+        return self._stack[-1][0] if self._stack else STEP if self._steps else ""
 
     def _add(self, op: str, inputs: tuple[int, ...], outputs: tuple[int, ...], site: str | None, **known: Any) -> None:
         self._flow.calls.append(Call(len(self._flow.calls), op, self._inside(), inputs, outputs, site, **known))

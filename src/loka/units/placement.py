@@ -2,16 +2,15 @@
 
 from typing import cast
 
-import torch
 from torch import nn
 
+from loka.kernels.activation import ACTIVATIONS
 from loka.lowp.chain import Chain, Part, is_watched
 from loka.lowp.chain_function import ChainPrecision, Link
 from loka.lowp.interaction import place_interaction, refuse_interaction
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.records.unit import LinkPlan, Magnitude, ScaleSource, UnitPlan
-from loka.units.discovery import WIDE_WEIGHTS
 from loka.units.following import activation_of, norm_eps, norm_kind
 
 
@@ -46,6 +45,8 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
         return [f"{link.linear}: {reason}"]
     assert isinstance(linear, nn.Linear)
     problems = []
+    if link.activation not in ACTIVATIONS:
+        problems.append(f"{link.linear}: activation {link.activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     if (linear.in_features, linear.out_features) != (link.k, link.n):
         seen = f"K {linear.in_features}, N {linear.out_features}"
         problems.append(f"{link.linear}: the model has {seen}, the plan K {link.k}, N {link.n}")
@@ -56,8 +57,6 @@ def _refuse_link(modules: dict[str, nn.Module], link: LinkPlan) -> list[str]:
         *link.callers,
     ]
     problems += [f"{name}: the model has no such module" for name in names if name not in modules]
-    if linear.weight.dtype == torch.float64:
-        problems.append(f"{link.linear}: {WIDE_WEIGHTS}")
     if is_watched(linear):
         problems.append(f"{link.linear}: has hooks that would see other tensors; hint: remove them first")
     return problems or _refuse_behind(modules, link, linear)

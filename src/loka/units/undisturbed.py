@@ -1,15 +1,15 @@
 """Undisturbed: run a model to look at it, and leave no trace.
 
 What running a model may change is put back afterwards: the random state of Python, numpy and torch on every device in use, the mode of every module, its
-buffers (a batch norm's statistics, the vectors of spectral_norm) and its plain attributes (what a forward keeps for an auxiliary loss). Gradients are not touched, because
-whoever looks uses `torch.autograd.grad`.
+buffers (a batch norm's statistics, the vectors of spectral_norm) and its plain attributes (what a forward keeps for an auxiliary loss). Whoever calls backward puts gradients aside too, and
+with them hooks that run when one is accumulated: an optimizer that steps inside of backward would train.
 
 Out of reach: containers that a forward changes in place, and whatever it does outside of the model.
 """
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -62,18 +62,56 @@ def _same(buffer: Tensor, value: Tensor) -> bool:
 
 
 @contextmanager
-def same_randomness() -> Iterator[None]:
-    """What follows the block draws the random numbers it would have drawn without it, on every device."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """Backward may run in the block: no parameter has a gradient or a hook on its accumulation when it begins; afterwards each has what it had.
+
+    Args:
+        model: any module.
+    """
+    grads = [(p, p.grad) for p in model.parameters()]
+    hooks = [(found, dict(found)) for p, _ in grads if (found := p._post_accumulate_grad_hooks)]
+    try:
+        for found, _ in hooks:
+            found.clear()
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in grads:  # a table whose rows were stored elsewhere meanwhile has none for them
+            p.grad = grad if grad is None or grad.shape == p.shape else None
+        for found, kept in hooks:
+            found.update(kept)
+
+
+def keep_randomness() -> Callable[[], None]:
+    """The random state of Python, numpy and torch on every device.
+
+    Returns:
+        What sets all of it to what it is now.
+    """
     numpy: Any = sys.modules.get("numpy")
     python, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                numpy.random.set_state(arrays)
+    host, devices = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+
+    def put_back() -> None:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+    return put_back
+
+
+@contextmanager
+def same_randomness() -> Iterator[None]:
+    """What follows the block draws the random numbers it would have drawn without it, on every device."""
+    put_back = keep_randomness()
+    try:
+        yield
+    finally:
+        put_back()
 
 
 @contextmanager
@@ -88,12 +126,12 @@ def ordinary_encoders() -> Iterator[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile wraps a part of the model.
+    """Whether torch.compile wraps a part of the model, or `Module.compile` was called of one.
 
     Args:
         model: any module.
     """
-    return any("_orig_mod" in module._modules for module in model.modules())
+    return any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
 
 
 def run_eagerly(model: nn.Module) -> AbstractContextManager[Any]:

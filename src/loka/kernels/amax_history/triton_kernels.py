@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.formats import E4M3, SMALLEST_SCALE
+from loka.kernels.strides import next_power_of_2
 from loka.kernels.triton_launcher import quick
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def file_amax(operands: "Sequence[Magnitudes]") -> bool:
         table = torch.tensor(rows, dtype=torch.int64, device=device)
         while len(_tables) >= _MOST_TABLES:
             _tables.pop(next(iter(_tables)), None)  # another thread may have been faster
-        found = _tables[key] = (table, triton.next_power_of_2(max(fact[5] for fact in facts)))
+        found = _tables[key] = (table, next_power_of_2(max(fact[5] for fact in facts)))
     if capturing:
         _captured[key] = found
     table, longest = found

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
 from loka.kernels.attention.triton_kernels import _backward_kv, _backward_q, _forward
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import INTERPRETED
 
 
@@ -79,7 +79,7 @@ class Problem:
 
     def grid(self, block: int) -> tuple[int, int]:
         """Blocks of the longest row, rows x heads."""
-        return triton.cdiv(self.max_length, block), self.rows * self.q.shape[1]
+        return cdiv(self.max_length, block), self.rows * self.q.shape[1]
 
     def inputs(self) -> tuple[Tensor | None, ...]:
         """An absent bias has no entries, and its pointer is never read."""
@@ -117,7 +117,7 @@ def run_backward_q(problem: Problem, grad: Tensor, tile: Tile) -> tuple[Tensor, 
     q, k, v = problem.q, problem.k, problem.v
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     blocks = q.shape[0] // tile.queries + problem.rows  # of queries in all rows, some of which do not exist
-    distances = triton.cdiv(problem.max_length, tile.queries) * tile.queries if problem.positions else 0
+    distances = cdiv(problem.max_length, tile.queries) * tile.queries if problem.positions else 0
     width = distances + problem.buckets
     slots = min(blocks, max(1, PARTIAL_BYTES // max(4 * q.shape[1] * width, 1)))
     partial = q.new_zeros(slots, q.shape[1], width, dtype=torch.float32)
@@ -166,7 +166,7 @@ def backward(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _pad(width: int) -> int:
-    return max(16, int(triton.next_power_of_2(width)))
+    return max(16, int(next_power_of_2(width)))
 
 
 def _copy(view: Tensor) -> Tensor:

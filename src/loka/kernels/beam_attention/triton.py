@@ -8,6 +8,7 @@ from torch import Tensor
 from loka.formats import E4M3, ROW, QTensor, Spec
 from loka.kernels.backend import Verdict, no
 from loka.kernels.beam_attention.call import AncestorAttentionCall, BeamAttentionCall
+from loka.kernels.op import invoke
 from loka.kernels.quantize import quantize
 from loka.kernels.strides import token_columns, unit_rows
 from loka.kernels.triton_device import triton_multiplies_on, triton_runs_on
@@ -41,10 +42,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, scale: float) -> Te
     from loka.kernels.beam_attention import triton_ops
 
     if k.dtype == torch.float8_e4m3fn and triton_ops.fits(q.shape[3]):
-        low: Tensor = triton_ops.beam_attention_low(unit_rows(q), unit_rows(k), token_columns(v), lengths.contiguous(), scale)  # fmt: skip
+        low: Tensor = invoke(triton_ops.beam_attention_low, unit_rows(q), unit_rows(k), token_columns(v), lengths.contiguous(), scale)  # fmt: skip
         return low
     values = None if v is k else unit_rows(v)
-    out: Tensor = triton_ops.beam_attention(unit_rows(q), unit_rows(k), values, lengths.contiguous(), scale)
+    out: Tensor = invoke(triton_ops.beam_attention, unit_rows(q), unit_rows(k), values, lengths.contiguous(), scale)
     return out
 
 
@@ -71,9 +72,8 @@ def ancestors(
     if not q.stride() == k.stride() == v.stride() or q.stride(-1) != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     low = spec is not None and can_write(spec, q.shape[2], q.shape[3])
-    out, made = triton_ops.ancestor_attention(
-        q, k, v, keys, values, ancestors.contiguous(), scale, keep, low, spec is not None and spec.scale != "f32"
-    )
+    pow2 = spec is not None and spec.scale != "f32"
+    out, made = invoke(triton_ops.ancestor_attention, q, k, v, keys, values, ancestors.contiguous(), scale, keep, low, pow2)  # fmt: skip
     if spec is None:
         return cast(Tensor, out)
     return QTensor(out, made, spec) if low else quantize(out.view(-1, q.shape[2] * q.shape[3]), spec)

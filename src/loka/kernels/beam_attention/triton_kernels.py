@@ -21,7 +21,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.quantize.triton_kernels import aligned
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
@@ -51,6 +53,7 @@ def _rows_of(ptr, first, length, stride, D: tl.constexpr, DP: tl.constexpr, BN: 
                    (row < length)[:, None] & (column < D)[None, :], other=0.0)  # fmt: skip
 
 
+@quick
 @triton.jit
 def _attend(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S, scale,
             q_request, q_beam, q_head, k_request, k_row, k_head, v_request, v_row, v_head,
@@ -100,6 +103,7 @@ def _take(q, k, v, m, total, acc):
     return higher, total * shrink + weight, acc * shrink[:, None] + weight[:, None] * v
 
 
+@quick
 @triton.jit
 def _ancestors(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ancestor_ptr, out_ptr, scale_ptr, R, B, H, P, scale,
                q_request, q_beam, q_head, c_step, c_request, c_beam, c_head, stride_out,
@@ -146,7 +150,7 @@ def _ancestors(q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, ancestor_ptr, out_ptr,
 
 
 def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
+    return max(16, next_power_of_2(width))
 
 
 def tile_for(rows: int, d: int, item: int) -> Tile:
@@ -183,7 +187,7 @@ def attend(
     rows = beams * (heads // groups)
     bm, bn, warps, stages = tile or tile_for(rows, d, q.element_size())
     tma = _one_matrix(k) and (shared or _one_matrix(v))
-    _attend[(triton.cdiv(rows, bm), requests * groups)](
+    _attend[(cdiv(rows, bm), requests * groups)](
         q, k, v, _descriptor(k, bn) if tma else None, _descriptor(v, bn) if tma and not shared else None, lengths, out,
         beams, heads, groups, s, scale * LOG2E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         heads // groups, d, _padded(d), bm, bn, shared, tma, q.dtype == torch.float32, num_warps=warps, num_stages=stages,
@@ -205,10 +209,10 @@ def ancestors(
     if out.numel() == 0:
         return out, made
     wide = _padded(d)
-    heads_padded = triton.next_power_of_2(heads) if fp8 else heads
+    heads_padded = next_power_of_2(heads) if fp8 else heads
     some = max(1, 2048 // (heads_padded * wide)) if fp8 else 1  # beams of a program
     block = some * heads_padded if fp8 else 16
-    _ancestors[(triton.cdiv(beams * heads_padded, block), requests)](
+    _ancestors[(cdiv(beams * heads_padded, block), requests)](
         q, k, v, keys, values, table, out, made, requests, beams, heads, table.shape[0], scale * LOG2E, *q.stride()[:3],
         *keys.stride()[:4], out.stride(0) if fp8 else heads * d, d, wide, heads_padded, some, block, keep, fp8, pow2, INTERPRETED,
         num_warps=8 if block * wide > 4096 else 4,

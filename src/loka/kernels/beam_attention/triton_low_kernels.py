@@ -22,7 +22,9 @@ from loka.kernels.beam_attention.triton_kernels import (
     _padded,
     _rows_of,
 )
+from loka.kernels.strides import cdiv
 from loka.kernels.tile import finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.triton_launcher import quick
 
 NARROWEST = 32  # products of an FP8 instruction
 
@@ -41,6 +43,7 @@ def _update_low(q, q_scale, k, v, m, total, acc, left, MASK: tl.constexpr, PRERO
     return higher, total, acc
 
 
+@quick
 @triton.jit
 def _attend_low(q_ptr, k_ptr, v_ptr, k_desc, v_desc, length_ptr, out_ptr, B, H, G, S, scale,
                 q_request, q_beam, q_head, k_request, k_row, k_head, v_request, v_head, v_column,
@@ -115,7 +118,7 @@ def attend_low(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, t
     keys = _descriptor(k, bn) if _one_matrix(k) else None
     values = _columns_descriptor(v, bn)
     tma = keys is not None and values is not None
-    _attend_low[(triton.cdiv(rows, bm), requests * groups)](
+    _attend_low[(cdiv(rows, bm), requests * groups)](
         q, k, v, keys if tma else None, values if tma else None, lengths, out, beams, heads, groups, s, scale * LOG2E,
         *q.stride()[:3], *k.stride()[:3], v.stride(0), v.stride(2), v.stride(3), heads // groups, d, bm, bn, tma, INTERPRETED,
         num_warps=warps, num_stages=stages,

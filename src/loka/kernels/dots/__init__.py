@@ -59,7 +59,6 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None
         check_pairs(first, second, n)
     elif first.shape[0] > n * n:
         raise ValueError(f"dots: {first.shape[0]} pairs of {n} vectors, which have {n * n}: expected every pair at most once")  # fmt: skip
-    load("dots")
     if head is not None:
         chosen = _pick(x, first, backend, head.shape[1])
         if getattr(chosen, "READS_HEADS", False) and not torch.is_grad_enabled():
@@ -68,3 +67,6 @@ def dots(x: Tensor, first: Tensor, second: Tensor, *, head: Tensor | None = None
     with torch._C.DisableTorchFunction():  # function modes look at what a user's forward calls, not inside of this
         result: Tensor = _Dots.apply(x.contiguous(), first, second, backend)  # type: ignore[no-untyped-call]
     return result
+
+
+load("dots")  # not in a call, which may be compiled: torch.compile cannot trace an import

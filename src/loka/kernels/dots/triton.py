@@ -5,6 +5,7 @@ from torch import Tensor
 
 from loka.kernels.backend import Verdict, no
 from loka.kernels.dots.call import DotsCall
+from loka.kernels.op import invoke
 from loka.kernels.triton_device import triton_multiplies_on
 
 MOST_VECTORS = 64  # n x n sums in the registers of four warps
@@ -28,7 +29,7 @@ def run(x: Tensor, first: Tensor, second: Tensor, head: Tensor | None = None) ->
     from loka.kernels.dots import triton_ops
 
     place = _places(first, second, x.shape[1] + (0 if head is None else head.shape[1]))
-    result: Tensor = triton_ops.dots(x, head, place, first.shape[0])
+    result: Tensor = invoke(triton_ops.dots, x, head, place, first.shape[0])
     return result
 
 
@@ -36,7 +37,7 @@ def gradient(dy: Tensor, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """dx [B, n, d]."""
     from loka.kernels.dots import triton_ops
 
-    result: Tensor = triton_ops.dots_gradient(dy, x, _places(first, second, x.shape[1]))
+    result: Tensor = invoke(triton_ops.dots_gradient, dy, x, _places(first, second, x.shape[1]))
     return result
 
 
@@ -44,5 +45,5 @@ def _places(first: Tensor, second: Tensor, n: int) -> Tensor:
     """The kernel reads one index after the other; two columns of a list of pairs do not lie so."""
     from loka.kernels.dots import triton_ops
 
-    place: Tensor = triton_ops.places(first.contiguous(), second.contiguous(), n)
+    place: Tensor = invoke(triton_ops.places, first.contiguous(), second.contiguous(), n)
     return place

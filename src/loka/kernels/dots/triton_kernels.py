@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.strides import next_power_of_2
 from loka.kernels.triton_launcher import quick
 
 
@@ -86,14 +87,14 @@ def _dots_gradient(dy_ptr, x_ptr, place_ptr, dx_ptr, n, d, pairs, N: tl.constexp
 
 
 def _sizes(n: int, d: int) -> tuple[int, int]:
-    return max(16, triton.next_power_of_2(n)), max(16, triton.next_power_of_2(d))
+    return max(16, next_power_of_2(n)), max(16, next_power_of_2(d))
 
 
 def places(first: Tensor, second: Tensor, n: int) -> Tensor:
     """[n * n + 1] int32: the number of every pair (i, j) or -1, and behind them whether the pairs are wrong."""
     place = torch.empty(n * n + 1, dtype=torch.int32, device=first.device)
     pairs = first.shape[0]
-    _places[(1,)](first, second, place, pairs, n, triton.next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
+    _places[(1,)](first, second, place, pairs, n, next_power_of_2(max(n * n, pairs, 1)), num_warps=8)
     return place
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, compiler, dtype, float32, int32, int64
 
 from loka.kernels.embedding_bag.call import BagCall
 from loka.kernels.embedding_bag.rows import Rows, parse_rows
-from loka.kernels.registry import pick
+from loka.kernels.registry import load, pick
 
 __all__ = ["BagCall", "Rows", "check_items", "embedding_bag", "parse_rows"]
 
@@ -83,3 +83,6 @@ def check_items(rows: Rows, indices: Tensor, offsets: Tensor | None, weights: Te
         raise ValueError(
             f"offsets must rise from 0 to the number of items, {len(indices)}; got {offsets[:4].tolist()} ... {int(offsets[-1])}"
         )
+
+
+load("embedding_bag")  # not in a call, which may be compiled: torch.compile cannot trace an import

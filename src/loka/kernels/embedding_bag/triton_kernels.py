@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import widened
+from loka.kernels.triton_launcher import quick
 
 
 @triton.jit
@@ -64,6 +66,7 @@ def decoded(codes, scale, kept, high, HOT: tl.constexpr, INT4: tl.constexpr, BD:
     return values
 
 
+@quick
 @triton.jit
 def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_ptr, out_ptr, bags, N,
           D: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr, HOT: tl.constexpr,
@@ -100,6 +103,7 @@ def _pool(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, offset_ptr, weight_
     tl.store(out_ptr + bag[:, None] * D + column, total.to(out_ptr.dtype.element_ty), inside)
 
 
+@quick
 @triton.jit
 def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr, L, N,
           D: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr, HOT: tl.constexpr,
@@ -122,7 +126,7 @@ def _take(data_ptr, scale_ptr, slot_ptr, hot_ptr, index_ptr, weight_ptr, out_ptr
 
 def tile_of(width: int, item_bytes: float) -> tuple[int, int, int, int]:
     """Items, bags and columns of a tile, and warps: 16 bytes of a row to a thread, of 8 items at a time, or of 4 where they hold 16 values or more: 8 took a fourth longer on an H200."""
-    columns = max(16, triton.next_power_of_2(width))
+    columns = max(16, next_power_of_2(width))
     row_bytes = int(columns * item_bytes)
     warps = min(8, max(1, row_bytes // 512))
     bags = max(1, 512 // max(row_bytes, 16))
@@ -153,9 +157,9 @@ def look_up(
     step = 1 if scale is None else scale.stride(0)
     flags = (width, data.stride(0), step, scale is not None, hot is not None, int4, weights is not None)
     if offsets is None:
-        grid = (triton.cdiv(items, u * g),)
+        grid = (cdiv(items, u * g),)
         _take[grid](data, scale, slot, hot, indices, weights, out, items, data.shape[0], *flags, u * g, bd, num_warps=warps)  # fmt: skip
     else:
-        grid = (triton.cdiv(bags, g),)
+        grid = (cdiv(bags, g),)
         _pool[grid](data, scale, slot, hot, indices, offsets, weights, out, bags, data.shape[0], *flags, mean, u, g, bd, num_warps=warps)  # fmt: skip
     return out

@@ -20,7 +20,9 @@ from loka.formats.philox import GOLDEN, ROUNDS
 from loka.kernels.embedding_bag.rows import Rows
 from loka.kernels.embedding_update.call import Rule
 from loka.kernels.op import on_device
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import divided, inverse, larger, widened
+from loka.kernels.triton_launcher import quick
 
 FLOAT, BF16, INT8, E4M3 = 0, 1, 2, 3
 KINDS = {"float32": FLOAT, "bfloat16": BF16, "int8:row": INT8, "e4m3:row:pow2": E4M3}
@@ -139,6 +141,7 @@ def _gradients(source_ptr, factor_ptr, grad_ptr, place, there, inside, D: tl.con
     return value
 
 
+@quick
 @triton.jit(do_not_specialize=["L", "N", "first_row", "first_group", "step", "seed"])
 def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, factor_ptr, grad_ptr, m_ptr, v_ptr,
             L, N, lr, eps, beta1, beta2, c1, c2, first_row, first_group, step, seed,
@@ -214,7 +217,7 @@ def _update(data_ptr, scale_ptr, slot_ptr, hot_ptr, sorted_ptr, source_ptr, fact
 
 def tile_of(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: sixteen elements to a thread, whole vectors of eight-bit rows."""
-    columns = max(16, triton.next_power_of_2(width))
+    columns = max(16, next_power_of_2(width))
     warps = min(8, max(1, columns // 512))
     return max(1, 512 // columns), columns, warps
 
@@ -239,7 +242,7 @@ def update(
     g, columns, warps = tile_of(rows.width)
     first, second = (*state, None, None)[:2]
     c1, c2 = rule.corrections(draw.step)
-    _update[(triton.cdiv(items, g),)](
+    _update[(cdiv(items, g),)](
         rows.data, rows.scale, rows.slot, rows.hot, ordered, source, factor, grad, first, second,
         items, rows.count, rule.lr, rule.eps, rule.beta1, rule.beta2, c1, c2,
         first_row, first_column // 8, draw.step, (draw.stream << 32) | draw.seed,

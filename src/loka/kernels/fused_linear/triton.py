@@ -23,10 +23,11 @@ from loka.kernels.fused_linear.call import (
     kept_form,
 )
 from loka.kernels.fused_linear.launch import Launch
+from loka.kernels.op import invoke
 from loka.kernels.prepared import Laid, with_layout
 from loka.kernels.scaled_mm import triton as scaled_mm_triton
 from loka.kernels.scaled_mm.call import MatmulCall
-from loka.kernels.strides import unit_rows
+from loka.kernels.strides import one_number, unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 _GROUP = Block(1, 128)
@@ -123,7 +124,8 @@ def run(
     given = None if spec is None else _given(out_scale, spec)
     mode = 0 if spec is None else (2 if spec.block == _GROUP else 1)
     form = kept_form(norm_block, activation, out) if call.keep else "nothing"
-    y, y_scale, y_t, yt_scale, z, rstd = triton_ops.fused_linear(
+    y, y_scale, y_t, yt_scale, z, rstd = invoke(
+        triton_ops.fused_linear,
         scaled_mm_triton.padded(a), scaled_mm_triton.padded(b), scaled_mm_triton.dense_scale(a), scaled_mm_triton.dense_scale(b), None if bias is None else bias.contiguous(), given, amax,
         scaled_mm_triton.source(a.spec), scaled_mm_triton.source(b.spec), norm_block > 0, ACTIVATIONS.index(activation), call.slope,
         mode, spec.format.dtype if spec else out, spec is not None and spec.scale in ("pow2", "e8m0"), _KEEPS[form], transpose,
@@ -163,7 +165,7 @@ def _given(scale: Tensor | None, spec: Spec) -> Tensor | None:
     """A scale that does not come from the data, for the specs that need one."""
     if (scale is None) != (spec.mode == "dynamic"):
         raise ValueError(f"{spec} {'needs a scale' if scale is None else 'makes its own scale'}")
-    return None if scale is None else scale.float().reshape(())
+    return None if scale is None else one_number(scale)
 
 
 def gradient(
@@ -184,14 +186,16 @@ def gradient(
 
     spec, spec_t, norm_block, activation = call.spec, call.spec_t, call.norm_block, call.activation
     given = _given(scale, spec)
-    g, g_scale, g_t, gt_scale, sums, amax = triton_ops.fused_linear_gradient(
+    g, g_scale, g_t, gt_scale, sums, amax = invoke(
+        triton_ops.fused_linear_gradient,
         unit_rows(dy), *read_kept(z, norm_block), rstd, given, norm_block > 0, ACTIVATIONS.index(activation),
         kept_number(z, norm_block, activation), call.slope, call.bias, spec.block == _GROUP, spec.format.dtype, spec_t.format.dtype,
         spec.scale in ("pow2", "e8m0"), spec_t.scale in ("pow2", "e8m0"), *_draw_back(dropout, norm_block, activation, z),
     )  # fmt: skip
+    whole = g_scale if given is None else given
     return GradientResult(
-        QTensor(g, g_scale if given is None else given, spec),
-        QTensor(g_t, gt_scale if given is None else given, spec_t),
+        QTensor(g, whole, spec),
+        QTensor(g_t, gt_scale if spec.block == _GROUP else whole, spec_t),
         amax,
         sums if call.bias else None,
     )
@@ -235,8 +239,9 @@ def dgrad(
     from loka.kernels.fused_linear import triton_ops
 
     spec, activation = call.spec, call.activation
-    given = scale.float().reshape(())
-    q, q_t, sums = triton_ops.fused_linear_dgrad(
+    given = one_number(scale)
+    q, q_t, sums = invoke(
+        triton_ops.fused_linear_dgrad,
         scaled_mm_triton.padded(g), scaled_mm_triton.padded(w_t), g.scale, w_t.scale, *read_kept(z, 0), given, amax,
         ACTIVATIONS.index(activation), kept_number(z, 0, activation), call.slope, spec.format.dtype, call.bias, None if launch is None else launch.numbers,
         *_draw_back(dropout, 0, activation, z),

@@ -26,6 +26,7 @@ from loka.kernels.fused_linear.triton_kernels import (
     raise_amax,
 )
 from loka.kernels.scaled_mm.triton_kernels import SCALAR, tma_ready
+from loka.kernels.strides import cdiv
 from loka.kernels.tile import INTERPRETED, drawn, inverse, tile_order, to_fp8
 from loka.kernels.triton_launcher import describe, quick
 
@@ -143,12 +144,12 @@ def dgrad(
     (m, k), n, device = g.shape, w_t.shape[0], g.device
     g, w_t = tma_ready(g), tma_ready(w_t)
     z_bytes = 0 if z is None else z.element_size()
-    work = Work(m, k, n, 1, z_bytes, True, whole=True, astride=astride(g, w_t))
+    work = Work(m, k, n, 1, z_bytes, True, whole=True, astride=astride(g, w_t), sums=bias)
     bm, bn, bk, warps, stages, group, resident, _ = launch_for(work, launch, device).numbers
     q, q_t = aligned(m, n, dtype, device), aligned(n, m, dtype, device)
     z = None if z is None else _tma_rows(z)
     sums = torch.zeros(n, dtype=torch.float32, device=device) if bias else None
-    programs = min(properties_of(device).processors * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
+    programs = min(properties_of(device).processors * resident, cdiv(m, bm) * cdiv(n, bn))
     _dgrad[(programs,)](
         describe(g, [bm, bk]), describe(w_t, [bn, bk]),
         None if z is None else describe(z, [bm, bn]),

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORMALIZED_SCALE
-from loka.kernels.fused_linear.triton_kernels import aligned
+from loka.kernels.fused_linear.triton_kernels import aligned, row_step
 from loka.kernels.quantize.triton_kernels import _scales, block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED
+from loka.kernels.strides import cdiv, empty_words
 from loka.kernels.tile import (
     INTERPRETED,
     activation_slope,
@@ -218,7 +219,7 @@ def gradient(
     stride_z = 0 if z is None else z.stride(0)
     bn = _tile_width(n, norm, grouped)
     bm = 128 if grouped else _ROWS
-    tiles = (triton.cdiv(m, bm), triton.cdiv(n, bn))
+    tiles = (cdiv(m, bm), cdiv(n, bn))
     draw = draw_arguments(dropout)
     if scale is None and not grouped:  # reads dy and z once more: 8 % of the layer's backward at 8192 x 2048 x 2048
         partial = torch.empty(tiles[0] * tiles[1], dtype=torch.float32, **new)
@@ -228,15 +229,15 @@ def gradient(
             dy, z, z_scale, rstd, partial, *draw, m, n, dy.stride(0), stride_z, bm, bn, norm, activation, kept, slope, drop, INTERPRETED, num_warps=8
         )  # fmt: skip
         _scales[(1,)](partial, scale, partial.numel(), 1, 4096, 1, e5m2, pow2)
-    g, g_t = aligned(m, n, dtype, dy.device), aligned(n, m, t_dtype, dy.device)
+    g = aligned(m, n, dtype, dy.device)
+    g_t, words = empty_words(n, m, t_dtype, dy.device, step=row_step(m, t_dtype))
     g_scale = block_scales(m, n, GROUPED, dy.device) if grouped else None
     gt_scale = block_scales(n, m, GROUPED, dy.device) if grouped else None
     sums = torch.zeros(n, dtype=torch.float32, **new) if bias else None
     amax = torch.zeros((), dtype=torch.float32, **new)
-    words = g_t.stride(0) // 4
     _gradient[tiles](
-        dy, z, z_scale, rstd, scale, g, g_scale, torch.as_strided(g_t, (n, words * 4), (words * 4, 1)).view(torch.int32), gt_scale,
-        sums, amax.view(torch.int32), *draw, m, n, dy.stride(0), stride_z, g.stride(0), words, m, n,
+        dy, z, z_scale, rstd, scale, g, g_scale, words, gt_scale,
+        sums, amax.view(torch.int32), *draw, m, n, dy.stride(0), stride_z, g.stride(0), words.shape[1], m, n,
         bm, bn, norm, activation, kept, slope, bias, bn // 128 if grouped else 0,
         dtype == torch.float8_e5m2, pow2, t_dtype == torch.float8_e5m2, t_pow2, drop, INTERPRETED,
         **(_LAUNCH_GROUPED if grouped else _LAUNCH),

@@ -21,7 +21,7 @@ from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS, NORMALIZED_SCAL
 from loka.kernels.fused_linear.launch import Launch, Work, problems, properties_of, rank, stored_width
 from loka.kernels.quantize.triton_kernels import block_scales
 from loka.kernels.scaled_mm.triton_kernels import GROUPED, SCALAR, scale_strides, tma_ready
-from loka.kernels.strides import empty_rows
+from loka.kernels.strides import cdiv, empty_rows
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -285,8 +285,12 @@ def _finish(part_ptr, y_desc, z_desc, sa_ptr, sb_ptr, bias_ptr, out_scale_ptr, y
 def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty [rows, columns] whose rows start at multiples of 128 bytes, or of 32 where that would add much: the next GEMM reads rows that start within a
     sector of 32 bytes at two thirds of the rate."""
-    step = (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
-    return empty_rows(rows, columns, step, dtype, device)
+    return empty_rows(rows, columns, row_step(columns, dtype), dtype, device)
+
+
+def row_step(columns: int, dtype: torch.dtype) -> int:
+    """The elements that rows of `aligned` start at multiples of."""
+    return (128 if columns * dtype.itemsize >= 1024 else 32) // dtype.itemsize
 
 
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -358,14 +362,14 @@ def fused(
         y_scale = torch.empty((), dtype=torch.float32, device=device)
     yt_scale = block_scales(n, m, GROUPED, device) if grouped and transpose else None
     z = aligned(m, n, KEEP_TYPES[keep], device) if keep else None
-    blocks = triton.cdiv(n, NORM_BLOCK)
+    blocks = cdiv(n, NORM_BLOCK)
     rstd = torch.empty(m, blocks, dtype=torch.float32, device=device) if keep and norm else None
     raised = None if amax is None else amax.view(torch.int32)
     before = sa, sb, bias, out_scale, y_scale
     form = a_source, b_source, bias is not None, norm, activation, out, out_dtype == torch.float8_e5m2, pow2, keep
     rest = amax is not None, slope, _TL.get(out_dtype, tl.bfloat16), dropout is not None, INTERPRETED
     bm, bn, bk, warps, stages, group, resident, split = chosen.numbers
-    tiles, slots = triton.cdiv(m, bm) * triton.cdiv(n, bn), properties_of(device).processors * resident
+    tiles, slots = cdiv(m, bm) * cdiv(n, bn), properties_of(device).processors * resident
     whole = tiles if split == 1 else tiles - tiles % slots
     wide = stored_width(chosen, grouped)
     part = torch.empty((tiles - whole) * split * bm, bn, dtype=torch.float32, device=device) if split > 1 else None

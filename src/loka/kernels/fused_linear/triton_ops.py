@@ -1,4 +1,4 @@
-"""The fused layer and its gradient as torch ops. Absent outputs come back empty: an op's signature is fixed."""
+"""The fused layer and its gradient as torch ops."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,6 @@ from loka.kernels.dropout import draw_from
 from loka.kernels.fused_linear import triton_dgrad_kernels, triton_gradient_kernels
 from loka.kernels.fused_linear import triton_kernels as kernels
 from loka.kernels.op import fake_of, torch_op
-
-
-def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0, dtype=torch.float32) if results[name] is None else results[name] for name in names)
 
 
 @torch_op("fused_linear", mutates=("amax",))
@@ -28,7 +24,7 @@ def fused_linear(
         out=form, out_dtype=out_dtype, pow2=pow2, keep=keep, transpose=transpose, amax=amax, slope=slope, launch=launch,
         dropout=draw_from(seed, p, stream),
     )  # fmt: skip
-    return _dense(results, a, ("y", "y_scale", "y_t", "yt_scale", "z", "rstd"))
+    return results["y"], results["y_scale"], results["y_t"], results["yt_scale"], results["z"], results["rstd"]
 
 
 @fake_of(fused_linear)
@@ -56,16 +52,14 @@ def fused_linear_gradient(
     norm: bool, activation: int, kept: int, slope: float, bias: bool, grouped: bool, dtype: torch.dtype, t_dtype: torch.dtype, pow2: bool, t_pow2: bool,
     seed: Tensor | None = None, p: float = 0.0, stream: int = 0, drop: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """g, g_scale, g_t, gt_scale, bias, amax; a scale that was given does not come back."""
+    """g, g_scale, g_t, gt_scale, bias, amax; a scale that was given does not come back, nor one of both tensors a second time: an op's outputs may alias nothing."""
     results = triton_gradient_kernels.gradient(
         dy, z, z_scale, rstd, scale, norm=norm, activation=activation, kept=kept, slope=slope, bias=bias, grouped=grouped,
         dtype=dtype, t_dtype=t_dtype, pow2=pow2, t_pow2=t_pow2, dropout=draw_from(seed, p, stream), drop=drop,
     )  # fmt: skip
-    if scale is not None:
-        results |= {"g_scale": None, "gt_scale": None}  # an op must not return its own input
-    elif not grouped:
-        results["gt_scale"] = results["g_scale"].clone()  # nor one tensor twice
-    return _dense(results, dy, ("g", "g_scale", "g_t", "gt_scale", "bias", "amax"))
+    g_scale = results["g_scale"] if scale is None else None
+    gt_scale = results["gt_scale"] if grouped else None
+    return results["g"], g_scale, results["g_t"], gt_scale, results["bias"], results["amax"]
 
 
 @fake_of(fused_linear_gradient)
@@ -80,7 +74,7 @@ def _(dy, z, z_scale, rstd, scale, norm, activation, kept, slope, bias, grouped,
         kernels.aligned(m, n, dtype, dy.device),
         kernels.block_scales(m, n, kernels.GROUPED, device) if grouped else empty(*alone),
         kernels.aligned(n, m, t_dtype, dy.device),
-        kernels.block_scales(n, m, kernels.GROUPED, device) if grouped else empty(*alone),
+        kernels.block_scales(n, m, kernels.GROUPED, device) if grouped else empty(0),
         empty(n) if bias else empty(0),
         empty(),
     )
@@ -97,7 +91,7 @@ def fused_linear_dgrad(
         g, w_t, sg, sw, z, z_scale, scale, amax, activation=activation, kept=kept, slope=slope, dtype=dtype, bias=bias, launch=launch,
         dropout=draw_from(seed, p, stream), drop=drop,
     )  # fmt: skip
-    return _dense(results, g, ("g", "g_t", "bias"))
+    return results["g"], results["g_t"], results["bias"]
 
 
 @fake_of(fused_linear_dgrad)

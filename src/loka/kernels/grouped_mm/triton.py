@@ -12,6 +12,7 @@ from torch import Tensor
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.grouped_mm.call import GroupedCall, MoveCall, Permutation, SwigluCall
+from loka.kernels.op import invoke
 from loka.kernels.prepared import Laid, laid_out, with_layout
 from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
@@ -129,7 +130,7 @@ def run(
     from loka.kernels.grouped_mm import triton_ops
 
     a, b, sx, sw, scales = _operands(x, w)
-    out: Tensor = triton_ops.grouped_mm(a, b, sx, sw, offsets, scales, not fast_accum, out_dtype)
+    out: Tensor = invoke(triton_ops.grouped_mm, a, b, sx, sw, offsets, scales, not fast_accum, out_dtype)
     return out
 
 
@@ -151,8 +152,8 @@ def run_swiglu(
 
     a, b, sx, sw, scales = _operands(x, w)
     pow2 = spec is not None and spec.scale != "f32"
-    out, scale = triton_ops.grouped_swiglu(
-        a, b, sx, sw, offsets, scales, not fast_accum, spec is not None, pow2, out_dtype
+    out, scale = invoke(
+        triton_ops.grouped_swiglu, a, b, sx, sw, offsets, scales, not fast_accum, spec is not None, pow2, out_dtype
     )
     return out if spec is None else QTensor(out, scale, spec)
 
@@ -163,7 +164,7 @@ def swiglu(h: Tensor, spec: Spec | None) -> QTensor | Tensor:
 
     h = unit_rows(h)
     whole = spec is not None and spec.block == ROW
-    out, scale = triton_ops.swiglu(h, spec is not None, whole, spec is not None and spec.scale != "f32")
+    out, scale = invoke(triton_ops.swiglu, h, spec is not None, whole, spec is not None and spec.scale != "f32")
     return out if spec is None else QTensor(out, scale, spec)
 
 
@@ -171,7 +172,7 @@ def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """order, offsets, inverse."""
     from loka.kernels.grouped_mm import triton_ops
 
-    result: tuple[Tensor, Tensor, Tensor] = triton_ops.permute(ids.contiguous(), experts)
+    result: tuple[Tensor, Tensor, Tensor] = invoke(triton_ops.permute, ids.contiguous(), experts)
     return result
 
 
@@ -180,14 +181,14 @@ def gather(x: QTensor | Tensor, permutation: Permutation) -> QTensor | Tensor:
     from loka.kernels.grouped_mm import triton_ops
 
     if not isinstance(x, QTensor):
-        rows: Tensor = triton_ops.gather(unit_rows(x), None, permutation.order, permutation.top)[0]
+        rows: Tensor = invoke(triton_ops.gather, unit_rows(x), None, permutation.order, permutation.top)[0]
         return rows
     if x.spec.block == TENSOR:
-        data, _ = triton_ops.gather(unit_rows(x.data), None, permutation.order, permutation.top)
+        data, _ = invoke(triton_ops.gather, unit_rows(x.data), None, permutation.order, permutation.top)
         return QTensor(data, x.scale, x.spec)
     if x.spec.block.rows != 1:
         raise ValueError(f"rows of {x.spec} share scales with their neighbours: quantise per row, 1x128 or per tensor")
-    data, scale = triton_ops.gather(unit_rows(x.data), x.scale, permutation.order, permutation.top)
+    data, scale = invoke(triton_ops.gather, unit_rows(x.data), x.scale, permutation.order, permutation.top)
     return QTensor(data, scale, x.spec)
 
 
@@ -197,5 +198,5 @@ def combine(y: Tensor, permutation: Permutation, weights: Tensor, add: Tensor | 
 
     weights = unit_rows(weights)
     add = None if add is None else unit_rows(add)
-    out: Tensor = triton_ops.combine(unit_rows(y), permutation.inverse, weights, add)
+    out: Tensor = invoke(triton_ops.combine, unit_rows(y), permutation.inverse, weights, add)
     return out

@@ -30,7 +30,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loka.kernels.quantize.triton_kernels import aligned, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors, tma_ready
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import finite_magnitude, inverse, scale_of, sigmoid, to_fp8
+from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 NONE, ROWS, BLOCKS = 0, 2, 3  # where scales come from: nowhere, per row of both, 1x128 and 128x128
@@ -67,6 +69,7 @@ def _partial(a, b, acc, sa, sb, SCALES: tl.constexpr, EXACT: tl.constexpr, BK: t
         return tl.dot(a, b.T, acc, input_precision="ieee" if IEEE else "tf32")
 
 
+@quick
 @triton.jit(do_not_specialize=["M", "E", "num_tiles"])
 def _grouped(a_desc, b_desc, c_ptr, sa_ptr, sb_ptr, offsets_ptr, M, N, K, E, num_tiles, sa_stride, sa_stride_k,
              sb_stride_e, sb_stride, sb_stride_k,
@@ -99,6 +102,7 @@ def _grouped(a_desc, b_desc, c_ptr, sa_ptr, sb_ptr, offsets_ptr, M, N, K, E, num
             )
 
 
+@quick
 @triton.jit(do_not_specialize=["M", "E", "num_tiles"])
 def _grouped_swiglu(a_desc, b_desc, c_ptr, cs_ptr, sa_ptr, sb_ptr, offsets_ptr, M, F, K, E, num_tiles,
                     sa_stride, sa_stride_k, sb_stride_e, sb_stride, sb_stride_k, cs_stride, cs_stride_k, c_stride,
@@ -143,6 +147,7 @@ def _grouped_swiglu(a_desc, b_desc, c_ptr, cs_ptr, sa_ptr, sb_ptr, offsets_ptr, 
                 tl.store(at, y.to(OUT), there)
 
 
+@quick
 @triton.jit
 def _swiglu(h_ptr, q_ptr, s_ptr, M, F, stride_h, stride_q, s_stride, s_stride_k,
             BM: tl.constexpr, BF: tl.constexpr, FP8: tl.constexpr, POW2: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
@@ -165,6 +170,7 @@ def _swiglu(h_ptr, q_ptr, s_ptr, M, F, stride_h, stride_q, s_stride, s_stride_k,
         tl.store(q_ptr + row[:, None] * stride_q + column[None, :], y.to(q_ptr.dtype.element_ty), there)
 
 
+@quick
 @triton.jit
 def _count(ids_ptr, counts_ptr, V, E, BM: tl.constexpr, EP: tl.constexpr):
     """How many visits of a block each expert gets."""
@@ -175,6 +181,7 @@ def _count(ids_ptr, counts_ptr, V, E, BM: tl.constexpr, EP: tl.constexpr):
     tl.store(counts_ptr + tl.program_id(0) * E + expert, counts, expert < E)
 
 
+@quick
 @triton.jit
 def _place(ids_ptr, counts_ptr, order_ptr, offsets_ptr, inverse_ptr, T, E, blocks, width,
            COLUMNS: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BB: tl.constexpr):  # fmt: skip
@@ -208,6 +215,7 @@ def _place(ids_ptr, counts_ptr, order_ptr, offsets_ptr, inverse_ptr, T, E, block
         tl.store(order_ptr + row, visit.to(tl.int64), valid)
 
 
+@quick
 @triton.jit
 def _gather(x_ptr, s_ptr, order_ptr, out_ptr, t_ptr, V, W, G, top, stride_x, s_stride, s_stride_k, t_stride, t_stride_k,
             stride_out, BM: tl.constexpr, BW: tl.constexpr, GP: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
@@ -226,6 +234,7 @@ def _gather(x_ptr, s_ptr, order_ptr, out_ptr, t_ptr, V, W, G, top, stride_x, s_s
         tl.store(t_ptr + row.to(tl.int64)[:, None] * t_stride + group[None, :] * t_stride_k, s, there)
 
 
+@quick
 @triton.jit
 def _combine(y_ptr, inverse_ptr, w_ptr, add_ptr, out_ptr, T, D, stride_y, stride_add, stride_w,
              TOP: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
@@ -287,7 +296,7 @@ def _launch(tile: Tile) -> dict[str, int]:
 def _grid(rows: int, columns: int, experts: int, tile: Tile, device: torch.device) -> tuple[int, int]:
     """Programs, and the most tiles there can be: every expert may end in a tile that is not full."""
     bm, bn, _, _, resident = tile
-    tiles = (triton.cdiv(rows, bm) + min(experts, rows)) * triton.cdiv(columns, bn)
+    tiles = (cdiv(rows, bm) + min(experts, rows)) * cdiv(columns, bn)
     return min(processors(device) * resident, tiles), tiles
 
 
@@ -318,7 +327,7 @@ def gemm(
     sb_strides = (0, 0, 0) if sb is None else (sb.stride(0), *_strides(sb))
     _grouped[(programs,)](
         a_desc, b_desc, out, sa, sb, offsets, m, n, k, experts, tiles, *_strides(sa), *sb_strides,
-        tile[0], tile[1], bk, triton.next_power_of_2(experts), scales, exact and scales == ROWS,
+        tile[0], tile[1], bk, next_power_of_2(experts), scales, exact and scales == ROWS,
         a.dtype == torch.float32, _TL[out_dtype], **_launch(tile),
     )  # fmt: skip
     return out
@@ -342,7 +351,7 @@ def gemm_swiglu(
     sb_strides = (0, 0, 0) if sb is None else (sb.stride(0), *_strides(sb))
     _grouped_swiglu[(programs,)](
         a_desc, b_desc, out, cs, sa, sb, offsets, m, f, k, experts, tiles, *_strides(sa), *sb_strides, *_strides(cs),
-        out.stride(0), tile[0], tile[1], bk, triton.next_power_of_2(experts), scales,
+        out.stride(0), tile[0], tile[1], bk, next_power_of_2(experts), scales,
         exact and scales == ROWS, a.dtype == torch.float32, fp8, pow2, _TL[out_dtype], INTERPRETED,
         **_launch(tile),
     )  # fmt: skip
@@ -360,9 +369,9 @@ def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Te
     else:
         scale = block_scales(m, f, 3, h.device)
     if m and f:
-        bf = triton.next_power_of_2(f) if whole and fp8 else 128
+        bf = next_power_of_2(f) if whole and fp8 else 128
         bm = 32 if bf == 128 else max(1, 4096 // bf)
-        _swiglu[(triton.cdiv(m, bm) * triton.cdiv(f, bf),)](
+        _swiglu[(cdiv(m, bm) * cdiv(f, bf),)](
             h,
             out,
             scale,
@@ -385,9 +394,9 @@ def swiglu(h: Tensor, *, fp8: bool, whole: bool, pow2: bool) -> tuple[Tensor, Te
 
 def permute(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """order, offsets, inverse of contiguous ids [T, top]. Sorted visit by visit: nothing says that the experts of a token differ."""
-    visits, padded = ids.numel(), triton.next_power_of_2(experts)
+    visits, padded = ids.numel(), next_power_of_2(experts)
     block = block_of(padded)
-    counts = torch.empty(triton.cdiv(visits, block), experts, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(cdiv(visits, block), experts, dtype=torch.int32, device=ids.device)
     if visits:
         _count[(len(counts),)](ids, counts, visits, experts, block, padded, num_warps=_warps(block * padded))
     return place(ids.view(visits, 1), counts, experts, block)
@@ -408,7 +417,7 @@ def place(ids: Tensor, counts: Tensor, experts: int, block: int) -> tuple[Tensor
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=ids.device)
     if tokens == 0:
         return order, offsets.zero_(), inverse_
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     _place[(blocks,)](
         ids, counts, order, offsets, inverse_, tokens, experts, blocks, width, columns, block, padded, 32,
         num_warps=_warps(block * padded),
@@ -432,9 +441,9 @@ def gather(x: Tensor, scale: Tensor | None, order: Tensor, top: int) -> tuple[Te
     moved = torch.empty(groups, visits, dtype=torch.float32, device=x.device).T
     if visits and k:
         source, target, words = _words(x, out, k)
-        _gather[(triton.cdiv(visits, 4),)](
+        _gather[(cdiv(visits, 4),)](
             source, scale, order, target, moved, visits, words, groups, top, source.stride(0), *_strides(scale),
-            *_strides(moved), target.stride(0), 4, 512, triton.next_power_of_2(max(groups, 1)), scale is not None, num_warps=4,
+            *_strides(moved), target.stride(0), 4, 512, next_power_of_2(max(groups, 1)), scale is not None, num_warps=4,
         )  # fmt: skip
     return out, moved
 
@@ -461,7 +470,7 @@ def combine(y: Tensor, inverse_: Tensor, weights: Tensor, add: Tensor | None) ->
     (tokens, top), d = weights.shape, y.shape[1]
     out = torch.empty(tokens, d, dtype=y.dtype, device=y.device)
     if tokens and d:
-        _combine[(triton.cdiv(tokens, 4), triton.cdiv(d, 512))](
+        _combine[(cdiv(tokens, 4), cdiv(d, 512))](
             y, inverse_, weights, add, out, tokens, d, y.stride(0), 0 if add is None else add.stride(0),
             weights.stride(0), top, 4, 512, add is not None, num_warps=4,
         )  # fmt: skip

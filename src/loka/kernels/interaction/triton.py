@@ -7,6 +7,7 @@ from loka.formats import QTensor
 from loka.kernels.backend import YES, Verdict, no
 from loka.kernels.fused_linear.call import NORMALIZED
 from loka.kernels.interaction.call import Interacted, InteractionCall
+from loka.kernels.op import invoke
 from loka.kernels.triton_device import triton_runs_on
 
 LARGEST_N, LARGEST_D, LARGEST_ROWS = 128, 128, 64  # x, three weights and the products of one example fit into a program
@@ -36,8 +37,8 @@ def run(x: Tensor, weight: Tensor, call: InteractionCall, scale: Tensor, *, keep
     from loka.kernels.interaction import triton_ops
 
     x = x.contiguous()
-    q, following, residual, rstd = triton_ops.interact(
-        x, weight.to(x.dtype).contiguous(), scale, call.k, call.n_l, call.n_f, call.project, keep
+    q, following, residual, rstd = invoke(
+        triton_ops.interact, x, weight.to(x.dtype).contiguous(), scale, call.k, call.n_l, call.n_f, call.project, keep
     )
     kept = residual if call.project else x[:, : call.n_f]
     return Interacted(QTensor(q, scale, NORMALIZED), following, kept, rstd)
@@ -47,7 +48,7 @@ def finish(made: Interacted, tower: Tensor, call: InteractionCall) -> Tensor:
     """One kernel, into the half that is missing."""
     from loka.kernels.interaction import triton_ops
 
-    triton_ops.finish(made.next, tower.contiguous(), made.residual, made.rstd, call.n_f)
+    invoke(triton_ops.finish, made.next, tower.contiguous(), made.residual, made.rstd, call.n_f)
     return made.next
 
 
@@ -55,7 +56,7 @@ def norm_gradient(g: Tensor, following: Tensor, rstd: Tensor) -> Tensor:
     """One kernel."""
     from loka.kernels.interaction import triton_ops
 
-    result: Tensor = triton_ops.norm_gradient(g.contiguous(), following, rstd)
+    result: Tensor = invoke(triton_ops.norm_gradient, g.contiguous(), following, rstd)
     return result
 
 
@@ -63,7 +64,6 @@ def gradient(x: Tensor, weight: Tensor, dq: Tensor, ds: Tensor, call: Interactio
     """One kernel, and the sum of its parts of dW."""
     from loka.kernels.interaction import triton_ops
 
-    dx, dw = triton_ops.interact_gradient(
-        x, weight.to(x.dtype).contiguous(), dq.contiguous(), ds, call.k, call.n_l, call.n_f, call.project
-    )
+    operands = x, weight.to(x.dtype).contiguous(), dq.contiguous(), ds
+    dx, dw = invoke(triton_ops.interact_gradient, *operands, call.k, call.n_l, call.n_f, call.project)
     return dx, dw

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.scaled_mm.triton_kernels import processors
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import INTERPRETED, inverse, to_fp8
 from loka.kernels.triton_launcher import quick
 
@@ -148,6 +149,7 @@ def _finish(next_ptr, tower_ptr, residual_ptr, rstd_ptr, next_stride, residual_s
     _store_vectors(next_ptr + example * next_stride, 0, NF, D, y, BF, BD)
 
 
+@quick
 @triton.jit
 def _norm_gradient(
     g_ptr, next_ptr, rstd_ptr, ds_ptr, D: tl.constexpr, ROWS: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
@@ -228,7 +230,7 @@ def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
 
 
 def _power(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))
+    return max(16, next_power_of_2(count))
 
 
 def _launch(stage: int, most: int, warps: int) -> dict[str, int]:
@@ -261,7 +263,7 @@ def interact(
         blocks = (_power(n), _power(d), _power(k), _power(n_l), _power(n_f))
         _interact[(programs,)](
             x, weight, scale, products, following, residual, rstd, rows, n, d, k, n_l, n_f, *blocks,
-            _power(triton.cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED, **forward_launch(*blocks, project=project),
+            _power(cdiv(n * k, NORM_BLOCK)), project, keep, programs, INTERPRETED, **forward_launch(*blocks, project=project),
         )  # fmt: skip
     return products, following, residual, rstd
 
@@ -297,7 +299,7 @@ def interact_gradient(
         return dx, torch.zeros_like(parts[0])
     blocks = (_power(n), _power(d), _power(k), _power(n_l), _power(n_f + n_l))
     _interact_gradient[(programs,)](
-        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, *blocks, _power(triton.cdiv(n * k, NORM_BLOCK)),
+        x, weight, dq, ds, dx, parts, rows, n, d, k, n_l, n_f, *blocks, _power(cdiv(n * k, NORM_BLOCK)),
         project, programs, INTERPRETED, **gradient_launch(*blocks, project=project),
     )  # fmt: skip
     return dx, parts.sum(0)

@@ -15,8 +15,9 @@ from loka.kernels.norm_quantize.call import (
     NormGradientCall,
     NormResult,
 )
+from loka.kernels.op import invoke
 from loka.kernels.quantize import quantize_both
-from loka.kernels.strides import unit_rows
+from loka.kernels.strides import one_number, unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 WIDEST = 16384
@@ -99,22 +100,20 @@ def run(
     options = NORMS.index(norm), ACTIVATIONS.index(call.activation), EPS[norm] if eps is None else eps
     if spec is not None and call.transpose:
         assert scale is not None  # a spec of both ways has one
-        q, q_t, made, mean, rstd = triton_ops.norm_quantize_both(
-            data, x_scale, w, b, scale, amax, *options, spec.format.dtype, *taken_apart(dropout)
-        )
-        given = scale.float().reshape(()) if dropout is None else made
+        q, q_t, made, mean, rstd = invoke(
+            triton_ops.norm_quantize_both, data, x_scale, w, b, scale, amax, *options, spec.format.dtype, *taken_apart(dropout)
+        )  # fmt: skip
+        given = one_number(scale) if dropout is None else made
         kept = mean if norm == "layer" else None
         return NormResult(QTensor(q, given, spec), None, x, kept, rstd, QTensor(q_t, given, spec))
     added = None if residual is None else unit_rows(residual)
     kind = torch.float8_e4m3fn if spec is None else spec.format.dtype
     source, pow2 = (0, False) if spec is None else (_SOURCES[spec.block], spec.scale in ("pow2", "e8m0"))
-    q, made, h, y, mean, rstd = triton_ops.norm_quantize(
-        data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, *taken_apart(dropout)
-    )
+    q, made, h, y, mean, rstd = invoke(
+        triton_ops.norm_quantize, data, x_scale, added, w, b, scale, amax, *options, kind, source, pow2, call.out_dtype, *taken_apart(dropout)
+    )  # fmt: skip
     return NormResult(
-        None
-        if spec is None
-        else QTensor(q, made if scale is None or dropout is not None else scale.float().reshape(()), spec),
+        None if spec is None else QTensor(q, made if scale is None or dropout is not None else one_number(scale), spec),
         None if call.out_dtype is None else y,
         x if residual is None else h,
         mean if norm == "layer" else None,
@@ -159,15 +158,16 @@ def gradient(
     kept = unit_rows(dy), data, h_scale, _dense(weight), _dense(bias), mean, rstd
     options, draw = (NORMS.index(call.norm), ACTIVATIONS.index(call.activation)), taken_apart(dropout)
     if spec is None or scale is None:
-        dx, dw, db = triton_ops.norm_gradient(*kept, None if dh is None else unit_rows(dh), amax, *options, *draw)
+        added = None if dh is None else unit_rows(dh)
+        dx, dw, db = invoke(triton_ops.norm_gradient, *kept, added, amax, *options, *draw)
         return NormGradient(dx, None, None if weight is None else dw, None if bias is None else db)
-    given = scale.float().reshape(())
+    given = one_number(scale)
     if dy.shape[1] <= WIDEST and h_scale is None and data.dtype in (torch.bfloat16, torch.float16):
         # dx in 16 bits, then both ways: a row fits into registers here, and into none that also hold 16 rows of its transpose. 91 us against 186 for 6144 x 3072 on an H200
-        whole, dw, db = triton_ops.norm_gradient(*kept, None, amax, *options, *draw)
+        whole, dw, db = invoke(triton_ops.norm_gradient, *kept, None, amax, *options, *draw)
         q, q_t = quantize_both(whole, spec, spec, scale=given, transpose_scale=given, backend="triton")
         return NormGradient(q, q_t, None if weight is None else dw, None if bias is None else db)
-    dx, dx_t, dw, db = triton_ops.norm_gradient_both(*kept, scale, amax, *options, spec.format.dtype, *draw)
+    dx, dx_t, dw, db = invoke(triton_ops.norm_gradient_both, *kept, scale, amax, *options, spec.format.dtype, *draw)
     return NormGradient(
         QTensor(dx, given, spec),
         QTensor(dx_t, given, spec),

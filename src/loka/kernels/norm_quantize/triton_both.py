@@ -22,6 +22,7 @@ from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.norm_quantize.triton_kernels import LAYER, raise_amax, scale_source, to_values
 from loka.kernels.quantize.triton_kernels import aligned, alignment
 from loka.kernels.scaled_mm.triton_kernels import processors
+from loka.kernels.strides import cdiv, empty_words
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -289,13 +290,7 @@ def _backward_both(dy_ptr, x_ptr, xs_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, s_pt
 def rows_of(m: int, k: int, bytes_an_element: int, device: torch.device) -> int:
     """Rows of a program: 32, a sector of the transpose, where they stay near and there are programs enough for two a multiprocessor; else 16."""
     near = 32 * k * bytes_an_element <= _NEAR
-    return 32 if near and triton.cdiv(m, 32) >= 2 * processors(device) else 16
-
-
-def _as_words(turned: Tensor) -> Tensor:
-    """The rows of a transpose, padding included, as words of four bytes."""
-    rows, stride = turned.shape[0], turned.stride(0)
-    return torch.as_strided(turned, (rows, stride), (stride, 1)).view(torch.int32)
+    return 32 if near and cdiv(m, 32) >= 2 * processors(device) else 16
 
 
 def forward_both(
@@ -304,12 +299,12 @@ def forward_both(
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the forward kernel; x [M, K] with unit stride along K."""
     m, k = x.shape
-    q, q_t = aligned(m, k, dtype, x.device), aligned(k, m, dtype, x.device)
+    q, (q_t, words) = aligned(m, k, dtype, x.device), empty_words(k, m, dtype, x.device)
     mean, rstd = (torch.empty(m, 1, dtype=torch.float32, device=x.device) for _ in range(2))
     rows = rows_of(m, k, x.element_size(), x.device)
     made = None if dropout is None else torch.empty((), dtype=torch.float32, device=x.device)
-    _forward_both[(triton.cdiv(m, rows),)](
-        x, x_scale, weight, bias, scale, made, q, _as_words(q_t), mean, rstd, amax, *draw_arguments(dropout), m, k, x.stride(0), q.stride(0), q_t.stride(0) // 4, eps,
+    _forward_both[(cdiv(m, rows),)](
+        x, x_scale, weight, bias, scale, made, q, words, mean, rstd, amax, *draw_arguments(dropout), m, k, x.stride(0), q.stride(0), words.shape[1], eps,
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(x_scale), dtype == torch.float8_e5m2, amax is not None,
         alignment(x), dropout is not None, INTERPRETED, **_LAUNCH,
     )  # fmt: skip
@@ -322,14 +317,14 @@ def backward_both(
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the backward kernel."""
     m, k = dy.shape
-    dx, dx_t = aligned(m, k, dtype, dy.device), aligned(k, m, dtype, dy.device)
+    dx, (dx_t, words) = aligned(m, k, dtype, dy.device), empty_words(k, m, dtype, dy.device)
     rows = rows_of(m, k, dy.element_size() + h.element_size(), dy.device)
-    programs = triton.cdiv(m, rows)
+    programs = cdiv(m, rows)
     dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None
     _backward_both[(programs,)](
-        dy, h, h_scale, weight, bias, mean, rstd, scale, dx, _as_words(dx_t), dw, db, amax, *draw_arguments(dropout),
-        m, k, dy.stride(0), h.stride(0), dx.stride(0), dx_t.stride(0) // 4,
+        dy, h, h_scale, weight, bias, mean, rstd, scale, dx, words, dw, db, amax, *draw_arguments(dropout),
+        m, k, dy.stride(0), h.stride(0), dx.stride(0), words.shape[1],
         rows, _TILE // rows, norm, activation, weight is not None, bias is not None, scale_source(h_scale), dtype == torch.float8_e5m2, amax is not None,
         alignment(dy, h), dropout is not None, INTERPRETED, **_LAUNCH,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from loka.kernels.dropout import Dropout, draw_arguments
 from loka.kernels.fused_linear.call import NORM_BLOCK
 from loka.kernels.quantize.triton_kernels import aligned, alignment, block_scales
 from loka.kernels.scaled_mm.triton_kernels import processors
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import (
     INTERPRETED,
     activate,
@@ -285,8 +286,8 @@ def forward(
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the forward kernel; x [M, K] with unit stride along K."""
     m, k = x.shape
-    wide = max(256, triton.next_power_of_2(k))
-    blocks = triton.cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
+    wide = max(256, next_power_of_2(k))
+    blocks = cdiv(k, NORM_BLOCK) if norm == BLOCK else 1
     new = {"device": x.device}
     q = aligned(m, k, dtype, x.device) if source != UNSCALED else None
     if source in (VECTOR, GROUPED):
@@ -299,7 +300,7 @@ def forward(
     rstd = torch.empty(m, blocks, dtype=torch.float32, **new)
     rows = _rows_per_program(wide)
     made = torch.empty((), dtype=torch.float32, **new) if dropout is not None and source == SCALAR else None
-    _forward[(triton.cdiv(m, rows),)](
+    _forward[(cdiv(m, rows),)](
         x, x_scale, residual, h, weight, bias, q, scale, made, y, mean, rstd, amax, *draw_arguments(dropout), m, k, blocks, x.stride(0), residual.stride(0) if residual is not None else 0,
         0 if q is None else q.stride(0), eps, rows, wide, norm, activation, residual is not None, weight is not None, bias is not None, y is not None, source,
         dtype == torch.float8_e5m2, pow2, scale_source(x_scale), amax is not None, k == wide, m % rows == 0, alignment(x, residual), dropout is not None, INTERPRETED, num_warps=4 if rows * wide <= 4096 else 8,
@@ -313,11 +314,11 @@ def backward(
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Launch the backward kernel; dx has the type of h, or of dy where h is FP8."""
     m, k = dy.shape
-    wide = max(256, triton.next_power_of_2(k))
+    wide = max(256, next_power_of_2(k))
     # one program a multiprocessor with as many warps as hold two wide rows: parameters and their sums are in registers once, and few partial sums are left to add
     rows = 2 if wide >= 2048 else max(1, _rows_per_program(wide) // 2)
     many = rows * wide >= 8192
-    programs = min(processors(dy.device) * (1 if many else 2 if wide >= 2048 else 8), triton.cdiv(m, rows))
+    programs = min(processors(dy.device) * (1 if many else 2 if wide >= 2048 else 8), cdiv(m, rows))
     dx = torch.empty(m, k, device=dy.device, dtype=h.dtype if h_scale is None else dy.dtype)
     dw = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if weight is not None else None
     db = torch.empty(programs, k, device=dy.device, dtype=torch.float32) if bias is not None else None

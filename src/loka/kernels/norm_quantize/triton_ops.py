@@ -1,4 +1,4 @@
-"""norm_quantize as torch ops. Absent outputs come back empty: an op's signature is fixed. `amax` is raised in place.
+"""norm_quantize as torch ops. `amax` is raised in place.
 
 The four ops come as pairs: with and without the transpose, forward and backward.
 """
@@ -10,10 +10,6 @@ from loka.kernels.dropout import draw_from
 from loka.kernels.norm_quantize import triton_both as both
 from loka.kernels.norm_quantize import triton_kernels as kernels
 from loka.kernels.op import fake_of, torch_op
-
-
-def _dense(results: dict[str, Tensor | None], like: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-    return tuple(_nothing(like) if results[name] is None else results[name] for name in names)
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -32,7 +28,7 @@ def norm_quantize(
         norm=norm, activation=activation, eps=eps, dtype=dtype, source=source, pow2=pow2, out_dtype=out_dtype,
         dropout=draw_from(seed, p, stream),
     )  # fmt: skip
-    return _dense(results, x, ("q", "scale", "h", "y", "mean", "rstd"))
+    return results["q"], results["scale"], results["h"], results["y"], results["mean"], results["rstd"]
 
 
 @fake_of(norm_quantize)
@@ -64,7 +60,7 @@ def norm_gradient(
     results = kernels.backward(
         dy, h, h_scale, weight, bias, mean, rstd, dh, amax, norm=norm, activation=activation, dropout=draw_from(seed, p, stream)
     )  # fmt: skip
-    return _dense(results, dy, ("dx", "dw", "db"))
+    return results["dx"], results["dw"], results["db"]
 
 
 @fake_of(norm_gradient)
@@ -88,7 +84,7 @@ def norm_quantize_both(
     results = both.forward_both(
         x, x_scale, weight, bias, scale, amax, norm=norm, activation=activation, eps=eps, dtype=dtype, dropout=draw_from(seed, p, stream)
     )  # fmt: skip
-    return _dense(results, x, ("q", "q_t", "scale", "mean", "rstd"))
+    return results["q"], results["q_t"], results["scale"], results["mean"], results["rstd"]
 
 
 @fake_of(norm_quantize_both)
@@ -109,7 +105,7 @@ def norm_gradient_both(
     results = both.backward_both(
         dy, h, h_scale, weight, bias, mean, rstd, scale, amax, norm=norm, activation=activation, dtype=dtype, dropout=draw_from(seed, p, stream)
     )  # fmt: skip
-    return _dense(results, dy, ("dx", "dx_t", "dw", "db"))
+    return results["dx"], results["dx_t"], results["dw"], results["db"]
 
 
 @fake_of(norm_gradient_both)

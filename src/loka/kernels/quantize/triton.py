@@ -5,7 +5,9 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import invoke
 from loka.kernels.quantize.call import QuantizeCall, check_scale
+from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_runs_on
 
 _BLOCKS = (TENSOR, ROW, Block(1, 128), Block(128, 128))
@@ -45,19 +47,16 @@ def run(
         check_scale(spec, scale, x.shape)
     if transpose is not None:
         check_scale(transpose, transpose_scale, (x.shape[1], x.shape[0]))
-    x = x.detach()
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = unit_rows(x.detach() if x.requires_grad else x)
     seed = _seed(spec, transpose, generator, x.device)
     from loka.kernels.quantize import triton_ops
 
-    q, q_scale, qt, qt_scale = triton_ops.quantize(
-        x, "" if spec is None else str(spec), scale, "" if transpose is None else str(transpose), transpose_scale, seed
-    )
+    written = ["" if wanted is None else str(wanted) for wanted in (spec, transpose)]
+    q, q_scale, qt, qt_scale = invoke(triton_ops.quantize, x, written[0], scale, written[1], transpose_scale, seed)
     result = None if spec is None else QTensor(q, q_scale if scale is None else scale.float(), spec)
     if transpose is None:
         return result, None
-    if spec is not None and triton_ops.share_scale(spec, transpose):
+    if transpose_scale is None and spec is not None and triton_ops.share_scale(spec, transpose):
         qt_scale = q_scale
     return result, QTensor(qt, qt_scale if transpose_scale is None else transpose_scale.float(), transpose)
 
@@ -74,5 +73,5 @@ def transpose(data: Tensor) -> Tensor:
     """FP8 data [M, K] to [K, M], contiguous along M."""
     from loka.kernels.quantize import triton_ops
 
-    result: Tensor = triton_ops.transpose(data)
+    result: Tensor = invoke(triton_ops.transpose, data)
     return result

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.scaled_mm.triton_kernels import processors
-from loka.kernels.strides import empty_rows, unit_rows
+from loka.kernels.strides import cdiv, empty_rows, empty_words, next_power_of_2, unit_rows
 from loka.kernels.tile import (
     INTERPRETED,
     finite_magnitude,
@@ -80,7 +80,7 @@ def _store_rows(q_ptr, x, inv, row, column, M, K, stride_q, seed,
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _rows(x_ptr, q_ptr, s_ptr, c_ptr, M, K, stride_x, stride_q, seed,
           ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
@@ -125,7 +125,7 @@ def _row(x_ptr, q_ptr, s_ptr, row, column, M, K, stride_x, stride_q, seed,
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _tiles(x_ptr, q_ptr, s_ptr, M, K, stride_x, stride_q, s_stride, s_stride_k, seed,
            BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr, SCALE: tl.constexpr,
            E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr):  # fmt: skip
@@ -175,7 +175,7 @@ def _noise(seed, row, column, K, STOCHASTIC: tl.constexpr):
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _both(x_ptr, q_ptr, s_ptr, qt_ptr, st_ptr, M, K, stride_x, stride_q, words, s_stride, st_stride, s_stride_k, st_stride_k, seed,
           BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr, BACKWARDS: tl.constexpr, SCALE: tl.constexpr, TSCALE: tl.constexpr,
           E5M2: tl.constexpr, POW2: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -278,7 +278,7 @@ def _prepared(x, FAST: tl.constexpr):
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr):
     """Bytes [M, K] to [K, M], four rows packed into words as in `_both`."""
     K, stride_x, words = K // ALIGN * ALIGN, stride_x // ALIGN * ALIGN, words // 4 * 4
@@ -296,7 +296,7 @@ def _turn(x_ptr, t_ptr, M, K, stride_x, words, BM: tl.constexpr, BK: tl.constexp
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def _amax(x_ptr, row_ptr, column_ptr, tensor_ptr, M, K, stride_x,
           BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr,
           ROW: tl.constexpr, COLUMN: tl.constexpr, TENSOR: tl.constexpr):  # fmt: skip
@@ -346,14 +346,14 @@ def aligned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
 
 def block_scales(rows: int, columns: int, source: int, device: torch.device) -> Tensor:
     """Empty scales of 1x128 or 128x128 blocks. The former are stored group after group, all rows of a group together: what TMA-fed GEMMs read."""
-    wide = triton.cdiv(columns, GROUP)
+    wide = cdiv(columns, GROUP)
     if source == GROUPED:
         return torch.empty(wide, rows, device=device, dtype=torch.float32).T
-    return torch.empty(triton.cdiv(rows, GROUP), wide, device=device, dtype=torch.float32)
+    return torch.empty(cdiv(rows, GROUP), wide, device=device, dtype=torch.float32)
 
 
-def _strides(scale: Tensor) -> tuple[int, int]:
-    return (scale.stride(0), scale.stride(1)) if scale.dim() == 2 else (0, 0)
+def _strides(scale: Tensor | None) -> tuple[int, int]:
+    return (scale.stride(0), scale.stride(1)) if scale is not None and scale.dim() == 2 else (0, 0)
 
 
 def _fp8(e5m2: bool) -> torch.dtype:
@@ -376,17 +376,17 @@ def quantize_rows_and_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Per-row scales, and those of the columns for the transpose from the same read: q, its scales [M, 1], the columns' [K]. Rows up to WIDEST_ROW."""
     m, k = x.shape
-    programs = min(processors(x.device) * _ROWS_PROGRAMS, triton.cdiv(max(m, 1), _rows_at_a_time(k)))
+    programs = min(processors(x.device) * _ROWS_PROGRAMS, cdiv(max(m, 1), _rows_at_a_time(k)))
     tops = torch.empty(programs, k, device=x.device, dtype=x.dtype)
     q, scale = _launch_rows(x, tops, e5m2=e5m2, pow2=pow2, stochastic=stochastic, seed=seed)
-    columns = torch.ones(k, device=x.device, dtype=torch.float32)
+    columns = _scales_to_make(k, m and k, x.device)
     if m and k:
-        _scales[(triton.cdiv(k, 32),)](tops, columns, programs, k, 256, 32, t_e5m2, t_pow2)
+        _scales[(cdiv(k, 32),)](tops, columns, programs, k, 256, 32, t_e5m2, t_pow2)
     return q, scale, columns
 
 
 def _rows_at_a_time(k: int) -> int:
-    return max(1, min(32, 4096 // triton.next_power_of_2(max(k, 1))))
+    return max(1, min(32, 4096 // next_power_of_2(max(k, 1))))
 
 
 def _launch_rows(
@@ -398,9 +398,9 @@ def _launch_rows(
     if m == 0 or k == 0:
         return q, scale.fill_(1.0)
     whole = k <= WIDEST_ROW
-    block = triton.next_power_of_2(k) if whole else 4096
+    block = next_power_of_2(k) if whole else 4096
     rows = _rows_at_a_time(k) if whole else 1
-    programs = triton.cdiv(m, rows) if tops is None else tops.shape[0]
+    programs = cdiv(m, rows) if tops is None else tops.shape[0]
     _rows[(programs,)](
         x, q, scale, tops, m, k, x.stride(0), q.stride(0), seed,
         rows, block, whole, alignment(x), tops is not None,
@@ -418,23 +418,28 @@ def global_scales(
     """
     m, k = x.shape
     bm, bk, rows = _AMAX_TILE
-    high, wide = triton.cdiv(m, bm), triton.cdiv(k, bk)
+    high, wide = cdiv(m, bm), cdiv(k, bk)
     sizes = [(wide, m) if row else None, (high, k) if column else None, (high * wide, 1) if tensor else None]
-    partial = [torch.empty(size or (0, 0), device=x.device, dtype=torch.float32) for size in sizes]
+    partial = [None if size is None else torch.empty(size, device=x.device, dtype=torch.float32) for size in sizes]
     if m and k:
         _amax[(high * wide,)](
             x, *partial, m, k, x.stride(0), bm, bk, rows, alignment(x), row, column, tensor, **_AMAX_LAUNCH
         )
     scales = []
-    for part, (e5m2, pow2) in zip([p for p, size in zip(partial, sizes, strict=True) if size], options, strict=True):
+    for part, (e5m2, pow2) in zip([part for part in partial if part is not None], options, strict=True):
         count = part.shape[1]
-        scale = torch.ones(count, device=x.device, dtype=torch.float32)
+        scale = _scales_to_make(count, m and k, x.device)
         if m and k:
             block = 64 if count > 1 else 1
             parts = 64 if count > 1 else 4096
-            _scales[(triton.cdiv(count, block),)](part, scale, part.shape[0], count, parts, block, e5m2, pow2)
+            _scales[(cdiv(count, block),)](part, scale, part.shape[0], count, parts, block, e5m2, pow2)
         scales.append(scale)
     return scales
+
+
+def _scales_to_make(count: int, elements: int, device: torch.device) -> Tensor:
+    """Memory that a kernel fills; of nothing the scales are 1, and no kernel runs."""
+    return (torch.empty if elements else torch.ones)(count, device=device, dtype=torch.float32)
 
 
 def quantize_tiles(
@@ -442,13 +447,13 @@ def quantize_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of x [M, K] with scales that are given, or made in the tile."""
     m, k = x.shape
-    wide = triton.cdiv(k, GROUP)
+    wide = cdiv(k, GROUP)
     q = aligned(m, k, _fp8(e5m2), x.device)
     if scale is None:
         scale = block_scales(m, k, source, x.device)
     if m and k:
         bm = GROUP if source == SQUARE else 32  # shallow tiles keep more loads in flight
-        _tiles[(triton.cdiv(m, bm) * wide,)](
+        _tiles[(cdiv(m, bm) * wide,)](
             x, q, scale, m, k, x.stride(0), q.stride(0), *_strides(scale), seed,
             bm, GROUP, alignment(x), source, e5m2, pow2, stochastic, INTERPRETED, num_warps=4 if bm == 32 else 8,
         )  # fmt: skip
@@ -484,24 +489,22 @@ def quantize_transposed(
     x: Tensor, *, source: int, scale: Tensor | None, e5m2: bool, pow2: bool, stochastic: bool, seed: int, backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The transpose qt [K, M] alone. `backwards`: from the last tile to the first, for an x that was just read: its end is still in L2."""
-    none = x.new_empty(0, 0, dtype=_fp8(False)), x.new_empty(0, dtype=torch.float32), NOTHING, (False, False, False)
+    none = None, None, NOTHING, (False, False, False)
     return _turn_quantized(x, *none, scale, source, (e5m2, pow2, stochastic), seed, backwards=backwards)
 
 
 def _turn_quantized(
-    x: Tensor, q: Tensor, scale: Tensor, source: int, options: tuple[bool, bool, bool],
+    x: Tensor, q: Tensor | None, scale: Tensor | None, source: int, options: tuple[bool, bool, bool],
     t_scale: Tensor | None, t_source: int, t_options: tuple[bool, bool, bool], seed: int, *, backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `_both`, which writes q where its source is not NOTHING; options are (e5m2, pow2, stochastic)."""
     m, k = x.shape
-    qt = aligned(k, m, _fp8(t_options[0]), x.device)
+    qt, words = empty_words(k, m, _fp8(t_options[0]), x.device)
     t_scale = block_scales(k, m, t_source, x.device) if t_scale is None else t_scale
     if m and k:
-        words = qt.stride(0) // 4
         strides = [stride for pair in zip(_strides(scale), _strides(t_scale), strict=True) for stride in pair]
-        _both[(triton.cdiv(m, GROUP) * triton.cdiv(k, GROUP),)](
-            x, q, scale, torch.as_strided(qt, (k, words * 4), (words * 4, 1)).view(torch.int32), t_scale,
-            m, k, x.stride(0), q.stride(0), words, *strides, seed, GROUP, GROUP, alignment(x), backwards, source, t_source,
+        _both[(cdiv(m, GROUP) * cdiv(k, GROUP),)](
+            x, q, scale, words, t_scale, m, k, x.stride(0), 0 if q is None else q.stride(0), words.shape[1], *strides, seed, GROUP, GROUP, alignment(x), backwards, source, t_source,
             *options, *t_options, INTERPRETED, **_BOTH_LAUNCH,
         )  # fmt: skip
     return qt, t_scale
@@ -511,11 +514,10 @@ def transpose(x: Tensor) -> Tensor:
     """[M, K] of one byte an element to [K, M]; unit stride along K."""
     m, k = x.shape
     x = unit_rows(x)
-    turned = aligned(k, m, x.dtype, x.device)
+    turned, words = empty_words(k, m, x.dtype, x.device)
     if m and k:
-        words = turned.stride(0) // 4
-        _turn[(triton.cdiv(m, GROUP) * triton.cdiv(k, GROUP),)](
-            x.view(torch.uint8), torch.as_strided(turned, (k, words * 4), (words * 4, 1)).view(torch.int32), m, k, x.stride(0), words,
+        _turn[(cdiv(m, GROUP) * cdiv(k, GROUP),)](
+            x.view(torch.uint8), words, m, k, x.stride(0), words.shape[1],
             GROUP, GROUP, alignment(x), num_warps=4,
         )  # fmt: skip
     return turned

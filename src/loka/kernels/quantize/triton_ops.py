@@ -1,6 +1,7 @@
 """The Triton quantiser as one torch op, so that torch.compile sees a call and not Python. Specs travel as their canonical strings."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,89 +10,108 @@ from loka.formats import E5M2, ROW, TENSOR, Block, Spec, scale_shape
 from loka.kernels.op import fake_of, torch_op
 from loka.kernels.quantize import triton_kernels as kernels
 
-_parse = lru_cache(Spec.parse)  # every call of the op has its specs as text
+_SOURCES = {
+    TENSOR: kernels.SCALAR,
+    ROW: kernels.VECTOR,
+    Block(1, 128): kernels.GROUPED,
+    Block(128, 128): kernels.SQUARE,
+}
 
 
-def _source(spec: Spec) -> int:
-    if spec.block == TENSOR:
-        return kernels.SCALAR
-    if spec.block == ROW:
-        return kernels.VECTOR
-    return kernels.GROUPED if spec.block == Block(1, 128) else kernels.SQUARE
+class _Wanted(NamedTuple):
+    """A spec as the kernels take it."""
+
+    spec: Spec
+    source: int
+    options: dict[str, bool]
+    rows: bool  # a scale for each row, from all of it
+    whole: bool  # a scale for the tensor, from all of it
+
+
+def _is_pow2(spec: Spec) -> bool:
+    return spec.scale in ("pow2", "e8m0")
+
+
+@lru_cache
+def _wanted(text: str) -> _Wanted | None:
+    """Every call of the op has its specs as text."""
+    if not text:
+        return None
+    spec = Spec.parse(text)
+    options = {
+        "e5m2": spec.format == E5M2,
+        "pow2": _is_pow2(spec),
+        "stochastic": spec.rounding == "stochastic",
+    }
+    dynamic = spec.mode == "dynamic"
+    return _Wanted(spec, _SOURCES[spec.block], options, dynamic and spec.block == ROW, dynamic and spec.block == TENSOR)
 
 
 @torch_op("quantize")
 def quantize(
     x: Tensor, spec: str, scale: Tensor | None, transpose: str, transpose_scale: Tensor | None, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, scale, qt, t_scale. What was not asked for (an empty spec), scales that were given, and a t_scale that is the scale (`share_scale`) come back empty: an op's outputs may
+    """q, scale, qt, t_scale. What was not asked for (an empty spec), scales that were given, and a t_scale that is the scale (`share_scale`) are absent: an op's outputs may
     alias neither its inputs nor one another."""
-    want, want_t = (_parse(text) if text else None for text in (spec, transpose))
+    want, want_t = _wanted(spec), _wanted(transpose)
     if want_t is None:
-        return *_quantize_alone(x, _parse(spec), scale, seed), *_nothing(x)
+        return *_quantize_alone(x, want, scale, seed), None, None
     turned = (x.shape[1], x.shape[0])
     if want is not None and _rows_come_first(x, want, want_t):
         return _rows_then_transpose(x, want, want_t, transpose_scale, seed)
     scale, transpose_scale = _global_scales(x, want, scale, want_t, transpose_scale)
     if want is None:
-        qt, t_made = kernels.quantize_transposed(x, source=_source(want_t), scale=transpose_scale, seed=seed, **_options(want_t))  # fmt: skip
-        return *_nothing(x), qt, _made(t_made, turned, want_t)
-    options = {f"t_{key}": value for key, value in _options(want_t).items()}
+        qt, t_made = kernels.quantize_transposed(x, source=want_t.source, scale=transpose_scale, seed=seed, **want_t.options)  # fmt: skip
+        return None, None, qt, _made(t_made, turned, want_t)
+    o, o_t = want.options, want_t.options
     q, made, qt, t_made = kernels.quantize_both(
-        x, source=_source(want), scale=scale, t_source=_source(want_t), t_scale=transpose_scale, seed=seed,
-        **_options(want), **options,
+        x, source=want.source, scale=scale, t_source=want_t.source, t_scale=transpose_scale, seed=seed, **o,
+        t_e5m2=o_t["e5m2"], t_pow2=o_t["pow2"], t_stochastic=o_t["stochastic"],
     )  # fmt: skip
-    made_t = x.new_empty(0, dtype=torch.float32) if share_scale(want, want_t) else _made(t_made, turned, want_t)
-    return q, _made(made, x.shape, want), qt, made_t
+    shared = want.whole and share_scale(want.spec, want_t.spec)
+    return q, _made(made, x.shape, want), qt, None if shared else _made(t_made, turned, want_t)
 
 
 def share_scale(spec: Spec, transpose: Spec) -> bool:
     """Whether a matrix and its transpose have one scale, made here: of the whole tensor, by the same rule."""
     whole = all(s.block == TENSOR and s.mode == "dynamic" for s in (spec, transpose))
-    return whole and _pair(spec) == _pair(transpose)
+    return whole and (spec.format == E5M2) == (transpose.format == E5M2) and _is_pow2(spec) == _is_pow2(transpose)
 
 
-def _rows_come_first(x: Tensor, spec: Spec, spec_t: Spec) -> bool:
+def _rows_come_first(x: Tensor, want: _Wanted, want_t: _Wanted) -> bool:
     """Whether two passes without a pass for maxima do it: rows, then the transpose; where the transpose needs its columns' maxima, rows keep them."""
-    columns = spec_t.block == ROW and spec_t.mode == "dynamic"
-    tensor = spec_t.block == TENSOR and spec_t.mode == "dynamic"
-    return (
-        spec.block == ROW
-        and spec.mode == "dynamic"
-        and not tensor
-        and not (columns and x.shape[1] > kernels.WIDEST_ROW)
-    )
+    return want.rows and not want_t.whole and not (want_t.rows and x.shape[1] > kernels.WIDEST_ROW)
 
 
 def _rows_then_transpose(
-    x: Tensor, spec: Spec, spec_t: Spec, scale_t: Tensor | None, seed: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    options, turned = _options(spec_t), (x.shape[1], x.shape[0])
-    if spec_t.block == ROW and spec_t.mode == "dynamic":
+    x: Tensor, want: _Wanted, want_t: _Wanted, scale_t: Tensor | None, seed: int
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    options, turned = want_t.options, (x.shape[1], x.shape[0])
+    if want_t.rows:
         q, made, scale_t = kernels.quantize_rows_and_columns(
-            x, seed=seed, t_e5m2=options["e5m2"], t_pow2=options["pow2"], **_options(spec)
+            x, seed=seed, t_e5m2=options["e5m2"], t_pow2=options["pow2"], **want.options
         )
     else:
-        q, made = kernels.quantize_rows(x, seed=seed, **_options(spec))
+        q, made = kernels.quantize_rows(x, seed=seed, **want.options)
         scale_t = None if scale_t is None else scale_t.to(x.device, torch.float32).contiguous()
     qt, t_made = kernels.quantize_transposed(
-        x, source=_source(spec_t), scale=scale_t, seed=seed, backwards=True, **options
+        x, source=want_t.source, scale=scale_t, seed=seed, backwards=True, **options
     )
-    return q, _made(made, x.shape, spec), qt, _made(t_made, turned, spec_t)
+    return q, _made(made, x.shape, want), qt, _made(t_made, turned, want_t)
 
 
-def _quantize_alone(x: Tensor, spec: Spec, scale: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:
-    if spec.block == ROW and spec.mode == "dynamic":
-        return kernels.quantize_rows(x, seed=seed, **_options(spec))
-    scale, _ = _global_scales(x, spec, scale, None, None)
-    q, made = kernels.quantize_tiles(x, source=_source(spec), scale=scale, seed=seed, **_options(spec))
-    return q, _made(made, x.shape, spec)
+def _quantize_alone(x: Tensor, want: _Wanted, scale: Tensor | None, seed: int) -> tuple[Tensor, Tensor | None]:
+    if want.rows:
+        return kernels.quantize_rows(x, seed=seed, **want.options)
+    scale, _ = _global_scales(x, want, scale, None, None)
+    q, made = kernels.quantize_tiles(x, source=want.source, scale=scale, seed=seed, **want.options)
+    return q, _made(made, x.shape, want)
 
 
-def _made(scale: Tensor, shape: tuple[int, ...], spec: Spec) -> Tensor:
-    if spec.mode != "dynamic":
-        return scale.new_empty(0)
-    return scale.reshape(scale_shape(shape, spec.block)) if spec.block in (TENSOR, ROW) else scale
+def _made(scale: Tensor, shape: tuple[int, ...], want: _Wanted) -> Tensor | None:
+    if want.spec.mode != "dynamic":
+        return None
+    return scale.reshape(scale_shape(shape, want.spec.block)) if want.rows or want.whole else scale
 
 
 @fake_of(quantize)
@@ -109,50 +129,38 @@ def _fake(x: Tensor, shape: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor
         return q, x.new_empty(0, dtype=torch.float32)
     if spec.block in (TENSOR, ROW):
         return q, x.new_empty(scale_shape(shape, spec.block), dtype=torch.float32)
-    return q, kernels.block_scales(*shape, _source(spec), x.device)
+    return q, kernels.block_scales(*shape, _SOURCES[spec.block], x.device)
 
 
 def _nothing(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty(0, dtype=torch.float32)
-
-
-def _options(spec: Spec) -> dict[str, bool]:
-    return {
-        "e5m2": spec.format == E5M2,
-        "pow2": spec.scale in ("pow2", "e8m0"),
-        "stochastic": spec.rounding == "stochastic",
-    }
+    return x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
 
 
 def _global_scales(
-    x: Tensor, spec: Spec | None, scale: Tensor | None, spec_t: Spec | None, scale_t: Tensor | None
+    x: Tensor, want: _Wanted | None, scale: Tensor | None, want_t: _Wanted | None, scale_t: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Scales that no tile can know alone, from one more read of x; given ones as contiguous float32."""
-
-    def needed(s: Spec | None, block: Block) -> bool:
-        return s is not None and s.mode == "dynamic" and s.block == block
-
-    row, column = needed(spec, ROW), needed(spec_t, ROW)
-    tensor = needed(spec, TENSOR) or needed(spec_t, TENSOR)
+    row, column = want is not None and want.rows, want_t is not None and want_t.rows
+    whole, whole_t = want is not None and want.whole, want_t is not None and want_t.whole
     scale = None if scale is None else scale.to(x.device, torch.float32).contiguous()
     scale_t = None if scale_t is None else scale_t.to(x.device, torch.float32).contiguous()
+    tensor = whole or whole_t
     if not (row or column or tensor):
         return scale, scale_t
-    owners = [spec] * row + [spec_t] * column + [spec if needed(spec, TENSOR) else spec_t] * tensor
-    options = [_pair(owner) for owner in owners]
-    made = kernels.global_scales(x, row=row, column=column, tensor=tensor, options=options)
+    owners = [want] * row + [want_t] * column + [want if whole else want_t] * tensor
+    made = kernels.global_scales(x, row=row, column=column, tensor=tensor, options=[_pair(owner) for owner in owners])
     total = made.pop() if tensor else None
-    if row or needed(spec, TENSOR):
+    if row or whole:
         scale = made.pop(0) if row else total
-    if column or needed(spec_t, TENSOR):
+    if column or whole_t:
         scale_t = made.pop() if column else total
-        if not column and spec is not None and needed(spec, TENSOR) and _pair(spec) != _pair(spec_t):
-            scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_pair(spec_t)])[0]
+        if whole_t and whole and _pair(want) != _pair(want_t):
+            scale_t = kernels.global_scales(x, row=False, column=False, tensor=True, options=[_pair(want_t)])[0]
     return scale, scale_t
 
 
-def _pair(spec: Spec) -> tuple[bool, bool]:
-    return spec.format == E5M2, spec.scale in ("pow2", "e8m0")
+def _pair(want: _Wanted) -> tuple[bool, bool]:
+    return want.options["e5m2"], want.options["pow2"]
 
 
 transpose = torch_op("transpose_fp8")(kernels.transpose)

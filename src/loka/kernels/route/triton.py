@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import invoke
 from loka.kernels.route.call import RouterCall
 from loka.kernels.strides import unit_rows
 from loka.kernels.triton_device import triton_multiplies_on
@@ -28,7 +29,9 @@ def run(x: Tensor, weight: Tensor, balance: Tensor, top: int, *, always: bool = 
     """Experts int64 and weights float32, [T, top] or one column more."""
     from loka.kernels.route import triton_ops
 
-    result: tuple[Tensor, Tensor] = triton_ops.route(unit_rows(x), unit_rows(weight), balance.contiguous(), top, always)
+    result: tuple[Tensor, Tensor] = invoke(
+        triton_ops.route, unit_rows(x), unit_rows(weight), balance.contiguous(), top, always
+    )
     return result
 
 
@@ -38,7 +41,7 @@ def run_sorted(
     """order, offsets, inverse, weights: two kernels."""
     from loka.kernels.route import triton_ops
 
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = triton_ops.route_sorted(
-        unit_rows(x), unit_rows(weight), balance.contiguous(), top, always
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = invoke(
+        triton_ops.route_sorted, unit_rows(x), unit_rows(weight), balance.contiguous(), top, always
     )
     return result

@@ -18,12 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from loka.kernels.grouped_mm.triton_kernels import place
+from loka.kernels.strides import cdiv, next_power_of_2
+from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 ONE_WAVE = 16 * 132  # tokens that small tiles spread over the multiprocessors of an H200
 MANY = 16384  # tokens from which on larger blocks keep the counts of all blocks, which every program of the sort reads, few
 
 
+@quick
 @triton.jit
 def _route(x_ptr, w_ptr, balance_ptr, id_ptr, gate_ptr, count_ptr, T, K, E, stride_x, stride_weight,
            TOP: tl.constexpr, COLUMNS: tl.constexpr, CP: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr, BK: tl.constexpr,
@@ -90,9 +93,9 @@ def _choose(
     padded = padding_of(experts, always)
     block = block_of(tokens, x.element_size())
     if tokens:
-        _route[(triton.cdiv(tokens, block),)](
+        _route[(cdiv(tokens, block),)](
             x, weight, balance, ids, gates, counts, tokens, k, experts, x.stride(0), weight.stride(0),
-            top, columns, triton.next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
+            top, columns, next_power_of_2(columns), block, padded, depth_of(padded, x.element_size()),
             x.dtype == torch.float32, counts is not None, num_warps=4, num_stages=5,
         )  # fmt: skip
     return gates
@@ -100,7 +103,7 @@ def _choose(
 
 def padding_of(experts: int, always: bool) -> int:
     """Columns of a tile: a power of two, at least what tensor cores multiply, with room for the shared expert."""
-    return max(16, triton.next_power_of_2(experts + int(always)))
+    return max(16, next_power_of_2(experts + int(always)))
 
 
 def route(x: Tensor, weight: Tensor, balance: Tensor, top: int, always: bool) -> tuple[Tensor, Tensor]:
@@ -116,6 +119,6 @@ def route_sorted(
     tokens, experts = x.shape[0], weight.shape[0] + int(always)
     block, padded = block_of(tokens, x.element_size()), padding_of(weight.shape[0], always)
     ids = torch.empty(tokens, top + int(always), dtype=torch.int32, device=x.device)
-    counts = torch.empty(triton.cdiv(tokens, block), padded, dtype=torch.int32, device=x.device)
+    counts = torch.empty(cdiv(tokens, block), padded, dtype=torch.int32, device=x.device)
     gates = _choose(x, weight, balance, top, always, ids, counts)
     return *place(ids, counts, experts, block), gates

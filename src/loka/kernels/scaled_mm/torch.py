@@ -111,11 +111,16 @@ def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
     if (a.spec.block, b.spec.block) in _BLOCKWISE or m == 0 or n == 0 or k == 0:
         return run(a, b, out_dtype=out_dtype)
     w, scale_b = laid_out(b, "torch", a.spec, _lay)
-    scale_a = a.scale
-    if not a.spec.block == b.spec.block == TENSOR:
-        scale_a, scale_b = row_scales(a, m), scale_b.reshape(1, -1)
     x = aligned(a.data, m, w.shape[1])
-    return cut(torch.ops.aten._scaled_mm.default(x, w.t(), scale_a, scale_b, None, None, out_dtype, False), m, n)
+    multiply = torch.ops.aten._scaled_mm.default
+    if a.spec.block == b.spec.block == TENSOR:
+        return cut(multiply(x, w.t(), a.scale, scale_b, None, None, out_dtype, False), m, n)
+    scale_a, scale_b = row_scales(a, m), scale_b.reshape(1, -1)
+    if out_dtype == torch.float32:
+        # under row scales some GPUs write 16 bits only; in float32 scales may as well come afterwards
+        one = torch.ones((), device=x.device)
+        return cut(multiply(x, w.t(), one, one, None, None, out_dtype, False) * scale_a * scale_b, m, n)
+    return cut(multiply(x, w.t(), scale_a, scale_b, None, None, out_dtype, False), m, n)
 
 
 def _scaled_mm(

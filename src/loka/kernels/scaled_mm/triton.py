@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loka.formats import E4M3, E5M2, ROW, TENSOR, Block, QTensor, Spec
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import invoke
 from loka.kernels.prepared import Laid, with_layout
 from loka.kernels.scaled_mm.call import MatmulCall
 from loka.kernels.triton_device import triton_runs_on
@@ -73,7 +74,7 @@ def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = Fa
     from loka.kernels.scaled_mm import triton_ops
 
     scales = dense_scale(a), dense_scale(b)
-    result: Tensor = triton_ops.scaled_mm(
-        padded(a), padded(b), *scales, source(a.spec), source(b.spec), not fast_accum, out_dtype
+    result: Tensor = invoke(
+        triton_ops.scaled_mm, padded(a), padded(b), *scales, source(a.spec), source(b.spec), not fast_accum, out_dtype
     )
     return result

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.strides import cdiv
 from loka.kernels.tile import tile_order
 from loka.kernels.triton_launcher import describe, quick
 
@@ -103,8 +104,8 @@ def tile_for(m: int, n: int, processors: int, *, doubled: bool, wide_out: bool) 
 
     def cost(choice: tuple[int, int, int, int, int, float]) -> float:
         bm, bn, _, _, resident, inefficiency = choice
-        tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
-        return triton.cdiv(tiles, processors * resident) * resident * bm * bn * inefficiency
+        tiles = cdiv(m, bm) * cdiv(n, bn)
+        return cdiv(tiles, processors * resident) * resident * bm * bn * inefficiency
 
     return min(choices, key=cost)[:5]
 
@@ -142,7 +143,7 @@ def gemm(
     a, b = tma_ready(a), tma_ready(b)
     bk = 128
     tma_store = n * out.element_size() % 16 == 0
-    programs = min(count * resident, triton.cdiv(m, bm) * triton.cdiv(n, bn))
+    programs = min(count * resident, cdiv(m, bm) * cdiv(n, bn))
     _gemm[(programs,)](
         describe(a, [bm, bk]), describe(b, [bn, bk]),
         describe(out, [bm, bn]) if tma_store else None, out, sa, sb, m, n, k,

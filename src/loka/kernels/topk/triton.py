@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.backend import Verdict, no
+from loka.kernels.op import invoke
 from loka.kernels.strides import unit_rows
 from loka.kernels.topk.call import BeamTopkCall, TopkCall
 from loka.kernels.triton_device import triton_runs_on
@@ -27,7 +28,7 @@ def run(scores: Tensor, k: int, *, sorted: bool = True) -> tuple[Tensor, Tensor]
     from loka.kernels.topk import triton_ops
 
     scores = unit_rows(scores)
-    values, indices = triton_ops.topk(scores, k, sorted)
+    values, indices = invoke(triton_ops.topk, scores, k, sorted)
     return values, indices
 
 
@@ -38,8 +39,8 @@ def beams(
     from loka.kernels.topk import triton_ops
 
     known = None if lse is None else lse.contiguous()
-    result: tuple[Tensor, Tensor, Tensor] = triton_ops.beam_topk(
-        _dense(logits), beam_scores.contiguous(), k, None if mask is None else _dense(mask), known
+    result: tuple[Tensor, Tensor, Tensor] = invoke(
+        triton_ops.beam_topk, _dense(logits), beam_scores.contiguous(), k, None if mask is None else _dense(mask), known
     )
     return result
 

@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import larger
+from loka.kernels.triton_launcher import quick
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -65,6 +67,7 @@ def _largest_key(x):
         return _ordered(tl.reduce(x, 1, larger))
 
 
+@quick
 @triton.jit
 def _maxima(x_ptr, mask_ptr, score_ptr, lse_ptr, first_ptr, second_ptr, W, W1, W2, stride, mask_stride,
             C: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, LSE: tl.constexpr,
@@ -106,6 +109,7 @@ def _maxima(x_ptr, mask_ptr, score_ptr, lse_ptr, first_ptr, second_ptr, W, W1, W
             tl.store(second_ptr + row * W2 + up, pairs, up < W2)
 
 
+@quick
 @triton.jit
 def _log_sum_exp(x_ptr, lse_ptr, W, stride, BLOCK: tl.constexpr):
     """log sum exp of one row."""
@@ -155,6 +159,7 @@ def _threshold(key, k):
     return threshold, count <= k
 
 
+@quick
 @triton.jit
 def _select(x_ptr, mask_ptr, score_ptr, lse_ptr, parent_ptr, id_ptr, key_ptr, k, rows, W, PW, stride, mask_stride,
             HIGH: tl.constexpr, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
@@ -206,6 +211,7 @@ def _select(x_ptr, mask_ptr, score_ptr, lse_ptr, parent_ptr, id_ptr, key_ptr, k,
     tl.store(key_ptr + r * k + slot_out, tl.full((KP,), _ABSENT, tl.int32), rest)
 
 
+@quick
 @triton.jit
 def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.constexpr, BEAM: tl.constexpr,
           BI: tl.constexpr, BJ: tl.constexpr):  # fmt: skip
@@ -233,7 +239,7 @@ def _rank(id_ptr, key_ptr, value_ptr, beam_ptr, index_ptr, k, W, SORTED: tl.cons
 
 def chunk_size(k: int) -> int:
     """C: as long as k chunks of it fit one program, and no longer than 128."""
-    return min(8 if INTERPRETED else 128, SELECTED // triton.next_power_of_2(k))
+    return min(8 if INTERPRETED else 128, SELECTED // next_power_of_2(k))
 
 
 LAUNCH = {
@@ -271,19 +277,15 @@ def _levels(data: _Rows, requests: int, rows: int, c: int, known_lse: bool) -> l
             rows, width = 1, rows
             levels[-1] = (levels[-1][0], rows, width)
             source = _Rows(source.x.view(requests, 1, width), None, None, None, KEYS)
-        first, second = triton.cdiv(width, c), triton.cdiv(triton.cdiv(width, c), c)
+        first, second = cdiv(width, c), cdiv(cdiv(width, c), c)
         two = first > 1 and rows * first > SELECTED
         whole = source.kind == BEAMS and not known_lse
-        block = (
-            max(triton.next_power_of_2(width), c)
-            if whole
-            else max(min(LAUNCH["maxima_block"], triton.next_power_of_2(width)), c)
-        )
-        block = max(block, min(c * c, triton.next_power_of_2(triton.cdiv(width, c)) * c)) if two else block
+        block = max(next_power_of_2(width), c) if whole else max(min(LAUNCH["maxima_block"], next_power_of_2(width)), c)
+        block = max(block, min(c * c, next_power_of_2(cdiv(width, c)) * c)) if two else block
         count = requests * rows
         kept = torch.empty(count, first, dtype=torch.int32, device=data.x.device)
         above = torch.empty(count if two else 0, second, dtype=torch.int32, device=data.x.device)
-        _maxima[(count, triton.cdiv(width, block))](
+        _maxima[(count, cdiv(width, block))](
             *source.operands(), kept, above, width, first, second, source.stride, source.mask_stride(),
             c, block, source.kind, source.mask is not None, whole, two, num_warps=max(1, min(LAUNCH["maxima_warps"], block // 1024)),
         )  # fmt: skip
@@ -303,7 +305,7 @@ def _finish(
     indices = torch.empty(requests, k, dtype=torch.int64, device=device)
     if requests == 0 or k == 0:
         return values, beams, indices
-    c, wide_k = chunk_size(k), triton.next_power_of_2(k)
+    c, wide_k = chunk_size(k), next_power_of_2(k)
     levels = _levels(data, requests, rows, c, known_lse)
     if not levels and not known_lse and data.kind == BEAMS:
         log_sum_exp(data.x, data.lse)
@@ -311,17 +313,17 @@ def _finish(
     for keys, level_rows, width in [*reversed(levels), (None, rows, data.width)]:
         source = data if keys is None else _Rows(keys.view(requests, level_rows, width), None, None, None, KEYS)
         first = parents is None
-        size = max(triton.next_power_of_2(level_rows * width), c) if first else wide_k * c
+        size = max(next_power_of_2(level_rows * width), c) if first else wide_k * c
         ids = torch.empty(requests, k, dtype=torch.int32, device=device)
         found = torch.empty(requests, k, dtype=torch.int32, device=device)
         _select[(requests,)](
-            *source.operands(), parents, ids, found, k, level_rows, width, triton.cdiv(width, c), source.stride,
+            *source.operands(), parents, ids, found, k, level_rows, width, cdiv(width, c), source.stride,
             source.mask_stride(), size // c, c, first, source.kind, source.mask is not None, wide_k,
             num_warps=_warps(max(size, wide_k)),
         )  # fmt: skip
         parents = ids
     block = min(32, max(16, wide_k))
-    _rank[(requests, triton.cdiv(k, block))](
+    _rank[(requests, cdiv(k, block))](
         ids, found, values, beams, indices, k, data.width, in_order, beam, block, min(256, max(16, wide_k)), num_warps=4
     )
     return values, beams, indices
@@ -330,7 +332,7 @@ def _finish(
 def log_sum_exp(x: Tensor, out: Tensor) -> None:
     """out[rows] = log sum exp of each row of x [..., W]."""
     width = x.shape[-1]
-    block = max(16, min(4096, triton.next_power_of_2(width)))
+    block = max(16, min(4096, next_power_of_2(width)))
     _log_sum_exp[(out.numel(),)](x, out, width, x.stride(-2), block, num_warps=max(1, min(8, block // 512)))
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from loka.formats import E5M2, Draw, Spec
 from loka.kernels.embedding_update.triton_kernels import random_bits, rounded_e4m3, to_e4m3
 from loka.kernels.op import on_device
+from loka.kernels.strides import cdiv
 from loka.kernels.tile import INTERPRETED, finite_magnitude, inverse, scale_of, to_fp8
+from loka.kernels.triton_launcher import quick
 
 TILE = 4096
 SMALL = (
@@ -25,6 +27,7 @@ SMALL = (
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
+@quick
 @triton.jit(do_not_specialize=["n", "first_block", "step", "seed"])
 def _pack(x_ptr, out_ptr, n, first_block, step, seed, B: tl.constexpr, E5M2: tl.constexpr, POW2: tl.constexpr,
           BYTE_SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, PREROUND: tl.constexpr, R: tl.constexpr):  # fmt: skip
@@ -51,6 +54,7 @@ def _pack(x_ptr, out_ptr, n, first_block, step, seed, B: tl.constexpr, E5M2: tl.
             tl.store((out_ptr.to(tl.pointer_type(tl.float32))) + block * (B // 4 + 1), scale, there)
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def _unpack(data_ptr, out_ptr, n, LARGEST: tl.constexpr, B: tl.constexpr, E5M2: tl.constexpr, BYTE_SCALE: tl.constexpr,
             R: tl.constexpr):  # fmt: skip
@@ -91,7 +95,7 @@ def pack(
     if n:
         rows = max(4, tile[0] // size)
         step, seed = (0, 0) if draw is None else (draw.step, (draw.stream << 32) | draw.seed)
-        _pack[(triton.cdiv(n, rows),)](
+        _pack[(cdiv(n, rows),)](
             blocks, out, n, first_block, step, seed, size, spec.format == E5M2, spec.scale != "f32", byte_scale,
             draw is not None, INTERPRETED, rows, num_warps=tile[1],
         )  # fmt: skip
@@ -106,5 +110,5 @@ def unpack(data: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, size, dtype=dtype, device=data.device)
     if n:
         rows, largest = TILE // size, torch.finfo(dtype).max
-        _unpack[(triton.cdiv(n, rows),)](data, out, n, largest, size, spec.format == E5M2, byte_scale, rows, num_warps=4)  # fmt: skip
+        _unpack[(cdiv(n, rows),)](data, out, n, largest, size, spec.format == E5M2, byte_scale, rows, num_warps=4)  # fmt: skip
     return out

@@ -1,0 +1,170 @@
+"""Models that take more than one path: what is found holds on all of them, and runs on all of them."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loka
+from loka.units import Steps, discover, place
+
+
+class Chosen(nn.Module):
+    """A shared linear, and a tower that the caller names; both towers use one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.act = nn.Linear(64, 96), nn.ReLU()
+        self.towers = nn.ModuleDict({key: nn.ModuleList([nn.Linear(96, 64), nn.Linear(64, 64)]) for key in "ab"})
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor, key: str) -> Tensor:
+        first, second = self.towers[key]
+        return self.last(F.relu(second(self.act(first(F.silu(self.shared(x)))))))
+
+
+class Skipping(nn.Module):
+    """The first linear is left out on one path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)  # fmt: skip
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        x = x if skip else F.relu(self.first(x))
+        return self.last(F.relu(self.third(F.relu(self.second(x)))))
+
+
+class ByChance(nn.Module):
+    """Each of three layers is skipped by chance in training."""
+
+    def __init__(self, draw: Callable[[], float] = lambda: float(torch.rand(()))) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(64, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.last, self.draw = nn.Linear(64, 1), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x))
+        for layer in self.layers:
+            if not self.training or self.draw() < 0.5:
+                x = F.relu(layer(x))
+        return self.last(x)
+
+
+class Towers(nn.Module):
+    """Never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.a, self.b, self.c, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64), nn.ReLU()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.c(F.relu(self.b(self.act(self.a(x)))))
+
+
+X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+CASES: dict[str, tuple[Callable[[], nn.Module], list[Callable[[Any], Tensor]], list[list[str]]]] = {
+    "chosen": (
+        Chosen, [lambda m: m(X, "a"), lambda m: m(X, "b")],
+        [["shared"], ["towers.a.0", "towers.a.1"], ["towers.b.0", "towers.b.1"]],
+    ),
+    "skipping": (Skipping, [lambda m: m(X, False), lambda m: m(X, True)], [["first"], ["second", "third"]]),
+    "called twice in a step": (
+        Chosen, [lambda m: m(X, "a") + m(X, "a")], [["shared", "towers.a.0", "towers.a.1"]],
+    ),
+    "parts": (
+        Towers, [lambda m: (m.query(X) * m.encode(X)).sum(1)],
+        [["query.0", "query.2"], ["a", "b"]],  # the relu behind b is called by no module
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_found_runs_on_every_path(name: str) -> None:
+    torch.manual_seed(0)
+    make, runs, expected = CASES[name]
+    model = make()
+    twin = copy.deepcopy(model)
+    found = discover(model, Steps(tuple(lambda run=run: run(model) for run in runs)))
+    assert [unit.linears for unit in found.units] == expected
+    for unit in found.units:
+        place(model, unit)
+    for run in [*runs, *runs]:
+        got, wanted = run(model), run(twin)
+        assert 0 < float((got - wanted).detach().norm() / wanted.detach().norm()) < 0.15
+        got.sum().backward()
+
+
+def test_why_a_chain_ends_is_said() -> None:
+    make, runs, _ = CASES["skipping"]
+    model = make()
+    found = discover(model, Steps(tuple(lambda run=run: run(model) for run in runs)))
+    assert found.ends["first"] == "second is called without it on another path"
+    make, runs, _ = CASES["parts"]
+    model = make()
+    found = discover(model, Steps(tuple(lambda run=run: run(model) for run in runs)))
+    assert found.ends["b"] == "relu in the step stands behind it"
+    assert found.alone["c"] == found.alone["query.4"] == "it is a prediction layer"
+
+
+def test_a_probe_keeps_examples_of_several_paths() -> None:
+    """A plan with chains from the first sampled call alone would end the run at the second."""
+    torch.manual_seed(0)
+    model = Chosen()
+    probe, optimizer = loka.Probe(model, every=1), torch.optim.SGD(model.parameters(), 0.01)
+    for key in "abab":
+        model(X, key).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        probe.step()
+    found = probe.evaluate(samples=4).record.chains
+    assert [unit.linears for unit in found] == CASES["chosen"][2]
+    for unit in found:
+        place(model, unit)
+    for key in "abab":
+        model(X, key).square().mean().backward()
+
+
+def test_layers_skipped_by_chance_are_seen_in_training() -> None:
+    """And a chain that was found in eval mode alone says so at once, before anything is differentiated."""
+    torch.manual_seed(0)
+    model = ByChance()
+    state = torch.get_rng_state()
+    found = discover(model, Steps(tuple(lambda: model(X) for _ in range(32))))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [unit.linears for unit in found.units] == [["first"], ["layers.0"], ["layers.1"], ["layers.2"]]
+    (unit,) = discover(model, X, serving=True).units
+    assert unit.linears == ["first", "layers.0", "layers.1", "layers.2"]
+    place(model, unit)
+    torch.manual_seed(1)  # skips the second layer
+    with pytest.raises(RuntimeError, match="another path"):
+        model(X)
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.random], ids=["Python", "numpy"])
+def test_chance_may_come_from_elsewhere_than_torch(draw: Callable[[], float]) -> None:
+    """Recorded with other numbers than it was found with, a path would be another one."""
+    numpy.random.seed(0)
+    model = ByChance(draw)
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    found = discover(model, Steps(tuple(lambda: model(X) for _ in range(32))))
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
+    assert [unit.linears for unit in found.units] == [["first"], ["layers.0"], ["layers.1"], ["layers.2"]]
+
+
+def test_nothing_is_compiled_to_look_at_a_model() -> None:
+    asked: list[Any] = []
+    model = Skipping()
+    model.compile(backend=lambda graph, inputs: asked.append(graph) or graph.forward)
+    found = discover(model, Steps((lambda: model(X, False),)))
+    assert [unit.linears for unit in found.units] == [["first", "second", "third"]]
+    assert not asked
+    model(X, False)
+    assert asked
