@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.dispatch.margin import share_of_margin
-from loka.formats import Spec, fake_quantize
+from loka.formats import Spec, fake_quantize, left_in_sum
 from loka.probe import Probe
 from loka.probe.score import SCORED, UPPER, Shown, harm, harm_from, operands_of, score_look
 from loka.probe.shown import round_trip
@@ -64,6 +64,54 @@ def test_a_column_beside_a_huge_one_keeps_its_gradient_or_is_told() -> None:
     ordinary = score_look(Shown((x - x.mean(0)) / x.std(0), dy, weight, loss, loss, 512))["wgrad", "rowwise"]
     assert float(raw[1]) > 0.1
     assert float(ordinary[1]) < 0.005
+
+
+def _columns(*columns: Tensor) -> Tensor:
+    """Columns beside sixteen ordinary ones."""
+    return torch.cat([torch.stack(columns, 1), torch.randn(len(columns[0]), 16)], 1)
+
+
+def test_a_column_that_hardly_varies_has_nothing_to_lose() -> None:
+    """A SiLU at its minimum gives every example the same number: FP8 makes it one, and nothing is gone that was there. A year that varies like its neighbours is another matter."""
+    torch.manual_seed(0)
+    dy, loss = torch.randn(512, 64), torch.tensor(0.6)
+    weight = torch.randn(64, 20)
+    stuck = _columns(*(-0.278 + 4e-4 * torch.randn(512) for _ in range(4)))
+    years = _columns(*(1975 + 14 * torch.randn(512) for _ in range(4)))
+    lost = {
+        name: float(score_look(Shown(x, dy, weight, loss, loss, 512, left=left_in_sum(dy)))["wgrad", "delayed"][1])
+        for name, x in {"stuck": stuck, "years": years}.items()
+    }
+    assert lost["stuck"] < 0.002
+    assert lost["years"] > 0.1
+
+
+def test_what_rounding_adds_to_the_mean_counts_beside_what_a_batch_adds_to_it() -> None:
+    """Gradients of single examples pull at a column's mean too, in exact arithmetic as well, and by far more than their rounding does. Behind a batch norm they cancel, and rounding is what is left."""
+    torch.manual_seed(0)
+    x = torch.cat([3 + 0.3 * torch.randn(2048, 12), torch.randn(2048, 4)], 1)
+    weight, loss = torch.randn(64, 16), torch.tensor(0.6)
+    free = torch.randn(2048, 64)
+    behind = free - free.mean(0)
+    assert float(left_in_sum(free)) == pytest.approx(1.0, abs=0.3)
+    assert float(left_in_sum(behind)) < 1e-8
+
+    def lost(dy: Tensor, left: Tensor | None) -> float:
+        return float(score_look(Shown(x[:512], dy[:512], weight, loss, loss, 2048, left=left))["wgrad", "delayed"][1])
+
+    assert lost(free, left_in_sum(free)) < 0.8 * lost(behind, left_in_sum(behind))
+    assert lost(free, None) == pytest.approx(lost(free, torch.zeros(())), rel=1e-6), (
+        "what is not known counts as a batch norm"
+    )
+
+
+def test_a_column_too_large_to_square_is_lost_not_skipped() -> None:
+    torch.manual_seed(0)
+    x = _columns(1e21 + 1e18 * torch.randn(512))
+    dy, weight, loss = torch.randn(512, 64), torch.randn(64, 17), torch.tensor(0.6)
+    sums = score_look(Shown(x, dy, weight, loss, loss, 512, left=left_in_sum(dy)))["wgrad", "delayed"]
+    assert float(sums[0]) == 1.0
+    assert float(sums[1]) > 0.05
 
 
 def test_a_gradient_of_one_number_per_example_is_not_rounded_unseen() -> None:

@@ -173,3 +173,25 @@ def _element_scale(q: QTensor) -> Tensor:
 def _share(event: Tensor, of: Tensor) -> float:
     total = int(of.sum())
     return float(event.sum()) / total if total else 0.0
+
+
+def left_in_sum(dy: Tensor) -> Tensor:
+    """How much of the gradients of all rows their sum has, which is what a bias would get: |sum dy|^2 / sum |dy|^2.
+
+    About 1 where rows pull independently, more where they pull together. 0 behind a batch norm, whose backward takes the mean away: there, what the mean of an input
+    column adds to the weight gradient cancels in exact arithmetic, and its rounding does not.
+
+    Args:
+        dy: gradient of a linear's output, all rows [..., N].
+
+    Returns:
+        A number >= 0, without waiting for the device.
+
+    Example:
+        >>> left_in_sum(torch.tensor([[1.0], [-1.0]]))
+        tensor(0.)
+    """
+    rows = dy.reshape(-1, dy.shape[-1])
+    power = torch.linalg.vector_norm(rows, dtype=torch.float32)
+    # norms first: squares of small gradients would leave float32's range
+    return (torch.linalg.vector_norm(rows.sum(0, dtype=torch.float32)) / power.clamp(min=1e-38)).square()

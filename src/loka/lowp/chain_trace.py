@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from loka.formats import QTensor, Spec
+from loka.formats import QTensor, Spec, left_in_sum
 from loka.kernels.dropout import factor_of, keep_mask
 from loka.kernels.quantize import transpose
 from loka.lowp.chain import Chain
@@ -41,6 +41,7 @@ class LinkRows:
         w_low_t: [K, N], as dgrad has it.
         x_largest: largest magnitude of all rows of x.
         dy, dy_low, dy_largest: the gradient of the link's product, once backward has run.
+        dy_left: how much of that gradient, of all rows, is left in their sum (`loka.formats.left_in_sum`).
     """
 
     x: Tensor
@@ -51,6 +52,7 @@ class LinkRows:
     dy: Tensor | None = None
     dy_low: QTensor | None = None
     dy_largest: Tensor | None = None
+    dy_left: Tensor | None = None
 
 
 class Trace:
@@ -187,7 +189,8 @@ class Trace:
     def _show(self, at: int, g: QTensor) -> None:
         link = self.links[at]
         link.dy_low = take_quantized(g, self._index)
-        link.dy_largest = torch.linalg.vector_norm(g.dequantize(), torch.inf).float()
+        whole = g.dequantize()
+        link.dy_largest, link.dy_left = torch.linalg.vector_norm(whole, torch.inf).float(), left_in_sum(whole)
 
     def _pull_back(self, arriving: Tensor, at: int) -> Tensor:
         """The gradient of p from that of what the link hands on, in float32."""

@@ -204,7 +204,8 @@ class ChainTap(_Unsaved):
                 assert link.dy is not None
                 assert link.dy_low is not None
                 assert link.dy_largest is not None
-                watch.see_link_gradient(number, link.dy, link.dy_low, link.dy_largest)
+                assert link.dy_left is not None
+                watch.see_link_gradient(number, link.dy, link.dy_low, link.dy_largest, link.dy_left)
 
 
 def _switch_off(watches: list[Watch | None], doing: str, error: BaseException) -> None:

@@ -37,6 +37,7 @@ class Look:
     # as it was in this call, where it is scored: the optimizer changes it before the step is over
     weight: Tensor | None = None
     dy: Tensor | None = None
+    left: Tensor | None = None  # of the gradients of all rows, in their sum (`loka.formats.left_in_sum`)
     own: Own | None = None  # of a link of a chain: the same rows as the chain itself multiplied them
     calls: int = 1  # of this linear in the same call of the model
     weighs: float = 1.0  # what a row counts beside those of the other calls
@@ -61,5 +62,6 @@ class Look:
             per_example=self.count // self.examples,
             largest=self.largest,
             before=before,
+            left=self.left,
             weighs=self.weighs,
         )

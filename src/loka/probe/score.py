@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from loka.dispatch import RECIPES, USUAL
-from loka.formats import Spec
+from loka.formats import Spec, left_in_sum
 from loka.kernels.scaled_mm import GemmWay
 from loka.probe.paired import SURE
 from loka.probe.shown import HEADROOM, RoundedOperands, Shown
@@ -181,7 +181,7 @@ def _score_wgrad(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, sho
     dy, x = operands.low("dy", chosen.a, transposed=True), operands.low("x", chosen.b, transposed=True)
     low = _product(dy[:, ::every].T, x)
     exact, plain = operands.kept["exact"], operands.plain("dy")[:, ::every]
-    lost = torch.maximum(_lost(exact, low), _lost_by_column(exact, low, plain, operands.plain("x")))
+    lost = torch.maximum(_lost(exact, low), _lost_by_column(exact, low, plain, operands.plain("x"), x, shown.left))
     return _gradient_sums(lost, torch.zeros_like(lost))
 
 
@@ -193,18 +193,32 @@ def _lost(exact: Tensor, low: Tensor) -> Tensor:
     return torch.where(sizes > 0, 1 - (exact * low).sum().square() / sizes, (size > 0).float()).clamp(0, 1)
 
 
-def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """What columns of x with a large mean and a small spread lose, as a share of all columns: E^2 / (E^2 + sum dy^2 (x - mean)^2).
+def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor, x_low: Tensor, left: Tensor | None) -> Tensor:
+    """What columns of x with a large mean and a small spread lose, as a share of all columns, each counting by its spread.
 
     Beside a raw timestamp every other gradient is small, so the direction of the whole says nothing about a raw year; an optimizer that divides by an element's own
-    history makes no such difference. The mean, which a norm or a bias takes away again, is no part of what such a column teaches.
+    history makes no such difference. A column teaches by what varies in it, and loses it in two ways, of which the larger counts:
+
+        its values     1 - corr^2 of the column and its rounded self. A year between 1970 and 2026 is one number in FP8: everything is lost, in every step
+        its gradient   E^2 / (E^2 + sum dy^2 (x - mean)^2 + left * sum dy^2 mean^2). The rounding of dy is multiplied by the mean. So is dy itself, which is noise of a batch in exact
+                       arithmetic too, unless it cancels (`left` is 0 behind a batch norm): then rounding is all that is left of the mean
+
+    A column that hardly varies beside the others (a SiLU at its minimum, -0.278 for every example) has next to nothing to teach: columns count by their spread, as a share of the median's, at most once.
     """
     mean, spread = x.mean(0), x.std(0, correction=min(len(x) - 1, 1))  # of one row: 0, without a warning
-    error = (low - exact).square().sum(0)
-    drawn = dy.square().sum(1) @ (x - mean).square()
+    varies = x - mean
+    values = 1 - (_to_unit(varies) * _to_unit(x_low - x_low.mean(0))).sum(0).square()
+    error, drawn = (low - exact).square().sum(0), dy.square().sum(1) @ varies.square()
+    if left is not None:
+        drawn = drawn + left.clamp(max=1.0) * dy.square().sum() * mean.square()
+    gradient = (error / (error + drawn).clamp(min=1e-38)).nan_to_num(1.0)  # of squares beyond float32
+    counts = (spread / spread.median().clamp(min=1e-38)).clamp(max=1.0)
     offset = (spread > 0) & (mean.abs() > OFFSET * spread)
-    lost = torch.where(offset, error / (error + drawn).clamp(min=1e-38), 0.0)
-    return lost.mean()
+    return torch.where(offset, counts * torch.maximum(values, gradient), 0.0).mean()
+
+
+def _to_unit(columns: Tensor) -> Tensor:
+    return columns / torch.linalg.vector_norm(columns, dim=0).clamp(min=1e-38)
 
 
 def _reweighed(exact: Tensor, low: Tensor) -> Tensor:
@@ -326,6 +340,7 @@ def harm(
         together=per,
         per_example=per,
         before=largest,
+        left=left_in_sum(dy.detach()),
     )
     operands = RoundedOperands(shown)
     with torch.no_grad():

@@ -37,6 +37,7 @@ class Shown:
         per_example: rows one example has in the call.
         largest: of the whole call's x and dy, where known: tensor scales come from all rows, not from those looked at.
         before: largest values of x and dy in earlier calls, for given scales; without them, this call's.
+        left: how much of the gradients of all rows of the call their sum has (`loka.formats.left_in_sum`); None where that is not known, which counts as nothing, as behind a batch norm.
         weighs: what a row counts beside those of the linear's other calls for the same loss, which count the same in all, however many of their rows were taken.
     """
 
@@ -50,6 +51,7 @@ class Shown:
     per_example: int = 1
     largest: Mapping[str, Tensor] | None = None
     before: Mapping[str, Tensor] | None = None
+    left: Tensor | None = None
     weighs: float = 1.0
 
 

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from loka.formats import QTensor
+from loka.formats import QTensor, left_in_sum
 from loka.probe.adapter import Adapter
 from loka.probe.learned import Learned
 from loka.probe.ledger import Ledger
@@ -302,14 +302,15 @@ class Watch:
                 dy = dy.detach().to_local() if is_sharded(dy) else dy.detach()  # type: ignore[attr-defined]
                 look.dy = take_rows(dy, self.adapter.channel, look.index)
                 look.largest["dy"] = torch.linalg.vector_norm(dy, torch.inf).float()
+                look.left = left_in_sum(dy.movedim(self.adapter.channel, -1))
         except Exception as error:
             self.switch_off("looking at a backward pass", error)
 
-    def see_link_gradient(self, ticket: int, dy: Tensor, low: QTensor, largest: Tensor) -> None:
+    def see_link_gradient(self, ticket: int, dy: Tensor, low: QTensor, largest: Tensor, left: Tensor) -> None:
         """The gradient of a link's product, of the rows of its look: before it was rounded, and as the GEMMs had it."""
         look = self._pending.get(ticket)
         if look is not None and look.dy is None and look.own is not None:
-            look.dy, look.own.dy, look.largest["dy"] = dy, low, largest
+            look.dy, look.own.dy, look.largest["dy"], look.left = dy, low, largest, left
 
     def _generator(self, look: int) -> torch.Generator:
         return torch.Generator().manual_seed((self._seed * 1_000_003 + look) % 2**63)

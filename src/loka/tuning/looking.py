@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch.choosing import Looked, SiteLook
+from loka.formats import left_in_sum
 from loka.lowp.linear import refuse
 from loka.nn.wrapping import named_sites
 from loka.probe.adapter import find_adapter
@@ -136,7 +137,7 @@ class _Eye:
             largest = {"x": x.abs().amax().float(), "dy": dy.abs().amax().float()}
             before = {role: torch.maximum(self._largest[role], largest[role]) for role in largest}
             weight = self.module.weight.detach()
-            shown = Shown(x, dy[::every], weight, loss, loss, count * calls, largest=largest, before=before, weighs=taken / len(x))  # fmt: skip
+            shown = Shown(x, dy[::every], weight, loss, loss, count * calls, largest=largest, before=before, left=left_in_sum(dy), weighs=taken / len(x))  # fmt: skip
             for key, sums in score_look(shown, SCORED).items():
                 self._sums.setdefault(key, []).append(sums)
             self._largest = before
