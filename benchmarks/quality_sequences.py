@@ -313,10 +313,18 @@ class Stepper:
 
 
 def run(
-    root: Path, family: str, data: str, seed: int, device: str, *, deadline: float, recipe: Recipe
+    root: Path,
+    family: str,
+    data: str,
+    seed: int,
+    device: str,
+    *,
+    deadline: float,
+    recipe: Recipe,
+    events: Events | None = None,
 ) -> dict[str, Any]:
-    """Train one model and score it on the test split."""
-    events = read_events(root, data, device)
+    """Train one model and score it on the test split. `events`: those of the data set with something about them changed."""
+    events = events or read_events(root, data, device)
     torch.manual_seed(seed)
     attention = choose_attention(device) if family == "hstu" else ("", "")
     task = NextItem(events, recipe, attention[0]) if family == "hstu" else NextId(events, recipe)
