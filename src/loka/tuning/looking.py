@@ -106,6 +106,7 @@ class _Eye:
         self.name, self.module = name, module
         self.look = SiteLook(name, module.in_features, module.out_features, calls=calls, refusal=refuse(module))
         self._rows: list[tuple[Tensor, Tensor, int]] = []
+        self._is_raw = True  # its input comes from the data: an offset that the model made itself is no mistake of who prepared them
         self.armed = False  # whether the loss is being differentiated
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
         device = next(module.parameters()).device  # not `module.weight`: reading a parametrised one may change it
@@ -113,7 +114,9 @@ class _Eye:
         self._kept: list[Tensor] = []
 
     def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        x = (args[0] if args else kwargs["input"]).detach().reshape(-1, self.look.k)
+        given = args[0] if args else kwargs["input"]
+        self._is_raw &= not given.requires_grad
+        x = given.detach().reshape(-1, self.look.k)
         self.look.rows = max(self.look.rows, x.shape[0])
         if not output.requires_grad or x.shape[0] == 0 or self.look.refusal:
             return
@@ -141,7 +144,7 @@ class _Eye:
             for key, sums in score_look(shown, SCORED).items():
                 self._sums.setdefault(key, []).append(sums)
             self._largest = before
-            if len(self._kept) < 4:
+            if self._is_raw and len(self._kept) < 4:
                 self._kept.append(x[:256].float().cpu())
         self._rows.clear()
         self.armed = False
