@@ -50,7 +50,9 @@ def main() -> int:
     parser.add_argument("--arms", default="semantic,items,shuffled")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=7200.0, help="runs that are under way then are cut short, and not kept")
+    parser.add_argument(
+        "--seconds", type=float, default=7200.0, help="runs that are under way then are cut short, and not kept"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     stored: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}

@@ -86,6 +86,20 @@ def test_a_column_that_hardly_varies_has_nothing_to_lose() -> None:
     assert lost["years"] > 0.1
 
 
+def test_a_column_that_varies_little_counts_where_the_weight_makes_much_of_it() -> None:
+    """Beside columns a million times larger a year is small, and the weight of a model that has learned to read it is not."""
+    torch.manual_seed(0)
+    dy, loss, weight = torch.randn(512, 64), torch.tensor(0.6), torch.randn(64, 20)
+    x = torch.cat([1975 + 14 * torch.randn(512, 8), 1e7 * torch.randn(512, 12)], 1)
+    learned = torch.cat([weight[:, :8], 1e-6 * weight[:, 8:]], 1)
+
+    def lost(w: Tensor) -> float:
+        return float(score_look(Shown(x, dy, w, loss, loss, 512, left=left_in_sum(dy)))["wgrad", "delayed"][1])
+
+    assert lost(learned) > 0.3
+    assert lost(weight) < 0.01
+
+
 def test_what_rounding_adds_to_the_mean_counts_beside_what_a_batch_adds_to_it() -> None:
     """Gradients of single examples pull at a column's mean too, in exact arithmetic as well, and by far more than their rounding does. Behind a batch norm they cancel, and rounding is what is left."""
     torch.manual_seed(0)

@@ -181,7 +181,8 @@ def _score_wgrad(operands: RoundedOperands, chosen: GemmWay, pulled: Tensor, sho
     dy, x = operands.low("dy", chosen.a, transposed=True), operands.low("x", chosen.b, transposed=True)
     low = _product(dy[:, ::every].T, x)
     exact, plain = operands.kept["exact"], operands.plain("dy")[:, ::every]
-    lost = torch.maximum(_lost(exact, low), _lost_by_column(exact, low, plain, operands.plain("x"), x, shown.left))
+    columns = _lost_by_column(exact, low, plain, operands.plain("x"), x, operands.plain("w"), shown.left)
+    lost = torch.maximum(_lost(exact, low), columns)
     return _gradient_sums(lost, torch.zeros_like(lost))
 
 
@@ -193,8 +194,10 @@ def _lost(exact: Tensor, low: Tensor) -> Tensor:
     return torch.where(sizes > 0, 1 - (exact * low).sum().square() / sizes, (size > 0).float()).clamp(0, 1)
 
 
-def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor, x_low: Tensor, left: Tensor | None) -> Tensor:
-    """What columns of x with a large mean and a small spread lose, as a share of all columns, each counting by its spread.
+def _lost_by_column(
+    exact: Tensor, low: Tensor, dy: Tensor, x: Tensor, x_low: Tensor, weight: Tensor, left: Tensor | None
+) -> Tensor:
+    """What columns of x with a large mean and a small spread lose, as a share of all columns, each counting by how much it varies.
 
     Beside a raw timestamp every other gradient is small, so the direction of the whole says nothing about a raw year; an optimizer that divides by an element's own
     history makes no such difference. A column teaches by what varies in it, and loses it in two ways, of which the larger counts:
@@ -203,7 +206,8 @@ def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor, x_low: Te
         its gradient   E^2 / (E^2 + sum dy^2 (x - mean)^2 + left * sum dy^2 mean^2). The rounding of dy is multiplied by the mean. So is dy itself, which is noise of a batch in exact
                        arithmetic too, unless it cancels (`left` is 0 behind a batch norm): then rounding is all that is left of the mean
 
-    A column that hardly varies beside the others (a SiLU at its minimum, -0.278 for every example) has next to nothing to teach: columns count by their spread, as a share of the median's, at most once.
+    A column that hardly varies beside the others (a SiLU at its minimum, -0.278 for every example) has next to nothing to teach. Columns count by their spread as a share of the median's, or by
+    what their spread comes to in the output, through the weight, whichever is more; at most once.
     """
     mean, spread = x.mean(0), x.std(0, correction=min(len(x) - 1, 1))  # of one row: 0, without a warning
     varies = x - mean
@@ -212,7 +216,8 @@ def _lost_by_column(exact: Tensor, low: Tensor, dy: Tensor, x: Tensor, x_low: Te
     if left is not None:
         drawn = drawn + left.clamp(max=1.0) * dy.square().sum() * mean.square()
     gradient = (error / (error + drawn).clamp(min=1e-38)).nan_to_num(1.0)  # of squares beyond float32
-    counts = (spread / spread.median().clamp(min=1e-38)).clamp(max=1.0)
+    reaches = spread * torch.linalg.vector_norm(weight, dim=0)
+    counts = torch.maximum(*(size / size.median().clamp(min=1e-38) for size in (spread, reaches))).clamp(max=1.0)
     offset = (spread > 0) & (mean.abs() > OFFSET * spread)
     return torch.where(offset, counts * torch.maximum(values, gradient), 0.0).mean()
 
