@@ -174,6 +174,17 @@ def test_chains_are_split_where_a_linear_leaves() -> None:
     assert list(split_unit(unit, set("abcd"))) == []
 
 
+def test_what_is_left_out_says_which_margin_would_try_it() -> None:
+    def kept(forward: float, backward: float = 0.0) -> str:
+        sites = looked_at(a=predicted(1e-4), b=predicted(forward, backward=backward, finer=forward))
+        return make_offers(sites, limits=Limits.before_swapping(2e-4), training=True).kept["b"]
+
+    assert kept(0.00237).endswith("more than 5 times the margin of 0.020%; hint: margin=0.00048 would try it")
+    asked = make_offers(looked_at(a=predicted(1e-4), b=predicted(0.00237, finer=0.00237)), limits=Limits.before_swapping(0.00048), training=True)  # fmt: skip
+    assert not asked.kept, "and it does"
+    assert "hint" not in kept(0.5), "nobody would ask for that"
+
+
 def test_a_plan_has_a_word_for_every_linear() -> None:
     sites = looked_at(a=predicted(1e-4), b=predicted(0.5, finer=1e-5), c=predicted(0.5, finer=0.5))
     chosen = make_offers(sites, limits=LIMITS, training=True)

@@ -90,6 +90,7 @@ class Limits:
         backward: what a gradient GEMM may be worth.
         forward_is, backward_is: where they come from, for what is said of a linear that exceeds one.
         upper: whether the upper end of a prediction must be within them, as Probe's own verdict wants it, or its middle is enough, since a swap follows.
+        margin: that they were made from, where a larger one would let more be tried; None where it would not.
     """
 
     forward: float
@@ -97,6 +98,7 @@ class Limits:
     forward_is: str
     backward_is: str
     upper: bool = False
+    margin: float | None = None
 
     def judged(self, harm: Interval) -> float:
         """The end of a prediction that must be within the limits.
@@ -109,11 +111,25 @@ class Limits:
         """
         return harm.high if self.upper else harm.value
 
+    def hint(self, seen: float, limit: float) -> str:
+        """The least margin at which something would be tried that exceeds a limit; nothing where that is more than ten times the one that was asked for.
+
+        Args:
+            seen: what exceeds it.
+            limit: of this margin.
+
+        Returns:
+            Words to append, or none.
+        """
+        if self.margin is None or seen > 10 * limit:
+            return ""
+        return f"; hint: margin={_round_up(self.margin * seen / limit):g} would try it"
+
     @classmethod
     def before_swapping(cls, margin: float) -> "Limits":
         """For whoever swaps in and measures what is left: forward only what is hopeless is refused, gradients may be worth the margin."""
         text = f"the margin of {margin:.3%}"
-        return cls(HOPELESS * margin, margin, f"{HOPELESS:g} times {text}", text)
+        return cls(HOPELESS * margin, margin, f"{HOPELESS:g} times {text}", text, margin=margin)
 
     @classmethod
     def to_place(cls, margin: float, units: int) -> "Limits":
@@ -167,7 +183,7 @@ def make_offers(looked: Looked, *, limits: Limits, training: bool) -> Chosen:
                 unsafe[name] = why
         offers += [_offer(part, looked, total, training) for part in split_unit(unit, set(unsafe))]
         for name, why in unsafe.items():
-            offer = _finer(looked.sites[name], limits, total, why, training)
+            offer = _finer(looked.sites[name], limits, total, why.partition("; hint: margin=")[0], training)
             if offer is None:
                 kept[name] = why
             else:
@@ -243,12 +259,18 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     if forward is None:
         return "nothing predicts what its error does: no gradient reached it, or the loss is not known; hint: probe.step(loss)"
     if (seen := limits.judged(forward)) > limits.forward:
-        return f"{recipe}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause}"
+        return f"{recipe}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause or limits.hint(seen, limits.forward)}"
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
         if backward is not None and (seen := limits.judged(backward)) > limits.backward:
-            return f"{recipe}: what {gemm} loses is worth {seen:.4%} of the loss, more than {limits.backward_is}"
+            return f"{recipe}: what {gemm} loses is worth {seen:.4%} of the loss, more than {limits.backward_is}{limits.hint(seen, limits.backward)}"
     return None
+
+
+def _round_up(value: float) -> float:
+    """To two digits."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(round(value / step, 6)) * step:.2g}")
 
 
 def _explain(harm: Interval | None) -> str:
