@@ -194,4 +194,5 @@ def left_in_sum(dy: Tensor) -> Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     power = torch.linalg.vector_norm(rows, dtype=torch.float32)
     # norms first: squares of small gradients would leave float32's range
-    return (torch.linalg.vector_norm(rows.sum(0, dtype=torch.float32)) / power.clamp(min=1e-38)).square()
+    left: Tensor = torch.linalg.vector_norm(rows.sum(0, dtype=torch.float32)) / power.clamp(min=1e-38)
+    return left.square()

@@ -223,7 +223,8 @@ def _lost_by_column(
 
 
 def _to_unit(columns: Tensor) -> Tensor:
-    return columns / torch.linalg.vector_norm(columns, dim=0).clamp(min=1e-38)
+    sizes: Tensor = torch.linalg.vector_norm(columns, dim=0)
+    return columns / sizes.clamp(min=1e-38)
 
 
 def _reweighed(exact: Tensor, low: Tensor) -> Tensor:
