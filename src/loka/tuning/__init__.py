@@ -10,6 +10,7 @@ estimating.py   how fast a unit would be on a GPU that is not here, with an erro
 choosing.py     units timed or estimated, and dropped where they are not faster
 verifying.py    the metric, a little training and the whole step; units are dropped until all hold
 comparing.py    the metric of two runs on the same held-out batches, paired
+gradients.py    whether what the kernels return in backward is a gradient: beside 16 bits, and beside the reference
 evidence.py     everything measured, on disk as soon as it is known, so that a call that was cut short goes on
 tuned.py        the result
 

@@ -17,6 +17,7 @@ from loka.records.tuning import TunedUnit, Tuning
 from loka.tuning import choosing, timing, verifying
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
+from loka.tuning.gradients import describe, verify_gradients
 from loka.tuning.looking import look, name_unseen
 from loka.tuning.tables import describe_part
 from loka.tuning.verifying import StepTimes
@@ -34,6 +35,7 @@ class Session:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.original: dict[str, timing.Captured] = {}  # the step as it was, by compile mode
+        self._verified: set[str] = set()  # units whose gradients were compared
         if call.evidence.resumed:
             call.notes.append("went on from evidence of an earlier call")
 
@@ -87,6 +89,9 @@ class Session:
             choosing.choose_faster(call, selection)
         with call.phase("verify the metric"):
             verifying.verify_metric(call, selection)
+        if call.training:
+            with call.phase("verify the gradients"):
+                self._verify_gradients(selection)
         measured, trained = selection.offers, None
         if call.train:
             with call.phase("train a little"):
@@ -108,9 +113,19 @@ class Session:
             verifying.note_columns(call, selection)
         return _record(call, selection, step, trained, parts)
 
+    def _verify_gradients(self, selection: Selection) -> None:
+        """Drop units whose gradients are wrong here until none is; what leaves, or is taken apart, has the metric measured again."""
+        while not all(describe(offer) in self._verified for offer in selection.offers):
+            before = selection.offers
+            verify_gradients(self.call, selection, self._verified)
+            if selection.offers != before:
+                verifying.hold_margin(self.call, selection, selection.used)
+
     def _settle(self, selection: Selection) -> StepTimes:
         """Drop units until the step is not slower and the metric is within the margin, of the same units: whatever leaves for one of them, the other is measured again."""
         while True:
+            if self.call.training:
+                self._verify_gradients(selection)
             before = selection.offers
             step = verifying.verify_speed(self.call, selection, self.original)
             timed = selection.offers
@@ -180,7 +195,7 @@ def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval
         metric=base.mean if math.isfinite(base.mean) else None,
         metric_change=selection.change,
         metric_unit="examples" if base.per_example else "batches",
-        gradients=_say_gradients(call, trained),
+        gradients=_say_gradients(call, trained, compared=bool(selection.offers)),
         training_change=trained,
         seconds=call.seconds,
         notes=call.notes,
@@ -188,15 +203,18 @@ def _record(call: Call, selection: Selection, step: StepTimes, trained: Interval
     )
 
 
-def _say_gradients(call: Call, trained: Interval | None) -> str:
+def _say_gradients(call: Call, trained: Interval | None, *, compared: bool) -> str:
     """How gradients were judged."""
     if not call.training:
         return "none: serving"
-    if not call.train:
-        return "by the score"
-    if trained is None:
-        return f"by the score, and by paired runs of {call.train} steps, which no unit passed"
-    return f"by the score, and by a paired run of {call.train} steps: {trained:+.4%}"
+    ways = ["by the score"]
+    if compared and not any(note.startswith("gradients were not compared") for note in call.notes):
+        ways.append("by a backward pass beside 16 bits")
+    if call.train and trained is None:
+        ways.append(f"by paired runs of {call.train} steps, which no unit passed")
+    elif call.train:
+        ways.append(f"by a paired run of {call.train} steps: {trained:+.4%}")
+    return ", and ".join(ways)
 
 
 def _describe(selection: Selection) -> list[TunedUnit]:

@@ -1,0 +1,206 @@
+"""Whether the gradients that come out of the kernels are gradients: one backward pass as it will run, beside 16 bits and beside the reference.
+
+The score predicts what rounding does to a gradient, and swapping measures the forward pass. Neither runs a backward kernel: one that is wrong at this shape, on this GPU, would train a model into the ground with every verdict
+"within". So what is chosen runs forward and backward on batches that choose, and the weight gradient of every linear in it is held against
+
+    16 bits          it must point the same way and have the same size, as far as FP8 can: a sign, a factor, a transpose, a scale that saturates
+    the reference    the same plan with every kernel replaced by the law (`kernels/*/reference.py`): what a kernel gets wrong beyond the order in which it adds
+
+How far two runs of the law are apart when weights move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers.
+
+A unit whose gradients fail alone is left out, and says what was seen. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
+"""
+
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from loka.dispatch.choosing import Offer
+from loka.kernels import registry
+from loka.nn.wrapping import named_sites
+from loka.records import Plan
+from loka.tuning.call import Call, Selection
+from loka.tuning.comparing import converted
+from loka.units.undisturbed import gradients_aside, undisturbed
+
+BATCHES = 2  # that are run
+SAME_WAY = 0.6  # cos^2 of a gradient and that of 16 bits, at least: FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more
+SAME_SIZE = 1.4  # and how many times as long it may be along it, or as short; 0.95 to 1.03 were seen
+BESIDE_LAW = 0.15  # relative difference from the reference, at most ...
+CHAOS = 3.0  # ... or so many times as much as two runs of the reference differ by
+NUDGE = 2.0**-10  # of a weight
+LAW = frozenset({"reference"})
+
+Gradients = dict[str, Tensor]  # by linear
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A gradient that is wrong.
+
+    Args:
+        linear: whose weight it belongs to.
+        text: what was seen, and what was expected.
+        size: how wrong, to say which is worst.
+    """
+
+    linear: str
+    text: str
+    size: float
+
+
+def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> None:
+    """Drop units whose weight gradients, as their kernels make them here, are not those of the model.
+
+    Args:
+        call: whose batches run.
+        selection: what is in; what fails is dropped with the reason.
+        verified: units that passed before, by `describe`; those that pass are added.
+    """
+    while selection.offers and not all(describe(offer) in verified for offer in selection.offers):
+        exact = _run(call, selection, None)
+        if isinstance(
+            exact, Exception
+        ):  # torch's own backward fails in eval mode, as that of cuDNN's recurrent layers does
+            call.notes.append(f"gradients were not compared with 16 bits, which fail in eval mode: {type(exact).__name__}: {exact}")  # fmt: skip
+            verified.update(describe(offer) for offer in selection.offers)
+            return
+        if not (faults := _find_faults(call, selection, selection.offers, exact)):
+            verified.update(describe(offer) for offer in selection.offers)
+            return
+        alone = {o.name: _find_faults(call, selection, [o], exact) for o in selection.offers}
+        failing = [(offer, alone[offer.name][0]) for offer in selection.offers if alone[offer.name]]
+        if not failing:  # together they are too far off, and none of them alone: the one that is worst among them
+            worst = next(f for f in faults if any(f.linear in o.unit.linears for o in selection.offers))
+            failing = [(next(o for o in selection.offers if worst.linear in o.unit.linears), worst)]
+        for offer, fault in failing:
+            selection.drop(offer, f"its gradients are wrong here: {fault.text}")
+
+
+def describe(offer: Offer) -> str:
+    """What decides which kernels an offer runs."""
+    return f"{offer.way} {' '.join(offer.unit.linears)}"
+
+
+def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: Mapping[str, Tensor]) -> list[Fault]:
+    """What is wrong with the gradients of some offers, the worst first."""
+    plan = selection.to_plan(call, offers)
+    linears = [name for offer in offers for name in offer.unit.linears]
+    here = _run(call, selection, plan)
+    if isinstance(here, Exception):
+        return [Fault(linears[0], f"{type(here).__name__}: {here}", float("inf"))]
+    faults = [f for name in linears if name in exact and (f := _beside_high(name, here.get(name), exact[name]))]
+    if not faults:
+        law = _run(call, selection, plan, law=True)
+        nudged = law if isinstance(law, Exception) else _run(call, selection, plan, law=True, nudged=True)
+        if isinstance(law, Exception) or isinstance(nudged, Exception):
+            note = f"gradients were compared with 16 bits alone: the reference fails: {type(nudged).__name__}: {nudged}"
+            call.notes += [note] if note not in call.notes else []
+            return []
+        faults = [f for name in linears if name in law and name in here and (f := _beside_law(name, here[name], law[name], nudged[name]))]  # fmt: skip
+    return sorted(faults, key=lambda fault: -fault.size)
+
+
+def _beside_high(name: str, found: Tensor | None, exact: Tensor) -> Fault | None:
+    """A gradient beside that of 16 bits."""
+    power = float(exact.square().sum())
+    if power == 0.0 or not bool(exact.isfinite().all()):
+        return None
+    if found is None:
+        return Fault(name, f"none reaches the weight of {name}, and one does in 16 bits", float("inf"))
+    if not bool(found.isfinite().all()):
+        return Fault(name, f"the gradient of the weight of {name} is not finite, and is in 16 bits", float("inf"))
+    along = float((found * exact).sum())
+    size = float(found.square().sum())
+    way, gain = (along / (power * size) ** 0.5 if size else 0.0), along / power
+    if way > 0 and way**2 >= SAME_WAY and 1 / SAME_SIZE <= gain <= SAME_SIZE:
+        return None
+    return Fault(name, f"the gradient of the weight of {name} has a cosine of {way:.2f} with that of 16 bits and {gain:.2f} of its size, expected at least {SAME_WAY**0.5:.2f} and {1 / SAME_SIZE:.2f} to {SAME_SIZE:.2f}", 1 - way)  # fmt: skip
+
+
+def _beside_law(name: str, found: Tensor, law: Tensor, nudged: Tensor) -> Fault | None:
+    """A gradient beside that of the same plan run by the reference."""
+    power = float(torch.linalg.vector_norm(law))
+    if power == 0.0:
+        return None
+    differs, chaos = (float(torch.linalg.vector_norm(other - law)) / power for other in (found, nudged))
+    allowed = max(BESIDE_LAW, CHAOS * chaos)
+    if differs <= allowed:
+        return None
+    return Fault(name, f"the gradient of the weight of {name} differs by {differs:.0%} from what the reference computes by the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs)  # fmt: skip
+
+
+def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = False, nudged: bool = False) -> Gradients | Exception:  # fmt: skip
+    """The weight gradients of the linears that were looked at, summed over a few batches; what the pass raised, where it did."""
+    model, task = call.task.model, call.task
+    try:
+        with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, nudged):
+            model.eval()
+            torch.manual_seed(0)
+            with torch.enable_grad():
+                for index, batch in enumerate(task.looking[:BATCHES]):
+                    loss = _mix(task.losses(model, batch).float(), index)
+                    if loss.requires_grad:  # not where every parameter is frozen
+                        loss.backward()  # type: ignore[no-untyped-call]
+            return {name: found for name, module in named_sites(model) if name in selection.looked.sites and (found := _gradient_of(module)) is not None}  # fmt: skip
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # Triton's errors share no type with torch's
+        if isinstance(error, torch.OutOfMemoryError) and not law:
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass
+        return error
+
+
+def _mix(losses: Tensor, batch: int) -> Tensor:
+    """The losses of examples, or of batches, half of them counting against: in the gradient of a mean the examples of a trained model all but cancel, and a change of all outputs by a thousandth then turns it by a tenth."""
+    if losses.numel() < 2:
+        return -losses.mean() if batch % 2 else losses.mean()
+    signs = torch.randint(2, losses.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return (losses * signs.to(losses.device)).mean()
+
+
+def _gradient_of(module: nn.Module) -> Tensor | None:
+    """Of everything a linear's weight is made of: the weight, or what a parametrisation makes it from. Biases are sums that may cancel to nothing, and say little."""
+    found = [p.grad.detach().float().flatten() for p in module.parameters() if p.grad is not None and p.dim() > 1 and not p.grad.is_sparse]  # fmt: skip
+    return torch.cat(found) if found else None
+
+
+@contextmanager
+def _by(law: bool) -> Iterator[None]:
+    if not law:
+        yield
+        return
+    with warnings.catch_warnings(), registry.offering(LAW):
+        warnings.simplefilter("ignore")  # that an emulation runs on a GPU is what is wanted here
+        yield
+
+
+@contextmanager
+def _placed(model: nn.Module, plan: Plan | None) -> Iterator[None]:
+    if plan is None:
+        yield
+        return
+    with converted(model, plan):
+        yield
+
+
+@contextmanager
+def _nudged(model: nn.Module, nudged: bool) -> Iterator[None]:
+    """Weights moved by about a rounding, and put back."""
+    kept = [(p, p.detach().clone()) for p in model.parameters() if nudged and p.is_floating_point() and p.dim() > 1]
+    try:
+        with torch.no_grad():
+            for p, before in kept:
+                generator = torch.Generator(device=p.device).manual_seed(1)
+                p.add_(before * NUDGE * torch.randn(p.shape, generator=generator, device=p.device).to(p.dtype))
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in kept:
+                p.copy_(before)
