@@ -41,5 +41,7 @@ def kill_many(folder: Path, kills: int) -> None:
     chosen = random.Random(0)
     for _ in range(kills):
         kill_one(folder, chosen)
-        Evidence(folder, Ranker(), {"training": True, "margin": MARGIN, "thorough": False})  # readable, or an error
+        Evidence(
+            folder, Ranker(), {"training": True, "margin": MARGIN, "thorough": False, "autocast": "None"}
+        )  # readable, or an error
         print("whole", *sorted(path.name for path in folder.glob("*.json")))

@@ -24,9 +24,10 @@ from loka.dispatch.choosing import (
     split_unit,
     to_plan_parts,
 )
+from loka.formats import left_in_sum
 from loka.probe.paired import Losses
 from loka.records import Interval, LinkPlan, Magnitude, UnitPlan
-from loka.tuning import choosing, timing
+from loka.tuning import choosing, looking, timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.choosing import estimate as estimate_all
 from loka.tuning.choosing import time_unit
@@ -468,3 +469,20 @@ def test_what_was_fastest_says_how_to_compile_it() -> None:
         torch.compile(
             nn.Linear(2, 2), backend="inductor", **given
         )  # raises on a mode or option that torch does not know
+
+
+def test_rows_that_are_kept_keep_no_others_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of all rows is computed before they are let go."""
+    monkeypatch.setattr(looking, "ROWS", 8)
+    linear = nn.Linear(64, 64)
+    eye = looking._Eye("linear", linear, 1)
+    linear.register_forward_hook(eye.see, with_kwargs=True)
+    y = linear(torch.randn(96, 64))
+    eye.armed, weights = True, torch.randn(96, 64)
+    (y * weights).sum().backward()
+    (rows,) = eye._rows
+    assert torch.equal(rows.dy, weights[::12])
+    assert rows.total == 96
+    assert {t.untyped_storage().nbytes() for t in (rows.x, rows.dy)} == {8 * 64 * 4}
+    assert float(rows.largest) == float(weights.abs().amax())
+    assert torch.equal(rows.left, left_in_sum(weights))

@@ -9,6 +9,7 @@ from loka.dispatch.choosing import Chosen, Looked, Offer, SiteLook, single
 from loka.records import Interval
 from loka.tuning import session, verifying
 from loka.tuning.call import Call, Selection
+from loka.tuning.gradients import describe
 from loka.tuning.verifying import StepTimes
 
 COST = {"a": 0.0001, "b": 0.00015, "c": -0.0002}  # of the metric, which add up; the margin is 0.0002
@@ -58,6 +59,7 @@ def settle(call: Any, selection: Selection, slow: set[str], monkeypatch: pytest.
     monkeypatch.setattr(verifying, "verify_speed", verify_speed)
     mine = session.Session.__new__(session.Session)
     mine.call, mine.original = call, {}
+    mine._verified = {describe(offer) for offer in selection.offers}  # their gradients are another test's
     return mine._settle(selection), timed
 
 

@@ -1,3 +1,5 @@
+import weakref
+
 import torch
 from torch import Tensor, nn
 
@@ -77,3 +79,27 @@ def test_failures_are_reasons():
     assert isinstance(found, Unknown)
     assert found.reason.startswith("the model failed on the example: RuntimeError")
     assert "pass example=" in record(Net()).reason  # type: ignore[union-attr]
+
+
+def test_what_a_forward_has_let_go_of_is_not_kept() -> None:
+    """All that a batch computes, at once, is more than a GPU has; a tensor that takes the place of another is not taken for it."""
+    gone: list[bool] = []
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                before = weakref.ref(x)
+                x = torch.relu(layer(x) + 1.0)
+                gone.append(before() is None)
+            return x
+
+    flow = record(Deep(), torch.ones(2, 8))
+    assert isinstance(flow, Flow)
+    assert gone[1:] == [True, True, True]  # the first is the example
+    calls = [call for call in flow.calls if call.op in ("Linear", "add", "relu")]
+    assert len({call.outputs for call in calls}) == len(calls) == 12
+    assert [flow.maker(call.inputs[0]) for call in calls[1:]] == calls[:-1]

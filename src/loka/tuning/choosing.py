@@ -86,8 +86,8 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
         return None
     task = call.task
     plain, _ = timing.make_fragment(task.model, offer.unit)
-    dtype = task.autocast or next(task.model.parameters()).dtype
-    x = torch.randn(rows, offer.unit.links[0].k, device=task.device, dtype=dtype)
+    first = next(plain.parameters())  # of the unit: the model's own may be a table of another type, or elsewhere
+    x = torch.randn(rows, offer.unit.links[0].k, device=first.device, dtype=task.autocast or first.dtype)
     options: dict[str, Any] = {"training": call.training, "autocast": task.autocast, "mode": None}
     runs = {"bf16": timing.fragment_step(plain.train(call.training), x, **options)}
     runs |= {way: timing.fragment_step(_lower_fragment(call, offer, way, x), x, **options) for way in ways}
@@ -98,15 +98,15 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
 def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
     """A unit cut out of the model and converted."""
     low, unit = timing.make_fragment(call.task.model, offer.unit)
+    low.train(call.training)
     if way != "chain":
-        low.train(call.training)
         convert(low, recipe=way)
         return low
     chain = place(low, unit)
     if call.training:
         _prime(call, low, x)
     else:
-        low.eval().requires_grad_(False)
+        low.requires_grad_(False)
         chain.freeze()
     return low
 

@@ -6,7 +6,7 @@ output, the weight. From these `loka.probe.score` predicts the relative change o
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,13 +99,23 @@ def name_unseen(model: nn.Module) -> list[str]:
     return [f"not looked at, and not among the FLOPs of these units: {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}: {why}" for why, names in reasons.items()]  # fmt: skip
 
 
+class _Rows(NamedTuple):
+    """Some rows of one call."""
+
+    x: Tensor
+    dy: Tensor
+    total: int  # rows, with those that are not kept
+    largest: Tensor  # magnitude of dy, of all rows
+    left: Tensor  # of dy in its sum, of all rows
+
+
 class _Eye:
     """One linear, looked at."""
 
     def __init__(self, name: str, module: nn.Linear, calls: int) -> None:
         self.name, self.module = name, module
         self.look = SiteLook(name, module.in_features, module.out_features, calls=calls, refusal=refuse(module))
-        self._rows: list[tuple[Tensor, Tensor, int]] = []
+        self._rows: list[_Rows] = []
         self._is_raw = True  # its input comes from the data: an offset that the model made itself is no mistake of who prepared them
         self.armed = False  # whether the loss is being differentiated
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
@@ -121,12 +131,14 @@ class _Eye:
         if not output.requires_grad or x.shape[0] == 0 or self.look.refusal:
             return
         every = max(x.shape[0] // ROWS, 1)
-        rows = x[::every]
+        # copies: views would keep all rows of all linears in memory until the batch is judged
+        rows = x[::every].clone()
         width, count = self.look.n, x.shape[0]
 
         def keep(g: Tensor) -> None:
             if self.armed:
-                self._rows.append((rows, g.detach().reshape(-1, width), count))
+                dy = g.detach().reshape(-1, width)
+                self._rows.append(_Rows(rows, dy[::every].clone(), count, dy.abs().amax().float(), left_in_sum(dy)))
 
         output.register_hook(keep)  # type: ignore[no-untyped-call]
 
@@ -134,13 +146,12 @@ class _Eye:
     def judge(self, loss: Tensor) -> None:
         """Score the rows of this batch, then forget them."""
         calls = len(self._rows)  # what they do to the loss adds up
-        taken = sum(len(x) for x, _, _ in self._rows) / max(calls, 1)
-        for x, dy, count in self._rows:
-            every = max(count // ROWS, 1)
-            largest = {"x": x.abs().amax().float(), "dy": dy.abs().amax().float()}
+        taken = sum(len(rows.x) for rows in self._rows) / max(calls, 1)
+        for x, dy, count, largest_dy, left in self._rows:
+            largest = {"x": x.abs().amax().float(), "dy": largest_dy}
             before = {role: torch.maximum(self._largest[role], largest[role]) for role in largest}
             weight = self.module.weight.detach()
-            shown = Shown(x, dy[::every], weight, loss, loss, count * calls, largest=largest, before=before, left=left_in_sum(dy), weighs=taken / len(x))  # fmt: skip
+            shown = Shown(x, dy, weight, loss, loss, count * calls, largest=largest, before=before, left=left, weighs=taken / len(x))  # fmt: skip
             for key, sums in score_look(shown, SCORED).items():
                 self._sums.setdefault(key, []).append(sums)
             self._largest = before

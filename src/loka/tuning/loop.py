@@ -32,7 +32,7 @@ from loka.tuning.progress import Progress, Told
 from loka.tuning.session import Session
 from loka.tuning.task import MakeOptimizer, Step, Task, check_arity
 from loka.tuning.tuned import Tuned
-from loka.units.undisturbed import gradients_aside
+from loka.units.undisturbed import gradients_aside, put_back
 
 Target = Literal["train", "serve"]
 
@@ -111,30 +111,30 @@ def tune(
     present = _mods_of(inner, architecture)
     call = Call(
         task, metric, margin, training, seconds, thorough,
-        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough}),
+        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast)}),
         progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
         choose_tables=tables, choose_collectives=collectives,
     )  # fmt: skip
     # captured, and timed, is what runs on the current GPU
     with gradients_aside(inner), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():
         session = Session(call)
-        session.time_original()
-        with ExitStack() as undo:
+        with put_back(inner), ExitStack() as undo:  # steps that are timed run the model, and replay what it writes to
+            session.time_original()
             if present:  # the user's own, trained with them: they stay, and none are put on top
                 names = present
             else:
                 undo.callback(mods_room.revert, inner)
                 names = session.apply_mods(list(mods_room.CORE) if architecture else [])
             record = msgspec.structs.replace(session.run(names), metric_name=_name_metric(metric))
-            undo.pop_all().close()  # the plan applies them again, so that what is loaded elsewhere is what was measured
-            if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
-                done = convert(
-                    inner,
-                    record.plan,
-                    freeze=target == "serve",
-                    example=task.example() or partial(task.losses, inner, task.kept[0]),
-                )
-                record = msgspec.structs.replace(record, conversion=done)
+        # the plan applies mods again, so that what is loaded elsewhere is what was measured
+        if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
+            done = convert(
+                inner,
+                record.plan,
+                freeze=target == "serve",
+                example=task.example() or partial(task.losses, inner, task.kept[0]),
+            )
+            record = msgspec.structs.replace(record, conversion=done)
         tuned = Tuned(model, record)
         session.give_back()
     if out is not None:

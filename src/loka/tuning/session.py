@@ -5,6 +5,7 @@ Every phase changes the selection that the phase before it left, and asks the ev
 
 import gc
 import math
+import traceback
 from dataclasses import replace
 
 import torch
@@ -46,13 +47,15 @@ class Session:
         if call.untimed is not None:
             return
         with call.phase("compile 16 bits"):
-            for compiler in call.compilers:
-                try:
-                    run = timing.whole_step(call.task, training=call.training, compiler=compiler)
-                except timing.NotCapturedError as error:
-                    call.untimed = str(error)
-                    return
-                self.original[verifying.name_run("bf16", compiler)] = run
+            try:
+                self.original = verifying.capture_steps(call, "bf16")
+            except timing.NotCapturedError as error:
+                call.untimed = str(error)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except Exception as error:  # what is wrong with the step itself, and not with compiling it, the look raises
+                traceback.clear_frames(error.__traceback__)  # they hold its tensors
+                call.untimed = f"the step cannot be compiled: {type(error).__name__}: {error}"
 
     def apply_mods(self, asked: list[str]) -> list[str]:
         """Rewrites of the layout that keep the function, and what was asked for; the names of those that changed something."""

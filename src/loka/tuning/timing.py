@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
 from loka.units.example import copy_example
 from loka.units.following import make_activation
+from loka.units.undisturbed import put_back
 
 TURNS, REPEATS = 5, 4
 LONG_ENOUGH = 8000.0  # microseconds that are timed at once
@@ -177,7 +178,7 @@ COMPILERS: dict[str, dict[str, Any]] = {
 
 
 def whole_step(task: Task, *, training: bool, compiler: str = "") -> Captured:
-    """One step of the whole model on one batch, compiled and captured.
+    """One step of the whole model on one batch, compiled and captured, in training or eval mode. The model is afterwards what it was; a replay writes to its buffers again.
 
     Args:
         task: what the user gave.
@@ -198,7 +199,12 @@ def whole_step(task: Task, *, training: bool, compiler: str = "") -> Captured:
                 end_step(_placed(model))
                 model.zero_grad(set_to_none=True)
 
-    return capture(step, _tensors_of(model))
+    with put_back(model):
+        if model.training != training:  # parts that are in eval mode inside of a model that trains stay so
+            model.train(training)
+        made = capture(step, _tensors_of(model))
+        # what the forward left in attributes is the graph's as well, and the model's no longer
+        return replace(made, kept=(made.kept, [dict(vars(module)) for module in model.modules()]))
 
 
 def _compile(task: Task, given: Mapping[str, Any]) -> tuple[Task, nn.Module]:

@@ -16,7 +16,7 @@ from loka.tuning import choosing, timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import converted, evaluate, train_paired
 from loka.tuning.tables import choose_collectives, choose_tables, rounded_weights, unrounded
-from loka.units.undisturbed import gradients_aside, undisturbed
+from loka.units.undisturbed import gradients_aside, put_back, undisturbed
 
 _TWICE = "differentiate twice"  # what autograd says of a function that has one derivative
 
@@ -133,16 +133,27 @@ def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) ->
         coarsest: a margin that an earlier measurement resolved; none coarser is used now.
     """
     while selection.offers:
-        together = selection.change = swap(call, selection, selection.offers)
+        try:
+            together = selection.change = _swap_all(call, selection)
+        except AnotherPathError as error:
+            _leave_chain(call, selection, error)
+            continue
         selection.used = min(call.margin_for(together), coarsest)
         selection.unresolved = together if selection.used > call.margin else None
         if call.is_within(together, selection.used):
             return
         worst = max(selection.offers, key=lambda o: selection.alone[o.name].high)
         exceeded = call.margin if together.low > call.margin else selection.used
-        for part in _drop_worst(call, selection, worst, exceeded):
-            selection.alone[part.name] = swap(call, selection, [part])
+        _drop_worst(call, selection, worst, exceeded)
     selection.change = None
+
+
+def _swap_all(call: Call, selection: Selection) -> Interval:
+    """The change with all that is in together; before that, of each alone that is new."""
+    for offer in selection.offers:
+        if offer.name not in selection.alone:
+            selection.alone[offer.name] = swap(call, selection, [offer])
+    return swap(call, selection, selection.offers)
 
 
 def note_margin(call: Call, selection: Selection) -> None:
@@ -151,8 +162,8 @@ def note_margin(call: Call, selection: Selection) -> None:
         call.notes.append(f"the held-out data resolve {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, selection.base)}")  # fmt: skip
 
 
-def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float) -> list[Offer]:
-    """Drop the linear of an offer that is predicted to cost most; what is left of its chain stays in, and is returned."""
+def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float) -> None:
+    """Drop the linear of an offer that is predicted to cost most; what is left of its chain stays in."""
     sites, whole = selection.looked.sites, len(offer.unit.links) == 1
     what = "it" if whole else f"the chain {offer.name}, of which this is predicted to cost most,"
     change = spell_change(selection.alone[offer.name])
@@ -160,11 +171,10 @@ def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float)
     why = f"swapped in, {what} moved the metric {change}, and all together exceeded {exceeded:.3%}"
     if whole:
         selection.drop(offer, why)
-        return []
+        return
     selection.chosen.kept[worst] = why
     parts = [part_of(offer, unit, selection.looked, training=call.training) for unit in split_unit(offer.unit, {worst})]  # fmt: skip
     selection.replace(offer, parts)
-    return parts
 
 
 def _say_finer(call: Call, base: Losses) -> str:
@@ -181,7 +191,11 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
         The change of the metric that the runs ended with; None where no unit is left.
     """
     while selection.offers:
-        change = train_paired(call.task, selection.to_plan(call), call.train, call.optimizer, call.metric, lambda done: call.progress("train a little", done, 2 * call.train))  # fmt: skip
+        try:
+            change = train_paired(call.task, selection.to_plan(call), call.train, call.optimizer, call.metric, lambda done: call.progress("train a little", done, 2 * call.train))  # fmt: skip
+        except AnotherPathError as error:
+            _leave_chain(call, selection, error)
+            continue
         if call.is_within(change, selection.used):
             return change
         worst = max(selection.offers, key=lambda o: 0.0 if o.harm is None else o.harm.value)
@@ -202,21 +216,20 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
     """
     if call.untimed is not None:
         return StepTimes(note=call.untimed)
-    base, offered = dict(original), bool(selection.offers)
+    base, offered, failed = dict(original), bool(selection.offers), ""
     if selection.mods:
         base["bf16 layout"] = timing.whole_step(call.task, training=call.training)
     for attempt in range(3):
         if not selection.offers:
             break
-        with converted(call.task.model, selection.to_plan(call)):
-            if not call.training:
-                freeze_model(call.task.model)
-            runs = dict(base)
-            for compiler in call.compilers:
-                runs[name_run("loka", compiler)] = timing.whole_step(
-                    call.task, training=call.training, compiler=compiler
-                )
-            times = timing.time_in_turns(runs)
+        try:
+            runs, times = _time_converted(call, selection, base)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # of a compiler, or what no CUDA graph can hold: 16 bits went through both
+            traceback.clear_frames(error.__traceback__)  # they hold its tensors
+            failed = f"with FP8 in it the whole step fails where it is timed: {type(error).__name__}: {error}"
+            break
         medians = _medians(times)
         best, mine = (min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka"))  # fmt: skip
         ratio = timing.compare(times, mine, best).value
@@ -226,12 +239,55 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
             break
         slowest = min(selection.offers, key=lambda o: selection.speeds[o.name].value if o.name in selection.speeds else 1.0)  # fmt: skip
         selection.drop(slowest, f"the whole step was {ratio:.2f}x of 16 bits with it")
-    note = "FP8 was not faster than compiled 16 bits as a whole step" if offered else "no unit is both safe and fast"
+    slow = "FP8 was not faster than compiled 16 bits as a whole step" if offered else "no unit is both safe and fast"
+    note = failed or slow
     for offer in selection.offers:
         selection.drop(offer, note)
     if not selection.mods:
         return StepTimes(note=f"{note}: nothing is converted")
-    return _report(base, timing.time_in_turns(base), "bf16 layout", original)
+    with put_back(call.task.model):
+        return _report(base, timing.time_in_turns(base), "bf16 layout", original)
+
+
+def _time_converted(call: Call, selection: Selection, base: Mapping[str, timing.Captured]) -> tuple[dict[str, timing.Captured], dict[str, list[float]]]:  # fmt: skip
+    """The whole step with what is in, in every way to compile, in turns with the steps it is compared with. A chain that it takes another path through is taken apart."""
+    model = call.task.model
+    while True:
+        try:
+            with converted(model, selection.to_plan(call)):
+                if not call.training:
+                    freeze_model(model)
+                runs = {**base, **capture_steps(call, "loka")}
+                with put_back(model):  # a replay runs what writes to buffers
+                    return runs, timing.time_in_turns(runs)
+        except AnotherPathError as error:
+            _leave_chain(call, selection, error)
+
+
+def capture_steps(call: Call, kind: str) -> dict[str, timing.Captured]:
+    """The whole step, compiled in every way and captured, by name. A way that is not the default and fails is left out, and a note says so.
+
+    Args:
+        call: whose step it is.
+        kind: what runs are called ("bf16", "loka").
+
+    Returns:
+        What replays each.
+    """
+    found = {}
+    for compiler in call.compilers:
+        try:
+            found[name_run(kind, compiler)] = timing.whole_step(call.task, training=call.training, compiler=compiler)
+        except (torch.OutOfMemoryError, torch.AcceleratorError, timing.NotCapturedError, AnotherPathError):
+            raise
+        except Exception as error:
+            if not compiler:
+                raise
+            traceback.clear_frames(error.__traceback__)
+            note = f"{name_run(kind, compiler)} is not among what was timed: {type(error).__name__}: {error}"
+            if note not in call.notes:
+                call.notes.append(note)
+    return found
 
 
 def name_run(kind: str, compiler: str) -> str:

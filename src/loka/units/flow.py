@@ -13,6 +13,7 @@ This is one execution, not a proof: a model whose forward takes another path on 
 forwards have other paths.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -259,6 +260,16 @@ def _spell_activation(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return (_ACTIVATIONS[op], LEAK) if op in _ACTIVATIONS else None
 
 
+def _forgetting(key: int, *known: dict[int, Any]) -> Callable[[Any], None]:
+    """What is called when a tensor is gone."""
+
+    def forget(_: Any) -> None:
+        for one in known:
+            one.pop(key, None)
+
+    return forget
+
+
 class _SeeDropout(TorchFunctionMode):
     """Shows a recorder the calls of torch's dropout that have an effect; the dispatcher sees what they are made of, a product with random numbers."""
 
@@ -289,7 +300,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._buffers = {id(b) for b in model.buffers()}
         self._flow = Flow()
         self._values: dict[int, int] = {}
-        self._alive: list[Any] = []  # a tensor that is gone could lend its identity to another
+        self._alive: dict[int, Any] = {}  # forgets values whose tensors are gone: their identity may become another's
         self._begun: tuple[Any, ...] | None = None  # what was recorded before the call of the model that is running
         self._stack: list[tuple[str, bool, tuple[int, ...], set[str]]] = []
         self._arguments: list[tuple[tuple[int | str, int], ...]] = []
@@ -314,7 +325,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._buffers |= {id(ghost) for ghost in ghosts.values()}
         inputs = self._model.example_inputs()  # type: ignore[operator]
         # anew: making the ghosts read every parameter, which the model does not
-        self._flow, self._values, self._outside = Flow(), {}, set()
+        self._flow, self._values, self._outside, self._alive = Flow(), {}, set(), {}
         return torch.func.functional_call(self._model, {name: ghosts[id(t)] for name, t in named}, inputs)
 
     def finish_steps(self) -> list[Flow]:
@@ -338,7 +349,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         atom = next(module.children(), None) is None
         if self._steps and module is self._model and not self._stack:
             self._begun = (self._flow, self._values, self._outside, self._alive)
-            self._flow, self._values, self._outside, self._alive = Flow(), {}, set(), []
+            self._flow, self._values, self._outside, self._alive = Flow(), {}, set(), {}
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         self._arguments.append(tuple((key, self._value(value)) for key, value in named if isinstance(value, Tensor)))
         self._stack.append((self._names[id(module)], atom, self._read((args, kwargs)), set()))
@@ -414,7 +425,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._values[id(tensor)] if id(tensor) in self._values else self._new_value(tensor)
 
     def _new_value(self, tensor: Tensor) -> int:
-        self._alive.append(tensor)
+        # not kept alive: on a GPU all that a batch computes would be there at once
+        self._alive[id(tensor)] = weakref.ref(tensor, _forgetting(id(tensor), self._values, self._alive))
         self._values[id(tensor)] = len(self._flow.shapes)
         self._flow.shapes.append(tuple(tensor.shape))
         self._flow.floating.append(tensor.is_floating_point())

@@ -21,7 +21,18 @@ _KEPT = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Everything in the block may run the model; afterwards it is as it was.
+    """Everything in the block may run the model; afterwards it is as it was. What torch.compile wraps runs as it was written.
+
+    Args:
+        model: any module.
+    """
+    with put_back(model), run_eagerly(model):
+        yield
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards the model is as it was, and so are random numbers; for a block that compiles, which `undisturbed` would not let it.
 
     Args:
         model: any module.
@@ -30,7 +41,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     modes = [m.training for m in modules]  # TorchScript keeps it elsewhere than in an attribute
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
-    with same_randomness(), run_eagerly(model):
+    with same_randomness():
         try:
             yield
         finally:
