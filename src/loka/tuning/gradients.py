@@ -6,14 +6,15 @@ The score predicts what rounding does to a gradient, and swapping measures the f
     16 bits          it must point the same way and have the same size, as far as FP8 can: a sign, a factor, a transpose, a scale that saturates
     the reference    the same plan with every kernel replaced by the law (`kernels/*/reference.py`): what a kernel gets wrong beyond the order in which it adds
 
-How far two runs of the law are apart when weights move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers.
+How far two runs of the law are apart when weights move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
+compared as a whole and line by line: a kernel that is wrong in a few rows or columns changes little of the whole.
 
 A unit whose gradients fail alone is left out, and says what was seen. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
 """
 
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,11 +33,12 @@ BATCHES = 2  # that are run
 SAME_WAY = 0.6  # cos^2 of a gradient and that of 16 bits, at least: FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more
 SAME_SIZE = 1.4  # and how many times as long it may be along it, or as short; 0.95 to 1.03 were seen
 BESIDE_LAW = 0.15  # relative difference from the reference, at most ...
+LINE_BESIDE_LAW = 0.5  # ... of a row or a column, beside its own size or that of most, whichever is larger ...
 CHAOS = 3.0  # ... or so many times as much as two runs of the reference differ by
 NUDGE = 2.0**-10  # of a weight
 LAW = frozenset({"reference"})
 
-Gradients = dict[str, Tensor]  # by linear
+Gradients = dict[str, list[Tensor]]  # matrices, by linear
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def describe(offer: Offer) -> str:
     return f"{offer.way} {' '.join(offer.unit.linears)}"
 
 
-def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: Mapping[str, Tensor]) -> list[Fault]:
+def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: Gradients) -> list[Fault]:
     """What is wrong with the gradients of some offers, the worst first."""
     plan = selection.to_plan(call, offers)
     linears = [name for offer in offers for name in offer.unit.linears]
@@ -106,33 +108,57 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: M
     return sorted(faults, key=lambda fault: -fault.size)
 
 
-def _beside_high(name: str, found: Tensor | None, exact: Tensor) -> Fault | None:
+def _beside_high(name: str, found: list[Tensor] | None, exact: list[Tensor]) -> Fault | None:
     """A gradient beside that of 16 bits."""
-    power = float(exact.square().sum())
-    if power == 0.0 or not bool(exact.isfinite().all()):
+    expected = _flat(exact)
+    power = float(expected.square().sum())
+    if power == 0.0 or not bool(expected.isfinite().all()):
         return None
     if found is None:
         return Fault(name, f"none reaches the weight of {name}, and one does in 16 bits", float("inf"))
-    if not bool(found.isfinite().all()):
+    seen = _flat(found)
+    if not bool(seen.isfinite().all()):
         return Fault(name, f"the gradient of the weight of {name} is not finite, and is in 16 bits", float("inf"))
-    along = float((found * exact).sum())
-    size = float(found.square().sum())
+    along = float((seen * expected).sum())
+    size = float(seen.square().sum())
     way, gain = (along / (power * size) ** 0.5 if size else 0.0), along / power
     if way > 0 and way**2 >= SAME_WAY and 1 / SAME_SIZE <= gain <= SAME_SIZE:
         return None
     return Fault(name, f"the gradient of the weight of {name} has a cosine of {way:.2f} with that of 16 bits and {gain:.2f} of its size, expected at least {SAME_WAY**0.5:.2f} and {1 / SAME_SIZE:.2f} to {SAME_SIZE:.2f}", 1 - way)  # fmt: skip
 
 
-def _beside_law(name: str, found: Tensor, law: Tensor, nudged: Tensor) -> Fault | None:
+def _beside_law(name: str, found: list[Tensor], law: list[Tensor], nudged: list[Tensor]) -> Fault | None:
     """A gradient beside that of the same plan run by the reference."""
-    power = float(torch.linalg.vector_norm(law))
-    if power == 0.0:
+    if not any(bool(matrix.any()) for matrix in law):
         return None
-    differs, chaos = (float(torch.linalg.vector_norm(other - law)) / power for other in (found, nudged))
-    allowed = max(BESIDE_LAW, CHAOS * chaos)
-    if differs <= allowed:
-        return None
-    return Fault(name, f"the gradient of the weight of {name} differs by {differs:.0%} from what the reference computes by the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs)  # fmt: skip
+    for what, distance, least in (("", _distance, BESIDE_LAW), (" in a row or a column", _line_distance, LINE_BESIDE_LAW)):  # fmt: skip
+        differs, allowed = distance(found, law), max(least, CHAOS * distance(nudged, law))
+        if differs > allowed:
+            return Fault(name, f"the gradient of the weight of {name} differs by {differs:.0%}{what} from what the reference computes by the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs)  # fmt: skip
+    return None
+
+
+def _flat(matrices: list[Tensor]) -> Tensor:
+    return torch.cat([matrix.flatten() for matrix in matrices])
+
+
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """||a - b|| / ||b||."""
+    exact = _flat(b)
+    return float(torch.linalg.vector_norm(_flat(a) - exact) / torch.linalg.vector_norm(exact))
+
+
+def _line_distance(a: list[Tensor], b: list[Tensor]) -> float:
+    """The same of the row or column that is farthest off, beside its own length or the root mean square of all, whichever is larger: lines of next to nothing say nothing."""
+    worst = 0.0
+    for other, exact in zip(a, b, strict=True):
+        for along in (0, 1):
+            lengths = torch.linalg.vector_norm(exact, dim=along)
+            usual = lengths.square().mean().sqrt()
+            if bool(usual > 0):
+                off = torch.linalg.vector_norm(other - exact, dim=along) / torch.maximum(lengths, usual)
+                worst = max(worst, float(off.max()))
+    return worst
 
 
 def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = False, nudged: bool = False) -> Gradients | Exception:  # fmt: skip
@@ -165,10 +191,10 @@ def _mix(losses: Tensor, batch: int) -> Tensor:
     return (losses * signs.to(losses.device)).mean()
 
 
-def _gradient_of(module: nn.Module) -> Tensor | None:
+def _gradient_of(module: nn.Module) -> list[Tensor] | None:
     """Of everything a linear's weight is made of: the weight, or what a parametrisation makes it from. Biases are sums that may cancel to nothing, and say little."""
-    found = [p.grad.detach().float().flatten() for p in module.parameters() if p.grad is not None and p.dim() > 1 and not p.grad.is_sparse]  # fmt: skip
-    return torch.cat(found) if found else None
+    found = [p.grad.detach().float().flatten(1) for p in module.parameters() if p.grad is not None and p.dim() > 1 and not p.grad.is_sparse]  # fmt: skip
+    return found or None
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""Kernels whose backward is wrong, while every forward is right: what trains a model into the ground with every other verdict "within"."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loka.formats import QTensor
+from loka.kernels import registry
+from loka.kernels.fused_linear import DgradResult
+from loka.kernels.fused_linear import reference as fused_law
+from loka.kernels.scaled_mm import reference as product_law
+
+from .small import make_trained, placed, train, tune
+
+Defect = Callable[[DgradResult], DgradResult]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op: str, law: ModuleType, **changed: Any) -> None:
+    """A backend that `auto` prefers: the law, but for some functions."""
+    made = ModuleType(f"loka.kernels.{op}.planted")
+    vars(made).update({name: value for name, value in vars(law).items() if not name.startswith("__")} | changed)
+    monkeypatch.setitem(registry.BACKENDS, op, ("planted", *registry.BACKENDS[op]))
+    monkeypatch.setitem(registry._LOADED, f"{op}.planted", made)
+
+
+def plant_step(monkeypatch: pytest.MonkeyPatch, defect: Defect) -> None:
+    """The step of backward from one link of a chain to the one before."""
+    plant(monkeypatch, "fused_linear", fused_law, dgrad=lambda *given, **options: defect(fused_law.dgrad(*given, **options)))  # fmt: skip
+
+
+def plant_weight_gradient(monkeypatch: pytest.MonkeyPatch, defect: Callable[[Tensor], Tensor]) -> None:
+    """Products that are added up exactly: weight gradients alone are."""
+
+    def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+        product = product_law.run(a, b, out_dtype=out_dtype)
+        return product if fast_accum else defect(product)
+
+    plant(monkeypatch, "scaled_mm", product_law, run=run)
+
+
+def changed(q: QTensor, change: Callable[[Tensor], Tensor]) -> QTensor:
+    return QTensor(change(q.data.float()).to(q.data.dtype), q.scale, q.spec)
+
+
+def without_late_rows(x: Tensor) -> Tensor:
+    return torch.cat([x[: len(x) // 2], torch.zeros_like(x[len(x) // 2 :])])
+
+
+def both(change: Callable[[Tensor], Tensor]) -> Defect:
+    """Of the gradient and of its transpose."""
+    return lambda made: replace(made, g=changed(made.g, change), g_t=changed(made.g_t, lambda x: change(x.T).T))
+
+
+STEPS: dict[str, Defect] = {
+    "sign": both(torch.neg),
+    "late rows": both(without_late_rows),
+    "nothing": both(torch.zeros_like),
+    "not a number": both(lambda x: x * float("nan")),
+    "too small": both(lambda x: x / 2),
+    "another row of the transpose": lambda made: replace(made, g_t=changed(made.g_t, lambda x: x.roll(1, 0))),
+}
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sign": torch.neg,
+    "transposed": lambda x: x.T.reshape(x.shape),
+    "a block of columns": lambda x: torch.cat([x[:, :-16], torch.zeros_like(x[:, -16:])], 1),
+    "rare columns": lambda x: x * (1 + (torch.arange(x.shape[1]) % 16 == 3)),
+}
+
+
+class TwoTowers(nn.Module):
+    """Two chains of different widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        self.item = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.query(x)) * torch.tanh(self.item(x))).mean(-1)
+
+
+def refused(model: nn.Module) -> set[str]:
+    """Linears that tune leaves in high precision for the sake of their gradients."""
+    tuned = tune(model)
+    units = [unit for unit in tuned.record.units if "its gradients are wrong here" in unit.reason]
+    assert all(unit.way == "high" for unit in units)
+    return {name for unit in units for name in unit.linears}
+
+
+@pytest.mark.parametrize("defect", STEPS.values(), ids=STEPS)
+def test_a_wrong_step_of_backward_is_refused(defect: Defect, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_step(monkeypatch, defect)
+    model, _ = make_trained()
+    assert refused(model) == {"first", "second", "third"}
+    assert not placed(model)
+
+
+@pytest.mark.parametrize("defect", WEIGHTS.values(), ids=WEIGHTS)
+def test_a_wrong_weight_gradient_is_refused(defect: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    plant_weight_gradient(monkeypatch, defect)
+    model, _ = make_trained()
+    assert refused(model) == {"first", "second", "third"}
+    assert not placed(model)
+
+
+def test_only_what_is_wrong_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_weight_gradient(monkeypatch, lambda x: -x if 96 in x.shape else x)
+    model = TwoTowers()
+    train(model)
+    assert refused(model) == {"item.0", "item.2"}
+    assert placed(model) == {"query.0", "query.2"}
+
+
+def test_another_order_of_additions_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that are off by about a rounding of bf16 everywhere, as those of tensor cores are, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+
+    def nearly(x: Tensor) -> Tensor:
+        return x * (1 + 2.0**-10 * torch.randn(x.shape, generator=generator)).to(x.dtype)
+
+    def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+        return nearly(product_law.run(a, b, out_dtype=out_dtype))
+
+    def run_fused(a: QTensor, b: QTensor, *given: Any, **options: Any) -> Any:
+        scale = a.scale * (1 + 2.0**-10 * torch.randn((), generator=generator))
+        return fused_law.run(QTensor(a.data, scale, a.spec), b, *given, **options)
+
+    plant(monkeypatch, "scaled_mm", product_law, run=run)
+    plant(monkeypatch, "fused_linear", fused_law, run=run_fused)
+    model, _ = make_trained()
+    tuned = tune(model)
+    assert placed(model) == {"first", "second", "third"}
+    assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
+
+
+def test_a_model_whose_backward_fails_in_eval_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's recurrent layers do on a GPU."""
+
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_trained()[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            if y.requires_grad and not self.training and all(p.requires_grad for p in self.parameters()):
+                y.register_hook(self.fail)
+            return y
+
+        @staticmethod
+        def fail(gradient: Tensor) -> None:
+            raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+    tuned = tune(Strict())
+    assert any(note.startswith("gradients were not compared with 16 bits") for note in tuned.record.notes)
+    assert tuned.record.gradients == "by the score"
