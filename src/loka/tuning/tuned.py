@@ -8,12 +8,8 @@ from torch import nn
 from loka.placing import revert
 from loka.probe.paired import NEVER
 from loka.records import Conversion, Interval, Plan, save
-from loka.records.tuning import Tuning
+from loka.records.tuning import TunedUnit, Tuning
 from loka.report import Results, write_html
-
-
-def _spell(change: float) -> str:
-    return "not finite" if change >= NEVER else f"{change:+.4%}"
 
 
 @dataclass(frozen=True)
@@ -101,17 +97,28 @@ class Tuned:
         return folder
 
     def __str__(self) -> str:
-        r = self.record
-        lines = [f"{r.model}: {r.verdict}"]
-        width = max((len(unit.name) for unit in r.units), default=0)
-        for unit in r.units:
-            harm = "" if unit.harm is None else f"  predicted {unit.harm.value:+.4%}"
-            alone = "" if unit.metric_change is None else f"  swapped {_spell(unit.metric_change.value)}"
-            speed = "" if unit.speedup is None else f"  {unit.speedup.value:.2f}x"
-            if unit.estimated is not None:
-                speed = f"  ~{unit.estimated.value:.2f}x estimated"
-            lines.append(
-                f"  {unit.name:{width}}  {unit.way:10} {unit.flops_share:6.1%}{speed}{harm}{alone}  {unit.reason}"
-            )
-            lines += [f"    alarm: {alarm}" for alarm in unit.alarms]
-        return "\n".join([*lines, *(f"  note: {note}" for note in r.notes)])
+        """The verdict, a row for every unit, and the notes."""
+        head = ("unit", "runs as", "FLOPs", "speed", "predicted", "measured", "why")
+        rows = [head, *(_spell_row(unit) for unit in self.record.units)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{self.record.model}: {self.record.verdict}", ""]
+        for row, unit in zip(rows, [None, *self.record.units], strict=True):
+            name, way, *numbers, why = row
+            cells = [name.ljust(widths[0]), way.ljust(widths[1]), *(n.rjust(w) for n, w in zip(numbers, widths[2:], strict=False)), why]  # fmt: skip
+            lines += ["  " + "  ".join(cells), *(f"    alarm: {alarm}" for alarm in (unit.alarms if unit else ()))]
+        return "\n".join([*lines, "", *(f"note: {note}" for note in self.record.notes)]).rstrip()
+
+
+def _spell_row(unit: TunedUnit) -> tuple[str, ...]:
+    """A unit as cells: its share of the linears' FLOPs, its own speed-up, and the change of the loss that the score predicts and that swapping it in showed."""
+    speed = "" if unit.speedup is None else f"{unit.speedup.value:.2f}x"
+    if unit.estimated is not None:
+        speed = f"~{unit.estimated.value:.2f}x (estimated)"
+    predicted = "" if unit.harm is None else _spell_change(unit.harm.value)
+    measured = "" if unit.metric_change is None else _spell_change(unit.metric_change.value)
+    name = unit.name if len(unit.linears) < 2 else f"{unit.linears[0]} to {unit.linears[-1]} ({len(unit.linears)})"
+    return name, unit.way, f"{unit.flops_share:.1%}", speed, predicted, measured, unit.reason
+
+
+def _spell_change(change: float) -> str:
+    return "not finite" if change >= NEVER else f"{change:+.4%}"

@@ -1,0 +1,31 @@
+import msgspec
+
+from loka.records import Interval
+from loka.records.tuning import TunedUnit
+from loka.tuning.tuned import Tuned
+
+from .small import make_trained, tune
+
+
+def test_a_person_can_read_what_was_found() -> None:
+    """Every number stands under what it is, whatever is missing; a chain says where it ends."""
+    tuned = tune(make_trained()[0])
+    record = msgspec.structs.replace(
+        tuned.record,
+        units=[
+            TunedUnit("tower.0", ["tower.0", "tower.2"], "chain", 0.9, "as wide as it can be", speedup=Interval(1.5, 1.4, 1.6), metric_change=Interval(0.0001, 0, 0.0002)),
+            TunedUnit("head", ["head"], "high", 0.1, "it is a prediction layer", alarms=["column 0 has a mean of 1975"]),
+            TunedUnit("items", [], "int8", 0.0, "a quarter of the bytes"),
+        ],
+        notes=["too early"],
+    )  # fmt: skip
+    shown = str(Tuned(tuned.model, record)).splitlines()
+    head, chain, kept, alarm, table = shown[2:7]
+    assert chain.split() == ["tower.0", "to", "tower.2", "(2)", "chain", "90.0%", "1.50x", "+0.0100%", "as", "wide", "as", "it", "can", "be"]  # fmt: skip
+    for value, name in (("chain", "runs as"), ("as wide", "why")):
+        assert chain.index(value) == head.index(name)
+    for value, name in (("90.0%", "FLOPs"), ("1.50x", "speed"), ("+0.0100%", "measured")):
+        assert chain.index(value) + len(value) == head.index(name) + len(name)
+    assert kept.index("it is") == table.index("a quarter") == head.index("why")
+    assert alarm == "    alarm: column 0 has a mean of 1975"
+    assert shown[-1] == "note: too early"
