@@ -24,31 +24,6 @@ def engine_table() -> str | None:
     return "\n\n".join([table(["variant", "batch", "context", "ms, 95 %", "queries/s"], rows), *found.get("notes", [])])
 
 
-def engine_headline() -> str | None:
-    """For README: milliseconds of a batch from the plain model to FP8, and what FP8 did to trained models."""
-    found, trained = read("h200/onerec_engine.json"), read("h200/onerec_quality.json")
-    if found is None:
-        return None
-    steps = {"eager": "eager", "compiled": "compiled", "bf16": "engine, bf16", "fp8": "engine, FP8"}
-    contexts = list(dict.fromkeys(row["context"] for row in found["rows"]))
-    rows = []
-    for context in contexts:
-        ms = {r["variant"]: r["ms"] for r in found["rows"] if (r["context"], r["batch"]) == (context, 8)}
-        ratio = ", ".join(
-            f"{ms[name] / ms['fp8']:.2f}x" if name in ms else "not measured" for name in ("compiled", "bf16")
-        )
-        shown = (f"{ms[name]:.1f} ms" if name in ms else "" for name in steps)
-        rows.append([f"{context:,}", *shown, ratio])
-    made = table(["context, 8 requests, beam 512", *steps.values(), "FP8 over compiled, over the bf16 engine"], rows)
-    if trained is None:
-        return made
-    change = trained["pooled"]["recall@10"]
-    return (
-        f"{made}\n\nIn {len(trained['rows'])} trained models FP8 changes recall@10 by {change['percent']:+.2f} % "
-        f"[{change['low']:+.2f}, {change['high']:+.2f}]: {change['verdict']} at a margin of 1 %."
-    )
-
-
 METRICS = ("recall@10", "ndcg@10", "log-likelihood")
 
 

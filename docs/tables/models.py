@@ -5,7 +5,6 @@ from typing import Any
 
 from tables.results import read, table
 
-METRICS = {"auc": "AUC", "hr10": "HR@10"}
 NAMES = {
     "wukong": "Wukong",
     "wukong8k": "Wukong, width 8,192",
@@ -80,10 +79,30 @@ def demo_table() -> str | None:
     return f"{table(head, rows)}\n\n{said}\n\n{seeds_table()}"
 
 
+def _read_seeds() -> dict[int, dict[str, Any]]:
+    """The demo's comparisons on every seed that has a record."""
+    names = {0: "cpu/demo.json"} | {seed: f"cpu/demo_seed{seed}.json" for seed in range(1, 8)}
+    return {seed: record["comparisons"] for seed, name in names.items() if (record := read(name)) is not None}
+
+
+def demo_headline() -> str | None:
+    """For README: what the seeds of the demo say, in a sentence."""
+    found = _read_seeds()
+    if not found:
+        return None
+    said = []
+    for arm, name in (("planned", "in planned FP8"), ("naive", "in naive FP8"), ("control", "in float32 again, from slightly other weights")):  # fmt: skip
+        changes = [c[arm]["relative_change"]["value"] for c in found.values()]
+        outcomes = [c[arm]["outcome"] for c in found.values()]
+        counted = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
+        said.append(f"{name} {sum(changes) / len(changes):+.3%} ({counted})")
+    margin = next(iter(found.values()))["planned"]["margin"]
+    return f"The demo's Wukong, trained on from one checkpoint on {len(found)} seeds, mean change of the log loss and verdicts at {margin:.1%}: {'; '.join(said)}."
+
+
 def seeds_table() -> str:
     """The demo on every seed that has a record: planned, naive and control beside each other, and their means."""
-    names = {0: "cpu/demo.json"} | {seed: f"cpu/demo_seed{seed}.json" for seed in range(1, 8)}
-    found = {seed: record["comparisons"] for seed, name in names.items() if (record := read(name)) is not None}
+    found = _read_seeds()
     arms = ("planned", "naive", "control")
 
     def spell(comparison: dict[str, Any]) -> str:
@@ -123,18 +142,3 @@ def spell_mean(row: dict[str, Any]) -> str:
         if half is not None and math.isfinite(half)
         else f"{row['mean']:.4f}, one seed"
     )
-
-
-def quality_headline() -> str | None:
-    """For README: one row per model, one column per data set, the strongest baseline first."""
-    found = read("h200/quality.json")
-    if found is None:
-        return None
-    rows = [row for row in found["summary"] if row.get("mean") is not None]
-    tasks = sorted({(row["metric"], row["data"]) for row in rows})
-    cells = {(row["metric"], row["data"], row["model"]): spell_mean(row) for row in rows}
-    bars = {(row["metric"], row["data"]): max(row["bar"].items(), key=lambda pair: pair[1]) for row in rows}
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    head = ["", *(f"{data}, {METRICS[metric]}" for metric, data in tasks)]
-    baseline = ["best simple baseline", *(f"{bars[task][1]:.4f} ({bars[task][0]})" for task in tasks)]
-    return table(head, [baseline, *([name, *(cells.get((*task, name), "") for task in tasks)] for name in names)])
