@@ -12,7 +12,16 @@ from loka.tuning.call import Call, Selection
 from loka.tuning.gradients import describe
 from loka.tuning.verifying import StepTimes
 
-COST = {"a": 0.0001, "b": 0.00015, "c": -0.0002}  # of the metric, which add up; the margin is 0.0002
+COST = {
+    "a": 0.0001,
+    "b": 0.00015,
+    "c": -0.0002,
+    "d": 0.00001,
+    "e": 0.00012,
+    "f": 0.0001,
+    "g": 0.00011,
+    "h": 0.00018,
+}  # of the metric, which add up; the margin is 0.0002
 WIDTH = 0.00003
 
 
@@ -120,3 +129,57 @@ def test_the_note_on_a_coarse_margin_is_of_what_is_in_at_the_end(monkeypatch: py
     verifying.hold_margin(call, selection, selection.used)
     verifying.note_margin(call, selection)
     assert len(call.notes) == 1
+
+
+def with_flops(selection: Selection, **rows: int) -> None:
+    for name, count in rows.items():
+        selection.looked.sites[name].rows = count
+
+
+def test_what_leaves_costs_much_for_the_flops_it_saves() -> None:
+    """`b` costs more than `a` and is most of the model: without `a` it is within the margin."""
+    call, selection = make("ab")
+    with_flops(selection, a=1, b=8)
+    verifying.hold_margin(call, selection)
+    assert names(selection) == "b"
+
+
+def test_a_trifle_does_not_leave_for_what_others_cost() -> None:
+    """Of the three `d` costs most for its FLOPs, and a fiftieth of what is too much."""
+    call, selection = make("abd")
+    with_flops(selection, a=8, b=4, d=1)
+    verifying.hold_margin(call, selection)
+    assert names(selection) == "ad"
+
+
+def test_what_left_is_tried_again_when_it_was_not_the_one(swapped: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cost nothing alone and much together: when the second has left, the first may come back."""
+    call, selection = make("efg")
+    with_flops(selection, e=1, f=1, g=1)
+    costs = {"efg": 0.0004, "fg": 0.0003, "ef": 0.0001}
+
+    def swap(call: Any, selection: Selection, offers: list[Offer]) -> Interval:
+        asked = "".join(sorted(offer.name for offer in offers))
+        swapped.append(asked)
+        value = costs.get(asked, 0.0001)
+        selection.swapped = asked  # type: ignore[assignment]
+        return Interval(value=value, low=value - WIDTH, high=value + WIDTH)
+
+    monkeypatch.setattr(verifying, "swap", swap)
+    verifying.hold_margin(call, selection)
+    assert (names(selection), "e" in selection.chosen.kept) == ("ef", False)
+    assert selection.change is not None
+    assert selection.change.value == 0.0001
+    assert selection.swapped == "ef"  # type: ignore[comparison-overlap]
+    assert [row.name for row in session._describe(selection) if row.way != "high"] == ["f", "e"]
+
+
+def test_what_is_tried_again_and_fails_leaves_no_trace(swapped: list[str]) -> None:
+    call, selection = make("abh")
+    with_flops(selection, a=8, b=8, h=8)
+    verifying.hold_margin(call, selection)
+    assert names(selection) == "a"
+    assert swapped[-1] == "ah"  # tried, too much
+    assert selection.change is not None
+    assert selection.change.value == pytest.approx(COST["a"])
+    assert {"b", "h"} == set(selection.chosen.kept)

@@ -230,12 +230,6 @@ def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training:
     return [Offer(single(site), recipe, harm, site.flops / total, f"{recipe}: {_explain(harm)}; {why}") for site, harm in zip(sites, harms, strict=True)]  # fmt: skip
 
 
-def predicted_harm(site: SiteLook, *, training: bool) -> float:
-    """What one scale for the tensor is predicted to cost at a linear, as a relative change of the loss; 0 where nothing is known."""
-    harm = site.total_harm("delayed" if training else "static", training=training)
-    return 0.0 if harm is None else harm.value
-
-
 def _recipe_of(unit: UnitPlan, training: bool) -> str:
     """Which scored recipe a unit's scales are."""
     if unit.scales in ("delayed", "calibrated"):

@@ -136,6 +136,14 @@ class Selection:
         self.chosen.offers[:] = [*(o for o in self.chosen.offers if o is not offer), *parts]
         self.offers = [*(o for o in self.offers if o is not offer), *parts]
 
+    def put_back(self, linear: str, mine: list[Offer], parts: list[Offer]) -> None:
+        """Take a linear that was left out in again: parts of a chain that hold it replace those that do not."""
+        for offer in mine:
+            self.replace(offer, [])
+        del self.chosen.kept[linear]
+        self.chosen.offers[:] = [*(o for o in self.chosen.offers if linear not in o.unit.linears), *parts]
+        self.offers = [*self.offers, *parts]
+
     def to_plan(self, call: Call, offers: list[Offer] | None = None, mods: list[str] | None = None) -> Plan:
         """What is in, with what was measured of it, and a word for every linear that is not.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loka.dispatch.choosing import Offer, part_of, predicted_harm, split_unit, take_apart
+from loka.dispatch.choosing import Offer, part_of, split_unit, take_apart
 from loka.lowp.chain_handing import AnotherPathError
 from loka.placing import freeze_model
 from loka.probe.paired import Losses, spell_change
@@ -18,6 +18,8 @@ from loka.tuning.comparing import converted, evaluate, train_paired
 from loka.tuning.tables import choose_collectives, choose_tables, rounded_weights, unrounded
 from loka.units.undisturbed import gradients_aside, put_back, undisturbed
 
+WORTH_LEAVING = 0.25  # of what is too much: below it many would leave for one that matters
+RETRIES = 4  # linears that left for the sake of the metric and are tried again, the largest first
 _TWICE = "differentiate twice"  # what autograd says of a function that has one derivative
 
 
@@ -132,20 +134,50 @@ def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) ->
         selection: what is in; `used`, `change` and `unresolved` are of what stays in.
         coarsest: a margin that an earlier measurement resolved; none coarser is used now.
     """
+    origins = {name: offer for offer in selection.offers for name in offer.unit.linears}
+    left: list[str] = []
     while selection.offers:
         try:
             together = selection.change = _swap_all(call, selection)
         except AnotherPathError as error:
-            _leave_chain(call, selection, error)
+            for part in _leave_chain(call, selection, error):
+                origins[part.name] = part
             continue
-        selection.used = min(call.margin_for(together), coarsest)
-        selection.unresolved = together if selection.used > call.margin else None
-        if call.is_within(together, selection.used):
-            return
-        worst = max(selection.offers, key=lambda o: selection.alone[o.name].high)
+        if _judge(call, selection, together, coarsest):
+            break
         exceeded = call.margin if together.low > call.margin else selection.used
-        _drop_worst(call, selection, worst, exceeded)
-    selection.change = None
+        left.append(_drop_dearest(call, selection, together.high - selection.used, exceeded))
+    if not selection.offers:
+        selection.change = None
+    # they went one by one, by what was thought of each: with the last of them gone an earlier one may be affordable
+    for name in sorted(left[:-1], key=lambda name: -selection.looked.sites[name].flops)[:RETRIES]:
+        _try_again(call, selection, origins, name, coarsest)
+
+
+def _judge(call: Call, selection: Selection, change: Interval, coarsest: float) -> bool:
+    """Whether a change is within the margin that its interval resolves, which is noted with it."""
+    selection.used = min(call.margin_for(change), coarsest)
+    selection.unresolved = change if selection.used > call.margin else None
+    return call.is_within(change, selection.used)
+
+
+def _try_again(call: Call, selection: Selection, origins: Mapping[str, Offer], name: str, coarsest: float) -> None:
+    """Put a linear that left back into its chain, beside all that is in, and keep it there if that is within the margin."""
+    origin, before = origins[name], (selection.change, selection.swapped, selection.used, selection.unresolved)
+    mine = [offer for offer in selection.offers if origins[offer.name] is origin]
+    out = set(origin.unit.linears) - {name} - {linear for offer in mine for linear in offer.unit.linears}
+    parts = [part_of(origin, unit, selection.looked, training=call.training) for unit in split_unit(origin.unit, out)] if out else [origin]  # fmt: skip
+    try:
+        together = swap(call, selection, [*(offer for offer in selection.offers if offer not in mine), *parts])
+    except AnotherPathError:
+        together = None
+    if together is None or not _judge(call, selection, together, coarsest):
+        selection.change, selection.swapped, selection.used, selection.unresolved = before
+        return
+    selection.put_back(name, mine, parts)
+    for part in parts:
+        selection.alone[part.name] = swap(call, selection, [part])
+    selection.change = swap(call, selection, selection.offers)  # last, so that what was swapped in is all of it
 
 
 def _swap_all(call: Call, selection: Selection) -> Interval:
@@ -162,19 +194,32 @@ def note_margin(call: Call, selection: Selection) -> None:
         call.notes.append(f"the held-out data resolve {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, selection.base)}")  # fmt: skip
 
 
-def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float) -> None:
-    """Drop the linear of an offer that is predicted to cost most; what is left of its chain stays in."""
-    sites, whole = selection.looked.sites, len(offer.unit.links) == 1
-    what = "it" if whole else f"the chain {offer.name}, of which this is predicted to cost most,"
-    change = spell_change(selection.alone[offer.name])
-    worst = max(offer.unit.linears, key=lambda name: predicted_harm(sites[name], training=call.training))
-    why = f"swapped in, {what} moved the metric {change}, and all together exceeded {exceeded:.3%}"
-    if whole:
+def _drop_dearest(call: Call, selection: Selection, excess: float, exceeded: float) -> str:
+    """Drop the linear that costs most for the FLOPs it saves, of those that make a good part of what is too much, and name it; what is left of its chain stays in."""
+    costs = {name: cost for offer in selection.offers for name, cost in _share_cost(selection, offer).items()}
+    sites = selection.looked.sites
+    enough = [name for name, cost in costs.items() if cost >= WORTH_LEAVING * excess]
+    worst = max(enough or costs, key=lambda name: costs[name] / sites[name].flops if enough else costs[name])
+    offer = next(offer for offer in selection.offers if worst in offer.unit.linears)
+    what = "it" if len(offer.unit.links) == 1 else f"the chain {offer.name}, of which this costs most for its FLOPs,"
+    why = f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and all together exceeded {exceeded:.3%}"  # fmt: skip
+    if len(offer.unit.links) == 1:
         selection.drop(offer, why)
-        return
+        return worst
     selection.chosen.kept[worst] = why
     parts = [part_of(offer, unit, selection.looked, training=call.training) for unit in split_unit(offer.unit, {worst})]  # fmt: skip
     selection.replace(offer, parts)
+    return worst
+
+
+def _share_cost(selection: Selection, offer: Offer) -> dict[str, float]:
+    """What an offer cost when it was swapped in alone, shared among its linears as their forward products are predicted to cost."""
+    alone, sites = selection.alone[offer.name], [selection.looked.sites[name] for name in offer.unit.linears]
+    harms = [max((h.value for (gemm, _), h in site.harm.items() if gemm == "fprop"), default=0.0) for site in sites]
+    total = sum(harms)
+    # one that cost nothing comes after all that did, the least certain first
+    whole = alone.value if alone.value > 0 else 1e-6 * max(alone.high, 0.0)
+    return {site.name: whole * (harm / total if total else 1 / len(sites)) for site, harm in zip(sites, harms, strict=True)}  # fmt: skip
 
 
 def _say_finer(call: Call, base: Losses) -> str:
