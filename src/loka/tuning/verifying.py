@@ -15,9 +15,11 @@ from loka.records import CollectivePlan, Interval, TablePlan
 from loka.tuning import choosing, timing
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import converted, evaluate, train_paired
+from loka.tuning.evidence import digest
 from loka.tuning.tables import choose_collectives, choose_tables, rounded_weights, unrounded
 from loka.units.undisturbed import gradients_aside, put_back, undisturbed
 
+LAYOUT = "bf16 layout"  # runs of the model in 16 bits with its mods
 _TWICE = "differentiate twice"  # what autograd says of a function that has one derivative
 
 
@@ -113,7 +115,7 @@ def verify_metric(call: Call, selection: Selection) -> None:
     alone, base, offers = selection.alone, selection.base, list(selection.offers)
     for index, offer in enumerate(offers):  # which may grow
         call.progress("verify the metric", index + 1, len(offers) + 1)
-        key = f"alone {offer.way} {offer.name} {len(offer.unit.links)} of {base.digest}"
+        key = f"alone {offer.way} {digest(offer.unit)} of {base.digest}"
         try:
             alone[offer.name] = call.evidence.get_interval(key) or call.evidence.put_interval(key, swap(call, selection, [offer]))  # fmt: skip
         except AnotherPathError as error:
@@ -217,10 +219,15 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
     if call.untimed is not None:
         return StepTimes(note=call.untimed)
     base, offered, failed = dict(original), bool(selection.offers), ""
-    if selection.mods:
-        base["bf16 layout"] = timing.whole_step(call.task, training=call.training)
+    try:
+        base |= capture_steps(call, LAYOUT) if selection.mods else {}
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:  # what is converted is converted on top of it
+        traceback.clear_frames(error.__traceback__)
+        failed = f"rewritten by {', '.join(selection.mods)} the whole step fails where it is timed: {type(error).__name__}: {error}"
     for attempt in range(3):
-        if not selection.offers:
+        if not selection.offers or failed:
             break
         try:
             runs, times = _time_converted(call, selection, base)
@@ -230,8 +237,7 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
             traceback.clear_frames(error.__traceback__)  # they hold its tensors
             failed = f"with FP8 in it the whole step fails where it is timed: {type(error).__name__}: {error}"
             break
-        medians = _medians(times)
-        best, mine = (min((n for n in medians if n.startswith(kind)), key=medians.__getitem__) for kind in ("bf16", "loka"))  # fmt: skip
+        best, mine = (_fastest(times, kind) for kind in ("bf16", "loka"))
         ratio = timing.compare(times, mine, best).value
         if ratio >= 1.0:
             return _report(runs, times, mine, original)
@@ -243,10 +249,21 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
     note = failed or slow
     for offer in selection.offers:
         selection.drop(offer, note)
-    if not selection.mods:
-        return StepTimes(note=f"{note}: nothing is converted")
-    with put_back(call.task.model):
-        return _report(base, timing.time_in_turns(base), "bf16 layout", original)
+    return _settle_layout(call, selection, base, original, note)
+
+
+def _settle_layout(call: Call, selection: Selection, base: Mapping[str, timing.Captured], original: Mapping[str, timing.Captured], note: str) -> StepTimes:  # fmt: skip
+    """Without FP8: the step in 16 bits as it is rewritten. Rewrites that nobody asked for leave where they make it slower, or fail."""
+    if len(base) > len(original):
+        with put_back(call.task.model):
+            times = timing.time_in_turns(base)
+        found = _report(base, times, _fastest(times, LAYOUT), original)
+        if found.speedup is None or found.speedup.value >= 1.0 or not selection.may_leave_mods:
+            return found
+        note = f"{note}, and in 16 bits {', '.join(selection.mods)} makes the step {found.speedup.value:.2f}x"
+    if selection.may_leave_mods:
+        selection.mods = []
+    return StepTimes(note=note if selection.mods else f"{note}: nothing is converted")
 
 
 def _time_converted(call: Call, selection: Selection, base: Mapping[str, timing.Captured]) -> tuple[dict[str, timing.Captured], dict[str, list[float]]]:  # fmt: skip
@@ -269,7 +286,7 @@ def capture_steps(call: Call, kind: str) -> dict[str, timing.Captured]:
 
     Args:
         call: whose step it is.
-        kind: what runs are called ("bf16", "loka").
+        kind: what runs are called ("bf16", `LAYOUT`, "loka").
 
     Returns:
         What replays each.
@@ -308,7 +325,7 @@ def say_compiler(name: str) -> str | None:
         >>> say_compiler("loka max-autotune")
         'this speed-up is of torch.compile(model, mode="max-autotune-no-cudagraphs"): compile so'
     """
-    found = timing.COMPILERS.get(name.partition(" ")[2])
+    found = next((given for compiler, given in timing.COMPILERS.items() if compiler and name.endswith(f" {compiler}")), None)  # fmt: skip
     given = ", ".join(f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in (found or {}).items())  # fmt: skip
     return f"this speed-up is of torch.compile(model, {given}): compile so" if given else None
 
@@ -321,6 +338,12 @@ def _report(runs: Mapping[str, timing.Captured], times: dict[str, list[float]], 
     return StepTimes(
         medians, host, timing.compare(times, mine, before), compile_note=say_compiler(mine), host_note=said
     )
+
+
+def _fastest(times: Mapping[str, list[float]], kind: str) -> str:
+    """The run of a kind with the smallest median."""
+    medians = _medians(times)
+    return min((name for name in medians if name.startswith(kind)), key=medians.__getitem__)
 
 
 def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:
