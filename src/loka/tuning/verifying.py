@@ -9,12 +9,13 @@ import torch
 
 from loka.dispatch.choosing import Offer, part_of, predicted_harm, split_unit, take_apart
 from loka.lowp.chain_handing import AnotherPathError
+from loka.nn.wrapping import named_sites
 from loka.placing import freeze_model
 from loka.probe.paired import Losses, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
 from loka.tuning import choosing, timing
 from loka.tuning.call import Call, Selection
-from loka.tuning.comparing import converted, evaluate, train_paired
+from loka.tuning.comparing import compare, converted, evaluate, train_paired
 from loka.tuning.evidence import digest
 from loka.tuning.tables import choose_collectives, choose_tables, rounded_weights, unrounded
 from loka.units.undisturbed import gradients_aside, put_back, undisturbed
@@ -48,7 +49,7 @@ def swap(call: Call, selection: Selection, offers: list[Offer]) -> Interval:
     """The change of the metric with some units in low precision."""
     with converted(call.task.model, selection.to_plan(call, offers)):
         selection.swapped = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
-    return selection.swapped.change_from(selection.base)
+    return compare(selection.swapped, selection.base, call.metric)
 
 
 def rehearse(call: Call, selection: Selection) -> None:
@@ -121,9 +122,22 @@ def verify_metric(call: Call, selection: Selection) -> None:
         except AnotherPathError as error:
             offers += _leave_chain(call, selection, error)
     for offer in [*selection.offers]:
-        if alone[offer.name].low == alone[offer.name].high == 0.0:
-            selection.drop(offer, "swapped in, it changes no loss at all: its output does not reach what is measured, so nothing shows what FP8 would do there")  # fmt: skip
+        if alone[offer.name].value == 0.0 and base.step == 0.0 and not _counts(call, selection, offer):
+            selection.drop(offer, "swapped in, it changes no loss at all: its output does not reach what is measured, or is the same in FP8 (weights of zero, as those of an adapter before it has learned), so nothing shows what FP8 would do there")  # fmt: skip
     hold_margin(call, selection)
+
+
+def _counts(call: Call, selection: Selection, offer: Offer) -> bool:
+    """Whether a metric of the user's, which may count hits or errors and miss small changes, depends on a unit at all: turned around, its output changes it. A loss is smooth: what does not change it has no effect."""
+    if call.metric is None:
+        return False
+    last = dict(named_sites(call.task.model))[offer.unit.linears[-1]]
+    hook = last.register_forward_hook(lambda module, args, output: -1.0 - output)
+    try:
+        turned = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
+    finally:
+        hook.remove()
+    return not torch.equal(turned.values, selection.base.values)
 
 
 def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) -> None:
@@ -359,7 +373,9 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
     task, used = call.task, selection.used
 
     def measure() -> Interval:
-        return evaluate(task, task.held_out, call.metric, as_trained=call.training).change_from(selection.base)
+        return compare(
+            evaluate(task, task.held_out, call.metric, as_trained=call.training), selection.base, call.metric
+        )
 
     tables = choose_tables(task, measure, used, training=call.training) if call.choose_tables else []
     sent = choose_collectives(task, measure, used) if call.choose_collectives else []
