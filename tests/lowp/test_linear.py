@@ -11,6 +11,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import loka
 from loka.dispatch import RECIPES, recipe_named
 from loka.formats import quantize
 from loka.kernels.backend import UnsupportedError
@@ -435,6 +436,25 @@ class TestRefusals:
         parametrize.register_parametrization(plain, "weight", nn.Identity())
         with pytest.raises(ValueError, match="parametri"):
             Linear.replacing(plain, binding_for("rowwise"))
+
+    def test_a_name_of_the_users_that_a_converted_linear_needs(self) -> None:
+        """It would be hidden while the linear is converted, and gone once it is reverted."""
+
+        class Tagged(nn.Linear):
+            @property
+            def state(self) -> str:
+                return "of the user"
+
+        noted = nn.Linear(16, 16)
+        noted.binding = "of a book"  # type: ignore[assignment]
+        model = nn.Sequential(noted, Tagged(16, 16), nn.Linear(16, 8))
+        done = loka.convert(model, recipe="rowwise")
+        assert set(done.converted) == {"2"}
+        assert "'binding'" in done.kept["0"]
+        assert "'state'" in done.kept["1"]
+        loka.revert(model)
+        assert noted.binding == "of a book"
+        assert model[1].state == "of the user"
 
     def test_hooks_are_kept_or_refused(self) -> None:
         plain, seen = nn.Linear(16, 8), []

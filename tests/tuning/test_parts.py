@@ -378,8 +378,8 @@ def test_a_chain_that_was_timed_before_is_not_forgotten_where_the_budget_is_over
     looked = looked_at(**{name: predicted(1e-5) for name in "ab"})
     (offer,) = make_offers(looked, limits=LIMITS, training=False).offers
     call = call_of(training=False)
-    links = " ".join(f"{link.k}x{link.n} {link.norm} {link.activation}" for link in offer.unit.links)
-    known = call.evidence.put_interval(f"unit chain {looked.sites[offer.name].rows} {links}", Interval(value=1.2, low=1.1, high=1.3))  # fmt: skip
+    key = choosing.spell_key(call.task.model, offer.unit, "chain", looked.sites[offer.name].rows)
+    known = call.evidence.put_interval(key, Interval(value=1.2, low=1.1, high=1.3))
     assert time_unit(call, offer, looked) == {"chain": known}
     assert not call.notes
 

@@ -183,3 +183,61 @@ def test_what_is_tried_again_and_fails_leaves_no_trace(swapped: list[str]) -> No
     assert selection.change is not None
     assert selection.change.value == pytest.approx(COST["a"])
     assert {"b", "h"} == set(selection.chosen.kept)
+
+
+def time_steps(selection: Selection, gains: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A step of 100 us that every unit makes shorter, or longer, by so many; which sets were timed."""
+    timed: list[str] = []
+
+    def time_converted(call: Any, selection: Selection, base: Any) -> Any:
+        timed.append(names(selection))
+        took = 100.0 - sum(gains[offer.name] for offer in selection.offers)
+        run = SimpleNamespace(host_microseconds=1.0)
+        return {"bf16": run, "loka": run}, {"bf16": [100.0] * 3, "loka": [took] * 3}
+
+    monkeypatch.setattr(verifying, "_time_converted", time_converted)
+    return timed
+
+
+def verify_speed(left: float, speeds: dict[str, float], gains: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> tuple[StepTimes, Selection, list[str]]:  # fmt: skip
+    call, selection = make("".join(speeds), left)
+    call.untimed = None
+    selection.speeds = {name: Interval(value=v, low=v, high=v) for name, v in speeds.items()}
+    timed = time_steps(selection, gains, monkeypatch)
+    run: Any = SimpleNamespace(host_microseconds=1.0)
+    return verifying.verify_speed(call, selection, {"bf16": run}), selection, timed
+
+
+SPEEDS = {"a": 1.5, "b": 1.05, "c": 1.04, "d": 1.03}
+
+
+def test_one_that_pays_stays_where_many_that_do_not_make_the_step_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, selection, timed = verify_speed(60.0, SPEEDS, {"a": 20, "b": -30, "c": -20, "d": -20}, monkeypatch)
+    assert timed == ["abcd", "ab", "a"]
+    assert names(selection) == "a"
+    assert step.speedup is not None
+    assert step.speedup.value == pytest.approx(1.25)
+    assert selection.chosen.kept == dict.fromkeys(
+        "bcd", "the whole step was 0.67x of 16 bits with it, and 1.25x without"
+    )
+
+
+def test_units_that_gain_little_alone_leave_where_the_step_is_faster_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, selection, timed = verify_speed(60.0, SPEEDS, {"a": 30, "b": -2, "c": -2, "d": -2}, monkeypatch)
+    assert (timed, names(selection)) == (["abcd", "a"], "a")
+    assert step.medians["loka"] == 70.0
+    step, selection, timed = verify_speed(60.0, SPEEDS, {"a": 30, "b": 2, "c": 2, "d": 2}, monkeypatch)
+    assert (timed, names(selection), selection.chosen.kept) == (["abcd", "a"], "abcd", {})
+    assert step.medians["loka"] == 64.0
+
+
+def test_without_time_what_was_faster_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, selection, timed = verify_speed(10.0, SPEEDS, {"a": 30, "b": -2, "c": -2, "d": -2}, monkeypatch)
+    assert (timed, names(selection)) == (["abcd"], "abcd")
+
+
+def test_nothing_stays_that_makes_no_step_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, selection, timed = verify_speed(60.0, SPEEDS, dict.fromkeys("abcd", -1.0), monkeypatch)
+    assert (timed, names(selection)) == (["abcd", "ab", "a"], "")
+    assert set(selection.chosen.kept) == set("abcd")
+    assert step.note == "FP8 was not faster than compiled 16 bits as a whole step: nothing is converted"

@@ -33,6 +33,10 @@ class TwoTowers(nn.Module):
         return (torch.tanh(self.query(x)) * torch.tanh(self.item(x))).mean(-1)
 
 
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square()
+
+
 def taken_apart(tuned: loka.tuning.Tuned) -> set[str]:
     """Linears that run by themselves because their chain met another path."""
     return {unit.name for unit in tuned.record.units if unit.way == "rowwise" and "another path" in unit.reason}
@@ -126,11 +130,11 @@ def test_a_way_to_compile_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch
 
     clock.fail = fail
     tuned = tune(model, thorough=True)
-    assert set(tuned.record.step_microseconds) == {"bf16", "bf16 layout", "bf16 coordinate descent", "loka", "loka coordinate descent"}  # fmt: skip
+    assert set(tuned.record.step_microseconds) == {"bf16", "bf16 coordinate descent", "bf16 layout", "bf16 layout coordinate descent", "loka", "loka coordinate descent"}  # fmt: skip
     assert tuned.speedup is not None
     assert tuned.speedup.value == 2.0
     said = [note for note in tuned.record.notes if "no configuration fits" in note]
-    assert [note.partition(" is not")[0] for note in said] == ["bf16 max-autotune", "loka max-autotune"]
+    assert [note.partition(" is not")[0] for note in said] == ["bf16 max-autotune", "bf16 layout max-autotune", "loka max-autotune"]  # fmt: skip
 
 
 def test_a_chain_that_meets_another_path_where_it_is_timed_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +177,6 @@ def test_a_chain_that_meets_another_path_beside_others_is_taken_apart(monkeypatc
         return swap(call, selection, offers)
 
     monkeypatch.setattr(verifying, "swap", meet)
-    squares = lambda output, target: (output - target).square()  # noqa: E731
     tuned = tune(model, BATCHES, squares, margin=0.5)
     assert taken_apart(tuned) == {"item.0", "item.2"}
     assert {name for name, _ in chains_of(model)} == {"query.0"}
@@ -196,3 +199,60 @@ def test_a_unit_is_timed_in_its_own_type(monkeypatch: pytest.MonkeyPatch) -> Non
     tuned = tune(Mixed(), BATCHES, loss, margin=0.5)
     assert not [unit.reason for unit in tuned.record.units if "fails where it is timed" in unit.reason]
     assert tuned.plan.units
+
+
+def test_a_unit_that_is_frozen_is_timed_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight of it has a gradient, and one of the same shape that trains takes another time."""
+    clock, model = Clock(monkeypatch), TwoTowers()
+    model.item.requires_grad_(False)
+    tuned = tune(model, BATCHES, squares, margin=0.5)
+    assert {unit.name for unit in tuned.plan.units} == {"query.0", "item.0"}
+    fragments = [found for found in clock.captured if isinstance(found, timing.Fragment)]
+    assert len(fragments) == 4  # each in 16 bits and in FP8
+
+
+def test_rewrites_that_make_the_step_slower_leave_with_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is never slower than the model that was given."""
+    Clock(monkeypatch, **{"bf16 layout": 120.0, "loka": 110.0})
+    model, optimizer = make_trained()
+    before = state_of(model, optimizer)
+    tuned = tune(model)
+    assert (tuned.plan.mods, tuned.conversion) == ([], None)
+    assert "makes the step 0.83x: nothing is converted" in str(tuned.record.speed_note)
+    assert same(state_of(model, optimizer), before)
+
+
+@pytest.mark.parametrize("asked", ["architecture", "before"])
+def test_rewrites_that_were_asked_for_stay(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, **{"bf16 layout": 120.0, "loka": 110.0})
+    model, _ = make_trained()
+    if asked == "before":
+        loka.mods.apply(model, [loka.mods.parse("narrow_outputs")], example=BATCHES[0][0])
+    tuned = tune(model, architecture=asked == "architecture")
+    assert "narrow_outputs" in tuned.plan.mods
+    assert tuned.speedup is not None  # and it is said what they cost
+    assert tuned.speedup.value == pytest.approx(100 / 120)
+
+
+def test_rewrites_are_compiled_in_every_way_that_the_original_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"bf16 max-autotune": 50.0, "bf16 layout max-autotune": 40.0, "loka": 60.0}
+    Clock(monkeypatch, **times)
+    tuned = tune(make_trained()[0], thorough=True)
+    assert not tuned.plan.units
+    assert tuned.plan.mods
+    assert tuned.speedup is not None
+    assert tuned.speedup.value == 1.25
+    assert any('mode="max-autotune-no-cudagraphs"' in note for note in tuned.record.notes)
+
+
+def test_rewrites_that_do_not_compile_leave_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, (model, _) = Clock(monkeypatch), make_trained()
+
+    def fail(captured: nn.Module, given: Any) -> None:
+        if loka.mods.applied_to(captured):
+            raise SyntaxError("unexpected indent")
+
+    clock.fail = fail
+    tuned = tune(model)
+    assert tuned.conversion is None
+    assert tuned.record.speed_note == "rewritten by narrow_outputs the whole step fails where it is timed: SyntaxError: unexpected indent: nothing is converted"  # fmt: skip

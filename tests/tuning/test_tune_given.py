@@ -200,6 +200,32 @@ def test_a_metric_that_does_not_see_the_model_shows_nothing() -> None:
     assert any("does not reach what is measured" in unit.reason for unit in tuned.record.units)
 
 
+def errors(model: nn.Module, batch: Any) -> Tensor:
+    """A metric that counts: small changes of the output leave it where it is."""
+    return ((model(batch[0]) > 0).float() != batch[1]).float()
+
+
+def test_a_metric_that_counts_claims_no_more_than_its_examples_show() -> None:
+    """No example changes, and 512 of them do not say that none in a thousand would."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    with torch.no_grad():  # all outputs are far above 0, whatever is rounded; without the tower all are -1
+        for linear in (model[0], model[2]):
+            linear.weight.copy_(torch.eye(64))
+            linear.bias.zero_()
+        model[4].weight.fill_(1 / 16)
+        model[4].bias.fill_(-1.0)
+    batches = [(x.abs() + 1, y) for x, y in BATCHES]
+    share = float(torch.cat([errors(model, batch) for batch in batches[4:]]).mean())
+    narrow = tune(model, batches, metric=errors, margin=1e-3)
+    assert not placed(model)
+    assert any("moved the metric by +0.0000% [-" in unit.reason for unit in narrow.record.units)
+    narrow.revert()
+    wide = tune(model, batches, metric=errors, margin=0.05)
+    assert placed(model)
+    assert wide.record.metric_change is not None
+    assert wide.record.metric_change.high == pytest.approx(3 / 512 / share)  # one in a third of them
+
+
 def test_a_step_that_trains_or_is_another_one_each_time_is_named() -> None:
     model, optimizer = make_trained()
     before = state_of(model, optimizer)

@@ -10,7 +10,7 @@ import loka
 from loka.records import load
 from loka.records.tuning import Tuning
 
-from .small import WIDTH, loss, make_trained, placed, same, state_of, tune
+from .small import BATCHES, WIDTH, loss, make_trained, placed, same, state_of, tune
 
 
 class Counted:
@@ -66,6 +66,28 @@ def test_evidence_of_other_weights_is_not_used(tmp_path: Path) -> None:
     expected = tune(make_trained(60)[0])
     tuned = tune(make_trained(60)[0], out=tmp_path)
     assert tuned.record.units == expected.record.units
+
+
+def test_evidence_of_other_scales_is_not_used(tmp_path: Path) -> None:
+    """The batches that are held out are the same, and those that choose have other magnitudes, which scales come from."""
+    model, _ = make_trained()
+    tune(model, out=tmp_path).revert()
+    larger = [(8 * x, y) for x, y in BATCHES[:4]] + BATCHES[4:]
+    expected = tune(model, larger)
+    expected.revert()
+    tuned = tune(model, larger, out=tmp_path)
+    assert tuned.record.units == expected.record.units
+
+
+def test_a_call_that_converts_nothing_leaves_no_conversion_of_an_earlier_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 64))  # no rewrite changes it
+    batches = [(x, x) for x, _ in BATCHES]
+    squares = lambda output, target: (output - target).square().mean(1)  # noqa: E731
+    tune(model, batches, squares, margin=0.5, out=tmp_path).revert()
+    assert (tmp_path / "conversion.json").exists()
+    tuned = tune(model, batches, squares, margin=1e-9, out=tmp_path)
+    assert tuned.conversion is None
+    assert not (tmp_path / "conversion.json").exists()
 
 
 def test_evidence_of_another_model_is_set_aside(tmp_path: Path) -> None:

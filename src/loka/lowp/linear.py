@@ -283,6 +283,8 @@ class Linear(nn.Linear):
 
 
 declare_mixed(Linear, nn.Linear)  # for nn.Linear itself no class need be made
+# what a converted linear has beside an nn.Linear: a name of the user's would be hidden by it, or hide it
+_NAMES = sorted({*Linear.__annotations__, *vars(Linear)} - {*dir(nn.Linear), "_loka_mixed", "__annotations__"})
 
 
 def refuse(module: nn.Module) -> str | None:
@@ -298,6 +300,8 @@ def refuse(module: nn.Module) -> str | None:
         return f"is a {type(module).__name__} with a forward of its own"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
+    if own := [name for name in _NAMES if name in vars(module) or hasattr(type(module), name)]:
+        return f"its own attribute {own[0]!r} has a name that a converted linear needs; hint: another name"
     if "weight" not in module._parameters:
         return "its weight is not a parameter (weight_norm, spectral_norm?)"
     if isinstance(module.weight, nn.UninitializedParameter):

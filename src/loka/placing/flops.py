@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from loka.lowp.binding import LinearBinding
 from loka.nn.wrapping import named_sites
-from loka.units.example import try_example
+from loka.units.example import tensors_in, try_example
 from loka.units.undisturbed import gradients_aside, undisturbed
 
 _CPU_ATTENTION: dict[Any, Any] = {  # which torch's own counter does not know
@@ -35,9 +35,8 @@ def low_precision_share(
     modules = dict(named_sites(model))
     low = 0.0
 
-    def count_call(module: nn.Linear, inputs: tuple[Tensor, ...], binding: LinearBinding | None) -> None:
+    def count_call(module: nn.Linear, x: Tensor, binding: LinearBinding | None) -> None:
         nonlocal low
-        x = inputs[0]
         rows = x.numel() // max(x.shape[-1], 1)
         backward = torch.is_grad_enabled()
         happens = {
@@ -49,7 +48,9 @@ def low_precision_share(
         low += 2.0 * rows * module.in_features * module.out_features * gemms
 
     handles = [
-        modules[name].register_forward_pre_hook(lambda m, i, b=binding: count_call(m, i, b))
+        modules[name].register_forward_pre_hook(
+            lambda m, args, given, b=binding: count_call(m, args[0] if args else given["input"], b), with_kwargs=True
+        )
         for name, binding in (*bindings.items(), *((name, None) for name in whole))
     ]
     try:
@@ -86,6 +87,6 @@ def _run(model: nn.Module, example: Any) -> None:
     with torch.set_grad_enabled(model.training):
         given = tuple(example) if isinstance(example, list) else example
         out = example() if callable(example) else try_example(model, given)
-        leaves = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        leaves = [t for t in tensors_in(out) if t.requires_grad]  # of whatever a forward returns, a dataclass too
         if leaves:  # not `grad`, which a checkpoint with use_reentrant=True refuses
             torch.autograd.backward([(t.abs() if t.is_complex() else t).float().sum() for t in leaves])

@@ -34,6 +34,7 @@ SHORT = (torch.bfloat16, torch.float16)  # types whose steps are coarser than an
 MOST_TASKS = 16  # columns of a loss that are compared by themselves; more are steps of a sequence
 TELLING = 8  # different numbers in a batch, by which another is recognised as its copy
 LEAST_BATCHES = 3  # of which a spread says something
+UNSEEN = 3.0  # changes: where as many are expected among the pairs, once in 20 times none is there
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,16 @@ class Losses:
     def mean(self) -> float:
         """Over all of them."""
         return float(self.values.mean())
+
+    @property
+    def unseen(self) -> float:
+        """The relative change that may be there where no value changes, of a metric that counts hits or errors: it moves in steps, at least of the smallest difference between two values, and n pairs that agree leave room for one that does not in n / 3."""
+        known, size = torch.unique(self.values), abs(self.mean)
+        if size == 0.0:
+            return NEVER
+        step = float(known.diff().min()) if len(known) > 1 else size  # of one value nothing shows how it changes
+        pairs = self.values.numel() if self.examples is None else _distinct(self.examples)
+        return UNSEEN / pairs * step / size
 
     @property
     def digest(self) -> str:

@@ -106,6 +106,7 @@ class Selection:
         change: with all of them; None where none is in.
         swapped: the losses that came of.
         unresolved: that change, where the data resolve a coarser margin than was asked for.
+        may_leave_mods: whether tune chose the mods itself: they leave where they make the step slower.
         tables, collectives: chosen beside them.
     """
 
@@ -121,6 +122,7 @@ class Selection:
     change: Interval | None = None
     swapped: Losses | None = None
     unresolved: Interval | None = None
+    may_leave_mods: bool = False
     tables: list[TablePlan] = field(default_factory=list)
     collectives: list[CollectivePlan] = field(default_factory=list)
 

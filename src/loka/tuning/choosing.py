@@ -3,6 +3,7 @@
 Which ways of a unit are safe enough to be tried is decided before, in `loka.dispatch.choosing`; whether the metric holds is found out afterwards, in `loka.tuning.verifying`.
 """
 
+import hashlib
 import traceback
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from loka.dispatch.choosing import Looked, Offer, take_apart
+from loka.nn.wrapping import named_sites
 from loka.placing import convert
-from loka.records import Interval
+from loka.records import Interval, UnitPlan
 from loka.records.tuning import Estimate
 from loka.tuning import timing
 from loka.tuning.call import Call, Selection
@@ -70,11 +72,7 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
     """
     rows = looked.sites[offer.unit.linears[0]].rows
     ways = [offer.way, *([ALONE] if offer.way == "chain" and not call.training else [])]
-    shape = " ".join(
-        f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
-        for link in offer.unit.links
-    )
-    keys = {way: f"unit {way} {rows} {shape}" for way in ways}
+    keys = {way: spell_key(call.task.model, offer.unit, way, rows) for way in ways}
     known = {way: found for way, key in keys.items() if (found := call.evidence.get_interval(key)) is not None}
     late = call.left < call.budget * 0.4
     if len(known) == len(ways) or (late and offer.way in known):
@@ -93,6 +91,29 @@ def time_unit(call: Call, offer: Offer, looked: Looked) -> dict[str, Interval] |
     runs |= {way: timing.fragment_step(_lower_fragment(call, offer, way, x), x, **options) for way in ways}
     times = timing.time_in_turns(runs)
     return {way: call.evidence.put_interval(key, timing.compare(times, way, "bf16")) for way, key in keys.items()}
+
+
+def spell_key(model: nn.Module, unit: UnitPlan, way: str, rows: int) -> str:
+    """What the time of a unit is kept under: all that decides which kernels it runs, on what sizes.
+
+    Args:
+        model: whose unit it is.
+        unit: the unit.
+        way: that it runs.
+        rows: of a call.
+
+    Returns:
+        The key, the same for units that are alike.
+    """
+    shape = " ".join(
+        f"{link.k}x{link.n} {link.norm} {link.activation}{f' dropout {link.dropout:g}' if link.dropout else ''}"
+        for link in unit.links
+    )
+    members = {name for link in unit.links for name in (link.linear, *link.passed)}
+    # biases are added, and weights that are frozen have no gradient
+    held = [(*p.shape, str(p.dtype), p.requires_grad) for name, module in named_sites(model) if name in members for p in module.parameters()]  # fmt: skip
+    scaled = f"{unit.scales} {unit.gradient}{' bounded' * unit.bounded_input}"
+    return f"unit {way} {rows} {shape} {scaled} {hashlib.sha256(repr(held).encode()).hexdigest()[:16]}"
 
 
 def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
@@ -114,6 +135,7 @@ def _lower_fragment(call: Call, offer: Offer, way: str, x: Tensor) -> nn.Module:
 def _prime(call: Call, model: nn.Module, x: Tensor) -> None:
     """Steps without a change, so that delayed scales are known before anything is compiled."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = x.detach().requires_grad_()  # of a unit that is frozen a gradient passes through all the same
     for _ in range(2):
         with call.task.context():
             model(x).float().sum().backward()

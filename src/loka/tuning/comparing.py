@@ -46,6 +46,22 @@ def evaluate(task: Task, batches: Sequence[Any], metric: Any = None, *, as_train
     return gather(parts)
 
 
+def compare(found: Losses, base: Losses, metric: Any = None) -> Interval:
+    """The change of the metric.
+
+    Args:
+        found: with something converted.
+        base: in high precision.
+        metric: as for `evaluate`. One of the user's may count: that none of its values changed is then no proof that none would.
+
+    Returns:
+        The relative change, paired, with its interval.
+    """
+    if metric is None or base.step or not torch.equal(found.values, base.values):
+        return found.change_from(base)
+    return Interval(value=0.0, low=-base.unseen, high=base.unseen)
+
+
 def evaluate_averaged(task: Task, metric: Any = None, *, as_trained: bool = False) -> Losses | None:
     """The loss of held-out batches when every example gets the batch's mean prediction: what a model that tells nobody apart has.
 
@@ -123,7 +139,7 @@ def train_paired(task: Task, plan: Plan, steps: int, optimizer: MakeOptimizer | 
         if all(torch.equal(a, b) for a, b in zip(before, twin.model.parameters(), strict=True)):
             raise ValueError("train: the step does not train the model it is given; expected step(model, batch) that runs `model`")  # fmt: skip
         found.append(evaluate(twin, twin.held_out, metric, as_trained=True))
-    return found[1].change_from(found[0])
+    return compare(found[1], found[0], metric)
 
 
 def _train(task: Task, optimizer: torch.optim.Optimizer, steps: int, told: Callable[[int], None]) -> None:

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +71,15 @@ class Evidence:
         """Keep an interval; returns it."""
         self.put(key, [interval.value, interval.low, interval.high])
         return interval
+
+
+def digest(record: msgspec.Struct) -> str:
+    """Of all that a record says, for a key: other names, sizes or magnitudes have another.
+
+    Args:
+        record: a unit.
+    """
+    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()[:16]
 
 
 def _fingerprint(model: nn.Module, settings: dict[str, Any]) -> str:

@@ -125,9 +125,10 @@ def tune(
             else:
                 undo.callback(mods_room.revert, inner)
                 names = session.apply_mods(list(mods_room.CORE) if architecture else [])
-            record = msgspec.structs.replace(session.run(names), metric_name=_name_metric(metric))
+            made = session.run(names, may_leave_mods=not present and not architecture)
+            record = msgspec.structs.replace(made, metric_name=_name_metric(metric))
         # the plan applies mods again, so that what is loaded elsewhere is what was measured
-        if record.plan.units or names or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
+        if record.plan.units or record.plan.mods or record.plan.tables or record.plan.collectives or any(site.low_precision_share for site in record.plan.sites):  # fmt: skip
             done = convert(
                 inner,
                 record.plan,

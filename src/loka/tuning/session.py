@@ -75,8 +75,8 @@ class Session:
                 mods_room.apply(task.model, [mods_room.parse(name) for name in taken], example=example)
         return taken
 
-    def run(self, mods: list[str]) -> Tuning:
-        """Look, choose, verify."""
+    def run(self, mods: list[str], *, may_leave_mods: bool) -> Tuning:
+        """Look, choose, verify; `mods` are those the model has, which may leave where nobody asked for them."""
         call = self.call
         call.notes += name_unseen(call.task.model)
         with call.phase("look"):
@@ -85,7 +85,7 @@ class Session:
             _check_repeatable(call, base)
             _warn_if_early(call, base)
         chosen = make_offers(looked, limits=Limits.before_swapping(call.margin), training=call.training)
-        selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers))
+        selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_leave_mods=may_leave_mods)  # fmt: skip
         if call.training:
             verifying.rehearse(call, selection)
         with call.phase("time units"):

@@ -94,6 +94,8 @@ class Tuned:
         save(self.record, folder / "tuning.json")
         if self.conversion is not None:
             save(self.conversion, folder / "conversion.json")
+        else:  # of an earlier call, which converted something
+            (folder / "conversion.json").unlink(missing_ok=True)
         return folder
 
     def __str__(self) -> str:

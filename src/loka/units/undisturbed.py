@@ -1,14 +1,15 @@
 """Undisturbed: run a model to look at it, and leave no trace.
 
 What running a model may change is put back afterwards: the random state of Python, numpy and torch on every device in use, the mode of every module, its
-buffers (a batch norm's statistics, the vectors of spectral_norm) and its plain attributes (what a forward keeps for an auxiliary loss). Whoever calls backward puts gradients aside too, and
-with them hooks that run when one is accumulated: an optimizer that steps inside of backward would train.
+buffers (a batch norm's statistics, the vectors of spectral_norm) and its plain attributes: what a forward keeps for an auxiliary loss, a tensor it counts in that is no buffer, a list, dict, set or
+deque that it adds to. Whoever calls backward puts gradients aside too, and with them hooks that run when one is accumulated: an optimizer that steps inside of backward would train.
 
-Out of reach: containers that a forward changes in place, and whatever it does outside of the model.
+Out of reach: containers within containers and those of more than 10,000 entries (a vocabulary), other objects that a forward changes in place, and whatever it does outside of the model.
 """
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 _KEPT = ("_parameters", "_buffers", "_modules")
+_OWN = frozenset(vars(nn.Module()))  # what every module has
+_LARGE = 10_000  # entries: a container that is a table of its own, and takes long to copy
 
 
 @contextmanager
@@ -40,6 +43,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     modes = [m.training for m in modules]  # TorchScript keeps it elsewhere than in an attribute
     attributes = [{k: v for k, v in vars(m).items() if k not in _KEPT} for m in modules]
+    contents = [put for kept in attributes for k, v in kept.items() if k not in _OWN and (put := _hold(v)) is not None]
     buffers = [{k: (b, None if b is None else b.detach().clone()) for k, b in m._buffers.items()} for m in modules]
     with same_randomness():
         try:
@@ -49,6 +53,8 @@ def put_back(model: nn.Module) -> Iterator[None]:
                 _put_back(module, before, saved)
                 if module.training != mode:
                     module.training = mode
+            for put in contents:
+                put()
 
 
 def _put_back(
@@ -62,9 +68,41 @@ def _put_back(
         del module._buffers[name]
     for name, (buffer, value) in buffers.items():
         module._buffers[name] = buffer
-        if buffer is not None and value is not None and not _same(buffer, value):
-            with torch.no_grad():
-                buffer.copy_(value)
+        if buffer is not None and value is not None:
+            _write(buffer, value)
+
+
+def _hold(value: Any) -> Callable[[], None] | None:
+    """What gives an attribute's value the contents that it has now, in place; None for a value that has none, or too many."""
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.is_meta or value.is_nested or value.layout != torch.strided:
+            return None  # a parameter that is registered elsewhere, or part of a graph
+        saved = value.detach().clone()
+        return lambda: _write(value, saved)
+    if not isinstance(value, (list, dict, set, deque)) or len(value) > _LARGE:
+        return None
+    entries = value.copy()
+
+    def put() -> None:
+        if len(value) == len(entries) and all(a is b for a, b in zip(_entries(value), _entries(entries), strict=True)):
+            return
+        value.clear()
+        value.extend(entries) if isinstance(value, (list, deque)) else value.update(entries)
+
+    return put
+
+
+def _entries(value: Any) -> Iterator[Any]:
+    """All that a container holds, keys and values, in order."""
+    yield from value
+    if isinstance(value, dict):
+        yield from value.values()
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    if not _same(tensor, value):
+        with torch.no_grad():
+            tensor.copy_(value)
 
 
 def _same(buffer: Tensor, value: Tensor) -> bool:

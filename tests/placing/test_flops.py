@@ -1,0 +1,43 @@
+"""The share of the FLOPs that is counted, whatever a forward is called with and returns."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.placing import convert
+
+SHARE = (64 * 64 * 2 + 64 * 64 * 3) / (
+    64 * 64 * 5 + 64 * 3
+)  # the data need no gradient, so the first linear has two GEMMs
+
+
+class Named(nn.Module):
+    """Its linears are called by the name of their argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(input=F.relu(self.second(input=F.relu(self.first(input=x)))))
+
+
+@dataclass
+class Output:
+    logit: Tensor
+
+
+class Returning(Named):
+    """Its result is a dataclass, which torch's own trees of tensors take for a leaf."""
+
+    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+        return Output(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Named, Returning])
+def test_every_gemm_of_the_step_is_counted(kind: type[nn.Module]) -> None:
+    done = convert(kind(), recipe="rowwise", module_filter_fn=lambda m, name: name != "head", example=torch.ones(8, 64))
+    assert done.low_precision_share == pytest.approx(SHARE)
