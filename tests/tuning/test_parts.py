@@ -42,7 +42,7 @@ from loka.units import discover, place
 
 from .small import Ranker, loss, make_batches, make_trained, same, state_of, tune
 
-LIMITS = Limits.before_swapping(1e-3)
+LIMITS = Limits.before_swapping(1e-3, training=True)
 
 
 def losses(values: list[float]) -> Losses:
@@ -178,10 +178,10 @@ def test_chains_are_split_where_a_linear_leaves() -> None:
 def test_what_is_left_out_says_which_margin_would_try_it() -> None:
     def kept(forward: float, backward: float = 0.0) -> str:
         sites = looked_at(a=predicted(1e-4), b=predicted(forward, backward=backward, finer=forward))
-        return make_offers(sites, limits=Limits.before_swapping(2e-4), training=True).kept["b"]
+        return make_offers(sites, limits=Limits.before_swapping(2e-4, training=True), training=True).kept["b"]
 
     assert kept(0.00237).endswith("more than 5 times the margin of 0.020%; hint: margin=0.00048 would try it")
-    asked = make_offers(looked_at(a=predicted(1e-4), b=predicted(0.00237, finer=0.00237)), limits=Limits.before_swapping(0.00048), training=True)  # fmt: skip
+    asked = make_offers(looked_at(a=predicted(1e-4), b=predicted(0.00237, finer=0.00237)), limits=Limits.before_swapping(0.00048, training=True), training=True)  # fmt: skip
     assert not asked.kept, "and it does"
     assert "hint" not in kept(0.5), "nobody would ask for that"
 
@@ -486,3 +486,11 @@ def test_rows_that_are_kept_keep_no_others_in_memory(monkeypatch: pytest.MonkeyP
     assert {t.untyped_storage().nbytes() for t in (rows.x, rows.dy)} == {8 * 64 * 4}
     assert float(rows.largest) == float(weights.abs().amax())
     assert torch.equal(rows.left, left_in_sum(weights))
+
+
+def test_frozen_weights_are_judged_by_their_swap() -> None:
+    """What trains on is held to what is predicted: 10 times the margin is not tried there."""
+    sites = looked_at(a=predicted(1e-4), b=predicted(2e-3, finer=2e-3))
+    for training, tried in ((True, False), (False, True)):
+        chosen = make_offers(sites, limits=Limits.before_swapping(2e-4, training=training), training=training)
+        assert any("b" in offer.unit.linears for offer in chosen.offers) is tried

@@ -84,7 +84,9 @@ class Session:
             base = evaluate(call.task, call.task.held_out, call.metric, as_trained=call.training)
             _check_repeatable(call, base)
             _warn_if_early(call, base)
-        chosen = make_offers(looked, limits=Limits.before_swapping(call.margin), training=call.training)
+        chosen = make_offers(
+            looked, limits=Limits.before_swapping(call.margin, training=call.training), training=call.training
+        )
         selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_leave_mods=may_leave_mods)  # fmt: skip
         if call.training:
             verifying.rehearse(call, selection)
