@@ -14,6 +14,7 @@ from loka.kernels import registry
 from loka.kernels.fused_linear import DgradResult
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.scaled_mm import reference as product_law
+from loka.tuning import gradients
 
 from .small import make_trained, placed, train, tune
 
@@ -160,3 +161,30 @@ def test_a_model_whose_backward_fails_in_eval_mode_says_so(monkeypatch: pytest.M
     tuned = tune(Strict())
     assert any(note.startswith("gradients were not compared with 16 bits") for note in tuned.record.notes)
     assert tuned.record.gradients == "by the score"
+
+
+def test_tables_are_not_copied_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they may fill half of the memory, and their weights say nothing about the kernels of linears."""
+
+    class Recommender(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.tower = nn.Embedding(7, 64), make_trained()[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tower(x + 0.1 * self.table((x[:, 0] > 0).long()))
+
+    model, moved = Recommender(), set[str]()
+    real = gradients._mix
+
+    def compare(*given: Any) -> Tensor:
+        moved.update(name for name, p in model.named_parameters() if not torch.equal(p, before[name]))
+        return real(*given)
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(gradients, "_mix", compare)
+    tune(model)
+    assert "tower.first.weight" in moved
+    assert "table.weight" not in moved
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

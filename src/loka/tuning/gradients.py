@@ -6,7 +6,7 @@ The score predicts what rounding does to a gradient, and swapping measures the f
     16 bits          it must point the same way and have the same size, as far as FP8 can: a sign, a factor, a transpose, a scale that saturates
     the reference    the same plan with every kernel replaced by the law (`kernels/*/reference.py`): what a kernel gets wrong beyond the order in which it adds
 
-How far two runs of the law are apart when weights move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
+How far two runs of the law are apart when the weights of linears move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
 compared as a whole and line by line: a kernel that is wrong in a few rows or columns changes little of the whole.
 
 A unit whose gradients fail alone is left out, and says what was seen. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
@@ -14,7 +14,7 @@ A unit whose gradients fail alone is left out, and says what was seen. The model
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -165,7 +165,8 @@ def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = Fal
     """The weight gradients of the linears that were looked at, summed over a few batches; what the pass raised, where it did."""
     model, task = call.task.model, call.task
     try:
-        with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, nudged):
+        names = selection.looked.sites if nudged else {}
+        with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, names):
             model.eval()
             torch.manual_seed(0)
             with torch.enable_grad():
@@ -217,9 +218,10 @@ def _placed(model: nn.Module, plan: Plan | None) -> Iterator[None]:
 
 
 @contextmanager
-def _nudged(model: nn.Module, nudged: bool) -> Iterator[None]:
-    """Weights moved by about a rounding, and put back."""
-    kept = [(p, p.detach().clone()) for p in model.parameters() if nudged and p.is_floating_point() and p.dim() > 1]
+def _nudged(model: nn.Module, linears: Collection[str]) -> Iterator[None]:
+    """The weights of some linears moved by about a rounding, and put back. Not those of tables, which may fill half of the memory."""
+    weights = {id(p): p for name, module in named_sites(model) if name in linears for p in module.parameters() if p.is_floating_point() and p.dim() > 1}  # fmt: skip
+    kept = [(p, p.detach().clone()) for p in weights.values()]
     try:
         with torch.no_grad():
             for p, before in kept:
