@@ -236,6 +236,25 @@ def test_what_a_forward_replaces_is_kept_for_the_graph(training: bool, monkeypat
     del step
 
 
+@pytest.mark.parametrize(("error", "raised"), [(torch.OutOfMemoryError("full"), torch.OutOfMemoryError), (RuntimeError("operation not permitted when stream is capturing"), timing.NotCapturedError)], ids=["memory", "host"])  # fmt: skip
+def test_memory_that_is_full_says_nothing_about_a_step(error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A step that cannot be captured is tuned untimed; one that found no memory is not tuned at all."""
+    capture_reads(monkeypatch)
+
+    class Fails(nn.Linear):
+        calls = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 3:  # after the warm-ups
+                raise error
+            return super().forward(input)
+
+    batches = [(torch.randn(16, 8), torch.randn(16)) for _ in range(2)]
+    with pytest.raises(raised):
+        timing.whole_step(Task(Fails(8, 1), batches, loss), training=True)
+
+
 @pytest.mark.parametrize("chains", [True, False], ids=["chains", "linears"])
 def test_weights_of_a_served_model_are_kept_for_the_graph(chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     capture_reads(monkeypatch)

@@ -272,6 +272,8 @@ def _capture(step: Run, model: nn.Module) -> Captured:
     try:
         with torch.cuda.graph(graph, stream=stream):
             step()
+    except torch.OutOfMemoryError:  # says nothing about the step
+        raise
     except RuntimeError as error:
         torch.cuda.synchronize()
         # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
