@@ -118,6 +118,38 @@ def test_only_what_is_wrong_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placed(model) == {"query.0", "query.2"}
 
 
+class Stacked(nn.Module):
+    """A table and two chains, one behind the other; 96 columns go into the second, and into nothing else."""
+
+    def __init__(self, below: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(2, 64)
+        self.below = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) if below else nn.Identity()
+        self.above = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 64))
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.below(x + self.table((x[:, 0] > 0).long())))
+        return self.last(torch.tanh(self.above(torch.cat([x, x[:, :32]], 1)))).squeeze(-1)
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["a chain before it", "a table before it"])
+@pytest.mark.parametrize("defect", [torch.neg, lambda x: torch.cat([x[:, :-16], 0 * x[:, -16:]], 1)], ids=["sign", "columns"])  # fmt: skip
+def test_what_a_unit_hands_back_is_compared(defect: Callable[[Tensor], Tensor], below: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """No weight of its own shows it: tables, and whatever stands before it, would learn from it."""
+
+    def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+        product = product_law.run(a, b, out_dtype=out_dtype)
+        return defect(product) if fast_accum and product.shape[1] == 96 else product
+
+    plant(monkeypatch, "scaled_mm", product_law, run=run)
+    model = Stacked(below)
+    train(model)
+    assert refused(model) == {"above.0", "above.2"}
+    assert placed(model) == ({"below.0", "below.2"} if below else set())
+
+
 def test_another_order_of_additions_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that are off by about a rounding of bf16 everywhere, as those of tensor cores are, forward and backward."""
     generator = torch.Generator().manual_seed(0)
