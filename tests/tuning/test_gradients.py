@@ -172,6 +172,31 @@ def test_another_order_of_additions_is_no_fault(monkeypatch: pytest.MonkeyPatch)
     assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
 
 
+def test_recurrent_layers_keep_no_unit_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they have no backward in eval mode."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.gru, self.inner = nn.GRU(64, 64, num_layers=2, dropout=0.1, batch_first=True), make_trained()[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            last: Tensor = self.gru(torch.stack([x, x.roll(1, 1)], 1))[0][:, -1]
+            if last.requires_grad and not self.gru.training:
+                last.register_hook(self.fail)
+            return self.inner(last + x)
+
+        @staticmethod
+        def fail(gradient: Tensor) -> None:
+            raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+    model = Recurrent().eval()
+    tuned = tune(model)
+    assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
+    assert not any(module.training for module in model.modules())
+
+
 def test_a_model_whose_backward_fails_in_eval_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuDNN's recurrent layers do on a GPU."""
 

@@ -31,7 +31,7 @@ from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import converted
 from loka.tuning.looking import ROWS
 from loka.units.example import tensors_in
-from loka.units.undisturbed import gradients_aside, undisturbed
+from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
 BATCHES = 2  # that are run
 SAME_WAY = 0.6  # cos^2 of a gradient and that of 16 bits, at least: FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more
@@ -72,7 +72,7 @@ def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> No
         exact = _run(call, selection, None)
         if isinstance(
             exact, Exception
-        ):  # torch's own backward fails in eval mode, as that of cuDNN's recurrent layers does
+        ):  # the model's own backward fails in eval mode, as that of what calls cuDNN directly does
             call.notes.append(f"gradients were not compared with 16 bits, which fail in eval mode: {type(exact).__name__}: {exact}")  # fmt: skip
             verified.update(describe(offer) for offer in selection.offers)
             return
@@ -183,6 +183,7 @@ def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = Fal
         names = selection.looked.sites if nudged else {}
         with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, names), _watched(model, selection) as inputs:  # fmt: skip
             model.eval()
+            train_recurrent(model)  # what they drop, every run drops alike
             torch.manual_seed(0)
             with torch.enable_grad():
                 for index, batch in enumerate(task.looking[:BATCHES]):
