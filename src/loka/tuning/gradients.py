@@ -236,8 +236,9 @@ def _watch(calls: dict[int, Tensor], begun: list[int], module: nn.Module, args: 
     begun.append(number)
 
     def keep(gradient: Tensor) -> None:
-        rows = gradient.detach().reshape(-1, gradient.shape[-1])
-        calls[number] = rows[:: max(len(rows) // ROWS, 1)].to(torch.float32, copy=True)
+        # whole examples: every 32nd row of examples with 32 vectors each would be one vector of each
+        some = gradient.detach()[:: max(gradient.shape[:-1].numel() // ROWS, 1)]
+        calls[number] = some.reshape(-1, gradient.shape[-1]).to(torch.float32, copy=True)
 
     if x is not None and x.requires_grad:
         x.register_hook(keep)  # type: ignore[no-untyped-call]
