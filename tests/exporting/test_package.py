@@ -90,6 +90,18 @@ def test_every_chain_is_written_out(name: str, tmp_path: Path, traced_only: None
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("between", [[], [nn.ReLU()]], ids=["nothing", "relu"])
+def test_what_a_chain_hands_on_is_rounded_once(between: list[nn.Module], tmp_path: Path, traced_only: None) -> None:
+    """To FP8, from float32: rounded to bf16 before that, one number in thirty becomes its neighbour."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), *between, nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).bfloat16()  # fmt: skip
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    plan = plan_everything(model, x, serving=True)
+    assert len(plan.units[0].links) == 3
+    loka.convert(model, plan, freeze=True)
+    assert loka.export(model, x, tmp_path / "m.pt2").difference == 0.0
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_linears_of_every_recipe_ragged_widths_included(recipe: str, tmp_path: Path, traced_only: None) -> None:
     model = small(recipe)

@@ -129,6 +129,18 @@ def test_auto_takes_the_first_that_can_and_tells_who_refused(fakes) -> None:
     assert pick("fake", "fourth", a_call("quantize"), CPU).refusals == {}
 
 
+def test_what_auto_prefers_counts_where_it_is_offered(fakes) -> None:
+    """The performance database may name the fastest backend of a machine while only the law is offered."""
+    fakes(first=YES, second=YES, reference=YES)
+    call = a_call("quantize")
+    assert pick("fake", "auto", call, CPU, prefer="second").name == "second"
+    with registry.offering({"reference"}):
+        assert pick("fake", "auto", call, CPU, prefer="second").name == "reference"
+        with pytest.raises(ValueError, match="no backend 'second'"):
+            pick("fake", "second", call, CPU)
+    assert pick("fake", "auto", call, CPU, prefer="second").name == "second"
+
+
 def test_auto_asks_once_per_call_and_device(fakes) -> None:
     made = fakes(first=no("no first"), second=YES)
     asked: list[object] = []

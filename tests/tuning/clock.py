@@ -40,12 +40,12 @@ class Clock:
         self.compiled.append(given)
         return what
 
-    def _capture(self, step: timing.Run, kept: list[Any]) -> timing.Captured:
-        model = next(one for one in kept if isinstance(one, nn.Module))
+    def _capture(self, step: timing.Run, model: nn.Module) -> timing.Captured:
+        kept = timing.held_by(model)
         self.captured.append(model)
         self.modes.append({module.training for module in model.modules()})
         self.fail(model, self.compiled[-1])
-        tensors = [one for one in kept if isinstance(one, Tensor)]
+        tensors = list({id(one): one for one in kept if isinstance(one, Tensor)}.values())
         before = [tensor.detach().clone() for tensor in tensors]
         for _ in range(3):
             step()

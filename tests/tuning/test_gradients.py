@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from loka.kernels import registry
 from loka.kernels.fused_linear import DgradResult
 from loka.kernels.fused_linear import reference as fused_law
 from loka.kernels.scaled_mm import reference as product_law
+from loka.tuning import gradients
 
 from .small import make_trained, placed, train, tune
 
@@ -117,6 +119,50 @@ def test_only_what_is_wrong_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placed(model) == {"query.0", "query.2"}
 
 
+class Stacked(nn.Module):
+    """A table and two chains, one behind the other; 96 columns go into the second, and into nothing else."""
+
+    def __init__(self, below: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(2, 64)
+        self.below = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) if below else nn.Identity()
+        self.above = nn.Sequential(nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 64))
+        self.last = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.below(x + self.table((x[:, 0] > 0).long())))
+        return self.last(torch.tanh(self.above(torch.cat([x, x[:, :32]], 1)))).squeeze(-1)
+
+
+@pytest.mark.parametrize("below", [True, False], ids=["a chain before it", "a table before it"])
+@pytest.mark.parametrize("defect", [torch.neg, lambda x: torch.cat([x[:, :-16], 0 * x[:, -16:]], 1)], ids=["sign", "columns"])  # fmt: skip
+def test_what_a_unit_hands_back_is_compared(defect: Callable[[Tensor], Tensor], below: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """No weight of its own shows it: tables, and whatever stands before it, would learn from it."""
+
+    def run(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+        product = product_law.run(a, b, out_dtype=out_dtype)
+        return defect(product) if fast_accum and product.shape[1] == 96 else product
+
+    plant(monkeypatch, "scaled_mm", product_law, run=run)
+    model = Stacked(below)
+    train(model)
+    assert refused(model) == {"above.0", "above.2"}
+    assert placed(model) == ({"below.0", "below.2"} if below else set())
+
+
+def test_of_an_input_whole_examples_are_compared() -> None:
+    """32 vectors of 1,024 examples: every 32nd row would be the first vector of each."""
+    module, kept = nn.Linear(4, 4), dict[int, Tensor]()
+    handle = module.register_forward_pre_hook(partial(gradients._watch, kept, []), with_kwargs=True)
+    x = torch.zeros(1024, 32, 4, requires_grad=True) + 0.0
+    module(x)
+    x.backward(torch.arange(32.0)[:, None].expand(1024, 32, 4))
+    handle.remove()
+    assert kept[0].shape == (1024, 4)
+    assert set(kept[0][:, 0].tolist()) == set(range(32))
+
+
 def test_another_order_of_additions_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that are off by about a rounding of bf16 everywhere, as those of tensor cores are, forward and backward."""
     generator = torch.Generator().manual_seed(0)
@@ -137,6 +183,31 @@ def test_another_order_of_additions_is_no_fault(monkeypatch: pytest.MonkeyPatch)
     tuned = tune(model)
     assert placed(model) == {"first", "second", "third"}
     assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
+
+
+def test_recurrent_layers_keep_no_unit_from_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they have no backward in eval mode."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.gru, self.inner = nn.GRU(64, 64, num_layers=2, dropout=0.1, batch_first=True), make_trained()[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            last: Tensor = self.gru(torch.stack([x, x.roll(1, 1)], 1))[0][:, -1]
+            if last.requires_grad and not self.gru.training:
+                last.register_hook(self.fail)
+            return self.inner(last + x)
+
+        @staticmethod
+        def fail(gradient: Tensor) -> None:
+            raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+    model = Recurrent().eval()
+    tuned = tune(model)
+    assert tuned.record.gradients == "by the score, and by a backward pass beside 16 bits"
+    assert not any(module.training for module in model.modules())
 
 
 def test_a_model_whose_backward_fails_in_eval_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +231,30 @@ def test_a_model_whose_backward_fails_in_eval_mode_says_so(monkeypatch: pytest.M
     tuned = tune(Strict())
     assert any(note.startswith("gradients were not compared with 16 bits") for note in tuned.record.notes)
     assert tuned.record.gradients == "by the score"
+
+
+def test_tables_are_not_copied_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they may fill half of the memory, and their weights say nothing about the kernels of linears."""
+
+    class Recommender(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.tower = nn.Embedding(7, 64), make_trained()[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tower(x + 0.1 * self.table((x[:, 0] > 0).long()))
+
+    model, moved = Recommender(), set[str]()
+    real = gradients._mix
+
+    def compare(*given: Any) -> Tensor:
+        moved.update(name for name, p in model.named_parameters() if not torch.equal(p, before[name]))
+        return real(*given)
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(gradients, "_mix", compare)
+    tune(model)
+    assert "tower.first.weight" in moved
+    assert "table.weight" not in moved
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

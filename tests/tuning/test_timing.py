@@ -2,10 +2,15 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import loka
 from loka.lowp import Linear
@@ -13,6 +18,7 @@ from loka.lowp.binding import LinearOptions
 from loka.lowp.step import end_step
 from loka.placing import plan_everything
 from loka.tuning import Task, timing
+from loka.units.example import tensors_in
 
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -163,6 +169,105 @@ def write_losses(task: Task, into: torch.Tensor) -> None:
         return value
 
     task.mean_loss = watched  # type: ignore[method-assign]
+
+
+class Reads(TorchDispatchMode):
+    """In the place of a CUDA graph: notes the memory that a captured step reads and has not made itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, StorageWeakRef] = {}
+        self.made: list[torch.Tensor] = []  # alive, so that no address is another's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = {tensor.untyped_storage()._cdata for tensor in self.made}
+        for tensor in tensors_in((args, kwargs or {})):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in mine:
+                self.read.setdefault(storage._cdata, StorageWeakRef(storage))
+        out = func(*args, **(kwargs or {}))
+        self.made += tensors_in(out)
+        return out
+
+    def replay(self) -> None:
+        assert not [reference for reference in self.read.values() if reference.expired()]
+
+
+def capture_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("synchronize", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(timing, "_stream_of", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Reads)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
+    monkeypatch.setattr(torch, "compile", lambda what, **given: what)
+
+
+class Remembers(nn.Module):
+    """Reads what the last call left, and leaves another tensor in its place: in a buffer, in an attribute and in a list."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+        self.register_buffer("mean", torch.zeros(8))
+        self.last, self.several = torch.zeros(()), [torch.zeros(())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        y: torch.Tensor = self.linear(x - self.mean) + self.last + self.several[0]
+        self.last, self.several[0] = y.detach().mean(), y.detach().std()
+        return y
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_a_forward_replaces_is_kept_for_the_graph(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the memory that the capture read, which the model has let go of by then."""
+    capture_reads(monkeypatch)
+    model, batches = Remembers(), [(torch.randn(16, 8), torch.randn(16)) for _ in range(2)]
+    before = model.mean
+    step = timing.whole_step(Task(model, batches, loss), training=training)
+    assert model.mean is before
+    gc.collect()
+    step()
+    del step
+
+
+@pytest.mark.parametrize(("error", "raised"), [(torch.OutOfMemoryError("full"), torch.OutOfMemoryError), (RuntimeError("operation not permitted when stream is capturing"), timing.NotCapturedError)], ids=["memory", "host"])  # fmt: skip
+def test_memory_that_is_full_says_nothing_about_a_step(error: Exception, raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """A step that cannot be captured is tuned untimed; one that found no memory is not tuned at all."""
+    capture_reads(monkeypatch)
+
+    class Fails(nn.Linear):
+        calls = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 3:  # after the warm-ups
+                raise error
+            return super().forward(input)
+
+    batches = [(torch.randn(16, 8), torch.randn(16)) for _ in range(2)]
+    with pytest.raises(raised):
+        timing.whole_step(Task(Fails(8, 1), batches, loss), training=True)
+
+
+@pytest.mark.parametrize("chains", [True, False], ids=["chains", "linears"])
+def test_weights_of_a_served_model_are_kept_for_the_graph(chains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_reads(monkeypatch)
+    model, batches = make(torch.device("cpu"), chains)
+    loss(model(batches[0][0][0]), batches[0][1]).mean().backward()
+    end_step(timing._placed(model))
+    loka.placing.freeze_model(model)
+    step = timing.whole_step(Task(model, batches, loss), training=False)
+    loka.revert(model)
+    del model
+    gc.collect()
+    step()
+    del step
 
 
 @pytest.mark.gpu

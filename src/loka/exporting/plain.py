@@ -143,9 +143,9 @@ class PlainChain(nn.Module):
         return y
 
     def _run(self, a: Any, index: int, dtype: torch.dtype) -> Tensor:
-        """One layer up to its activation; in float32 unless it is a product and nothing else."""
+        """One layer up to its activation; in float32, but for a last product with nothing behind it."""
         link, bias, weight = self.links[index], getattr(self, f"bias_{index}"), self.weights.get(index)
-        if link.plain:
+        if link.plain and index == len(self.links) - 1:
             p = self.ops.multiply(a, weight, dtype)
             return p if bias is None else p + bias.to(dtype)
         # In float32, as in the law: rounded to bf16 before it is cast to FP8, a DLRM's product costs its result half of what FP8 itself does.

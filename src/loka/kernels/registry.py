@@ -91,7 +91,7 @@ def load(op: str) -> None:
 
 @contextmanager
 def offering(names: Collection[str]) -> Iterator[None]:
-    """Inside this block no other backends exist: `auto` does not see them, and asking for one by name raises. An op that has none of them keeps its own."""
+    """Inside this block no other backends exist: `auto` does not see them, preferred or not, and asking for one by name raises. An op that has none of them keeps its own."""
     before = dict(BACKENDS)
     kept = {op: tuple(name for name in found if name in names) for op, found in before.items()}
     BACKENDS.update({op: found for op, found in kept.items() if found})
@@ -194,7 +194,9 @@ def _ask_one(op: str, name: str, call: Any, device: torch.device) -> Selection:
 
 def _ask_in_order(op: str, call: Any, device: torch.device, prefer: str | None = None) -> Selection:
     refusals: dict[str, str] = {}
-    order = BACKENDS[op] if prefer is None else (prefer, *(name for name in BACKENDS[op] if name != prefer))
+    order = BACKENDS[op]
+    if prefer in order:  # a row of the performance database may prefer what `offering` has taken away
+        order = (prefer, *(name for name in order if name != prefer))
     for candidate in order:
         if (op, candidate) in BY_NAME and candidate != prefer:
             refusals[candidate] = BY_NAME[op, candidate]

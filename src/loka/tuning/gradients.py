@@ -1,12 +1,12 @@
 """Whether the gradients that come out of the kernels are gradients: one backward pass as it will run, beside 16 bits and beside the reference.
 
 The score predicts what rounding does to a gradient, and swapping measures the forward pass. Neither runs a backward kernel: one that is wrong at this shape, on this GPU, would train a model into the ground with every verdict
-"within". So what is chosen runs forward and backward on batches that choose, and the weight gradient of every linear in it is held against
+"within". So what is chosen runs forward and backward on batches that choose, and the gradients of every weight in it, and of what goes into it, which all that stands before it learns from, are held against
 
     16 bits          it must point the same way and have the same size, as far as FP8 can: a sign, a factor, a transpose, a scale that saturates
     the reference    the same plan with every kernel replaced by the law (`kernels/*/reference.py`): what a kernel gets wrong beyond the order in which it adds
 
-How far two runs of the law are apart when weights move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
+How far two runs of the law are apart when the weights of linears move by 2^-10 of their size, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
 compared as a whole and line by line: a kernel that is wrong in a few rows or columns changes little of the whole.
 
 A unit whose gradients fail alone is left out, and says what was seen. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
@@ -14,9 +14,11 @@ A unit whose gradients fail alone is left out, and says what was seen. The model
 
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,9 @@ from loka.nn.wrapping import named_sites
 from loka.records import Plan
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import converted
-from loka.units.undisturbed import gradients_aside, undisturbed
+from loka.tuning.looking import ROWS
+from loka.units.example import tensors_in
+from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
 BATCHES = 2  # that are run
 SAME_WAY = 0.6  # cos^2 of a gradient and that of 16 bits, at least: FP8 throughout a Wukong, a DLRM and tiny towers leaves 0.95 and more
@@ -38,7 +42,7 @@ CHAOS = 3.0  # ... or so many times as much as two runs of the reference differ 
 NUDGE = 2.0**-10  # of a weight
 LAW = frozenset({"reference"})
 
-Gradients = dict[str, list[Tensor]]  # matrices, by linear
+Gradients = dict[str, list[Tensor]]  # matrices, by what they are of
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Fault:
     """A gradient that is wrong.
 
     Args:
-        linear: whose weight it belongs to.
+        linear: whose weight or input it belongs to.
         text: what was seen, and what was expected.
         size: how wrong, to say which is worst.
     """
@@ -57,7 +61,7 @@ class Fault:
 
 
 def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> None:
-    """Drop units whose weight gradients, as their kernels make them here, are not those of the model.
+    """Drop units whose gradients, as their kernels make them here, are not those of the model.
 
     Args:
         call: whose batches run.
@@ -68,7 +72,7 @@ def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> No
         exact = _run(call, selection, None)
         if isinstance(
             exact, Exception
-        ):  # torch's own backward fails in eval mode, as that of cuDNN's recurrent layers does
+        ):  # the model's own backward fails in eval mode, as that of what calls cuDNN directly does
             call.notes.append(f"gradients were not compared with 16 bits, which fail in eval mode: {type(exact).__name__}: {exact}")  # fmt: skip
             verified.update(describe(offer) for offer in selection.offers)
             return
@@ -92,11 +96,12 @@ def describe(offer: Offer) -> str:
 def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: Gradients) -> list[Fault]:
     """What is wrong with the gradients of some offers, the worst first."""
     plan = selection.to_plan(call, offers)
-    linears = [name for offer in offers for name in offer.unit.linears]
+    parts = {_weight_of(name): name for offer in offers for name in offer.unit.linears}
+    parts |= {_input_of(offer): offer.name for offer in offers}
     here = _run(call, selection, plan)
     if isinstance(here, Exception):
-        return [Fault(linears[0], f"{type(here).__name__}: {here}", float("inf"))]
-    faults = [f for name in linears if name in exact and (f := _beside_high(name, here.get(name), exact[name]))]
+        return [Fault(offers[0].name, f"{type(here).__name__}: {here}", float("inf"))]
+    faults = [Fault(parts[what], *f) for what in parts if what in exact and (f := _beside_high(what, here.get(what), exact[what]))]  # fmt: skip
     if not faults:
         law = _run(call, selection, plan, law=True)
         nudged = law if isinstance(law, Exception) else _run(call, selection, plan, law=True, nudged=True)
@@ -104,37 +109,47 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: G
             note = f"gradients were compared with 16 bits alone: the reference fails: {type(nudged).__name__}: {nudged}"
             call.notes += [note] if note not in call.notes else []
             return []
-        faults = [f for name in linears if name in law and name in here and (f := _beside_law(name, here[name], law[name], nudged[name]))]  # fmt: skip
+        faults = [Fault(parts[what], *f) for what in parts if what in here and what in law and what in nudged and (f := _beside_law(what, here[what], law[what], nudged[what]))]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
 
 
-def _beside_high(name: str, found: list[Tensor] | None, exact: list[Tensor]) -> Fault | None:
-    """A gradient beside that of 16 bits."""
+def _weight_of(linear: str) -> str:
+    return f"the weight of {linear}"
+
+
+def _input_of(offer: Offer) -> str:
+    return f"the input of {offer.unit.around or offer.name}"
+
+
+def _beside_high(what: str, found: list[Tensor] | None, exact: list[Tensor]) -> tuple[str, float] | None:
+    """A gradient beside that of 16 bits: what is wrong, and how much."""
     expected = _flat(exact)
     power = float(expected.square().sum())
     if power == 0.0 or not bool(expected.isfinite().all()):
         return None
     if found is None:
-        return Fault(name, f"none reaches the weight of {name}, and one does in 16 bits", float("inf"))
+        return f"none reaches {what}, and one does in 16 bits", float("inf")
+    if len(found) != len(exact):
+        return f"gradients reach {what} in {len(found)} calls, and in {len(exact)} in 16 bits", float("inf")
     seen = _flat(found)
     if not bool(seen.isfinite().all()):
-        return Fault(name, f"the gradient of the weight of {name} is not finite, and is in 16 bits", float("inf"))
+        return f"the gradient of {what} is not finite, and is in 16 bits", float("inf")
     along = float((seen * expected).sum())
     size = float(seen.square().sum())
     way, gain = (along / (power * size) ** 0.5 if size else 0.0), along / power
     if way > 0 and way**2 >= SAME_WAY and 1 / SAME_SIZE <= gain <= SAME_SIZE:
         return None
-    return Fault(name, f"the gradient of the weight of {name} has a cosine of {way:.2f} with that of 16 bits and {gain:.2f} of its size, expected at least {SAME_WAY**0.5:.2f} and {1 / SAME_SIZE:.2f} to {SAME_SIZE:.2f}", 1 - way)  # fmt: skip
+    return f"the gradient of {what} has a cosine of {way:.2f} with that of 16 bits and {gain:.2f} of its size, expected at least {SAME_WAY**0.5:.2f} and {1 / SAME_SIZE:.2f} to {SAME_SIZE:.2f}", 1 - way  # fmt: skip
 
 
-def _beside_law(name: str, found: list[Tensor], law: list[Tensor], nudged: list[Tensor]) -> Fault | None:
-    """A gradient beside that of the same plan run by the reference."""
-    if not any(bool(matrix.any()) for matrix in law):
+def _beside_law(what: str, found: list[Tensor], law: list[Tensor], nudged: list[Tensor]) -> tuple[str, float] | None:
+    """A gradient beside that of the same plan run by the reference: what is wrong, and how much."""
+    if not any(bool(matrix.any()) for matrix in law) or not len(found) == len(law) == len(nudged):
         return None
-    for what, distance, least in (("", _distance, BESIDE_LAW), (" in a row or a column", _line_distance, LINE_BESIDE_LAW)):  # fmt: skip
+    for where, distance, least in (("", _distance, BESIDE_LAW), (" in a row or a column", _line_distance, LINE_BESIDE_LAW)):  # fmt: skip
         differs, allowed = distance(found, law), max(least, CHAOS * distance(nudged, law))
         if differs > allowed:
-            return Fault(name, f"the gradient of the weight of {name} differs by {differs:.0%}{what} from what the reference computes by the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs)  # fmt: skip
+            return f"the gradient of {what} differs by {differs:.0%}{where} from what the reference computes by the same plan, expected at most {allowed:.0%}: a kernel is wrong", differs  # fmt: skip
     return None
 
 
@@ -162,18 +177,23 @@ def _line_distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 
 def _run(call: Call, selection: Selection, plan: Plan | None, *, law: bool = False, nudged: bool = False) -> Gradients | Exception:  # fmt: skip
-    """The weight gradients of the linears that were looked at, summed over a few batches; what the pass raised, where it did."""
+    """The gradients of the weights of linears that were looked at, summed over a few batches, and of what went into the offers that are in; what the pass raised, where it did."""
     model, task = call.task.model, call.task
     try:
-        with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, nudged):
+        names = selection.looked.sites if nudged else {}
+        with _by(law), _placed(model, plan), undisturbed(model), gradients_aside(model), _nudged(model, names), _watched(model, selection) as inputs:  # fmt: skip
             model.eval()
+            train_recurrent(model)  # what they drop, every run drops alike
             torch.manual_seed(0)
             with torch.enable_grad():
                 for index, batch in enumerate(task.looking[:BATCHES]):
                     loss = _mix(task.losses(model, batch).float(), index)
                     if loss.requires_grad:  # not where every parameter is frozen
                         loss.backward()  # type: ignore[no-untyped-call]
-            return {name: found for name, module in named_sites(model) if name in selection.looked.sites and (found := _gradient_of(module)) is not None}  # fmt: skip
+            weights = {_weight_of(name): found for name, module in named_sites(model) if name in selection.looked.sites and (found := _gradient_of(module)) is not None}  # fmt: skip
+            return weights | {
+                what: [calls[number] for number in sorted(calls)] for what, calls in inputs.items() if calls
+            }
     except torch.AcceleratorError:
         raise
     except Exception as error:  # Triton's errors share no type with torch's
@@ -198,6 +218,33 @@ def _gradient_of(module: nn.Module) -> list[Tensor] | None:
 
 
 @contextmanager
+def _watched(model: nn.Module, selection: Selection) -> Iterator[dict[str, dict[int, Tensor]]]:
+    """The gradients of what goes into the offers that are in, some rows of each, by the call they are of."""
+    found: dict[str, dict[int, Tensor]] = {}
+    modules = dict(named_sites(model))
+    with ExitStack() as stack:
+        for offer in selection.offers:
+            calls = found[_input_of(offer)] = {}
+            module = modules[offer.unit.around or offer.name]
+            stack.callback(module.register_forward_pre_hook(partial(_watch, calls, []), with_kwargs=True).remove)
+        yield found
+
+
+def _watch(calls: dict[int, Tensor], begun: list[int], module: nn.Module, args: Any, kwargs: Any) -> None:
+    x = next(tensors_in((args, kwargs)), None)
+    number = len(begun)
+    begun.append(number)
+
+    def keep(gradient: Tensor) -> None:
+        # whole examples: every 32nd row of examples with 32 vectors each would be one vector of each
+        some = gradient.detach()[:: max(gradient.shape[:-1].numel() // ROWS, 1)]
+        calls[number] = some.reshape(-1, gradient.shape[-1]).to(torch.float32, copy=True)
+
+    if x is not None and x.requires_grad:
+        x.register_hook(keep)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
 def _by(law: bool) -> Iterator[None]:
     if not law:
         yield
@@ -217,9 +264,10 @@ def _placed(model: nn.Module, plan: Plan | None) -> Iterator[None]:
 
 
 @contextmanager
-def _nudged(model: nn.Module, nudged: bool) -> Iterator[None]:
-    """Weights moved by about a rounding, and put back."""
-    kept = [(p, p.detach().clone()) for p in model.parameters() if nudged and p.is_floating_point() and p.dim() > 1]
+def _nudged(model: nn.Module, linears: Collection[str]) -> Iterator[None]:
+    """The weights of some linears moved by about a rounding, and put back. Not those of tables, which may fill half of the memory."""
+    weights = {id(p): p for name, module in named_sites(model) if name in linears for p in module.parameters() if p.is_floating_point() and p.dim() > 1}  # fmt: skip
+    kept = [(p, p.detach().clone()) for p in weights.values()]
     try:
         with torch.no_grad():
             for p, before in kept:

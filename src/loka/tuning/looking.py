@@ -22,7 +22,7 @@ from loka.probe.unseen import find_unseen
 from loka.records import Gemm
 from loka.tuning.task import Task
 from loka.units import discover, measuring
-from loka.units.undisturbed import gradients_aside, undisturbed
+from loka.units.undisturbed import gradients_aside, train_recurrent, undisturbed
 
 __all__ = ["Looked", "SiteLook", "look", "name_unseen"]
 
@@ -176,6 +176,7 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
     before = [(p, p.requires_grad) for p in model.parameters()]
     with undisturbed(model), gradients_aside(model):
         try:
+            train_recurrent(model)
             for p, _ in before:
                 if p.is_floating_point():
                     p.requires_grad_(True)

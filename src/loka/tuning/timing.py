@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from loka.lowp.step import end_step
 from loka.nn.wrapping import named_sites
 from loka.records import Interval, UnitPlan
 from loka.tuning.task import Task
-from loka.units.example import copy_example
+from loka.units.example import copy_example, tensors_in
 from loka.units.following import make_activation
 from loka.units.undisturbed import put_back
 
@@ -166,7 +166,7 @@ def fragment_step(
                 x.grad = None
                 fragment.zero_grad(set_to_none=True)
 
-    return capture(step, _tensors_of(fragment))
+    return capture(step, fragment)
 
 
 # Ways to compile, by name: what torch.compile is given. Coordinate descent also turns products with a vector into sums that join their neighbours; torchao switches it on for all that is compiled after it.
@@ -202,9 +202,7 @@ def whole_step(task: Task, *, training: bool, compiler: str = "") -> Captured:
     with put_back(model):
         if model.training != training:  # parts that are in eval mode inside of a model that trains stay so
             model.train(training)
-        made = capture(step, _tensors_of(model))
-        # what the forward left in attributes is the graph's as well, and the model's no longer
-        return replace(made, kept=(made.kept, [dict(vars(module)) for module in model.modules()]))
+        return capture(step, model)
 
 
 def _compile(task: Task, given: Mapping[str, Any]) -> tuple[Task, nn.Module]:
@@ -216,9 +214,18 @@ def _compile(task: Task, given: Mapping[str, Any]) -> tuple[Task, nn.Module]:
     return timed, task.model
 
 
-def _tensors_of(model: nn.Module) -> list[Any]:
-    """Modules and tensors of a model as it is now: it may be changed while a graph still reads them."""
-    return [*model.modules(), *model.parameters(), *model.buffers()]
+def held_by(model: nn.Module) -> list[Any]:
+    """Modules of a model, and all that is in their attributes now.
+
+    Args:
+        model: any; it may be changed while a graph still reads what it held.
+
+    Returns:
+        Modules, tensors, and objects that hold tensors.
+    """
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]  # tensors too: what holds them may let go of them
+    return [*modules, *model.parameters(), *model.buffers(), *attributes, *tensors_in(attributes)]
 
 
 def _placed(model: nn.Module) -> list[Linear | Chain]:
@@ -226,19 +233,19 @@ def _placed(model: nn.Module) -> list[Linear | Chain]:
     return [linear for _, linear in linears_of(model)] + [chain for _, chain in chains_of(model)]
 
 
-def capture(step: Run, kept: Any) -> Captured:
+def capture(step: Run, model: nn.Module) -> Captured:
     """Warm a step up and capture it in a CUDA graph; a step that cannot be captured (it reads values on the host) raises.
 
     Args:
         step: what to capture; it is kept with the graph, and with it the inputs it closes over.
-        kept: what else the step reads.
+        model: what else the step reads.
 
     Returns:
         What replays the step.
     """
     # Fragments share one forward: without room for them torch.compile gives up after eight and runs the rest eagerly, which times something else.
     with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
-        return _capture(step, kept)
+        return _capture(step, model)
 
 
 @cache
@@ -247,7 +254,7 @@ def _stream_of(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _capture(step: Run, kept: Any) -> Captured:
+def _capture(step: Run, model: nn.Module) -> Captured:
     stream = _stream_of(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -260,14 +267,18 @@ def _capture(step: Run, kept: Any) -> Captured:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    # A forward may put another tensor in the place of a buffer or an attribute that it reads: the graph reads what the last warm-up left, and writes what the capture did.
+    before = held_by(model)
     try:
         with torch.cuda.graph(graph, stream=stream):
             step()
+    except torch.OutOfMemoryError:  # says nothing about the step
+        raise
     except RuntimeError as error:
         torch.cuda.synchronize()
         # Not run as it is instead: a step that is timed later would by then run whatever the model has become.
         raise NotCapturedError(f"the step cannot be captured in a CUDA graph: {str(error).splitlines()[0]}") from error
-    return Captured(graph.replay, host, (step, kept))
+    return Captured(graph.replay, host, (step, before, held_by(model)))
 
 
 def return_workspaces() -> None:

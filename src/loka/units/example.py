@@ -133,20 +133,21 @@ def copy_containers(value: Any) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested tuples, lists, mappings and dataclasses, and in the attributes of other objects (a jagged tensor, a cache of keys)."""
-    yield from _tensors_in(value, set(), _DEPTH)
+    yield from _tensors_in(value, {}, _DEPTH)
 
 
 _DEPTH = 6  # an object's attributes may lead to anything: a data set, the whole program
 _PLAIN = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size, nn.Module)
 
 
-def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
+def _tensors_in(value: Any, seen: dict[int, int], depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if isinstance(value, _PLAIN) or callable(value) or id(value) in seen or not depth:
+    # what was met far down, where little of it could be seen, is looked at again where it is nearer
+    if isinstance(value, _PLAIN) or callable(value) or seen.get(id(value), 0) >= depth:
         return
-    seen.add(id(value))
+    seen[id(value)] = depth
     if isinstance(value, (tuple, list)):
         parts: Iterable[Any] = value
     elif isinstance(value, Mapping):

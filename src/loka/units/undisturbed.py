@@ -201,3 +201,14 @@ def set_mode(model: nn.Module, training: bool) -> None:
             forgotten there, so both modes are tried on the whole model.
     """
     model.train(training)
+
+
+def train_recurrent(model: nn.Module) -> None:
+    """Training mode for torch's recurrent layers, for whoever calls backward: cuDNN's have none in eval mode. All else of them that the mode decides is dropout between their layers.
+
+    Args:
+        model: any module.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.train()
