@@ -96,10 +96,13 @@ NOT_RUN = {
     "loka db tune probe.json --seconds 120": "needs a GPU",
     "loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors": "needs a checkpoint",
     "loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001": LONG,
-    "loka analyze runs/onerec pkg.module:factory --out analysis.json --plot analysis.vl.json": ONEREC,
-    "loka bench": LONG,
-    "loka bench data --json": LONG,
+    "loka analyze runs/onerec pkg.module:factory --out analysis.json": ONEREC,
     "loka bench kernels": "needs a GPU",
+    "loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton": "needs a GPU",
+    "loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json": "needs a GPU",
+    "loka bench kernels --op fused_linear": "needs a GPU",
+    "loka bench kernels --op attention --shapes 256x8x320": "needs a GPU",
+    "loka bench kernels --device cpu --no-isolate": LONG,
 }  # fmt: skip
 
 
