@@ -45,7 +45,7 @@ class SiteLook:
 
     @property
     def flops(self) -> float:
-        """Of its three GEMMs in a step."""
+        """FLOPs of its three GEMMs in a step."""
         return 6.0 * self.rows * self.calls * self.k * self.n
 
     def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
@@ -159,7 +159,7 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """Of its first linear."""
+        """The name of its first linear."""
         return self.unit.name
 
 

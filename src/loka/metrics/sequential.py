@@ -44,7 +44,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Moments":
-        """From the values themselves."""
+        """The summary of a sample of values."""
         n = len(values)
         mean = math.fsum(values) / n if n else 0.0
         return cls(n, mean, math.fsum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else 0.0)

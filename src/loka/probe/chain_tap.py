@@ -69,7 +69,7 @@ def detach(tap: "ChainTap") -> None:
 
 
 class ChainTap(_Unsaved):
-    """What a chain asks whose head is this linear.
+    """Watches a chain through its first linear: every call of the chain passes here.
 
     Args:
         switch: whether the step has a look.

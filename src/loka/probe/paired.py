@@ -61,7 +61,7 @@ class Losses:
 
     @property
     def mean(self) -> float:
-        """Over all of them."""
+        """The mean loss."""
         return float(self.values.mean())
 
     @property
@@ -100,7 +100,7 @@ class Losses:
 
 
 def gather(parts: Sequence[Tensor]) -> Losses:
-    """What a loss gave for several batches, in order.
+    """Collect the losses of several batches, in order.
 
     Args:
         parts: one floating tensor for every batch: a number, or one and more for each example, which are then the first dimension.
