@@ -64,8 +64,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.dev  ## what this machine can measure: data loading; kernels where there is a GPU
-	$(BIN)/loka bench
+bench: $(VENV)/.dev  ## check and time the kernels; needs a GPU
+	$(BIN)/loka bench kernels
 
 evidence: $(VENV)/.dev  ## every published number made again; EVIDENCE="--data FOLDER --seconds 1800 --only zoo" narrows it
 	$(BIN)/python benchmarks/evidence.py $(EVIDENCE)

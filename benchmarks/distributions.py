@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ import quality_sequences
 from evidence import spell_command
 
 from loka.metrics import AUC
-from loka.ptq import REFERENCES, analyze_model, draw_analysis
+from loka.ptq import REFERENCES, analyze_model
 from loka.records import Analysis, ModelStats, capture_environment
 from loka.records import load as load_record
 from loka.records import save as save_record
@@ -47,6 +48,7 @@ LEARNED = {
     "ranker": 0.9,
     "language": 3.0,
 }  # AUC and bits a byte of what counts as trained; of OneRec twice the hits of popularity. Without there is no verdict
+STATISTICS = (("variance", "variance"), ("absmax", "largest magnitude"), ("abs_p99", "99th percentile of magnitude"))
 LEFT_OUT = ("site-packages", "test", "tests", "testing", "idlelib", "lib2to3")
 
 
@@ -231,6 +233,61 @@ def draw(record: Analysis, figure: Path) -> None:
     config = {"font": "system-ui, sans-serif", "axis": text, "range": {"category": ["#0072b2", "#8b949e", "#d55e00"]}, "view": {"stroke": None}, "aria": False}  # fmt: skip
     chart = draw_analysis(record) | {"background": "#ffffff", "config": config}
     figure.write_text(vl_convert.vegalite_to_svg(json.dumps(chart)), encoding="utf-8")
+
+
+def draw_analysis(analysis: Analysis) -> dict[str, Any]:
+    """Four charts for each kind (weights, activations), two in a row, data inline: a Vega-Lite specification."""
+    rows: list[dict[str, Any]] = []
+    for model in analysis.models:
+        counts = {"weight": 0, "activation": 0}
+        for layer in model.layers:
+            base = {"model": model.name, "layer": layer.name, "kind": layer.kind, "place": counts[layer.kind]}
+            counts[layer.kind] += 1
+            rows.append(
+                base
+                | {"variance": layer.variance, "absmax": layer.absmax, "abs_p99": layer.abs_p99}
+                | {
+                    "kurtosis": layer.kurtosis,
+                    "crest": next(g.crest_bits for g in layer.groups if g.spec == "e4m3:row"),
+                }
+            )
+    kinds = [kind for kind in ("weight", "activation") if any(row["kind"] == kind for row in rows)]
+    charts = [
+        {"columns": 2, "concat": [_panel(analysis, kind, field, title) for field, title in (*STATISTICS, ("crest", "crest inside a row, bits"))]}
+        for kind in kinds
+    ]  # fmt: skip
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "description": "Distribution of weights and activations by layer, models side by side",
+        "data": {"values": rows},
+        "vconcat": charts,
+    }
+
+
+def _panel(analysis: Analysis, kind: str, field: str, title: str) -> dict[str, Any]:
+    scale = {"type": "linear"} if field == "crest" else {"type": "log"}
+    y = {"field": field, "type": "quantitative", "scale": scale, "title": title}
+    tooltip = [{"field": name} for name in ("model", "layer", "variance", "absmax", "abs_p99", "kurtosis")]
+    layers: list[dict[str, Any]] = [
+        {
+            "transform": [{"filter": f"datum.kind == '{kind}' && (datum.{field} > 0 || '{field}' == 'crest')"}],
+            "mark": {"type": "point", "filled": True, "size": 28, "opacity": 0.7},
+            "encoding": {
+                "x": {"field": "place", "type": "quantitative", "title": f"{kind}, in model order"},
+                "y": y,
+                "color": {"field": "model", "type": "nominal", "legend": {"orient": "top", "title": None}},
+                "tooltip": tooltip,
+            },
+        }
+    ]
+    for line in analysis.references if kind == "weight" else []:
+        if line.statistic == field:
+            here = {"data": {"values": [{"at": line.value, "label": line.label}]}}
+            at = {"field": "at", "type": "quantitative", "scale": scale}
+            layers.append({**here, "mark": {"type": "rule", "strokeDash": [5, 4]}, "encoding": {"y": at}})
+            text = {"type": "text", "align": "left", "dy": -5, "x": 4, "fontSize": 9}
+            layers.append({**here, "mark": text, "encoding": {"y": at, "text": {"field": "label"}}})
+    return {"width": 280, "height": 200, "layer": layers}
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ RUN: dict[str, int] = {
     "loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'": 0,
     "loka simulate --forward 4 --backward 8 --dense 60e6 --embeddings 13.6e6 --machine h200-ndr --gpus 8,64,512,1024": 0,
     "loka db show --shipped --json": 0,
-    "loka db merge rows.json benchmarks/results/h200/scaled_mm.json": 0,
+    "loka db merge rows.json": 0,
     "loka db show --op linear --backend triton": 0,
     'loka db export --device "NVIDIA H200" --out rows.json': 0,
     "loka db prune --before 2026-01-01": 0,
@@ -96,10 +96,13 @@ NOT_RUN = {
     "loka db tune probe.json --seconds 120": "needs a GPU",
     "loka quantize pkg.module:factory --weights model.safetensors --recipe rowwise --out q.safetensors": "needs a checkpoint",
     "loka quantize wukong:tiny --recipe rowwise --out q.safetensors --data complete-journey --bound 0.001": LONG,
-    "loka analyze runs/onerec pkg.module:factory --out analysis.json --plot analysis.vl.json": ONEREC,
-    "loka bench": LONG,
-    "loka bench data --json": LONG,
+    "loka analyze runs/onerec pkg.module:factory --out analysis.json": ONEREC,
     "loka bench kernels": "needs a GPU",
+    "loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton": "needs a GPU",
+    "loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json": "needs a GPU",
+    "loka bench kernels --op fused_linear": "needs a GPU",
+    "loka bench kernels --op attention --shapes 256x8x320": "needs a GPU",
+    "loka bench kernels --device cpu --no-isolate": LONG,
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def test_exact_mods_cost_a_trained_model_nothing(run, tmp_path):
         assert found.after_mods == pytest.approx(found.before, abs=1e-6)
 
 
-def test_unknown_mods_are_exit_2(run):
+def test_unknown_mods_are_refused(run):
     done = run("--mods", "magic", "--steps", 1)
-    assert done.exit_code == 2
-    assert "no mod 'magic'" in done.stderr
+    assert isinstance(done.exception, ValueError)
+    assert "no mod 'magic'" in str(done.exception)

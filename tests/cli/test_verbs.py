@@ -1,4 +1,4 @@
-"""bench, report and demo as a person would type them."""
+"""report and demo as a person would type them."""
 
 import json
 from functools import partial
@@ -12,20 +12,6 @@ from loka.cli import app
 from loka.records import Comparison
 
 runner = CliRunner()
-
-
-def test_bench_data_streams_the_default_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    synthetic = data.load("synthetic", rows=5000, dense=2, categorical=2, cardinality=10)
-    monkeypatch.setattr(data, "load", lambda name: synthetic)
-    result = runner.invoke(app, ["bench", "data", "--seconds", "0.01"], obj={})
-    assert result.exit_code == 0, result.output
-    assert "examples/s" in result.stdout
-    assert "5,000 examples" in result.stdout
-
-
-def test_bench_refuses_no_time() -> None:
-    result = runner.invoke(app, ["bench", "data", "--seconds", "0"], obj={})
-    assert isinstance(result.exception, ValueError)
 
 
 def test_demo_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

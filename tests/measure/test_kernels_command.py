@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from loka.cli.kernels import kernels, parse_shapes
+from loka.cli.bench import kernels, parse_shapes
 from loka.records import load
 from loka.records.performance import KernelBench
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from loka.formats import Spec
 from loka.models import build
-from loka.ptq import REFERENCES, analyze_checkpoint, analyze_model, draw_analysis, quantize, save
+from loka.ptq import REFERENCES, analyze_checkpoint, analyze_model, quantize, save
 from loka.ptq.distribution import analyze_tensor, measure_groups
 from loka.records import Analysis, capture_environment, from_json, to_json
 
@@ -91,12 +91,8 @@ def test_checkpoints_plain_and_quantised(tmp_path: Path) -> None:
         analyze_checkpoint(tmp_path / "empty.safetensors")
 
 
-def test_the_record_survives_and_the_chart_names_its_references() -> None:
+def test_the_record_survives() -> None:
     torch.manual_seed(0)
     models = [analyze_model(build("onerec", "tiny"), name="a", source="code")]
     record = Analysis(models=models, references=REFERENCES, environment=capture_environment())
     assert from_json(to_json(record), Analysis) == record
-    chart = draw_analysis(record)
-    text = str(chart)
-    assert all(line.label in text and "published" in line.label for line in REFERENCES)
-    assert len(chart["data"]["values"]) == len(models[0].layers)

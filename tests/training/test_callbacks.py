@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from loka.training import Callback, CallbackState, TrainConfig, Trainer
+from loka.training.ranks import Ranks
 
 from .toy import make_data, make_model
 
@@ -101,10 +102,11 @@ def test_two_callbacks_of_one_name_are_refused():
         Trainer(make_model(), make_data(), TrainConfig(**FAST), callbacks=[Recorder(), Recorder()])
 
 
-def test_other_ranks_run_only_what_asks_for_it():
+def test_other_ranks_run_only_what_asks_for_it(monkeypatch):
+    monkeypatch.setattr(Ranks, "find", lambda: Ranks(1, 2))
     every = Recorder("every")
     every.every_rank = True
-    trainer = Trainer(make_model(), make_data(), TrainConfig(**FAST), callbacks=[Recorder(), every], rank=1, world=2)
+    trainer = Trainer(make_model(), make_data(), TrainConfig(**FAST), callbacks=[Recorder(), every])
     assert trainer.callbacks == [every]
 
 

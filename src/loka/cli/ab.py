@@ -85,7 +85,7 @@ def judge_online(folder: Path, margin: float, lower: str, out: Path | None, as_j
 
 
 def describe_online(found: OnlineTest) -> str:
-    """As text."""
+    """An online test as text."""
     ratio = "MISMATCH, do not read the metrics" if found.split.mismatch else "no mismatch found"
     lines = [
         f"{found.candidate} against {found.baseline}, experiment {found.salt}",
@@ -197,7 +197,7 @@ def compare_bundles(
 
 
 def describe(found: PairedTest) -> str:
-    """As a table."""
+    """An offline comparison as a table."""
     ratio = found.split
     lines = [
         f"{found.candidate} against {found.baseline}, {found.data}",

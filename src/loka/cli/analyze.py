@@ -2,11 +2,11 @@
 
     loka analyze onerec:tiny wukong:small                           built-in models as they are initialised
     loka analyze runs/onerec runs/ranker model.safetensors          a generative recommender, a `loka train` run, any checkpoint on disk
-    loka analyze runs/onerec pkg.module:factory --out analysis.json --plot analysis.vl.json
+    loka analyze runs/onerec pkg.module:factory --out analysis.json
 
 Per layer variance, AbsMax, AbsP99, kurtosis, and the range inside scaling groups; per trained model a verdict: LLM-like, ranker-like or between. Activations are those
-of a few batches of the model's data (--batches); a file has weights only. Published values of rankers and language models appear as labelled reference
-lines of the plot and are not measured here. Exit 0; 2 for a request that cannot be honoured.
+of a few batches of the model's data (--batches); a file has weights only. Published values of rankers and language models are printed beside them and are
+not measured here. `loka report analysis.json` draws the record. Exit 0; 2 for a request that cannot be honoured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def analyze(
     batches: Annotated[int, typer.Option(help="Batches of data to run; 0: weights only.")] = 2,
     layers: Annotated[bool, typer.Option("--layers", help="Print every layer, not only the extremes.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a Vega-Lite chart here.")] = None,
     trained: Annotated[
         bool, typer.Option("--trained", help="What pkg.module:factory returns is trained: give it a verdict.")
     ] = False,
@@ -38,7 +37,7 @@ def analyze(
 ) -> None:
     """Distributions of weights and activations, with a verdict per model."""
     from loka import records
-    from loka.ptq import REFERENCES, draw_analysis
+    from loka.ptq import REFERENCES
 
     if batches < 0:
         raise ValueError(f"--batches {batches}: expected 0 or more")
@@ -50,8 +49,6 @@ def analyze(
     record = records.Analysis(models=found, references=REFERENCES, environment=records.capture_environment())
     if out is not None:
         records.save(record, out)
-    if plot is not None:
-        records.write_atomically(plot, json.dumps(draw_analysis(record), indent=1).encode())
     typer.echo(records.to_json(record).decode() if json_ else table(record, every=layers))
 
 

@@ -1,88 +1,81 @@
-"""`loka bench`: what this machine can measure. Data loading, and where there is a GPU the kernels.
+"""`loka bench`: every kernel of an op, checked against its definition and timed.
 
-    loka bench                     data, and kernels where there is a GPU
-    loka bench data --json
-    loka bench kernels             see loka.cli.kernels
+    loka bench kernels                                    scaled_mm on the default shapes, GPU
+    loka bench kernels --shapes 2048x1024x1024,512x479x64 --backends torch,triton
+    loka bench kernels --op quantize --out benchmarks/results/h200/quantize.json
+    loka bench kernels --op fused_linear                  the layer, its training form and its gradient
+    loka bench kernels --op attention --shapes 256x8x320  rows x heads x length; interaction: rows x vectors x width; route: tokens x width x experts
+    loka bench kernels --device cpu --no-isolate          emulation only: the label says so
 
-`data` streams the embedded data set (shuffled, batches of 4096) on one thread. The number is the median of repetitions that together take about `--seconds`.
+Prints bf16, each backend and the roofline per call, then what refused and why. A wrong kernel is not timed: it is listed, and the exit status is 1.
 """
 
-import json
-import statistics
-import time
-from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from loka.cli.kernels import kernels
-
-app = typer.Typer(invoke_without_command=True)
-app.command("kernels")(kernels)
-
-Seconds = Annotated[float, typer.Option(help="Time for each number.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
-def bench(context: typer.Context) -> None:
-    """Measure data loading here, and the kernels where there is a GPU."""
-    if context.invoked_subcommand is not None:
-        return
-    data()
-    import torch
-
-    if torch.cuda.is_available():
-        context.invoke(kernels)
-    else:
-        typer.echo("kernels: not measured, there is no GPU here")
+def bench() -> None:
+    """Check and time kernels on this machine."""
 
 
 @app.command()
-def data(seconds: Seconds = 1.0, json_: AsJson = False) -> None:
-    """Examples per second of the embedded data set's training stream."""
-    found = _measure(measure_data, seconds)
-    if json_:
-        typer.echo(json.dumps(found, indent=1))
-        return
-    typer.echo(
-        f"data: {found['examples_per_second']:,.0f} examples/s of {found['name']} on {found['threads']} thread "
-        f"({found['examples']:,} examples, batches of 4096, shuffled)"
+def kernels(
+    op: Annotated[
+        str,
+        typer.Option(
+            help="Which op of the registry, e.g. scaled_mm, quantize, norm_quantize, fused_linear, attention."
+        ),
+    ] = "scaled_mm",
+    shapes: Annotated[
+        str, typer.Option(help="MxKxN, comma-separated.")
+    ] = "2048x1024x1024,8192x1024x1024,8192x4096x4096",
+    variants: Annotated[str, typer.Option(help="Specs, comma-separated, e.g. 'e4m3:row@e4m3:row|fast'.")] = "",
+    backends: Annotated[str, typer.Option(help="Comma-separated; default: all but the reference.")] = "",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for the emulation.")] = "cuda",
+    repeats: Annotated[int, typer.Option(help="Interleaved repeats per call.")] = 31,
+    seconds: Annotated[float, typer.Option(help="Time box of the whole run.")] = 600.0,
+    isolate: Annotated[bool, typer.Option(help="Run backends in child processes.")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the record to this file.")] = None,
+) -> None:
+    """Check and time the kernels of an op."""
+    from loka.measure import bench
+    from loka.records import save, to_json
+
+    config = bench.BenchConfig(
+        op=op,
+        shapes=parse_shapes(shapes),
+        variants=_list(variants),
+        backends=_list(backends),
+        device=device,
+        repeats=repeats,
+        seconds=seconds,
+        isolate=isolate,
     )
+    record = bench.run(config)
+    if out is not None:
+        save(record, out)
+    typer.echo(to_json(record).decode() if json_ else bench.table(record))
+    if any(row.red for row in record.rows):
+        raise typer.Exit(1)
 
 
-def _measure(job: Callable[[float], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    from rich.console import Console
-
-    if not seconds > 0:
-        raise ValueError(f"--seconds {seconds}: expected a positive number")
-    with Console(stderr=True).status("measuring"):
-        return job(seconds)
+def _list(text: str) -> tuple[str, ...] | None:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) or None
 
 
-def measure_data(seconds: float) -> dict[str, Any]:
-    """Examples per second of the default data set's training stream, after its cache is warm."""
-    import torch
-
-    from loka.data import load
-
-    data = load("complete-journey")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        count = sum(batch.size for batch in data.train.batches(4096, shuffle=True, seed=0))
-        spent = _repeat(lambda: [None for _ in data.train.batches(4096, shuffle=True, seed=0)], seconds)
-    finally:
-        torch.set_num_threads(threads)
-    return {"name": data.name, "examples": count, "examples_per_second": count / spent, "threads": 1}
-
-
-def _repeat(job: Callable[[], Any], seconds: float) -> float:
-    """Median seconds of a job, after one run that does not count."""
-    job()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
-        start = time.perf_counter()
-        job()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def parse_shapes(text: str) -> list[tuple[int, int, int]]:
+    """ "MxKxN,MxKxN" as tuples."""
+    shapes = []
+    for part in text.split(","):
+        numbers = part.strip().split("x")
+        if len(numbers) != 3 or not all(number.isdigit() for number in numbers):
+            raise ValueError(f"shape {part!r} is not MxKxN, e.g. 2048x1024x1024")
+        m, k, n = (int(number) for number in numbers)
+        shapes.append((m, k, n))
+    return shapes

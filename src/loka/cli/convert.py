@@ -107,7 +107,7 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
     return lambda _, name: not any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def load_weights_from(model: Any, path: Path) -> None:
+def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None:
     """The weights of a checkpoint folder or of a .safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -120,7 +120,7 @@ def load_weights_from(model: Any, path: Path) -> None:
         else:
             model.load_state_dict(load_file(path))
     except (RuntimeError, OSError, SafetensorError) as error:
-        raise ValueError(f"--weights {path}: {error}") from error
+        raise ValueError(f"{option} {path}: {error}") from error
 
 
 def _lose(subject: Any, batch: Any) -> float:

@@ -77,7 +77,7 @@ def read_bodies(path: Path) -> Callable[[int, random.Random], bytes]:
 
 
 def tell(found: LoadTest) -> str:
-    """As text."""
+    """A load test as text."""
 
     def spell(quantiles: dict[str, float]) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in quantiles.items()) or "none"

@@ -123,7 +123,7 @@ def suggest(
 
 
 def _suggest_for(record: Any, model: str, data: Any, set_: Any, data_option: Any, root: Any) -> Any:
-    """With the model at hand, run once on a batch."""
+    """Suggestions for a model that is at hand: it is run once on a batch."""
     from loka import mods
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options

@@ -104,10 +104,9 @@ def probe(
     check_request(steps, sensitivity, out, html, resume)
     if threads is not None:
         torch.set_num_threads(threads)
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     options, data_options = parse_options(set_), parse_options(data_option)
     subject = load_subject(
-        model, data, batch_size=batch_size, seed=seed, loss=loss, device=place, root=data_root, source=source,
+        model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, source=source,
         model_options=options, data_options=data_options,
     )  # fmt: skip
     if metric is not None and metric not in subject.metrics:

@@ -142,7 +142,9 @@ def load_subject(
 
 
 def find_device(name: str) -> torch.device:
-    """A device that is there."""
+    """A device that is there; `auto` is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(name)
     except RuntimeError as error:

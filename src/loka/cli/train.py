@@ -223,9 +223,6 @@ def train(
     except NonFiniteLossError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
     tell(result, run, summary, as_json=json_)
 
 

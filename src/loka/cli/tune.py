@@ -60,18 +60,16 @@ def tune(
     import torch
 
     from loka import records
+    from loka.cli.convert import load_weights_from
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options
     from loka.tuning import tune as run
 
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     subject = load_subject(
-        model, data, batch_size=batch_size, seed=seed, loss=loss, device=place, root=data_root, model_options=parse_options(set_)
+        model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_)
     )  # fmt: skip
     if checkpoint is not None:
-        from safetensors.torch import load_file
-
-        subject.model.load_state_dict(load_file(checkpoint))
+        load_weights_from(subject.model, checkpoint, option="--checkpoint")
     if train_steps:
         optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
         for batch in islice(subject.stream("train"), train_steps):

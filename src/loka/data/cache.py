@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import zlib
@@ -34,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loka.data.columns import Column, ColumnWriter, check_column
+from loka.data.download import sha256_of
 from loka.data.faults import BadRows, DataError
 from loka.data.rows import Array
 from loka.data.schema import Schema
@@ -42,7 +42,6 @@ VERSION = 1
 """Raised whenever the layout or the meaning of a cached file changes; other versions are refused"""
 BUILDING = ".building-"
 _MANIFEST = "manifest.json"
-_HASH_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -229,14 +228,7 @@ def open_cache(folder: Path, *, verify: bool) -> Manifest:
 
 def describe_source(files: Mapping[str, Path]) -> tuple[SourceFile, ...]:
     """Checksum the raw files, in the order of their names."""
-    described = []
-    for name, path in sorted(files.items()):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while piece := file.read(_HASH_BYTES):
-                digest.update(piece)
-        described.append(SourceFile(name, os.path.getsize(path), digest.hexdigest()))
-    return tuple(described)
+    return tuple(SourceFile(name, path.stat().st_size, sha256_of(path)) for name, path in sorted(files.items()))
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ class SiteLook:
 
     @property
     def flops(self) -> float:
-        """Of its three GEMMs in a step."""
+        """FLOPs of its three GEMMs in a step."""
         return 6.0 * self.rows * self.calls * self.k * self.n
 
     def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
@@ -169,7 +169,7 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """Of its first linear."""
+        """The name of its first linear."""
         return self.unit.name
 
 

@@ -60,15 +60,13 @@ def jobs_of_report(
     *,
     weights: Weights = "dynamic",
     backends: Sequence[str] | None = None,
-    recipes: Sequence[str] | None = None,
 ) -> list[SiteJob]:
-    """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up.
+    """Every GEMM of every site with every usual recipe on every backend (those that are emulation excepted): what a plan would look up.
 
     Args:
         report: what Probe found.
         weights: quantised in every call, or before.
         backends: all where None.
-        recipes: the usual ones where None.
 
     Returns:
         Jobs for `tune`.
@@ -77,7 +75,7 @@ def jobs_of_report(
         >>> len(jobs_of_report(report.record))
     """
     names = backends or [name for name in registry.BACKENDS["scaled_mm"] if name != "reference"]
-    chosen = [recipe_named(name) for name in recipes or USUAL]
+    chosen = [recipe_named(name) for name in USUAL]
     jobs = []
     for site in report.sites:
         for gemm in site.gemms:
@@ -111,7 +109,6 @@ def tune(
     *,
     seconds: float = 120.0,
     repeats: int = 15,
-    distributions: Sequence[str] = ("normal",),
     environment: Environment | None = None,
     timer: Timer = time_jobs,
 ) -> TuneResult:
@@ -123,7 +120,6 @@ def tune(
         device: where.
         seconds: for all of it.
         repeats: of a timing.
-        distributions: inputs to measure errors on.
         environment: of the rows; by default this process's.
         timer: what measures.
 
@@ -137,12 +133,12 @@ def tune(
         return TuneResult(skipped="a CUDA graph is being captured")
     here = environment or snapshot()
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        result, rows = _measure(jobs, database, device, here, timer, seconds, repeats, distributions)
+        result, rows = _measure(jobs, database, device, here, timer, seconds, repeats)
         database.merge(rows)
         return result
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
-        answer = [_answer(jobs, database, device, here, timer, seconds, repeats, distributions)]
+        answer = [_answer(jobs, database, device, here, timer, seconds, repeats)]
     dist.broadcast_object_list(answer, src=0)
     return _receive(answer[0], database, here)
 
@@ -155,11 +151,10 @@ def _measure(
     timer: Timer,
     seconds: float,
     repeats: int,
-    distributions: Sequence[str],
 ) -> tuple[TuneResult, PerformanceRows]:
     machine = machine_here(here)
     missing, known = missing_jobs(jobs, database, machine)
-    timed = timer(missing, device, repeats=repeats, seconds=seconds, distributions=distributions) if missing else []
+    timed = timer(missing, device, repeats=repeats, seconds=seconds) if missing else []
     rows = [
         row
         for job, timings in zip(missing, timed, strict=True)

@@ -50,7 +50,7 @@ from loka.measure.timing import Rival, Thunk
 
 @dataclass(frozen=True)
 class LayerOperands:
-    """Of a fused layer, and the same in bf16 for the baseline."""
+    """Operands of a fused layer, and the same values in bf16 for the baseline."""
 
     a: QTensor
     b: QTensor

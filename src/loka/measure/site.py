@@ -40,7 +40,7 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
-from loka.measure.timing import BASELINE, CaptureError, Contender, Thunk, Timing, sets_needed, time_together
+from loka.measure.timing import BASELINE, Contender, Thunk, sets_needed, time_capturable
 from loka.records import GEMMS, Gemm, Interval
 
 Weights = Literal["dynamic", "cached"]
@@ -105,10 +105,8 @@ def time_jobs(
     *,
     repeats: int = DEFAULT_REPEATS,
     seconds: float = 60.0,
-    distributions: Sequence[str] = (),
-    isolate: bool = False,
 ) -> list[list[SiteTiming]]:
-    """Time several GEMMs within one time box; children are shared by all of them. `isolate`: our own backends in a child too."""
+    """Time several GEMMs within one time box; children are shared by all of them."""
     device = torch.device(device)
     if device.type != "cuda":
         return [[SiteTiming(c, refusal=NO_GPU) for c in job.candidates] for job in jobs]
@@ -116,13 +114,13 @@ def time_jobs(
         raise ValueError("device cuda was asked for and this machine has no usable GPU")
     end = time.monotonic() + seconds
     found: list[dict[GemmWay, SiteTiming]] = [{} for _ in jobs]
-    options = {"device": str(device), "repeats": repeats, "distributions": list(distributions)}
+    options = {"device": str(device), "repeats": repeats, "distributions": []}
     for group in ((*OURS,), tuple(b for b in registry.BACKENDS["scaled_mm"] if b not in OURS)):
         chosen = [[c for c in job.candidates if c.backend in group] for job in jobs]
         asked = [i for i, some in enumerate(chosen) if some]
         cases = [encode_case(jobs[i], chosen[i], options) for i in asked]
         left = end - time.monotonic()
-        if isolate or group != OURS:
+        if group != OURS:
             answers = map_isolated(TARGET, cases, timeout=max(left, 0.1)) if cases else []
             results = [(a.value, a.refusal) for a in answers]
         else:
@@ -286,7 +284,7 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
             Contender(_name(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
             for c, x in green
         ]
-        timings, refused = _time_captured([base, *rivals], device, repeats)
+        timings, refused = time_capturable([base, *rivals], device, repeats=repeats)
     except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         timings, refused = {}, dict.fromkeys([BASELINE, *(_name(c) for c, _ in green)], reason)
@@ -317,18 +315,3 @@ def _check_baseline(pair: tuple[Tensor, Tensor]) -> Conformance:
     law = conformance.law_of_values(a[rows], b)
     allowed = conformance.baseline_tolerance(torch.bfloat16, a.shape[1])
     return conformance.judge_runs(lambda: torch.matmul(a, b.T)[rows], law, allowed, torch.bfloat16, poison=False)
-
-
-def _time_captured(
-    candidates: list[Contender], device: torch.device, repeats: int
-) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time what can be captured in a CUDA graph; the rest gets its reason."""
-    refused: dict[str, str] = {}
-    while candidates:
-        try:
-            return {t.name: t for t in time_together(candidates, device, repeats=repeats)}, refused
-        except CaptureError as error:
-            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
-            refused[culprit.name] = str(error)
-            candidates = [c for c in candidates if c is not culprit]
-    return {}, refused

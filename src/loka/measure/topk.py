@@ -66,7 +66,7 @@ class Topk(Op[TopkCall | BeamTopkCall]):
         return "|".join(options)
 
     def decode(self, fields: dict[str, Any]) -> TopkCall | BeamTopkCall:
-        """From JSON."""
+        """The call that `encode` wrote as JSON."""
         width = fields["codes"] if "codes" in fields else fields["n"]
         return self.parse((fields["rows"], width, fields["k"]), fields["variant"])
 

@@ -203,7 +203,7 @@ class Mark(_SameState):
     old: Any = None
 
     def undo(self, model: nn.Module) -> None:
-        """As it was."""
+        """Put the old value back."""
         module = model.get_submodule(self.name)
         if self.old is None:
             module.__dict__.pop(self.attribute, None)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from loka.lowp.chain import TAP, Chain, chain_of
 from loka.lowp.chain_trace import Trace
-from loka.probe.hook import Switch, compute_dtype
+from loka.nn.mix import compute_dtype
+from loka.probe.hook import Switch
 from loka.probe.look import Look, Own
 from loka.probe.loss import LossWatch
 from loka.probe.rows import choose_clusters
@@ -69,7 +70,7 @@ def detach(tap: "ChainTap") -> None:
 
 
 class ChainTap(_Unsaved):
-    """What a chain asks whose head is this linear.
+    """Watches a chain through its first linear: every call of the chain passes here.
 
     Args:
         switch: whether the step has a look.

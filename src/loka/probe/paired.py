@@ -62,7 +62,7 @@ class Losses:
 
     @property
     def mean(self) -> float:
-        """Over all of them."""
+        """The mean loss."""
         return float(self.values.mean())
 
     @property
@@ -111,7 +111,7 @@ class Losses:
 
 
 def gather(parts: Sequence[Tensor]) -> Losses:
-    """What a loss gave for several batches, in order.
+    """Collect the losses of several batches, in order.
 
     Args:
         parts: one floating tensor for every batch: a number, or one and more for each example, which are then the first dimension.

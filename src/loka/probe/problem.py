@@ -77,7 +77,7 @@ class Outputs:
 
     @classmethod
     def choose(cls, problem: Problem, generator: torch.Generator) -> "Outputs":
-        """For a GEMM of this width."""
+        """Choose outputs for a GEMM: all of them, or whole blocks of a wide one."""
         limit = MAX_OUTPUTS[problem.gemm]
         rows = _choose_blocks(problem.a, limit, generator) if problem.gemm == "wgrad" else None
         return cls(rows, _choose_blocks(problem.b, limit, generator))

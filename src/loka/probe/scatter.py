@@ -179,7 +179,7 @@ class SketchedFactor:
         return shared @ self._low_rank.T + inside[:, : self._width]
 
     def deviation(self) -> Tensor:
-        """Of both parts together."""
+        """Standard deviation of every channel, from both parts."""
         inside = self._roots.square().sum(2).flatten()[: self._width]
         return (self._low_rank.square().sum(1) + inside).sqrt()
 

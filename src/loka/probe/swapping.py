@@ -49,7 +49,7 @@ class Switchable:
 
 @dataclass(frozen=True)
 class Swapped:
-    """What was measured."""
+    """The measured change of the metric by unit, and by all of them together."""
 
     alone: Mapping[str, Interval]  # relative change of the mean metric, unit by unit
     together: Interval | None  # with all of them at once; None where there was only one, or it was not asked for

@@ -37,11 +37,11 @@ class Allowed:
 
     @property
     def share(self) -> float:
-        """Of one unit."""
+        """The relative change of the loss that one unit may cause."""
         return share_of_margin(self.margin, self.units)
 
     def spell(self) -> str:
-        """With how it comes about."""
+        """One unit's share of the margin in words, with how it is computed."""
         many = f", {spell_share(self.margin)} over the root of {self.units} units" if self.units > 1 else ""
         return f"its share of the margin is {spell_share(self.share)}{many}"
 
@@ -127,7 +127,7 @@ def spell_share(value: float) -> str:
 
 
 def spell_harm(harm: Interval) -> str:
-    """What may happen to the loss."""
+    """A predicted change of the loss in words: the usual one, and the largest."""
     return f"may change the loss by {spell_share(harm.value)}, at most {spell_share(harm.high)}"
 
 

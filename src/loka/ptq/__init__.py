@@ -9,11 +9,10 @@ from loka.ptq.checkpoint import load_quantized, save
 from loka.ptq.distribution import REFERENCES, analyze_checkpoint, analyze_model
 from loka.ptq.export import export_compressed_tensors, quantization_config
 from loka.ptq.modules import QuantizedExperts, QuantizedLinear
-from loka.ptq.plot import draw_analysis
 from loka.ptq.quantizing import Summary, quantize, size_in_bytes
 
 __all__ = [
     "REFERENCES", "QuantizedExperts", "QuantizedLinear", "Summary", "analyze_checkpoint", "analyze_model",
-    "draw_analysis", "export_compressed_tensors", "load_quantized", "quantization_config", "quantize", "save",
+    "export_compressed_tensors", "load_quantized", "quantization_config", "quantize", "save",
     "size_in_bytes",
 ]  # fmt: skip

@@ -70,7 +70,7 @@ class LoadTest(Record, frozen=True, tag="load_test"):
 
     @property
     def late_share(self) -> float:
-        """Of the accepted."""
+        """The share of accepted requests that were answered late."""
         answered = self.good + self.late
         return self.late / answered if answered else 0.0
 

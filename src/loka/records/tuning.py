@@ -144,7 +144,7 @@ class Tuning(Record, frozen=True, tag="tuning"):
         return f"{quality}; {speed}{self._say_estimate()}"
 
     def _say_estimate(self) -> str:
-        """What was estimated, called so."""
+        """The estimated speed-up in words that call it an estimate; empty where there is none."""
         found = None if self.estimate is None else self.estimate.linears
         if self.estimate is None or found is None:
             return ""

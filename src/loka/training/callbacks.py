@@ -11,9 +11,6 @@ A callback overrides the moments it cares about:
     on_end          after the last step, with the result
     on_error        instead of on_end, when the run fails or is interrupted; the error is raised afterwards
 
-`wants_eager(step)` says that a step has to run as plain Python even when the model is compiled, so that module hooks
-fire: this is how a probe looks inside a compiled model every n-th step without recompiling it.
-
 With several processes, callbacks run on rank 0 only, unless they set `every_rank`.
 """
 
@@ -60,10 +57,6 @@ class Callback:
     def name(self) -> str:
         """Unique among the callbacks of a run."""
         return type(self).__name__
-
-    def wants_eager(self, step: int) -> bool:
-        """Whether the step that follows `step` completed steps must run without compiled code."""
-        return False
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step."""

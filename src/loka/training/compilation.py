@@ -6,8 +6,8 @@ sees [batch, n, d] only. Each part is compiled with `dynamic=False` and `fullgra
 shapes than the compiler's limit, is an error and not a quiet return to eager code.
 
 `on` raises where nothing can be compiled; `auto` decides and says why. Only the `forward` attribute is replaced, so
-names, state_dict and hooks stay as they are, and the original comes back when the run ends. Steps that must run
-eagerly (a tail batch of evaluation, a step whose hooks somebody wants to see fire) use `eager()`.
+names, state_dict and hooks stay as they are, and the original comes back when the run ends. What must run
+eagerly (the incomplete batch at the end of an evaluation) uses `eager()`.
 """
 
 from collections.abc import Iterator

@@ -12,31 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank among `world`; `connected` when they can talk (a process group is initialised)."""
+    """This process's rank among `world`."""
 
     rank: int = 0
     world: int = 1
-    connected: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank must be in [0, world), got rank {self.rank} of {self.world}")
 
     @classmethod
-    def find(cls, rank: int | None, world: int | None) -> Ranks:
-        """What the caller says, otherwise what torch.distributed says, otherwise a single process."""
-        if (rank is None) != (world is None):
-            raise ValueError(f"give both rank and world or neither, got rank={rank}, world={world}")
-        connected = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if rank is not None and world is not None:
-            return cls(rank, world, connected)
-        if connected:
-            return cls(torch.distributed.get_rank(), torch.distributed.get_world_size(), True)
+    def find(cls) -> Ranks:
+        """What torch.distributed says; without a process group, a single process."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
         return cls()
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank."""
-        if not self.connected or self.world == 1:
+        if self.world == 1:
             return flag
         votes = torch.tensor(int(flag), device=device)
         torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX)

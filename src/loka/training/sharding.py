@@ -100,7 +100,6 @@ class Spread:
     """A model on its ranks."""
 
     model: nn.Module  # what to call: DistributedModelParallel, DistributedDataParallel, or the model itself under FSDP2
-    module: nn.Module  # whose state_dict has the plain model's dense keys
     fused: FusedTables | None = None  # optimiser of sharded tables; None where there are none
     wire: Wire | None = None  # what the dense part sends, where it is encoded
     embedding_wire: Wire | None = None  # what sharded tables send, where it is encoded
@@ -134,12 +133,12 @@ def spread_model(
         ValueError: the model has tables that cannot be held as asked, with every reason.
     """
     if whole:
-        spread = Spread(model, model)
+        spread = Spread(model)
     elif how.sharding is None:
         planned = tables or {}
         for rows in dict.fromkeys([*planned.values(), how.rows]):
             quantize_tables(model, rows=rows, filter_fn=lambda _, name, rows=rows: planned.get(name, how.rows) == rows)  # type: ignore[misc]
-        spread = Spread(model, model)
+        spread = Spread(model)
     else:
         spread = _shard_tables(model, how, learning_rate, device)
     if how.dense == "fsdp":
@@ -286,7 +285,7 @@ def _shard_tables(model: nn.Module, how: Distribution, learning_rate: float, dev
     _fill(dmp, {f"{path}.embedding_bags.{t}.weight": w for path, own in values.items() for t, w in own.items()})
     if how.embeddings is not None and how.sharding == "row":
         distribute_rows(dmp, *how.embeddings, wire=wire)
-    return Spread(dmp, dmp, FusedTables(dmp.fused_optimizer, learning_rate), embedding_wire=wire)
+    return Spread(dmp, FusedTables(dmp.fused_optimizer, learning_rate), embedding_wire=wire)
 
 
 def _collect(model: nn.Module, block: int, columns: int) -> dict[str, dict[str, Tensor]]:

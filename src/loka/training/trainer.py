@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from loka.training.callbacks import Callback, LogLine
 from loka.training.checkpoint import Saver, find_checkpoints, read_best
-from loka.training.compilation import CompileChoice, compiled, eager
+from loka.training.compilation import CompileChoice, compiled
 from loka.training.config import TrainConfig, learning_rate_factor
 from loka.training.evaluation import LossFn, evaluate, ranking_loss
 from loka.training.monitor import Monitor
@@ -52,13 +52,11 @@ class Trainer:
         evaluate_fn: Callable[[nn.Module], dict[str, float]] | None = None,
         callbacks: Sequence[Callback] = (),
         out: str | Path | None = None,
-        rank: int | None = None,
-        world: int | None = None,
     ) -> None:
         self.config = config or TrainConfig()
         self.device = resolve_device(self.config.device)
         check_precision(self.config.precision, self.device)
-        self.ranks = Ranks.find(rank, world)
+        self.ranks = Ranks.find()
         self.model, self.module = model, unwrap(model).to(self.device)
         self.data, self.loss_fn, self.evaluate_fn = data, loss_fn, evaluate_fn
         self.optimizers = Optimizers(self.module, self.config)
@@ -132,8 +130,8 @@ class Trainer:
                 device=self.device,
                 loss_fn=self.loss_fn,
                 compiled_size=self.config.batch_size if self.compile_choice.enabled else None,
-                rank=self.ranks.rank if self.ranks.connected else 0,
-                world=self.ranks.world if self.ranks.connected else 1,
+                rank=self.ranks.rank,
+                world=self.ranks.world,
             )
 
     def _start(self, resume: bool, fallback: bool) -> None:
@@ -159,9 +157,7 @@ class Trainer:
         while self.step < config.steps and not self.monitor.gives_up:
             for callback in self.callbacks:
                 callback.on_step_begin(self)
-            wants_eager = any(callback.wants_eager(self.step) for callback in self.callbacks)
-            with eager() if wants_eager and self.compile_choice.enabled else nullcontext():
-                self._train_step()
+            self._train_step()
             log = self._log() if self._is_due(config.log_every) else None
             for callback in self.callbacks:
                 callback.on_step_end(self, log)
