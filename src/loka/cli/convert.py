@@ -107,8 +107,14 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
     return lambda _, name: not any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def load_weights_from(model: Any, path: Path) -> None:
-    """The weights of a checkpoint folder or of a .safetensors file."""
+def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None:
+    """Load the weights of a checkpoint folder or of a .safetensors file.
+
+    Args:
+        model: takes them.
+        path: the folder or file.
+        option: what it was called on the command line, for the error.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -119,8 +125,12 @@ def load_weights_from(model: Any, path: Path) -> None:
             load_weights(model, path)
         else:
             model.load_state_dict(load_file(path))
-    except (RuntimeError, OSError, SafetensorError) as error:
-        raise ValueError(f"--weights {path}: {error}") from error
+    except SafetensorError as error:
+        raise ValueError(
+            f"{option} {path}: not a safetensors file, or a damaged one ({error}); expected one, or the folder of a checkpoint"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
 
 
 def _lose(subject: Any, batch: Any) -> float:

@@ -31,20 +31,17 @@ def simulate(
     json_: Annotated[bool, typer.Option("--json", help="Print the simulated steps as JSON.")] = False,
 ) -> None:
     """Simulate a step on many GPUs."""
+    from loka.cli.serve import parse_sizes
     from loka.comms.simulation import MACHINES, Work, compare_codecs
 
-    try:
-        if machine not in MACHINES:
-            raise ValueError(f"there is no machine {machine!r}; the machines are {', '.join(MACHINES)}")
-        work = Work(
-            forward / 1e3, backward / 1e3, update / 1e3, dense=int(dense), embeddings=int(embeddings),
-            accumulate=accumulate, strategy=strategy, overlap=overlap,
-        )  # fmt: skip
-        counts = [int(part) for part in gpus.split(",")]
-        found = compare_codecs(work, MACHINES[machine], gpus=counts, codecs=codecs.split(","))
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    if machine not in MACHINES:
+        raise ValueError(f"there is no machine {machine!r}; the machines are {', '.join(MACHINES)}")
+    work = Work(
+        forward / 1e3, backward / 1e3, update / 1e3, dense=int(dense), embeddings=int(embeddings),
+        accumulate=accumulate, strategy=strategy, overlap=overlap,
+    )  # fmt: skip
+    counts = parse_sizes("--gpus", gpus) or ()
+    found = compare_codecs(work, MACHINES[machine], gpus=counts, codecs=codecs.split(","))
     typer.echo(f"a simulation from data sheets ({MACHINES[machine].source}), not a measurement", err=True)
     if json_:
         steps = [{**asdict(step), "step": step.step} for _, by_codec, _ in found for step in by_codec.values()]
