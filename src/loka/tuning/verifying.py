@@ -168,7 +168,7 @@ def _drop_worst(call: Call, selection: Selection, offer: Offer, exceeded: float)
     what = "it" if whole else f"the chain {offer.name}, of which this is predicted to cost most,"
     change = spell_change(selection.alone[offer.name])
     worst = max(offer.unit.linears, key=lambda name: predicted_harm(sites[name], training=call.training))
-    why = f"swapped in, {what} moved the metric {change}, and all together exceeded {exceeded:.3%}"
+    why = f"swapped in, {what} moved the metric {change}, and with all units together it changed by more than {exceeded:.3%}"
     if whole:
         selection.drop(offer, why)
         return
