@@ -145,6 +145,8 @@ def test_parts_may_be_absent() -> None:
     only_runs = render(Results(runs=results.runs[:1]))
     assert 'id="sites"' not in only_runs
     assert "Training loss" in only_runs
+    assert "<h1>Training runs</h1>" in only_runs
+    assert "<h1>A plan: " in render(Results(plans=results.plans[:1]))
 
 
 def test_a_folder_of_records_is_read_by_kind(tmp_path: Path) -> None:
