@@ -129,6 +129,8 @@ _COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the exit code."""
     state: dict[str, Any] = {"debug": False, "verb": None}
+    if (own_code := sys.modules.get("loka.cli.own_code")) is not None:
+        own_code.forget()  # what an earlier command of this process named
     try:
         code = app(arguments, standalone_mode=False, obj=state)
     except _COMMAND_ERROR as error:

@@ -52,6 +52,11 @@ def _name_families(module_name: str) -> str:
     return "" if "." in module_name else f", and no built-in family has that name: {', '.join(names())}"
 
 
+def forget() -> None:
+    """Begin anew: no module was named yet. For a process that runs several commands."""
+    _PACKAGES.clear()
+
+
 def blame(error: BaseException) -> str | None:
     """Where in a user's own code an exception came up: file and line; None where it came up in loka.
 

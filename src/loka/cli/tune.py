@@ -11,6 +11,7 @@ taken by estimated speeds, labelled so: the plan to try first there. A model is 
 stdout carries the table (with `--json` the record). Exit 0: something was converted, or rewritten in 16 bits (the first line says which). 1: the model stays as it was, and why is on stdout. 2: the request cannot be honoured.
 """
 
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -63,6 +64,7 @@ def tune(
 
     from loka import records
     from loka.cli.convert import load_weights_from
+    from loka.cli.demo import Lines
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options
     from loka.tuning import tune as run
@@ -76,9 +78,12 @@ def tune(
     )  # fmt: skip
     if checkpoint is not None:
         load_weights_from(subject.model, checkpoint, "--checkpoint")
+    talk = None if sys.stderr.isatty() else Lines()  # in a terminal tune shows a bar, in a log a line for each phase
     if train_steps:
         optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
-        for batch in islice(subject.stream("train"), train_steps):
+        for number, batch in enumerate(islice(subject.stream("train"), train_steps)):
+            if talk is not None:
+                talk("train first", number, train_steps)
             optimizer.zero_grad()
             subject.loss(batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -99,6 +104,7 @@ def tune(
         estimate_for=target,
         row_factor=row_factor,
         out=out,
+        progress=talk,
     )
     typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))
     made = [out / name for name in ("plan.json", "conversion.json", "tuning.json", "report.html")]
