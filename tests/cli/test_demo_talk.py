@@ -12,7 +12,7 @@ def test_a_log_gets_a_line_a_station_and_one_every_half_minute(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(demo.time, "monotonic", lambda: now[0])
-    talk = demo._Lines()
+    talk = demo.Lines()
     for seconds, station, done, total in ((0, "train", 0, None), (5, "train", 3, 400), (31, "train", 90, 400), (2, "size", 0, None)):  # fmt: skip
         now[0] += seconds
         talk(station, done, total)

@@ -1,12 +1,15 @@
 """The doctor says what is there, what is not, and how to get it."""
 
 import json
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from loka.cli import app
-from loka.cli.doctor import Library, check_backends, check_library, check_required
+from loka.cli.doctor import LIBRARIES, Library, _group, check_backends, check_library, check_required
 from loka.kernels import registry
 
 runner = CliRunner()
@@ -33,8 +36,6 @@ def test_a_present_library_comes_with_its_version() -> None:
 
 
 def test_a_broken_library_says_why(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pathlib import Path
-
     package = Path(str(tmp_path)) / "broken_kernels"
     package.mkdir()
     (package / "__init__.py").write_text("raise OSError('libcuda.so.1 is missing')")
@@ -43,6 +44,20 @@ def test_a_broken_library_says_why(tmp_path: object, monkeypatch: pytest.MonkeyP
     found = check_library(Library("broken_kernels", "broken", "fbgemm", "GEMMs"))
     assert not found.ok
     assert "libcuda.so.1 is missing" in found.detail
+
+
+def test_every_extra_of_the_package_is_looked_for() -> None:
+    """Whoever follows an install line of the documentation finds here whether it worked."""
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    extras: dict[str, list[str]] = project["project"]["optional-dependencies"]
+    assert extras.keys() - {library.extra for library in LIBRARIES} == {"docs"}  # builds the manual, runs nothing
+    for library in LIBRARIES:
+        assert any(re.match(rf"{library.distribution}\b", wanted) for wanted in extras[library.extra]), library
+
+
+def test_a_reason_names_the_recipes_it_is_about() -> None:
+    refused = {"rowwise": "needs a GPU", "mxfp8": "takes float32 scales", "blockwise": "needs a GPU"}
+    assert _group(refused) == "rowwise, blockwise: needs a GPU; mxfp8: takes float32 scales"
 
 
 def test_every_backend_answers() -> None:

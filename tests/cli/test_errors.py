@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+import loka
 from loka import cli
+from loka.cli.own_code import blame, find_object
 from loka.cli.subject import find_device
 from loka.training import Trainer
 
@@ -195,3 +197,73 @@ def test_losses_of_the_wrong_arity_and_empty_batches_are_named(verb: str, tmp_pa
     said = runner.invoke(cli.app, [*first, "--data", f"{HERE}:nothing", *out], obj={})
     assert isinstance(said.exception, ValueError)
     assert "batch" in str(said.exception)
+
+
+def broken_factory() -> nn.Module:
+    raise KeyError("a table")
+
+
+def broken_batches(split: str) -> Iterator[tuple[Tensor, Tensor]]:
+    yield torch.ones(4, 6), torch.ones(4, 1)
+    raise KeyError("a column")
+
+
+def narrow_batches(split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(2):
+        yield torch.ones(batch_size, 5), torch.ones(batch_size, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "function", "said"),
+    [
+        ("broken_factory", "batches", "broken_factory", "KeyError: 'a table'"),
+        ("factory", "broken_batches", "broken_batches", "KeyError: 'a column'"),
+        ("loud_factory", "narrow_batches", "forward", "RuntimeError: mat1 and mat2 shapes"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["probe", "tune"])
+def test_what_ones_own_code_raises_is_no_internal_error(
+    verb: str, model: str, data: str, function: str, said: str, tmp_path: Path
+) -> None:
+    first = ["probe", "--model", f"{HERE}:{model}"] if verb == "probe" else ["tune", f"{HERE}:{model}"]
+    text = fail(*first, "--data", f"{HERE}:{data}", "--out", tmp_path / "out")
+    assert f"error: your code raised {said}" in text
+    assert f"{__file__}, line " in text
+    assert f", in {function}\n" in text
+
+
+@pytest.mark.parametrize("verb", ["probe", "tune"])
+def test_a_model_of_torchs_modules_that_its_batches_do_not_fit(verb: str, tmp_path: Path) -> None:
+    first = ["probe", "--model", f"{HERE}:factory"] if verb == "probe" else ["tune", f"{HERE}:factory"]
+    text = fail(*first, "--data", f"{HERE}:narrow_batches", "--out", tmp_path / "out")
+    assert f"a batch of {HERE}:narrow_batches does not go through the model and the loss: RuntimeError: mat1" in text
+
+
+def test_what_a_converted_module_raises_is_not_blamed_on_the_model() -> None:
+    """The model's forward is in the traceback, and below it code of loka, which is to be reported."""
+    model = find_object(f"{HERE}:loud_factory")()
+    loka.convert(model, recipe="rowwise")
+    with pytest.raises(Exception, match="5") as caught:
+        model(torch.ones(2, 5))
+    assert blame(caught.value) is None
+
+
+def test_names_that_lead_nowhere_say_what_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no built-in family has that name: dcn, " in fail("tune", "wukoong:small", "--out", "out")
+    assert "error: there is no file or folder runs/onerec" in fail("quantize", "runs/onerec", "--out", "runs/low")
+    assert "error: there is no file or folder runs/onerec" in fail("analyze", "runs/onerec")
+    assert "error: there is no file or folder runs/demo" in fail("report", "runs/demo")
+    (tmp_path / "half_written.py").write_text("def build(:\n")
+    text = fail("tune", "half_written:build", "--data", "half_written:batches", "--out", "out")
+    assert "half_written.py, line 1: " in text
+
+
+def test_options_are_named_as_they_were_typed(tmp_path: Path) -> None:
+    tune = ("tune", f"{HERE}:factory", "--data", f"{HERE}:batches", "--out", tmp_path / "out")
+    assert "error: --row-factor 4 is about the GPU of --target" in fail(*tune, "--row-factor", 4)
+    (tmp_path / "text").write_text("no tensors")
+    assert f"error: --checkpoint {tmp_path}/none: " in fail(*tune, "--checkpoint", tmp_path / "none")
+    assert f"error: --checkpoint {tmp_path}/text: not a safetensors file" in fail(*tune, "--checkpoint", tmp_path / "text")  # fmt: skip
+    text = fail("simulate", "--forward", 4, "--backward", 8, "--gpus", "8,many")
+    assert "error: --gpus '8,many': expected whole numbers with commas between them" in text

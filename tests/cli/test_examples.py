@@ -88,7 +88,7 @@ NOT_RUN = {
     "loka demo --out runs/mine --steps 800 --seed 3": LONG,
     "loka data get ml-1m": NETWORK,
     "loka data get criteo --from ~/criteo": "needs files of Criteo",
-    "loka data get complete-journey --set size=full": LONG,
+    "loka data get complete-journey --kind ranking --set size=full": "as a test below, without building it",
     "loka data info ml-1m --verify": "needs the download",
     "loka probe --model wukong:tiny --steps 60 --samples 10 --out probe.json --resume": "as without --resume, which is run; tests of the verb resume one that was cut",
     "loka probe --model hstu:small --data ml-1m --steps 300 --metric recall@10 --out hstu.json": NETWORK,
@@ -112,6 +112,21 @@ def test_every_example_is_run_or_says_why_not() -> None:
     assert shown - onerec == (RUN.keys() | NOT_RUN.keys()) - onerec, "an example was added or changed: run it here"
     silent = [verb for verb in cli.VERBS if not cli.examples_of(verb)]
     assert silent == []
+
+
+def test_options_of_a_data_set_are_given_as_the_example_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {}
+    monkeypatch.setattr(
+        "loka.data.loader._open_or_build", lambda build, *_: given.update(build.options) or (build, None)
+    )
+    monkeypatch.setattr("loka.data.loader.open_ranking", lambda *_: (_ for _ in ()).throw(EndOfTestError))
+    (command,) = (words for words, _ in cli.examples_of("data") if "--set" in words)
+    assert isinstance(run(command).exception, EndOfTestError)
+    assert given["size"] == "full"
+
+
+class EndOfTestError(Exception):
+    """The example has come as far as building."""
 
 
 def prepare(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from loka.cli import app, main, train_sequence
 from loka.data.batch import Jagged
+from loka.data.progress import Progress, silent
 from loka.data.sequences import SequenceData
 from loka.records import Analysis, PairedTest, Quantized, from_json, load
 
@@ -31,7 +32,12 @@ def make_data(users: int = 60, items: int = 80) -> SequenceData:
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> SequenceData:
     data = make_data()
-    monkeypatch.setattr("loka.data.load_sequences", lambda *_, **__: data)
+
+    def build(*_: object, progress: Progress = silent, **__: object) -> SequenceData:
+        progress("reading tables", 0, 1)  # as where no cache is there yet
+        return data
+
+    monkeypatch.setattr("loka.data.load_sequences", build)
     monkeypatch.setitem(train_sequence.SMALL, "codebooks", (8, 8, 8))
     return data
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loka import cli
-from loka.cli.serve import name_arms, parse_seconds, parse_split
+from loka.cli.serve import name_arms, parse_seconds, parse_split, spell_caps
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -105,12 +105,25 @@ def test_from_a_bundle_to_an_answer_and_back_to_the_shell(tmp_path: Path) -> Non
         assert done.returncode == 0, done.stderr
         found = json.loads(record.read_text())
         assert found["codes"] == {"200": found["offered"]}
+        requests = tmp_path / "requests.jsonl"
+        requests.write_text('{"features": {"item": 3}}\n')
+        done = subprocess.run(
+            [*loka, *load[:8], "--requests", str(requests)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, "the first 400 said: $.features.price: is missing" in done.stdout) == (1, True)
         server.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         assert server.wait(60) == 0
         assert time.monotonic() - begin < 30
     finally:
         server.kill()
+
+
+def test_the_largest_batches_are_told_in_words() -> None:
+    assert spell_caps({"0": 1024}) == "1,024 rows"
+    assert (
+        spell_caps({"50": 16, "100": 8}) == "16 requests with 50 items of history, 8 requests with 100 items of history"
+    )
 
 
 def test_an_experiment_is_read_from_its_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,15 @@
 import ast
 import importlib.util
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
+
+from loka import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,3 +111,27 @@ def test_every_page_is_in_the_navigation() -> None:
         if p.is_relative_to(ROOT / "docs") and str(p.relative_to(ROOT / "docs")) not in nav
     ]
     assert missing == []
+
+
+COMMANDS = [
+    (page, line.strip())
+    for page in PAGES
+    if page.is_relative_to(ROOT / "docs")
+    for line in re.sub(r"\\\n +", "", page.read_text(encoding="utf-8")).splitlines()
+    if re.match(r"(    )?(loka |torchrun .*-m loka )", line) and "..." not in line
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda each: each if isinstance(each, str) else each.stem)
+def test_commands_can_be_copied(page: Path, line: str) -> None:
+    """As they stand, with what is said about them behind a #: every word is one that the command line knows."""
+    assert "  " not in line.partition("#")[0].strip(), "a remark without its #: the shell would take it for arguments"
+    words = shlex.split(line, comments=True)
+    words = words[words.index("loka") + 1 :]
+    command, context = typer.main.get_command(cli.app), None
+    while isinstance(command, typer.core.TyperGroup) and (words or not command.invoke_without_command):
+        context = command.make_context("loka", words, parent=context, resilient_parsing=True)
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None, f"there is no verb {name!r}"
+        command = found
+    command.make_context(command.name, list(words), parent=context)

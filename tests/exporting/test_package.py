@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import loka
 from foreign_zoo import ZOO
 from loka.exporting import ops, package
-from loka.exporting.signature import take_apart
+from loka.exporting.signature import name_results, take_apart
 from loka.nn import GroupedLinear
 from loka.placing import calibrating, plan_everything
 
@@ -51,7 +51,7 @@ def small(recipe: str = "rowwise", **options: Any) -> nn.Module:
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """The traced graph runs in the compiler's place, which takes many seconds and is tried once below."""
 
-    def write(program: Any, path: Path, inputs: Any, shapes: Any, device: Any) -> Any:
+    def write(program: Any, path: Path, inputs: Any, outputs: Any, shapes: Any, device: Any) -> Any:
         path.write_bytes(b"not compiled")
         return lambda tensors: list(program.module()(*tensors))
 
@@ -159,7 +159,29 @@ def test_inputs_are_named_and_labels_are_none(tmp_path: Path, traced_only: None)
     batch = Batch(torch.randn(6, 4), torch.randint(11, (6, 2)), {}, torch.zeros(6, 1), torch.zeros(6, dtype=torch.int64))  # fmt: skip
     made = loka.export(Ranker().eval(), batch, tmp_path / "m.pt2")
     assert made.inputs == {"dense": "float32[rows, 4]", "categorical": "int64[rows, 2]"}
+    assert made.outputs == ["logit"]
     assert made.low_precision == {}
+
+
+def test_inputs_and_outputs_have_the_names_of_the_model(tmp_path: Path, traced_only: None) -> None:
+    """A package gives a flat tuple: without names nobody could tell a click from a purchase."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.click, self.buy = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def forward(self, user: Tensor, item: Tensor, more: dict[str, Tensor]) -> dict[str, Tensor]:
+            x = user + item + more["context"]
+            return {"click": self.click(x), "buy": self.buy(x)}
+
+    x = torch.randn(6, 4)
+    made = loka.export(Two().eval(), (x, x + 1, {"context": x}), tmp_path / "m.pt2")
+    assert list(made.inputs) == ["user", "item", "more.context"]
+    assert made.outputs == ["click", "buy"]
+    assert "  output click\n  output buy" in str(made)
+    assert name_results((x, [x, x])) == ["output_0", "output_1.0", "output_1.1"]
+    assert name_results(x) == ["output"]
 
 
 @pytest.mark.parametrize("cut", [lambda x: x.t(), lambda x: x[:, 4:44], lambda x: x[:1, :40].expand(48, 40)])
@@ -233,10 +255,10 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, traced_only: None) -> 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (lambda rows: rows >= 100, "rows of input from 2 to 99"),
-        (lambda rows: rows < 16, "rows of input >= 16"),
-        (lambda rows: rows % 8 == 0, r"\(rows of input % 8\) == 0"),
-        (lambda rows: rows == 63, "rows of input != 63"),
+        (lambda rows: rows >= 100, "rows of x from 2 to 99"),
+        (lambda rows: rows < 16, "rows of x >= 16"),
+        (lambda rows: rows % 8 == 0, r"\(rows of x % 8\) == 0"),
+        (lambda rows: rows == 63, "rows of x != 63"),
     ],
 )
 def test_a_model_that_goes_by_its_number_of_rows_is_refused(other: Callable[[int], bool], said: str, tmp_path: Path, traced_only: None) -> None:  # fmt: skip

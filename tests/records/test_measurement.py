@@ -18,6 +18,15 @@ def test_an_interval_contains_its_value() -> None:
         Interval(value=2.0, low=0.0, high=1.0)
 
 
+@pytest.mark.parametrize(
+    ("called", "said"),
+    [("/x/loka/__main__.py", "loka demo"), ("/x/mine/__main__.py", "python -m mine demo"), ("/x/loka", "loka demo")],
+)
+def test_a_command_can_be_called_again(called: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [called, "demo"])
+    assert capture_environment().command == said
+
+
 def test_folders_of_this_machine_are_in_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/usr/bin/tool", "--out=/home/somebody/runs/x", "/data/file", "plain"])
     assert capture_environment().command == "tool --out=x file plain"

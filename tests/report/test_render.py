@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from loka import records
 from loka.dispatch import Policy, make_plan
 from loka.records import Interval, RecordError
-from loka.records.tuning import Tuning
+from loka.records.tuning import TunedUnit, Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
 
 from .job import make_comparison, make_everything, make_results
@@ -145,6 +145,8 @@ def test_parts_may_be_absent() -> None:
     only_runs = render(Results(runs=results.runs[:1]))
     assert 'id="sites"' not in only_runs
     assert "Training loss" in only_runs
+    assert "<h1>Training runs</h1>" in only_runs
+    assert "<h1>A plan: " in render(Results(plans=results.plans[:1]))
 
 
 def test_a_folder_of_records_is_read_by_kind(tmp_path: Path) -> None:
@@ -194,3 +196,15 @@ def test_tune_that_converts_nothing_is_no_success() -> None:
     page = render(Results(runs=results.runs, comparisons=(same,), tunings=(tuning,)))
     assert "Nothing was converted: no part of this model is both faster in FP8 and within the margin" in page
     assert "Planned FP8 is high precision itself, so there is nothing to compare." in page
+
+
+def test_what_tune_did_is_said_in_words_and_reasons_stay_readable() -> None:
+    results = make_results()
+    assert results.probe is not None
+    unit = TunedUnit(name="head", linears=("head",), way="high", flops_share=1.0, reason="it is a prediction layer")
+    tuning = Tuning(model="Ranker", target="train", margin=2e-4, used_margin=2e-4, units=[unit], plan=make_plan(results.probe, Policy(min_speedup=1e9)), environment=results.probe.environment)  # fmt: skip
+    page = render(Results(tunings=(tuning,)))
+    assert "judged by swapping FP8 in on held-out examples; gradients by the predicted change." in page
+    assert '<td class="why">it is a prediction layer</td>' in page  # wide enough to read where the table scrolls
+    served = render(Results(tunings=(replace(tuning, gradients="none: serving"),)))
+    assert "a served model has no gradients" in served

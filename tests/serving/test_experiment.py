@@ -111,6 +111,11 @@ def test_the_four_verdicts_and_what_must_hold_before(tmp_path: Path) -> None:
     assert judge_experiment(write(tmp_path / "lost", 8000, drop=0.1)).split.mismatch
     slow = judge_experiment(write(tmp_path / "slow", 4000, slow=2.0))
     assert [g.name for g in slow.guardrails if g.broken] == ["p99 ms"]
+    few = judge_experiment(write(tmp_path / "few", 100, slow=2.0)).guardrails
+    assert [(g.broken, g.verdict) for g in few if g.name == "p99 ms"] == [
+        (False, "over it, too few answers to be sure")
+    ]
+    assert {g.verdict for g in better.guardrails} == {"kept"}
 
 
 def test_events_of_several_processes_are_counted_once(tmp_path: Path) -> None:

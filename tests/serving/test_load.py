@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loka.cli.load import tell
 from loka.records import LoadTest, load, save
 from loka.report.render import render
 from loka.report.results import Results
@@ -78,6 +79,7 @@ def test_the_record_counts_what_was_good_late_shed_and_broken(tmp_path: Path) ->
     assert load(tmp_path / "load.json", LoadTest) == found
     page = render(Results.load(tmp_path))
     assert "Under load" in page
+    assert "<h1>m: 1 answers a second within 100 ms, of 4 asked for</h1>" in page
     assert "chart-load-0" in page
 
 
@@ -104,7 +106,17 @@ def test_random_requests_fit_what_was_described() -> None:
     columns = [
         {"name": "price", "datatype": "FP32", "shape": [-1]},
         {"name": "item", "datatype": "INT64", "shape": [-1]},
-        {"name": "seen", "datatype": "INT64", "shape": [-1, 4]},
+        {"name": "history", "datatype": "INT64", "shape": [-1, 4]},  # a ranker's column, no recommender's request
     ]
     features = json.loads(make_body(columns, items=9, vocabulary=9, rows=2, users=3)(0, source))["features"]
-    assert [len(features[name]) for name in ("price", "item", "seen")] == [2, 2, 4]
+    assert [len(features[name]) for name in ("price", "item", "history")] == [2, 2, 4]
+
+
+def test_what_the_server_would_not_take_is_told() -> None:
+    refused = b'{"error": {"reason": "field", "message": "is missing", "path": "$.features.age"}}'
+    sent = [Sent(0.2, 0.2, 0.3, 400, b"later"), Sent(0.1, 0.1, 0.2, 400, refused), Sent(0.3, 0.3, 0.4, 429, refused), Sent(0.4, 0.4, 0.5, 502, b"<html>")]  # fmt: skip
+    found = summarize("http://x", "m", Traffic(rate=4, seconds=1.0, sla=0.1), sent)
+    assert found.notes == ["the first 400 said: $.features.age: is missing", "the first 502 said: <html>"]
+    assert tell(found).endswith(
+        "note: the first 400 said: $.features.age: is missing\nnote: the first 502 said: <html>"
+    )

@@ -123,3 +123,17 @@ def test_a_plan_is_applied_when_it_is_loaded(tmp_path: Path) -> None:
     rows = batch()
     assert torch.equal(loaded(rows), twin(rows))
     assert not torch.equal(loaded(rows), model(rows))
+
+
+def test_a_model_in_low_precision_is_not_saved_as_a_plain_one(tmp_path: Path) -> None:
+    """Served, it would run in other numbers than the ones that were looked at, and nobody would be told."""
+    model = build_ranker(PLAIN, "wukong", "tiny").eval()
+    loka.convert(model, recipe="rowwise", freeze=True)
+    with pytest.raises(ValueError, match=r"run in low precision here, .* hint: give the plan="):
+        save_ranker(model, PLAIN, tmp_path, family="wukong")
+    loka.revert(model)
+    save_ranker(model, PLAIN, tmp_path / "plain", family="wukong")
+    loka.quantize(model)
+    with pytest.raises(ValueError, match="keeps FP8 weights alone"):
+        save_ranker(model, PLAIN, tmp_path, family="wukong")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]

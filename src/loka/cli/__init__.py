@@ -61,7 +61,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    epilog="[dim]Start with[/dim] loka demo[dim], then[/dim] loka probe --help[dim]. Completion of this shell:[/dim] loka --install-completion",
+    epilog="[dim]Start with[/dim] loka demo[dim], then[/dim] loka tune --help[dim]. Completion of this shell:[/dim] loka --install-completion",
 )
 
 
@@ -129,6 +129,8 @@ _COMMAND_ERROR: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; ends the process with the exit code."""
     state: dict[str, Any] = {"debug": False, "verb": None}
+    if (own_code := sys.modules.get("loka.cli.own_code")) is not None:
+        own_code.forget()  # what an earlier command of this process named
     try:
         code = app(arguments, standalone_mode=False, obj=state)
     except _COMMAND_ERROR as error:
@@ -148,11 +150,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _explain(error: Exception) -> str:
-    """What went wrong: the request (ValueError), a file, or, when it is neither, something to report."""
+    """What went wrong: a user's own code, the request (ValueError), a file, or, when it is none of these, something to report."""
+    own_code = sys.modules.get("loka.cli.own_code")  # not loaded: no user's code has run
+    if own_code is not None and (place := own_code.blame(error)) is not None:
+        return f"error: your code raised {type(error).__name__}: {error}\n  {place}\nhint: loka --debug shows the calls that led there"
     if isinstance(error, ValueError):
         return f"error: {error}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.filename}: {error.strerror or error}"
-    if isinstance(error, FileNotFoundError) or type(error).__name__ == "SafetensorError":  # safetensors names no file
+    if type(error).__name__ == "SafetensorError":  # it names no file
         return f"error: a file cannot be read: {error}\nhint: loka --debug shows which"
+    if isinstance(error, FileNotFoundError):  # raised by a library, with the name in its words
+        return f"error: {error}"
     return f"internal error: {type(error).__name__}: {error}\nhint: loka --debug shows where"

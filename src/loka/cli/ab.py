@@ -98,7 +98,7 @@ def describe_online(found: OnlineTest) -> str:
             f"{m.metric:16} {m.baseline:.5g} -> {m.candidate:.5g}: {change}, margin {100 * m.margin:g} %: {m.outcome}"
         )
     lines += [
-        f"guardrail {g.name}: {g.baseline:.4g} -> {g.candidate:.4g}, {g.limit}: {'BROKEN' if g.broken else 'kept'}"
+        f"guardrail {g.name}: {g.baseline:.4g} -> {g.candidate:.4g}, {g.limit}: {'BROKEN' if g.broken else g.verdict}"
         for g in found.guardrails
     ]
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])

@@ -165,7 +165,7 @@ def look_at_bundle(folder: Path, data: str | None, batches: int, root: Path | No
 
 def table(record: Analysis, *, every: bool) -> str:
     """Extremes per model and kind, or every layer."""
-    head = f"{'model':24} {'layer':36} {'kind':10} {'variance':>10} {'AbsMax':>9} {'AbsP99':>9} {'kurtosis':>9} {'crest row':>9} {'zeroed':>8}"
+    head = f"{'model':24} {'layer':36} {'kind':10} {'variance':>10} {'AbsMax':>9} {'AbsP99':>9} {'kurtosis':>9} {'crest':>9} {'zeroed':>8}"
     lines = [head]
     for model in record.models:
         for kind in ("weight", "activation"):
@@ -177,9 +177,20 @@ def table(record: Analysis, *, every: bool) -> str:
             for x in chosen:
                 row = next(group for group in x.groups if group.spec == "e4m3:row")
                 lines.append(
-                    f"{model.name[:24]:24} {x.name[-36:]:36} {x.kind:10} {x.variance:10.3g} {x.absmax:9.3g} {x.abs_p99:9.3g} "
-                    f"{x.kurtosis:9.2f} {row.crest_bits:6.1f} b {row.underflow:8.2%}"
+                    f"{model.name[:24]:24} {_shorten(x.name):36} {x.kind:10} {x.variance:10.3g} {x.absmax:9.3g} {x.abs_p99:9.3g} "
+                    f"{x.kurtosis:9.2f} {row.crest_bits:9.1f} {row.underflow:8.2%}"
                 )
+    lines.append(
+        "crest: the largest magnitude of a row over its root mean square, in bits (99th percentile); zeroed: what E4M3 with one scale a row rounds to 0"
+    )
     lines += [f"{m.name}: {m.likeness} ({'; '.join(m.reasons)})" for m in record.models]
-    lines += [f"published, not measured here: {r.label}: {r.statistic} {r.value:g}" for r in record.references]
+    lines += [
+        f"published, not measured here: {r.label.replace(' (published)', '')}: {r.statistic} {r.value:g}"
+        for r in record.references
+    ]
     return "\n".join(lines)
+
+
+def _shorten(name: str, width: int = 36) -> str:
+    """The end of a long name, which tells layers apart, with a mark that something is missing."""
+    return name if len(name) <= width else f"…{name[1 - width :]}"

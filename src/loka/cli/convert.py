@@ -108,7 +108,13 @@ def _leaving(model: Any, patterns: list[str]) -> Any:
 
 
 def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None:
-    """The weights of a checkpoint folder or of a .safetensors file."""
+    """Load the weights of a checkpoint folder or of a .safetensors file.
+
+    Args:
+        model: takes them.
+        path: the folder or file.
+        option: what it was called on the command line, for the error.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -119,7 +125,11 @@ def load_weights_from(model: Any, path: Path, option: str = "--weights") -> None
             load_weights(model, path)
         else:
             model.load_state_dict(load_file(path))
-    except (RuntimeError, OSError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ValueError(
+            f"{option} {path}: not a safetensors file, or a damaged one ({error}); expected one, or the folder of a checkpoint"
+        ) from error
+    except (RuntimeError, OSError) as error:
         raise ValueError(f"{option} {path}: {error}") from error
 
 

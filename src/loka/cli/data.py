@@ -3,7 +3,7 @@
     loka data list
     loka data get ml-1m                        # download from the publisher, then preprocess
     loka data get criteo --from ~/criteo       # preprocess files that are already here
-    loka data get complete-journey --set size=full
+    loka data get complete-journey --kind ranking --set size=full
     loka data info ml-1m --verify
 
 Exit 0: fine. 1: `info` found no usable cache, or a damaged one. 2: a request that cannot be honoured.
@@ -70,7 +70,10 @@ def get(
     ] = None,
     kind: Annotated[str | None, typer.Option(help="ranking or sequences; default: all the data set has.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Option of the data set; needs one kind.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Option of the data set; where it has two kinds, give --kind too."
+        ),
     ] = None,
     max_bad: Annotated[float | None, typer.Option(help="Largest accepted share of bad rows.")] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Replace an existing cache.")] = False,
@@ -87,7 +90,7 @@ def get(
     options = parse_options(set_)
     kinds = (kind,) if kind else entry.kinds
     if options and len(kinds) > 1:
-        raise ValueError(f"--set needs --kind, since {name} has {list(kinds)} and their options differ")
+        raise ValueError(f"--set needs --kind: {name} has {' and '.join(kinds)}, whose options differ")
     limit = MAX_BAD if max_bad is None else max_bad
     results: list[dict[str, Any]] = []
     with _progress() as progress:

@@ -105,16 +105,17 @@ def _talking() -> Iterator["Talk"]:
         with _progress() as bar:
             yield _Talk(bar)
     else:
-        yield _Lines()
+        yield Lines()
 
 
-class _Lines:
+class Lines:
     """A line when a station begins, and one for every half minute it takes."""
 
     def __init__(self) -> None:
         self._station, self._begun, self._told = "", time.monotonic(), 0.0
 
     def __call__(self, station: str, done: int, total: int | None) -> None:
+        """How far a station is; total None where that is unknown."""
         now = time.monotonic()
         if station == self._station and now - self._told < TELL_EVERY:
             return

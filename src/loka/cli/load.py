@@ -5,7 +5,7 @@
     loka load http://127.0.0.1:8000 --model ranker --rate 50 --seconds 10 --rows 512
 
 Requests leave when they are due; latency counts from then, so a server that stalls cannot hide who would have asked meanwhile. Requests are random and their users are simulated, which the server writes down. Exit 0; 1 when
-more than --late of the accepted were late or a connection broke; 2 for a request that cannot be honoured.
+more than --late of the accepted were late, a connection broke, or the server would not take what was sent (any status but 200 and 429, which sheds load); 2 for a request that cannot be honoured.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def load(
 
         write_html(Results.of([found]), report)
     typer.echo(records.to_json(found).decode() if json_ else tell(found))
-    if found.late_share > late or found.codes.get("error"):
+    if found.late_share > late or found.codes.keys() - {"200", "429"}:
         raise typer.Exit(1)
 
 
@@ -90,5 +90,6 @@ def tell(found: LoadTest) -> str:
             f"latency ms          {spell(found.latency_ms)}",
             f"429 decided in ms   {spell(found.shed_ms)}",
             f"generator late ms   {spell(found.send_lag_ms)}",
+            *(f"note: {note}" for note in found.notes),
         ]
     )

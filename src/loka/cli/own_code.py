@@ -1,6 +1,7 @@
 """A user's own code on the command line: found by `pkg.module:name`, given what it asks for by name, its prints on stderr.
 
 Modules are found from the working folder first, as `python -m` would. stdout is data: what a user's code prints while it is imported, called or iterated goes to stderr.
+Where an exception comes out of a user's code, the command line says so, with file and line (`blame`): it is no internal error of loka.
 """
 
 import os
@@ -9,10 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from importlib import import_module
 from inspect import Parameter, signature
+from traceback import walk_tb
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+_PACKAGES: set[str] = set()  # top-level names of the modules that a user named
 
 
 def find_object(path: str) -> Any:
@@ -23,16 +27,53 @@ def find_object(path: str) -> Any:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
+    _PACKAGES.add(module_name.partition(".")[0])
     try:
         with redirect_stdout(sys.stderr):
             module = import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(f"{path}: cannot import {error.name!r} (the working folder is searched too)") from error
+        raise ValueError(
+            f"{path}: cannot import {error.name!r} (the working folder is searched too){_name_families(module_name)}"
+        ) from error
+    except SyntaxError as error:  # no line of it ran, so no traceback names the file
+        raise ValueError(f"{path}: {error.filename}, line {error.lineno}: {error.msg}") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             raise ValueError(f"{path}: {module_name} has no {name!r}")
         found = getattr(found, part)
+    return found
+
+
+def _name_families(module_name: str) -> str:
+    """What else a plain word may have meant: a size of a built-in family."""
+    from loka.models import names
+
+    return "" if "." in module_name else f", and no built-in family has that name: {', '.join(names())}"
+
+
+def forget() -> None:
+    """Begin anew: no module was named yet. For a process that runs several commands."""
+    _PACKAGES.clear()
+
+
+def blame(error: BaseException) -> str | None:
+    """Where in a user's own code an exception came up: file and line; None where it came up in loka.
+
+    Args:
+        error: what was raised.
+
+    Returns:
+        The innermost frame decides, torch's and other libraries' left out: a model whose forward gets a shape wrong is to blame, and a
+        converted linear that it calls is not its fault.
+    """
+    found = None
+    for frame, line in walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in _PACKAGES and package != "torch":
+            found = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
+        elif package == "loka":
+            found = None
     return found
 
 

@@ -90,10 +90,7 @@ def probe(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the state beside --out.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> None:
-    """Watch a model train and judge every GEMM of it: safe, fast, and why.
-
-    Example: loka probe --model dlrm --steps 60 --out probe.json
-    """
+    """Watch a model train and judge every GEMM of it: safe, fast, and why."""
     import torch
 
     from loka import records

@@ -120,10 +120,11 @@ def quantize_network(
 
     from loka.cli.convert import load_weights_from
     from loka.cli.own_code import build_own
-    from loka.cli.subject import load_subject
+    from loka.cli.subject import load_subject, split_name
     from loka.ptq import quantize as quantize_model
     from loka.ptq import save
 
+    split_name(model)  # a folder that is not there is more to the point than how --out is spelled
     if out.suffix != ".safetensors":
         raise ValueError(f"--out {out}: a model alone is one file, give a name that ends in .safetensors")
     subject = None

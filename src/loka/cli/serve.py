@@ -153,10 +153,17 @@ def tell(server: Server, as_json: bool) -> None:
             typer.echo(json.dumps({**found, "models": arms}))
         else:
             for arm in arms:
-                typer.echo(f"{arm['model']} {arm['version']}: batches of up to {arm['caps']} by context within {arm['sla_ms']:g} ms", err=True)  # fmt: skip
+                typer.echo(f"{arm['model']} {arm['version']}: batches of up to {spell_caps(arm['caps'])} within {arm['sla_ms']:g} ms", err=True)  # fmt: skip
             typer.echo(f"ready after {found['seconds']} s: {server.url}/v1/recommend" + (f", live page {server.admin_url}" if server.admin_url else ""), err=True)  # fmt: skip
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def spell_caps(caps: dict[str, int]) -> str:
+    """The largest batches that meet the SLA, in words: a ranker has rows and no context."""
+    if caps.keys() == {"0"}:
+        return f"{caps['0']:,} rows"
+    return ", ".join(f"{most} requests with {context} items of history" for context, most in caps.items())
 
 
 def run_on_ray(

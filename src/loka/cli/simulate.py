@@ -31,6 +31,7 @@ def simulate(
     json_: Annotated[bool, typer.Option("--json", help="Print the simulated steps as JSON.")] = False,
 ) -> None:
     """Simulate a step on many GPUs."""
+    from loka.cli.serve import parse_sizes
     from loka.comms.simulation import MACHINES, Work, compare_codecs
 
     if machine not in MACHINES:
@@ -39,7 +40,7 @@ def simulate(
         forward / 1e3, backward / 1e3, update / 1e3, dense=int(dense), embeddings=int(embeddings),
         accumulate=accumulate, strategy=strategy, overlap=overlap,
     )  # fmt: skip
-    counts = [int(part) for part in gpus.split(",")]
+    counts = parse_sizes("--gpus", gpus) or ()
     found = compare_codecs(work, MACHINES[machine], gpus=counts, codecs=codecs.split(","))
     typer.echo(f"a simulation from data sheets ({MACHINES[machine].source}), not a measurement", err=True)
     if json_:

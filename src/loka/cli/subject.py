@@ -116,7 +116,7 @@ def load_subject(
     """Open a model and its data by name, seeded."""
     if batch_size < 1 or seed < 0:
         raise ValueError(f"batch_size={batch_size}, seed={seed}: expected at least 1, and not negative")
-    family, size = _split_name(model)
+    family, size = split_name(model)
     place = find_device(device)
     options = dict(model_options or {})
     opening: dict[str, Any] = {"root": root, "source": source, **dict(data_options or {})}
@@ -157,14 +157,16 @@ def find_device(name: str) -> torch.device:
     return found
 
 
-def _split_name(model: str) -> tuple[str | None, str]:
-    """(family, size) of a built-in model; (None, ...) of a user's own."""
+def split_name(model: str) -> tuple[str | None, str]:
+    """(family, size) of a built-in model; (None, ...) of a user's own. What can be neither is an error."""
     from loka.models import names
 
     family, _, size = model.partition(":")
     if family in names():
         return family, size or "tiny"
     if ":" not in model:
+        if "/" in model and not Path(model).exists():
+            raise ValueError(f"there is no file or folder {model}")
         raise ValueError(
             f"no model {model!r}: the built-in families are {', '.join(names())} (with a size: wukong:small); "
             "your own is named pkg.module:factory"

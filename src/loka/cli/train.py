@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loka.data import RankingData
+    from loka.data.progress import Progress
     from loka.models import Ranker
     from loka.records import Conversion, ModSummary, Run
     from loka.training import Callback, Curve, TrainConfig, Trainer, TrainResult
@@ -197,7 +198,7 @@ def train(
             return
         changed = converted = None
         if is_sequence:
-            job = train_sequence.prepare_sequence(order, progress=_tell_stage())
+            job = train_sequence.prepare_sequence(order)
             trainer, curve = make_trainer(job.network, job.task, settings, out, tensorboard, **job.hooks())
             test = job.test
         else:
@@ -305,7 +306,7 @@ def run_distributed(order: Order, how: Distribution, *, as_json: bool) -> None:
         hooks: dict[str, Any] = {}
         out = order.out
         if order.recipe.model in train_sequence.FAMILIES:
-            job = train_sequence.prepare_sequence(order, progress=_tell_stage())
+            job = train_sequence.prepare_sequence(order)
             data: Any = job.task
             network: nn.Module = job.network
             test: Callable[[Trainer], dict[str, float]] = job.test
@@ -344,7 +345,7 @@ def prepare(order: Order) -> tuple[RankingData, Ranker]:
     recipe = order.recipe
     if order.threads is not None:
         torch.set_num_threads(order.threads)
-    dataset = load(recipe.data, root=order.root, source=order.source, progress=_tell_stage(), **recipe.data_options)
+    dataset = load(recipe.data, root=order.root, source=order.source, progress=tell_stages(), **recipe.data_options)
     seed_everything(order.settings.seed)
     network = build_ranker(dataset.schema, recipe.model, recipe.config, sparse=True, **recipe.model_options)
     if order.weights is not None:
@@ -352,7 +353,8 @@ def prepare(order: Order) -> tuple[RankingData, Ranker]:
     return dataset, network
 
 
-def _tell_stage() -> Any:
+def tell_stages() -> Progress:
+    """A `progress` of `load` that names each stage of a first build once, on stderr."""
     last = ""
 
     def tell_stage(stage: str, done: int, total: int | None) -> None:

@@ -79,10 +79,11 @@ def check_request(model: str, compile_: bool | None, mods: str | None) -> None:
         raise ValueError(f"--mods recovers ranking models only, not {model}: use loka.mods in Python")
 
 
-def prepare_sequence(order: Order, *, progress: Any = None) -> SequenceJob:
-    """Data, ids, model and task, seeded."""
+def prepare_sequence(order: Order) -> SequenceJob:
+    """Data, ids, model and task, seeded; says on stderr what a first use of the data builds."""
     import torch
 
+    from loka.cli.train import tell_stages
     from loka.data import load_sequences
     from loka.inference.bundle import INDEX
     from loka.models import build, configure
@@ -96,7 +97,8 @@ def prepare_sequence(order: Order, *, progress: Any = None) -> SequenceJob:
     users = options.pop("evaluate_users", None)
     if users is not None and (type(users) is not int or users < 1):
         raise ValueError(f"evaluate_users={users!r}, expected a positive number of users")
-    data = load_sequences(recipe.data, root=order.root, source=order.source, progress=progress, **recipe.data_options)
+    where: dict[str, Any] = {"root": order.root, "source": order.source}
+    data = load_sequences(recipe.data, **where, progress=tell_stages(), **recipe.data_options)
     task: SequenceTask
     if recipe.model == "hstu":
         config = configure("hstu", recipe.config, **options | {"items": data.n_items + 1})

@@ -8,9 +8,10 @@
 Looks at the model, chooses per unit the fastest way that is safe, verifies the whole of it beside 16 bits, and writes plan.json, conversion.json, tuning.json and report.html below `--out`. What is
 measured is on disk at once: after Ctrl-C the same command goes on. With `--target` on a machine without that GPU, units are
 taken by estimated speeds, labelled so: the plan to try first there. A model is tuned as it is trained: `--checkpoint` loads weights, `--train-steps` trains first.
-stdout carries the table (with `--json` the record). Exit 0: something was converted. 1: nothing was, and why is on stdout. 2: the request cannot be honoured.
+stdout carries the table (with `--json` the record). Exit 0: something was converted, or rewritten in 16 bits (the first line says which). 1: the model stays as it was, and why is on stdout. 2: the request cannot be honoured.
 """
 
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,9 @@ def tune(
     margin: Annotated[float, typer.Option(help="Relative change of the loss that counts as none.")] = 0.0002,
     seconds: Annotated[float, typer.Option(help="Budget for timing.")] = 180.0,
     batches: Annotated[int, typer.Option(help="Held-out batches; half choose, half verify.")] = 32,
-    checkpoint: Annotated[Path | None, typer.Option(help="Weights (.safetensors) to tune.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Weights to tune: folder of a checkpoint, or a .safetensors file.")
+    ] = None,
     train_steps: Annotated[int, typer.Option(help="Train so many steps first, with AdamW.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of --train-steps.")] = 1e-3,
     batch_size: Annotated[int, typer.Option(help="Examples per batch.")] = 1024,
@@ -61,18 +64,25 @@ def tune(
 
     from loka import records
     from loka.cli.convert import load_weights_from
+    from loka.cli.demo import Lines
     from loka.cli.subject import load_subject
     from loka.cli.train import parse_options
     from loka.tuning import tune as run
+
+    if row_factor != 1 and target is None:
+        raise ValueError(f"--row-factor {row_factor:g} is about the GPU of --target, and none was named")
 
     subject = load_subject(
         model, data, batch_size=batch_size, seed=seed, loss=loss, device=device, root=data_root, model_options=parse_options(set_)
     )  # fmt: skip
     if checkpoint is not None:
-        load_weights_from(subject.model, checkpoint, option="--checkpoint")
+        load_weights_from(subject.model, checkpoint, "--checkpoint")
+    talk = None if sys.stderr.isatty() else Lines()  # in a terminal tune shows a bar, in a log a line for each phase
     if train_steps:
         optimizer = torch.optim.AdamW(subject.model.parameters(), lr=learning_rate)
-        for batch in islice(subject.stream("train"), train_steps):
+        for number, batch in enumerate(islice(subject.stream("train"), train_steps)):
+            if talk is not None:
+                talk("train first", number, train_steps)
             optimizer.zero_grad()
             subject.loss(batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -93,6 +103,7 @@ def tune(
         estimate_for=target,
         row_factor=row_factor,
         out=out,
+        progress=talk,
     )
     typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))
     made = [out / name for name in ("plan.json", "conversion.json", "tuning.json", "report.html")]

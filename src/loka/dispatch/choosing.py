@@ -262,12 +262,13 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     forward = site.harm.get(("fprop", recipe))
     if forward is None:
         return "nothing predicts what its error does: no gradient reached it, or the loss is not known; hint: probe.step(loss)"
+    way = f"{recipe} scales" if recipe in ("delayed", "static") else recipe
     if (seen := limits.judged(forward)) > limits.forward:
-        return f"{recipe}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause or limits.hint(seen, limits.forward)}"
+        return f"{way}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause or limits.hint(seen, limits.forward)}"
     for gemm in GEMMS[1:] if training else ():
         backward = site.harm.get((gemm, recipe))
         if backward is not None and (seen := limits.judged(backward)) > limits.backward:
-            return f"{recipe}: what {gemm} loses is worth {seen:.4%} of the loss, more than {limits.backward_is}{limits.hint(seen, limits.backward)}"
+            return f"{way}: what {gemm} loses is worth {seen:.4%} of the loss, more than {limits.backward_is}{limits.hint(seen, limits.backward)}"
     return None
 
 

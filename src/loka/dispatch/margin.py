@@ -49,7 +49,11 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     resolved = (change.high - change.low) / 2 <= fine
     allowed = fine if resolved else coarse
     within = furthest(change) <= allowed and max(change.low, -change.high) <= fine  # what shows more is resolved
-    share = f", {margin if resolved else COARSE_MARGIN:.2%} over the root of {units} units" if units > 1 else ""
+    share = (
+        f", {margin if resolved else COARSE_MARGIN:.2%} divided by the square root of {units} units"
+        if units > 1
+        else ""
+    )
     words = f"{change:+.4%}, allowed {allowed:.4%}{share}"
     if not resolved:
         words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts"

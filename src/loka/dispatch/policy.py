@@ -194,7 +194,7 @@ def _take_notes(report: ProbeReport, policy: Policy, speeds: Speeds) -> list[str
         ]
     return [
         f"nothing is converted: a speed-up over {policy.min_speedup:g} is asked for and none was measured on "
-        f"{report.environment.device}; plan with min_speedup=None for accuracy only, or for a target with database rows"
+        f"{report.environment.device}; plan for accuracy only (min_speedup=None, on the command line --accuracy-only), or for a target with database rows"
     ]
 
 

@@ -26,7 +26,15 @@ from torch import Tensor, nn
 
 from loka.exporting.ops import AtenOps, OnnxOps, Ops
 from loka.exporting.plain import write_out
-from loka.exporting.signature import Arguments, Flat, can_be_made, flatten_result, take_apart
+from loka.exporting.signature import (
+    Arguments,
+    Flat,
+    can_be_made,
+    flatten_result,
+    name_parameters,
+    name_results,
+    take_apart,
+)
 from loka.exporting.trying import Tried
 from loka.formats import relative_l2
 from loka.kernels import registry
@@ -51,6 +59,7 @@ class Exported:
         path: where it is.
         format: aoti or onnx.
         inputs: names and shapes in the order of a call; `rows`, `n1`, ... are sizes that are free.
+        outputs: names of the results, in their order.
         low_precision: what runs in FP8, by name.
         difference: largest relative L2 difference from the model, over the results and the sizes that were compared.
         rows: sizes of the first dimension that were compared.
@@ -62,6 +71,7 @@ class Exported:
     path: Path
     format: Format
     inputs: dict[str, str]
+    outputs: list[str]
     low_precision: dict[str, str]
     difference: float
     rows: list[int]
@@ -70,6 +80,7 @@ class Exported:
         sizes = " and ".join(map(str, self.rows))
         lines = [f"{self.path}: {self.format}, {self.path.stat().st_size / 1e6:,.1f} MB; differs from the model by {self.difference:.2g} (relative L2) at {sizes} rows"]  # fmt: skip
         lines += [f"  input {name}: {shape}" for name, shape in self.inputs.items()]
+        lines += [f"  output {name}" for name in self.outputs]
         return "\n".join([*lines, *(f"  FP8 {name}: {what}" for name, what in self.low_precision.items())])
 
 
@@ -111,8 +122,9 @@ def export(
         _require_onnx()
     device = device_of(inner)
     dtype = next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
-    arguments = take_apart(example)
-    expected = flatten_result(try_example(inner, example))
+    arguments = take_apart(example, name_parameters(inner))
+    result = try_example(inner, example)
+    expected, outputs = flatten_result(result), name_results(result)
     if not expected:
         raise ValueError("the model returns no tensor")
     ops: Ops = AtenOps(device) if kind == "aoti" else OnnxOps()
@@ -124,9 +136,9 @@ def export(
             made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
             shapes = _shapes(program, inputs)
             run = (
-                _write_aoti(program, made, inputs, shapes, device)
+                _write_aoti(program, made, inputs, outputs, shapes, device)
                 if kind == "aoti"
-                else _write_onnx(program, made, inputs)
+                else _write_onnx(program, made, inputs, outputs)
             )
             try:
                 difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
@@ -134,7 +146,7 @@ def export(
                 if isinstance(run, Tried):
                     run.close()
             _move(made, target)
-    return Exported(target, kind, shapes, written, difference, rows)
+    return Exported(target, kind, shapes, outputs, written, difference, rows)
 
 
 def _find_format(path: Path, asked: str | None) -> Format:
@@ -295,8 +307,14 @@ def _refuse_operators(program: Any) -> None:
         raise ValueError("this model cannot be exported:\n  " + "\n  ".join(problems))
 
 
-def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping[str, str], device: torch.device) -> Run:  # fmt: skip
-    notes = {"aot_inductor.metadata": {"inputs": json.dumps(list(inputs)), "shapes": json.dumps(dict(shapes))}}
+def _write_aoti(program: Any, path: Path, inputs: Sequence[str], outputs: Sequence[str], shapes: Mapping[str, str], device: torch.device) -> Run:  # fmt: skip
+    notes = {
+        "aot_inductor.metadata": {
+            "inputs": json.dumps(list(inputs)),
+            "outputs": json.dumps(list(outputs)),
+            "shapes": json.dumps(dict(shapes)),
+        }
+    }
     try:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=notes)
     except Exception as error:
@@ -304,15 +322,15 @@ def _write_aoti(program: Any, path: Path, inputs: Sequence[str], shapes: Mapping
     return Tried(path, device)
 
 
-def _write_onnx(program: Any, path: Path, inputs: Sequence[str]) -> Run:
+def _write_onnx(program: Any, path: Path, inputs: Sequence[str], outputs: Sequence[str]) -> Run:
     for node in list(program.graph.nodes):  # what checks and computes nothing has no node in ONNX
         packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
         if packet in _CHECKS and not node.users:
             program.graph.erase_node(node)
     program.graph.eliminate_dead_code()
-    names = [name.replace(".", "_") for name in inputs]
+    names, results = ([name.replace(".", "_") for name in each] for each in (inputs, outputs))
     try:
-        made = torch.onnx.export(program, dynamo=True, opset_version=OnnxOps.OPSET, input_names=names, external_data=False, verbose=False)  # fmt: skip
+        made = torch.onnx.export(program, dynamo=True, opset_version=OnnxOps.OPSET, input_names=names, output_names=results, external_data=False, verbose=False)  # fmt: skip
         assert made is not None
         made.save(str(path), external_data=False)
     except Exception as error:

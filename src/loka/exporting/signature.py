@@ -10,6 +10,8 @@ Tensors that the model never reads (labels) are no inputs. They are made again f
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from inspect import signature
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -29,16 +31,31 @@ class Arguments:
     rebuild: Rebuild  # what the model is called with, from such tensors
 
 
-def take_apart(example: Any) -> Arguments:
-    """Name the tensors of an example: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument. ValueError where there is no tensor in it."""
+def take_apart(example: Any, parameters: Sequence[str] = ()) -> Arguments:
+    """Name the tensors of an example.
+
+    Args:
+        example: a tuple is *args, a dict **kwargs, an `Example` both, anything else one argument.
+        parameters: what the model's forward calls its arguments; one without a name is `input_0`, `input_1`, ...
+
+    Returns:
+        The tensors by name, and how the example is made again.
+
+    Raises:
+        ValueError: there is no tensor in it.
+    """
     found: dict[str, Tensor] = {}
     if isinstance(example, Example) and len(example.args) == 1 and not example.kwargs and not isinstance(example.args[0], (tuple, dict)):  # fmt: skip
         example = example.args[0]
     if isinstance(example, Example):
-        names = [f"input_{i}" for i in range(len(example.args))]
-        positional = [_visit(value, name, found) for value, name in zip(example.args, names, strict=True)]
+        positional = [_visit(value, _name(i, parameters), found) for i, value in enumerate(example.args)]
         keywords = {key: _visit(value, key, found) for key, value in example.kwargs.items()}
         made: Rebuild = lambda t: Example(tuple(p(t) for p in positional), {k: p(t) for k, p in keywords.items()})  # noqa: E731
+    elif isinstance(example, tuple) and not hasattr(example, "_fields"):
+        listed = [_visit(value, _name(i, parameters), found) for i, value in enumerate(example)]
+        made = lambda t: tuple(part(t) for part in listed)  # noqa: E731
+    elif isinstance(example, Tensor):
+        made = _visit(example, parameters[0] if parameters else "input", found)
     else:
         made = _visit(example, "", found)
     if not found:
@@ -49,9 +66,10 @@ def take_apart(example: Any) -> Arguments:
 def _visit(value: Any, name: str, found: dict[str, Tensor]) -> Rebuild:
     """Put the tensors of a value under their names; returns how the value is made again."""
     if isinstance(value, Tensor):
-        key = name or "input"
-        found[key] = _whole(value)
-        return lambda tensors: tensors[key]
+        whole = _whole(value)
+        # torch.export takes one tensor in two places for one input, and then nobody would read the other
+        found[name] = whole.clone() if any(whole is other for other in found.values()) else whole
+        return lambda tensors: tensors[name]
     inner = f"{name}." if name else ""
     if isinstance(value, Mapping):
         parts = {key: _visit(part, f"{inner}{key}", found) for key, part in value.items()}
@@ -77,6 +95,19 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _word(index: int, name: str) -> str:
     return str(index) if name else f"input_{index}"
+
+
+def _name(index: int, parameters: Sequence[str]) -> str:
+    return parameters[index] if index < len(parameters) else f"input_{index}"
+
+
+def name_parameters(model: nn.Module) -> list[str]:
+    """What the forward of a model calls its positional arguments, up to the first that has no name of its own (*args)."""
+    try:
+        parameters = signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return []
+    return [p.name for p in takewhile(lambda p: p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD), parameters)]
 
 
 class Flat(nn.Module):
@@ -127,4 +158,21 @@ def flatten_result(result: Any) -> list[Tensor]:
         return [tensor for part in result for tensor in flatten_result(part)]
     if is_dataclass(result) and not isinstance(result, type):
         return [tensor for f in fields(result) for tensor in flatten_result(getattr(result, f.name))]
+    return []
+
+
+def name_results(result: Any, name: str = "") -> list[str]:
+    """The names of what `flatten_result` gives, in its order: keys and fields, numbers in a tuple, `output` for a tensor alone."""
+    inner = f"{name}." if name else ""
+    if isinstance(result, Tensor):
+        return [name or "output"]
+    if isinstance(result, Mapping):
+        return [found for key, part in result.items() for found in name_results(part, f"{inner}{key}")]
+    if isinstance(result, (tuple, list)):
+        words = getattr(result, "_fields", None) or [str(i) if name else f"output_{i}" for i in range(len(result))]
+        return [
+            found for word, part in zip(words, result, strict=True) for found in name_results(part, f"{inner}{word}")
+        ]
+    if is_dataclass(result) and not isinstance(result, type):
+        return [found for f in fields(result) for found in name_results(getattr(result, f.name), f"{inner}{f.name}")]
     return []

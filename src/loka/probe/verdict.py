@@ -42,7 +42,9 @@ class Allowed:
 
     def spell(self) -> str:
         """One unit's share of the margin in words, with how it is computed."""
-        many = f", {spell_share(self.margin)} over the root of {self.units} units" if self.units > 1 else ""
+        many = (
+            f", {spell_share(self.margin)} divided by the square root of {self.units} units" if self.units > 1 else ""
+        )
         return f"its share of the margin is {spell_share(self.share)}{many}"
 
 

@@ -72,7 +72,7 @@ def capture_environment(
     """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command or shlex.join([Path(sys.argv[0]).name, *map(_without_folders, sys.argv[1:])]),
+        command=command or shlex.join([*_program(Path(sys.argv[0])), *map(_without_folders, sys.argv[1:])]),
         loka=installed_version("loka") or "not installed",
         commit=_find_commit(),
         python=platform.python_version(),
@@ -83,6 +83,13 @@ def capture_environment(
         cpu=_name_cpu(),
         threads=threads or os.cpu_count() or 1,
     )
+
+
+def _program(path: Path) -> list[str]:
+    """What was called, as it is called again: `python -m package` leaves the path of the package's __main__.py."""
+    if path.name != "__main__.py":
+        return [path.name]
+    return ["loka"] if path.parent.name == "loka" else ["python", "-m", path.parent.name]
 
 
 def _without_folders(word: str) -> str:

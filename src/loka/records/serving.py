@@ -94,7 +94,13 @@ class Guardrail(Part, frozen=True):
     baseline: float
     candidate: float
     limit: str
-    broken: bool
+    broken: bool  # worse beyond the limit, and beyond doubt
+    doubtful: bool = False  # beyond the limit, and too few answers to be sure of it
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return "broken" if self.broken else "over it, too few answers to be sure" if self.doubtful else "kept"
 
 
 class OnlineTest(Record, frozen=True, tag="online_test"):

@@ -37,7 +37,7 @@ def _write_costs(probe: ProbeReport) -> str:
         "<h3>What each linear may cost</h3>"
         + about(
             f"Predicted relative change of the loss by its forward product: the error weighed by the gradient, as it runs in its chain, else under the finest recipe that was "
-            f"scored. Each of {probe.units} units may cost {100 * share:.2g} %, the margin of {100 * probe.margin:.2g} % over the root of their number."
+            f"scored. Each of {probe.units} units may cost {100 * share:.2g} %, the margin of {100 * probe.margin:.2g} % divided by the square root of their number."
         )
         + table(head, rows, numeric=(2, 3), caption="Predicted cost, dearest first")
     )

@@ -91,6 +91,17 @@ def _say_without_runs(results: Results) -> str:
         return f"{capitalise(results.tests[0].candidate)} against {results.tests[0].baseline}"
     if results.benches or results.rows:
         return "Kernels, measured"
+    if results.loads:
+        load = results.loads[0]
+        return (
+            f"{load.model}: {load.goodput:.3g} answers a second within {load.sla_ms:g} ms, of {load.rate:g} asked for"
+        )
+    if results.experiments:
+        return f"{capitalise(results.experiments[0].candidate)} against {results.experiments[0].baseline}, live"
+    if results.plan is not None:
+        return f"A plan: {count_converted(results.plan)} of {len(results.plan.sites)} sites in FP8"
+    if results.conversions:
+        return "What was converted"
     return "Distributions" if results.analyses else "Training runs"
 
 

@@ -65,10 +65,20 @@ def chart(name: str, label: str) -> str:
     return f'<figure><div class="chart" id="chart-{name}" role="img" aria-label="{escape(label)}"></div></figure>'
 
 
-def row(cells: Sequence[str], *, numeric: Iterable[int] = (), attributes: str = "") -> str:
-    """One row of a table; cells are HTML."""
-    right = set(numeric)
-    body = "".join(f'<td class="n">{c}</td>' if i in right else f"<td>{c}</td>" for i, c in enumerate(cells))
+def row(cells: Sequence[str], *, numeric: Iterable[int] = (), why: int | None = None, attributes: str = "") -> str:
+    """One row of a table.
+
+    Args:
+        cells: as HTML.
+        numeric: which of them are numbers, set right.
+        why: which one is a sentence: it stays wide enough to read where the table has to scroll.
+        attributes: of the row.
+
+    Returns:
+        The row as HTML.
+    """
+    kinds = dict.fromkeys(numeric, ' class="n"') | ({} if why is None else {why: ' class="why"'})
+    body = "".join(f"<td{kinds.get(i, '')}>{cell}</td>" for i, cell in enumerate(cells))
     return f"<tr{attributes}>{body}</tr>"
 
 

@@ -15,7 +15,7 @@ def write_environment(results: Results) -> str:
         extra = _write_runs(results) if number == 0 else ""
         title = f"<h3>{escape(name)}</h3>" if len(found) > 1 else ""
         blocks.append(f'{title}<dl class="env">{_write_facts(environment)}{extra}</dl>')
-    return about("Run the command again for the same numbers.") + "".join(blocks)
+    return about("Run the command again to repeat it; what is timed differs a little each time.") + "".join(blocks)
 
 
 def _write_facts(found: Environment) -> str:

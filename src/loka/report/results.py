@@ -83,6 +83,8 @@ class Results:
     def load(cls, folder: str | Path, add: Iterable[str | Path] = ()) -> "Results":
         """Read every *.json of a folder, or one file, and the files of `add`; what is no record of a known kind is an error naming it. What `tune` goes on from (evidence*.json) is passed over."""
         place = Path(folder)
+        if not place.exists():
+            raise ValueError(f"there is no file or folder {folder}")
         found = [place] if place.is_file() else sorted(place.glob("*.json"))
         files = [path for path in found if path == place or not path.name.startswith("evidence")]
         if not files:

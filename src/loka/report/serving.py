@@ -58,7 +58,7 @@ def _write_experiment(test: OnlineTest) -> str:
         for m in test.metrics
     ]  # fmt: skip
     guards = [
-        row([escape(g.name), f"{g.baseline:.4g}", f"{g.candidate:.4g}", escape(g.limit), chip("broken" if g.broken else "kept", "bad" if g.broken else "good")], numeric=(1, 2))
+        row([escape(g.name), f"{g.baseline:.4g}", f"{g.candidate:.4g}", escape(g.limit), chip(g.verdict, "bad" if g.broken else "" if g.doubtful else "good")], numeric=(1, 2))
         for g in test.guardrails
     ]  # fmt: skip
     text = f"<h3>{escape(test.candidate)} against {escape(test.baseline)} on live traffic, experiment {escape(test.salt)}</h3>"

@@ -24,7 +24,7 @@ def write_sites(results: Results) -> str:
         about(
             f"Error of each linear's product when its operands are quantised, judged on {_say_sources(probe)} kept from "
             f"{probe.sampled_steps} sampled steps of {probe.steps:,}; lines are 95 % intervals, the dashed line is the limit "
-            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). {_say_speed(probe)} "
+            f"(MERE {probe.max_mere:g} forward, relative L2 {probe.max_gradient_error:g} in gradients). A product below the limit is unsafe all the same where it changes the loss too much; the table says why. {_say_speed(probe)} "
             "Choose a point, or a site in the table below, for its page."
         )
         + _write_counts(probe)

@@ -49,7 +49,7 @@ def _write_one(tuning: Tuning) -> str:
     if tuning.used_margin != tuning.margin:
         margin += f", judged at {percent(tuning.used_margin, 2)}, which is what the held-out data could resolve"
     text = f"<h3>{escape(say_tuning(tuning))}</h3>" + about(
-        f"{margin}. Forward by swapping on held-out {tuning.metric_unit}, gradients {escape(tuning.gradients)}. Nothing was trained."
+        f"{margin}. The forward pass was judged by swapping FP8 in on held-out {tuning.metric_unit}; {_say_gradients(tuning)}. The model itself was not trained."
     )
     text += "".join(notice(escape(note)) for note in tuning.notes)
     if tuning.estimate is not None:
@@ -62,13 +62,20 @@ def _write_one(tuning: Tuning) -> str:
     return text + table(head, rows, numeric=range(2, 6), caption="Units") + _GLOSSARY
 
 
+def _say_gradients(tuning: Tuning) -> str:
+    """How gradients were judged; what the record calls the score is explained under the table as a prediction."""
+    if tuning.gradients.startswith("none"):
+        return "a served model has no gradients"
+    return f"gradients {escape(tuning.gradients.replace('by the score', 'by the predicted change'))}"
+
+
 def _unit_row(unit: TunedUnit) -> str:
     kind = "good" if unit.way != "high" else ""
     why = escape(unit.reason) + "".join(f"<br>{chip('alarm', 'bad')} {escape(alarm)}" for alarm in unit.alarms)
     names = escape(" → ".join(unit.linears)) if len(unit.linears) > 1 else escape(unit.name)
     return row(
         [names, chip("16 bits" if unit.way == "high" else unit.way, kind), percent(unit.flops_share), _speed(unit), _change(unit.harm), _change(unit.metric_change), why],
-        numeric=range(2, 6),
+        numeric=range(2, 6), why=6,
     )  # fmt: skip
 
 
@@ -83,8 +90,8 @@ def _change(change: Interval | None) -> str:
 
 
 def _write_conversion(done: Conversion) -> str:
-    rows = [row([escape(name), escape(what)]) for name, what in done.converted.items()]
-    rows += [row([escape(name), f"kept: {escape(why)}"]) for name, why in done.kept.items()]
+    rows = [row([escape(name), escape(what)], why=1) for name, what in done.converted.items()]
+    rows += [row([escape(name), f"kept: {escape(why)}"], why=1) for name, why in done.kept.items()]
     units = "".join(f"<li>{escape(spell_unit(unit))}</li>" for unit in done.units)
     notes = "".join(notice(escape(note)) for note in done.notes)
     first = escape(str(done).splitlines()[0])

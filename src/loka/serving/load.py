@@ -69,12 +69,13 @@ class Traffic:
 
 @dataclass(slots=True)
 class Sent:
-    """One request: due, left and done in seconds from the start; code 0 where the connection broke."""
+    """One request: due, left and done in seconds from the start; code 0 where the connection broke; what the server said to one it did not answer."""
 
     due: float
     left: float
     done: float
     code: int
+    said: bytes = b""
 
     @property
     def latency(self) -> float:
@@ -139,13 +140,13 @@ async def send(url: str, traffic: Traffic, body: Body, *, token: str | None = No
     bodies = [body(n, source) for n in range(len(due))]  # made beforehand: making them takes time too
 
     async def one(place: int, begin: float) -> None:
-        left = time.perf_counter() - begin
+        left, said = time.perf_counter() - begin, b""
         try:
             async with asyncio.timeout(traffic.timeout):
-                code, _ = await client.ask("POST", "/v1/recommend", bodies[place], f"x-loka-simulated: 1\r\n{extra}")
+                code, said = await client.ask("POST", "/v1/recommend", bodies[place], f"x-loka-simulated: 1\r\n{extra}")
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             code = 0
-        sent.append(Sent(due[place], left, time.perf_counter() - begin, code))
+        sent.append(Sent(due[place], left, time.perf_counter() - begin, code, b"" if code == 200 else said))
 
     begin = time.perf_counter()
     tasks = set()
@@ -187,9 +188,26 @@ def summarize(url: str, model: str, traffic: Traffic, sent: Sequence[Sent], *, n
         shed_ms=quantiles([one.done - one.left for one in sent if one.code == 429]),
         send_lag_ms=quantiles([one.left - one.due for one in sent]),
         bins=_bins(traffic, sent),
-        notes=list(notes),
+        notes=[*notes, *_first_refusals(sent)],
         environment=capture_environment(),
     )
+
+
+def _first_refusals(sent: Sequence[Sent]) -> list[str]:
+    """What the server said the first time to each kind of request that it would not take; 429 is no such kind, it sheds load."""
+    first: dict[int, Sent] = {}
+    for one in sorted(sent, key=lambda one: one.due):
+        if one.code >= 400 and one.code != 429:
+            first.setdefault(one.code, one)
+    notes = []
+    for code, one in sorted(first.items()):
+        try:
+            error = json.loads(one.said)["error"]
+            words = f"{error['path']}: {error['message']}" if "path" in error else str(error["message"])
+        except (ValueError, KeyError, TypeError):  # not this project's server
+            words = one.said[:200].decode(errors="replace")
+        notes.append(f"the first {code} said: {words}")
+    return notes
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -264,7 +282,7 @@ def make_body(inputs: Sequence[dict[str, Any]], *, items: int, vocabulary: int, 
         rows: of a request to a ranker.
         users: how many different ones.
     """
-    generative = any(one["name"] == "history" for one in inputs)
+    generative = {one["name"] for one in inputs} <= {"history", "codes"}  # a ranker may have a column of that name
 
     def draw(number: int, source: random.Random) -> bytes:
         user = f"simulated-{source.randrange(users)}"

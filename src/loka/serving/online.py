@@ -186,9 +186,10 @@ def _compare(name: str, baseline: Arm, candidate: Arm, margin: float, alpha: flo
 def _guard(baseline: Arm, candidate: Arm) -> list[Guardrail]:
     (_, base_p99, base_high), (cand_low, cand_p99, _) = (_p99(arm.milliseconds) for arm in (baseline, candidate))
     slow = cand_low is not None and base_high is not None and cand_low > SLOWER * base_high
+    over = not slow and cand_p99 > SLOWER * base_p99
     found = [
-        Guardrail(name="p99 ms", baseline=base_p99, candidate=cand_p99, limit=f"<= {SLOWER:g} x baseline", broken=slow)
-    ]
+        Guardrail(name="p99 ms", baseline=base_p99, candidate=cand_p99, limit=f"<= {SLOWER:g} x baseline", broken=slow, doubtful=over)
+    ]  # fmt: skip
     shares = (
         ("refused", SHED_MORE, [(arm.refused, arm.answered + arm.refused) for arm in (baseline, candidate)]),
         ("empty", EMPTIER, [(arm.empty, arm.answered) for arm in (baseline, candidate)]),
@@ -197,7 +198,8 @@ def _guard(baseline: Arm, candidate: Arm) -> list[Guardrail]:
         p, q = x / n if n else 0.0, y / m if m else 0.0
         error = math.sqrt(p * (1 - p) / max(n, 1) + q * (1 - q) / max(m, 1)) + 1 / max(n, 1) + 1 / max(m, 1)
         broken = min(n, m) > 0 and q - p - SURE * error > limit
-        found.append(Guardrail(name=name, baseline=p, candidate=q, limit=f"<= baseline + {limit:g}", broken=broken))
+        over = not broken and q - p > limit
+        found.append(Guardrail(name=name, baseline=p, candidate=q, limit=f"<= baseline + {limit:g}", broken=broken, doubtful=over))  # fmt: skip
     return found
 
 

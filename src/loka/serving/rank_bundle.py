@@ -20,6 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from loka.data.schema import Field, Schema, SequenceField
+from loka.lowp.chain_modules import chains_of
+from loka.lowp.folding import PACKED
+from loka.lowp.linear import linears_of
 from loka.models import build_ranker
 from loka.placing import convert
 from loka.records import Plan, RankerColumn, RankerInfo, capture_environment
@@ -59,17 +62,21 @@ def save_ranker(
     """Write a ranker's bundle; `model` has plain weights, the plan is applied when it is loaded.
 
     Args:
-        model: what `family`, `size` and `options`, or `factory`, build.
+        model: what `family`, `size` and `options`, or `factory`, build; it may be converted, where `plan` says how.
         schema: its columns.
         folder: where to.
         plan: precision of its linears.
         link: what turns logits into scores.
+
+    Raises:
+        ValueError: the model runs in low precision and no plan says how, or its plain weights are gone: something else would be served.
 
     Example:
         >>> save_ranker(model, schema, "runs/ranker", family="wukong", size="tiny")     # doctest: +SKIP
     """
     if (family is None) == (factory is None):
         raise ValueError("a ranker bundle names a family of this library or a factory, exactly one of them")
+    _check_plain(model, plan)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     save_file({k: t.detach().cpu().contiguous().clone() for k, t in model.state_dict().items()}, target / MODEL)
@@ -93,6 +100,15 @@ def save_ranker(
         environment=capture_environment(),
     )
     save_record(info, target / INFO)  # last: a folder with one is complete
+
+
+def _check_plain(model: nn.Module, plan: Plan | None) -> None:
+    """Refuse a model whose folder would be served in another precision than the one it runs in here."""
+    if any(getattr(module, PACKED, False) for module in model.modules()):
+        raise ValueError("this model keeps FP8 weights alone (loka.quantize), and a ranker's folder has plain ones; hint: save the model before it was quantised, with plan=")  # fmt: skip
+    low = [name for name, _ in (*linears_of(model), *chains_of(model))]
+    if low and plan is None:
+        raise ValueError(f"{', '.join(low[:3])}{' and others' if len(low) > 3 else ''} run in low precision here, and would not where the folder is loaded; hint: give the plan= that converted the model, or loka.revert(model) to serve it as it was")  # fmt: skip
 
 
 def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch.device | str = "cpu") -> RankerBundle:

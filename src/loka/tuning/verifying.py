@@ -222,7 +222,7 @@ def _drop_dearest(call: Call, selection: Selection, excess: float, exceeded: flo
     worst = max(enough or costs, key=lambda name: costs[name] / sites[name].flops if enough else costs[name])
     offer = next(offer for offer in selection.offers if worst in offer.unit.linears)
     what = "it" if len(offer.unit.links) == 1 else f"the chain {offer.name}, of which this costs most for its FLOPs,"
-    why = f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and all together exceeded {exceeded:.3%}"  # fmt: skip
+    why = f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and with all units together it changed by more than {exceeded:.3%}"  # fmt: skip
     if len(offer.unit.links) == 1:
         selection.drop(offer, why)
         return worst

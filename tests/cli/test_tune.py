@@ -1,0 +1,37 @@
+"""`loka tune` in a log: what it is doing goes to stderr line by line, what it found to stdout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from loka.cli import app
+from loka.cli.analyze import _shorten
+
+HERE = __name__
+
+
+def factory() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def batches(split: str, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for seed in range(4):
+        x = torch.randn(batch_size, 16, generator=torch.Generator().manual_seed(seed))
+        yield x, (x[:, :1] > 0).float()
+
+
+def test_a_log_is_told_what_it_is_doing(tmp_path: Path) -> None:
+    words = ["tune", f"{HERE}:factory", "--data", f"{HERE}:batches", "--batch-size", "32", "--train-steps", "3", "--out", str(tmp_path / "out")]  # fmt: skip
+    done = CliRunner().invoke(app, words, obj={})
+    assert done.exit_code in (0, 1), (done.output, done.exception)
+    told = [line.split(" s  ", 1)[-1] for line in done.stderr.splitlines()]
+    assert told[:2] == ["train first", "look"]
+    assert done.stdout.startswith("Sequential: ")
+
+
+def test_a_cut_name_shows_that_it_is_cut() -> None:
+    assert _shorten("core.head.last") == "core.head.last"
+    assert _shorten("core.layers.0.fmb.mlp.layers.0.linear", 20) == "…mlp.layers.0.linear"
