@@ -30,6 +30,7 @@ from loka.units.tables import find_collectives, find_tables
 ModuleFilter = Callable[[nn.Module, str], bool]
 NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
 PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
+_PAST = "its weight is read without a call of it, so that nothing is seen of its input; hint: module(x), not module.forward(x) or a function of its weight"
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,11 @@ def _find(searches: "list[_Search]", asked: _Asked) -> Discovered:
     """Every linear in one unit or in none, as it holds on all paths; the first that calls it shows what follows it."""
     found, modules, taken = Discovered(), searches[0].modules, set[str]()
     called = {id(modules[site]) for search in searches for site in search.calls}
+    read = {name for search in searches for name in search.flow.outside_reads}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and id(module) not in called:
-            found.alone[name] = refuse(module) or "it was not called; hint: an example, or batches, that call it"
+            past = f"{name}.weight" in read
+            found.alone[name] = refuse(module) or (_PAST if past else "it was not called; hint: an example, or batches, that call it")  # fmt: skip
     for search in searches:
         others = [other for other in searches if other is not search]
         for site, calls in search.calls.items():
