@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.dispatch.choosing import (
@@ -323,6 +324,26 @@ def test_calls_of_different_size_cost_what_two_linears_would() -> None:
 
     apart, together = harms(shared=False), harms(shared=True)["query"]
     assert max(apart["query"], apart["items"]) < together < 1.1 * 2**0.5 * (apart["query"] + apart["items"])
+
+
+def test_the_flops_of_a_linear_are_of_all_rows_of_a_step() -> None:
+    """One row for the query and 63 for its items are 64; a checkpoint that runs it again in backward adds none, and a batch without items has none."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.out = nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query = checkpoint(self.tower, x, use_reentrant=False)
+            items = checkpoint(self.tower, x.repeat(63, 1), use_reentrant=False).view(63, *x.shape) if len(x) > 8 else query[None]  # fmt: skip
+            return self.out(torch.relu(query + items.mean(0))).squeeze(-1)
+
+    batches = [make_batches(1, rows=rows)[0] for rows in (8, 16, 8, 16)]
+    sites = look(Task(Tower(), batches, loss), training=True).sites
+    assert sites["tower"].rows == 16 * 63
+    assert sites["tower"].flops == 6 * 64 * 64 * (8 + 16 * 64) / 2
+    assert sites["out"].flops == 6 * 64 * 1 * 12
 
 
 @pytest.mark.parametrize(("alone", "chains"), [(80.0, 1), (70.0, 0)])

@@ -126,3 +126,18 @@ def test_a_loss_inside_the_model_is_not_called_too_early() -> None:
     torch.manual_seed(0)
     notes = loka.tune(WithLoss(), BATCHES, step=lambda m, b: m(*b)[0], margin=MARGIN, progress=False).record.notes
     assert not any("too early" in note for note in notes)
+
+
+def test_a_part_without_gradients_says_why_it_is_not_judged() -> None:
+    """In words of this call: there is no probe here that could be told a loss."""
+
+    class Encoded(Ranker):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = F.silu(self.norm(self.first(x)))
+            return self.last(F.relu(self.third(F.relu(self.second(x))))).squeeze(-1)
+
+    tuned = tune(Encoded())
+    (why,) = [unit.reason for unit in tuned.record.units if unit.name == "first"]
+    assert "under torch.no_grad" in why
+    assert "probe" not in why

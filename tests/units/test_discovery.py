@@ -279,3 +279,17 @@ def test_models_of_this_package_need_no_example(device: str) -> None:
         model = build("wukong", "tiny", tower_norm="block", norm="block")
     inputs = torch.ones(4, model.config.n, model.config.d, device=device)
     assert names(discover(model, narrow=16)) == names(discover(model, inputs, narrow=16)) != []
+
+
+def test_a_linear_that_is_run_without_a_call_of_it_is_told_from_one_that_is_not_run() -> None:
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.passed_by, self.idle = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.passed_by.forward(torch.tanh(self.called(x)))
+
+    alone = discover(Direct(), torch.ones(4, 64)).alone
+    assert "module(x), not module.forward(x)" in alone["passed_by"]
+    assert alone["idle"].startswith("it was not called")

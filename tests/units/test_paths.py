@@ -168,3 +168,37 @@ def test_nothing_is_compiled_to_look_at_a_model() -> None:
     assert not asked
     model(X, False)
     assert asked
+
+
+class Topped(nn.Module):
+    """A tower with a head of its own, which are one chain."""
+
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower, self.head = tower, nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tower(x))
+
+
+def test_a_tower_that_another_model_has_too_is_a_chain_of_its_own() -> None:
+    """The other model would run this model's head inside of the tower, and not say so."""
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    ranker, x = Topped(tower), torch.randn(32, 64)
+    traced = torch.fx.symbolic_trace(ranker)  # holds all of it, and calls all of it
+    (alone,) = discover(ranker, x).units
+    assert alone.linears == ["tower.0", "tower.2", "head.0"]
+    retriever = Topped(tower)
+    found = discover(ranker, x)
+    assert [unit.linears for unit in found.units] == [["tower.0", "tower.2"], ["head.0"]]
+    assert found.ends["tower.2"] == "tower is a part of another model too, a Topped, which calls it without this"
+    exact = retriever(x).detach()
+    for unit in found.units:
+        place(ranker, unit)
+    for _ in range(2):
+        assert float((retriever(x) - exact).norm() / exact.norm()) < 0.1
+        ranker(x)
+    loka.revert(ranker)
+    assert torch.equal(retriever(x), exact)
+    assert torch.equal(traced(x), ranker(x))

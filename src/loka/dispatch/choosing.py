@@ -21,6 +21,7 @@ CHAIN = "chain"  # as a recipe: the linear as it runs in a chain that is placed 
 HOPELESS, HOPELESS_FROZEN = 5.0, 50.0
 # the second keeps the weight gradient in 16 bits: where only that fails, two of three GEMMs still gain
 FINER = ("rowwise", "rowwise_with_gw_hp", "blockwise")
+_NO_GRADIENT = "no gradient reached it, as under torch.no_grad or where the loss is 0"
 
 
 @dataclass
@@ -34,6 +35,7 @@ class SiteLook:
         alarms: columns of the input whose mean hides what varies.
         refusal: why it cannot run in low precision at all.
         calls: of it in a step.
+        step_rows: of all calls of a step together, where they were counted: calls may differ, as those of a tower for a query and for its items do.
     """
 
     name: str
@@ -44,11 +46,13 @@ class SiteLook:
     alarms: list[Alarm] = field(default_factory=list)
     refusal: str | None = None
     calls: int = 1
+    step_rows: float | None = None
 
     @property
     def flops(self) -> float:
         """FLOPs of its three GEMMs in a step."""
-        return 6.0 * self.rows * self.calls * self.k * self.n
+        rows = self.rows * self.calls if self.step_rows is None else self.step_rows
+        return 6.0 * rows * self.k * self.n
 
     def total_harm(self, recipe: str, *, training: bool) -> Interval | None:
         """Predicted relative change of the loss, forward and, in training, of both gradient GEMMs: independent errors add in squares. None where the forward GEMM was not scored."""
@@ -93,6 +97,7 @@ class Limits:
         forward_is, backward_is: where they come from, for what is said of a linear that exceeds one.
         upper: whether the upper end of a prediction must be within them, as Probe's own verdict wants it, or its middle is enough, since a swap follows.
         margin: that they were made from, where a larger one would let more be tried; None where it would not.
+        unscored: why nothing is predicted of a linear that was called.
     """
 
     forward: float
@@ -101,6 +106,7 @@ class Limits:
     backward_is: str
     upper: bool = False
     margin: float | None = None
+    unscored: str = "no gradient reached it, or the loss is not known; hint: probe.step(loss)"
 
     def judged(self, harm: Interval) -> float:
         """The end of a prediction that must be within the limits.
@@ -139,7 +145,7 @@ class Limits:
             The limits.
         """
         text, times = f"the margin of {margin:.3%}", HOPELESS if training else HOPELESS_FROZEN
-        return cls(times * margin, margin, f"{times:g} times {text}", text, margin=margin)
+        return cls(times * margin, margin, f"{times:g} times {text}", text, margin=margin, unscored=_NO_GRADIENT)
 
     @classmethod
     def to_place(cls, margin: float, units: int) -> "Limits":
@@ -261,7 +267,7 @@ def _refuse(site: SiteLook, recipe: str, limits: Limits, training: bool) -> str 
     cause = f"; {site.alarms[0].text}; {site.alarms[0].help}" if site.alarms else ""
     forward = site.harm.get(("fprop", recipe))
     if forward is None:
-        return "nothing predicts what its error does: no gradient reached it, or the loss is not known; hint: probe.step(loss)"
+        return f"nothing predicts what its error does: {limits.unscored}"
     way = f"{recipe} scales" if recipe in ("delayed", "static") else recipe
     if (seen := limits.judged(forward)) > limits.forward:
         return f"{way}: predicted change of the loss {seen:.3%}, more than {limits.forward_is}{cause or limits.hint(seen, limits.forward)}"

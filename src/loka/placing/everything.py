@@ -78,7 +78,9 @@ def _parts(model: nn.Module, found: Discovered, least: int, serving: bool) -> tu
     for name, module in named_sites(model, once=True):
         if isinstance(module, nn.Linear):
             rows = found.rows.get(name, [0])
-            sites[name] = SiteLook(name, module.in_features, module.out_features, rows=max(rows), calls=len(rows))
+            sites[name] = SiteLook(
+                name, module.in_features, module.out_features, rows=max(rows), calls=len(rows), step_rows=sum(rows)
+            )
     wide = [sites[name] for name in found.by_themselves if 0 < least <= min(sites[name].k, sites[name].n)]
     offers = [Offer(unit, "chain", None, 0.0, unit.reason) for unit in found.units]
     offers += [Offer(single(site), "rowwise", None, 0.0, found.alone[site.name]) for site in wide]

@@ -73,7 +73,11 @@ def look(task: Task, *, training: bool, batches: int = 8, progress: Progress | N
                 progress("look", index + 1, len(chosen))
     units = seen.units()
     return Looked(
-        {name: eye.finish(total) for name, eye in eyes.items()}, units, found.alone, total, found.by_themselves
+        {name: eye.finish(total, len(chosen)) for name, eye in eyes.items()},
+        units,
+        found.alone,
+        total,
+        found.by_themselves,
     )
 
 
@@ -118,6 +122,7 @@ class _Eye:
         self._rows: list[_Rows] = []
         self._is_raw = True  # its input comes from the data: an offset that the model made itself is no mistake of who prepared them
         self.armed = False  # whether the loss is being differentiated
+        self._counted = 0  # rows, of all batches
         self._sums: dict[tuple[Gemm, str], list[Tensor]] = {}
         device = next(module.parameters()).device  # not `module.weight`: reading a parametrised one may change it
         self._largest = {role: torch.zeros((), device=device) for role in ("x", "dy")}
@@ -128,6 +133,8 @@ class _Eye:
         self._is_raw &= not given.requires_grad
         x = given.detach().reshape(-1, self.look.k)
         self.look.rows = max(self.look.rows, x.shape[0])
+        if not self.armed:  # a checkpoint calls it again in backward
+            self._counted += x.shape[0]
         if not output.requires_grad or x.shape[0] == 0 or self.look.refusal:
             return
         every = max(x.shape[0] // ROWS, 1)
@@ -160,7 +167,8 @@ class _Eye:
         self._rows.clear()
         self.armed = False
 
-    def finish(self, loss: float) -> SiteLook:
+    def finish(self, loss: float, batches: int) -> SiteLook:
+        self.look.step_rows = self._counted / batches
         for (gemm, recipe), sums in self._sums.items():
             made = harm_from(gemm, torch.stack(sums).double().cpu(), nats=min(max(loss, 0.0), 10.0))
             if made is not None:

@@ -8,7 +8,7 @@ One execution is no proof: a model that takes another path on other data may use
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,12 +24,13 @@ from loka.records.prose import spell_part
 from loka.records.unit import CollectivePlan, GradientScales, LinkPlan, TablePlan, UnitPlan
 from loka.units.flow import STEP, Call, Flow, prediction_linears
 from loka.units.following import Following, norm_kind
-from loka.units.paths import find_shared, see_paths
+from loka.units.paths import find_holders, find_shared, see_paths
 from loka.units.tables import find_collectives, find_tables
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 NARROW = 64  # a linear with fewer inputs or outputs than this has no tile of its own in FP8
 PROTECTED = "loka_protected"  # the mark of the mod `protect_intermediates`, and of whoever wants a module left alone
+_PAST = "its weight is read without a call of it, so that nothing is seen of its input; hint: module(x), not module.forward(x) or a function of its weight"
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,14 @@ def discover(
         over.0: over.0 -> over.2 -> over.4; ends: over.8 is a prediction layer
     """
     inner, searches = unwrap(model), []
+    held = find_holders(inner)
     # a module read by an auxiliary loss is read in training alone
     for mode, flows in see_paths(inner, example, (False,) if serving else (False, True)).items():
         named = [_with_plain_names(flow) for flow in flows]
         shared = find_shared(named)
-        searches += [_Search(inner, _Path(flow, mode, shared), serving, narrow, module_filter_fn) for flow in named]
+        searches += [
+            _Search(inner, _Path(flow, mode, shared, held), serving, narrow, module_filter_fn) for flow in named
+        ]
     found = _find(searches, _Asked(serving, linears, gradient))
     return replace(found, tables=find_tables(inner), collectives=find_collectives(inner))
 
@@ -124,20 +128,23 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Path:
-    """What one call showed, in training or not, and the modules that stand elsewhere on others."""
+    """What one call showed, in training or not, the modules that stand elsewhere on others, and those that a module outside of the model holds too."""
 
     flow: Flow
     training: bool
     shared: set[str]
+    held: dict[str, str]
 
 
 def _find(searches: "list[_Search]", asked: _Asked) -> Discovered:
     """Every linear in one unit or in none, as it holds on all paths; the first that calls it shows what follows it."""
     found, modules, taken = Discovered(), searches[0].modules, set[str]()
     called = {id(modules[site]) for search in searches for site in search.calls}
+    read = {name for search in searches for name in search.flow.outside_reads}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and id(module) not in called:
-            found.alone[name] = refuse(module) or "it was not called; hint: an example, or batches, that call it"
+            past = f"{name}.weight" in read
+            found.alone[name] = refuse(module) or (_PAST if past else "it was not called; hint: an example, or batches, that call it")  # fmt: skip
     for search in searches:
         others = [other for other in searches if other is not search]
         for site, calls in search.calls.items():
@@ -265,8 +272,10 @@ class _Search:
             if len(readers) != 1 or readers[0].inputs.count(value) != 1:
                 return state.link(), None, f"its output is read by {len(readers)} operations"
             reader = readers[0]
-            if watched := self._watched_between(call, reader):
+            if watched := _find_between(self.watched, call, reader):
                 return state.link(), None, f"{watched} has hooks that would see other tensors"
+            if part := _find_between(self.path.held, call, reader):
+                return state.link(), None, f"{part} is a part of another model too, a {self.path.held[part]}, which calls it without this"  # fmt: skip
             if reader.site is not None and reader.linear and reader.inputs == (value,):
                 if why := self._refuse(reader.site):
                     return state.link(), None, f"{reader.site}: {why}"
@@ -301,17 +310,6 @@ class _Search:
             return f"{where} ({type(module).__name__}) {what}"
         return state.take(reader.site, module, serving=self.serving, caller=reader.inside if again else None)
 
-    def _watched_between(self, call: Call, reader: Call) -> str | None:
-        """A module with hooks that holds one of two calls and not the other: what it takes or gives would be inside of the chain."""
-        for name in self.watched:
-            inside = [
-                f"{at}.".startswith(f"{name}.") or not name
-                for at in (call.site or call.inside, reader.site or reader.inside)
-            ]
-            if inside[0] != inside[1]:
-                return name
-        return None
-
     def _find_around(self, links: list[LinkPlan], bounded: bool) -> str | None:
         """The layer whose interactions can be fused around a chain."""
         linears = [self.modules[link.linear] for link in links]
@@ -336,6 +334,18 @@ class _Search:
                     return False
             at = makers.get(at.inputs[0]) if at.inputs else None
         return False
+
+
+def _find_between(names: Iterable[str], call: Call, reader: Call) -> str | None:
+    """A module that holds one of two calls and not the other: what it takes or gives would be inside of the chain."""
+    for name in names:
+        inside = [
+            f"{at}.".startswith(f"{name}.") or not name
+            for at in (call.site or call.inside, reader.site or reader.inside)
+        ]
+        if inside[0] != inside[1]:
+            return name
+    return None
 
 
 def _agree_but_for_calls(evaluated: LinkPlan, trained: LinkPlan) -> bool:

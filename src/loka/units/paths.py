@@ -4,15 +4,17 @@ One input shows one path. A tower that is chosen by a string, a gate that is ski
 never the model: each batch of a task may show another. So all of them are run; modules called in a new order are a path that is recorded, in eval mode and, for training, in training mode too, where a layer may be skipped by chance.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx
 from torch import nn
 
-from loka.nn.wrapping import is_scripted
+from loka.nn.wrapping import is_scripted, named_sites
 from loka.units.example import Steps
 from loka.units.flow import Flow, Unknown, record, record_steps
 from loka.units.undisturbed import keep_randomness, ordinary_encoders, set_mode, undisturbed
@@ -54,6 +56,30 @@ def find_shared(flows: Iterable[Flow]) -> set[str]:
                 made = [flow.maker(value) for value in call.inputs]
                 behind.setdefault(call.site, set()).update((c.site or c.op, c.inside) for c in made if c is not None)
     return {site for site, makers in behind.items() if len(makers) > 1}
+
+
+def find_holders(model: nn.Module) -> dict[str, str]:
+    """Parts of a model that a module outside of it holds as well: a tower that two models share, a stage of a pipeline. It calls them without what follows here.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The kind of module that holds it, by the part's name. What holds the whole model is no holder of a part.
+    """
+    parts = {id(module): name for name, module in named_sites(model) if name}
+    inside = {id(module) for module in model.modules()}
+    # the type's own word: isinstance asks the object, which may be a proxy that answers with an import
+    others = [
+        o for o in gc.get_objects() if issubclass(type(o), nn.Module) and id(o) not in inside and not _is_trace(o)
+    ]
+    held = ((type(other).__name__, part) for other in others for part in vars(other).get("_modules", {}).values())
+    return {parts[id(part)]: kind for kind, part in held if id(part) in parts}
+
+
+def _is_trace(module: nn.Module) -> bool:
+    """What a tracer made of a whole model, and the containers in it, which nobody calls."""
+    return type(module) is nn.Module or issubclass(type(module), torch.fx.GraphModule)
 
 
 def _check(model: nn.Module, found: Flow | Unknown) -> Flow:
