@@ -9,6 +9,9 @@ from typer.testing import CliRunner
 
 from loka.cli import app
 from loka.cli.analyze import _shorten
+from loka.lowp.chain import chains_of
+from loka.lowp.linear import linears_of
+from loka.serving import load_ranker, open_model
 
 HERE = __name__
 
@@ -35,3 +38,29 @@ def test_a_log_is_told_what_it_is_doing(tmp_path: Path) -> None:
 def test_a_cut_name_shows_that_it_is_cut() -> None:
     assert _shorten("core.head.last") == "core.head.last"
     assert _shorten("core.layers.0.fmb.mlp.layers.0.linear", 20) == "…mlp.layers.0.linear"
+
+
+def test_what_is_tuned_for_serving_is_served(tmp_path: Path) -> None:
+    """The folder that is written answers as the model does that was measured."""
+    out = tmp_path / "out"
+    words = [
+        "tune",
+        "dlrm:tiny",
+        "--data",
+        "synthetic",
+        "--serve",
+        "--batch-size",
+        "128",
+        "--batches",
+        "4",
+        "--margin",
+        "0.5",
+    ]
+    words += ["--train-steps", "3", "--device", "cpu", "--out", str(out)]
+    done = CliRunner().invoke(app, words, obj={})
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert f"{out / 'ranker'}" in done.stderr
+    loaded = load_ranker(out / "ranker")
+    converted = [name for name, _ in chains_of(loaded.model)] + [name for name, _ in linears_of(loaded.model)]
+    assert converted, "nothing is in low precision: the test would show nothing"
+    assert open_model(out / "ranker").buckets

@@ -3,9 +3,10 @@
     loka tune wukong:tiny --out runs/tuned --train-steps 40 --seconds 60
     loka tune mine.model:build --data mine.data:batches --loss mine.loss:mean_squared --out runs/mine
     loka tune wukong:tiny --target "NVIDIA H200" --row-factor 16 --train-steps 40 --out runs/planned
-    loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served
+    loka tune dlrm:small --serve --checkpoint runs/dlrm/model.safetensors --out runs/served   # then loka serve runs/served/ranker
 
-Looks at the model, chooses per unit the fastest way that is safe, verifies the whole of it beside 16 bits, and writes plan.json, conversion.json, tuning.json and report.html below `--out`. What is
+Looks at the model, chooses per unit the fastest way that is safe, verifies the whole of it beside 16 bits, and writes plan.json, conversion.json, tuning.json and report.html below `--out`, and with `--serve`
+for a ranking model on a built-in data set also ranker/, which `loka serve` and `loka export` take. What is
 measured is on disk at once: after Ctrl-C the same command goes on. With `--target` on a machine without that GPU, units are
 taken by estimated speeds, labelled so: the plan to try first there. A model is tuned as it is trained: `--checkpoint` loads weights, `--train-steps` trains first.
 stdout carries the table (with `--json` the record). Exit 0: something was converted, or rewritten in 16 bits (the first line says which). 1: the model stays as it was, and why is on stdout. 2: the request cannot be honoured.
@@ -14,7 +15,7 @@ stdout carries the table (with `--json` the record). Exit 0: something was conve
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -106,7 +107,26 @@ def tune(
         progress=talk,
     )
     typer.echo(records.to_json(tuned.record).decode() if json_ else str(tuned))
-    made = [out / name for name in ("plan.json", "conversion.json", "tuning.json", "report.html")]
+    if serve and target is None:
+        _write_ranker(tuned, subject, out / "ranker", parse_options(set_))
+    made = [out / name for name in ("plan.json", "conversion.json", "tuning.json", "report.html", "ranker")]
     typer.echo(f"written: {', '.join(str(path) for path in made if path.exists())}", err=True)
     if tuned.conversion is None:
         raise typer.Exit(1)
+
+
+def _write_ranker(tuned: Any, subject: Any, folder: Path, options: dict[str, Any]) -> None:
+    """The tuned model as a folder that `loka serve` takes, where requests to it can be described: by the columns of a built-in data set."""
+    from loka.cli.jobs import RankingJob
+    from loka.cli.subject import split_name
+    from loka.serving import save_ranker
+
+    if not isinstance(subject.job, RankingJob):
+        typer.echo(
+            f"no folder for loka serve: {subject.name} reads no columns of a built-in ranking data set", err=True
+        )
+        return
+    family, size = split_name(subject.name)
+    plan = None if tuned.conversion is None else tuned.plan
+    named = {"factory": subject.name} if family is None else {"family": family, "size": size}
+    save_ranker(tuned.model, subject.job.opened.schema, folder, options=options, plan=plan, **named)

@@ -62,7 +62,7 @@ def open_model(
             ranker, name=called, version=version, rows=sizes, device=device, batch_invariant=batch_invariant
         )
     raise ValueError(
-        f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, or loka.serving.save_ranker"
+        f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, loka tune MODEL --serve --out FOLDER (its ranker/), or loka.serving.save_ranker"
     )
 
 
