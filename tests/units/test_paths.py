@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loka
+from loka.lowp.chain_handing import AnotherPathError
 from loka.units import Steps, discover, place
 
 
@@ -202,3 +203,39 @@ def test_a_tower_that_another_model_has_too_is_a_chain_of_its_own() -> None:
     loka.revert(ranker)
     assert torch.equal(retriever(x), exact)
     assert torch.equal(traced(x), ranker(x))
+
+
+class Asked(nn.Module):
+    """Returns what is inside of its chain where it is asked for it, or reads it in other ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor, ask: str = "") -> Any:
+        h = self.first(x)
+        scale = h.shape[-1] ** -0.5  # of what the linear gives, and not of what the chain does
+        assert (h.device, h.dtype, len(h), h.dim()) == (x.device, x.dtype, len(x), x.dim())
+        h = F.relu(h.contiguous().to(x.device))
+        joined = torch.cat([x, h], 1) if ask == "joined" else None
+        y = self.last(torch.tanh(self.second(h) * scale)).squeeze(-1)
+        return {"": y, "hidden": (y, h), "joined": (y, joined), "mean": (y, h.mean() if ask == "mean" else None)}[ask]
+
+
+@pytest.mark.parametrize("ask", ["hidden", "joined", "mean"])
+def test_what_is_inside_of_a_chain_is_never_taken_for_its_result(ask: str) -> None:
+    """A hidden state that is returned on demand, in a model that was tuned without: its result would have stood in its place."""
+    torch.manual_seed(0)
+    model, x = Asked(), torch.randn(32, 64)
+    exact = model(x).detach()
+    (unit,) = [unit for unit in discover(model, x).units if len(unit.links) > 1]
+    assert unit.linears == ["first", "second"]
+    place(model, unit)
+    with pytest.raises(AnotherPathError, match="first has inside"):
+        model(x, ask)[1].sum()
+    found = model(x).detach()  # and the path that was found runs as before
+    assert float((found - exact).norm() / exact.norm()) < 0.1
+    # a compiled one reads the shape that the linear gives, too, and no result where it asks for what is inside
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), found, rtol=1e-4, atol=1e-6)
+    assert bool(compiled(x, ask)[1].isnan().any())

@@ -3,7 +3,7 @@
     [linear -> norm -> activation]*  (-> last linear)            one autograd node; what it computes is in `loka.lowp.chain_function`
 
 The modules of a chain stay where they are and what they are to everybody else: the same objects, parameters, names and state_dict. They change their class (`loka.lowp.chain_modules`), as
-`loka.lowp.linear` does: the first linear runs the whole chain, every later module hands on what it is given.
+`loka.lowp.linear` does: the first linear runs the whole chain, every later module computes nothing.
 
 So a chain may lie in an nn.Sequential, in an MLP of one's own, or across attributes that a forward calls one after another: wherever one module's output is read by the next one alone, which
 is what `loka.units` looks for. One node and not one per layer, because FP8 tensors cannot travel along autograd's edges: a gradient has its tensor's type.
@@ -87,7 +87,7 @@ class Chain(RunningChain, HandsOn):
         self.callers = list({id(m): m for part in parts for m in part.callers}.values())
         inside = {id(m) for part in parts for m in (part.linear, *part.passed, *part.callers)}
         self.around_all = [m for m in self.callers if inside <= {id(inner) for inner in m.modules()}]
-        self.pending = None
+        self.forget()
         self._at = self._met = 0
         self._dropping = (0.0,) * len(parts)
         self.around: nn.Module | None = None  # the layer whose interactions are fused around it
@@ -136,7 +136,8 @@ class Chain(RunningChain, HandsOn):
                     module.__class__ = unmix(type(module), Head if isinstance(module, Head) else Passed)
         for caller in self.callers:
             drop_call(caller, self)
-        self.placed, self.pending = False, None
+        self.placed = False
+        self.forget()
 
     def split(self, site: str) -> list["Chain"]:
         """Put one linear back to high precision; what stands before and behind it stays in FP8.
@@ -172,7 +173,7 @@ class Chain(RunningChain, HandsOn):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "pending": None}
+        return {**vars(self), "pending": None, "_result": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

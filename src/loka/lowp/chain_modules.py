@@ -1,7 +1,7 @@
 """The modules of a chain: they keep their identity and change their class, and change it back.
 
 Head      the first linear; its forward runs the whole chain
-Passed    every later linear, norm, activation and dropout; its forward returns its input, which the head has computed already
+Passed    every later linear, norm, activation and dropout; its forward computes nothing, and hands on what the chain says (`loka.lowp.chain_handing`)
 caller    a module whose forward calls an activation as a function (`loka.lowp.passing`); its forward is its own
 """
 
@@ -80,18 +80,17 @@ class Head(InChain):
         """The whole chain."""
         chain = self.__dict__[CHAIN]
         refuse_export(chain)
-        result: Tensor = chain.run(input)
-        chain.begin(result)
-        return result
+        handed: Tensor = chain.begin(chain.run(input))
+        return handed
 
 
 class Passed(InChain):
     """A later module: the head has done its work."""
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What came in, which must be what the head made."""
-        self.__dict__[CHAIN].meet(input, linear=isinstance(self, nn.Linear))
-        return input
+        """What the chain hands on; what came in must be that too."""
+        handed: Tensor = self.__dict__[CHAIN].meet(input, linear=isinstance(self, nn.Linear))
+        return handed
 
 
 class _Caller(nn.Module):
@@ -105,7 +104,7 @@ class _Caller(nn.Module):
             return self._run_handing_on(*args, **kwargs)
         except BaseException:  # a batch that fails says nothing about the path of the next one
             for chain in self.__dict__[CALLS].chains:
-                chain.pending = None
+                chain.forget()
             raise
 
     def _run_handing_on(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """Activations that a forward calls as functions, or that are one module in many places, while a chain runs them.
 
-    h = F.relu(self.a(x))            self.a is the head of a chain: it has run the whole of it, and h is already what self.c would give
+    h = F.relu(self.a(x))            self.a is the head of a chain: it has run the whole of it, and h stands for what it would be
     h = F.relu(self.b(h))
     return self.c(h)
 
@@ -56,6 +56,9 @@ class Handing(Protocol):
 
     def meet_call(self, called: str, number: float) -> None:
         """A function was called on what is handed on; raises where the chain expects something else."""
+
+    def forget(self) -> None:
+        """Nothing is handed on any more."""
 
     def leave(self, caller: nn.Module) -> None:
         """A forward that calls functions of the chain is over; raises where it left one out."""
