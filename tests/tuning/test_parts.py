@@ -38,7 +38,7 @@ from loka.tuning.looking import look
 from loka.tuning.progress import Progress
 from loka.tuning.task import Task
 from loka.tuning.timing import COMPILERS, Captured, can_time, compare, make_fragment, say_host
-from loka.tuning.verifying import name_run, say_compiler
+from loka.tuning.whole_step import name_run, say_compiler
 from loka.units import discover, place
 
 from .small import Ranker, loss, make_batches, make_trained, same, state_of, tune

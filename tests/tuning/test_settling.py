@@ -7,10 +7,10 @@ import pytest
 
 from loka.dispatch.choosing import Chosen, Looked, Offer, SiteLook, single
 from loka.records import Interval
-from loka.tuning import session, verifying
+from loka.tuning import metric, session, whole_step
 from loka.tuning.call import Call, Selection
 from loka.tuning.gradients import describe
-from loka.tuning.verifying import StepTimes
+from loka.tuning.whole_step import StepTimes
 
 COST = {
     "a": 0.0001,
@@ -51,7 +51,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         total = sum(COST[offer.name] for offer in offers)
         return Interval(value=total, low=total - WIDTH, high=total + WIDTH)
 
-    monkeypatch.setattr(verifying, "swap", swap)
+    monkeypatch.setattr(metric, "swap", swap)
     return asked
 
 
@@ -65,7 +65,7 @@ def settle(call: Any, selection: Selection, slow: set[str], monkeypatch: pytest.
         timed.append(names(selection))
         return StepTimes(note=timed[-1])
 
-    monkeypatch.setattr(verifying, "verify_speed", verify_speed)
+    monkeypatch.setattr(whole_step, "verify_speed", verify_speed)
     mine = session.Session.__new__(session.Session)
     mine.call, mine.original = call, {}
     mine._verified = {describe(offer) for offer in selection.offers}  # their gradients are another test's
@@ -102,7 +102,7 @@ def test_without_time_to_try_again_nothing_is_taken_that_was_not_timed(monkeypat
 
 def test_no_margin_is_used_that_is_coarser_than_one_that_was_resolved() -> None:
     call, selection = make("ab")
-    verifying.hold_margin(call, selection, coarsest=0.00005)
+    metric.hold_margin(call, selection, coarsest=0.00005)
     assert selection.unresolved is None
     assert names(selection) == ""
     assert selection.used == 0.00005
@@ -121,13 +121,13 @@ def test_the_note_on_a_coarse_margin_is_of_what_is_in_at_the_end(monkeypatch: py
     call, selection = make("ab")
     selection.base = SimpleNamespace(step=0.0, per_example=True)  # type: ignore[assignment]
     wide = Interval(value=0.0, low=-0.0005, high=0.0005)
-    monkeypatch.setattr(verifying, "swap", lambda *given: wide)
-    verifying.hold_margin(call, selection)
-    verifying.note_margin(call, selection)
+    monkeypatch.setattr(metric, "swap", lambda *given: wide)
+    metric.hold_margin(call, selection)
+    metric.note_margin(call, selection)
     assert "judged at 0.1%" in call.notes[0]
-    monkeypatch.setattr(verifying, "swap", lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
-    verifying.hold_margin(call, selection, selection.used)
-    verifying.note_margin(call, selection)
+    monkeypatch.setattr(metric, "swap", lambda *given: Interval(value=0.0, low=-1e-5, high=1e-5))
+    metric.hold_margin(call, selection, selection.used)
+    metric.note_margin(call, selection)
     assert len(call.notes) == 1
 
 
@@ -140,7 +140,7 @@ def test_what_leaves_costs_much_for_the_flops_it_saves() -> None:
     """`b` costs more than `a` and is most of the model: without `a` it is within the margin."""
     call, selection = make("ab")
     with_flops(selection, a=1, b=8)
-    verifying.hold_margin(call, selection)
+    metric.hold_margin(call, selection)
     assert names(selection) == "b"
 
 
@@ -148,7 +148,7 @@ def test_a_trifle_does_not_leave_for_what_others_cost() -> None:
     """Of the three `d` costs most for its FLOPs, and a fiftieth of what is too much."""
     call, selection = make("abd")
     with_flops(selection, a=8, b=4, d=1)
-    verifying.hold_margin(call, selection)
+    metric.hold_margin(call, selection)
     assert names(selection) == "ad"
 
 
@@ -165,8 +165,8 @@ def test_what_left_is_tried_again_when_it_was_not_the_one(swapped: list[str], mo
         selection.swapped = asked  # type: ignore[assignment]
         return Interval(value=value, low=value - WIDTH, high=value + WIDTH)
 
-    monkeypatch.setattr(verifying, "swap", swap)
-    verifying.hold_margin(call, selection)
+    monkeypatch.setattr(metric, "swap", swap)
+    metric.hold_margin(call, selection)
     assert (names(selection), "e" in selection.chosen.kept) == ("ef", False)
     assert selection.change is not None
     assert selection.change.value == 0.0001
@@ -177,7 +177,7 @@ def test_what_left_is_tried_again_when_it_was_not_the_one(swapped: list[str], mo
 def test_what_is_tried_again_and_fails_leaves_no_trace(swapped: list[str]) -> None:
     call, selection = make("abh")
     with_flops(selection, a=8, b=8, h=8)
-    verifying.hold_margin(call, selection)
+    metric.hold_margin(call, selection)
     assert names(selection) == "a"
     assert swapped[-1] == "ah"  # tried, too much
     assert selection.change is not None
@@ -195,7 +195,7 @@ def time_steps(selection: Selection, gains: dict[str, float], monkeypatch: pytes
         run = SimpleNamespace(host_microseconds=1.0)
         return {"bf16": run, "loka": run}, {"bf16": [100.0] * 3, "loka": [took] * 3}
 
-    monkeypatch.setattr(verifying, "_time_converted", time_converted)
+    monkeypatch.setattr(whole_step, "_time_converted", time_converted)
     return timed
 
 
@@ -205,7 +205,7 @@ def verify_speed(left: float, speeds: dict[str, float], gains: dict[str, float],
     selection.speeds = {name: Interval(value=v, low=v, high=v) for name, v in speeds.items()}
     timed = time_steps(selection, gains, monkeypatch)
     run: Any = SimpleNamespace(host_microseconds=1.0)
-    return verifying.verify_speed(call, selection, {"bf16": run}), selection, timed
+    return whole_step.verify_speed(call, selection, {"bf16": run}), selection, timed
 
 
 SPEEDS = {"a": 1.5, "b": 1.05, "c": 1.04, "d": 1.03}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from loka.tuning import verifying
+from loka.tuning import rehearsal
 
 from .small import BATCHES, loss, make_trained, placed, same, state_of, tune
 
@@ -443,14 +443,14 @@ def test_what_a_step_differentiates_twice_stays() -> None:
 
 def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said is the reason; a step that fails by itself raises."""
-    train = verifying._train_once
+    train = rehearsal._train_once
 
     def fail(call: Any, selection: Any, offers: Any) -> None:
         if any(offer.name == "first" for offer in offers):
             raise RuntimeError("no kernel for this")
         train(call, selection, offers)
 
-    monkeypatch.setattr(verifying, "_train_once", fail)
+    monkeypatch.setattr(rehearsal, "_train_once", fail)
     units = {unit.name: unit for unit in tune(make_trained()[0]).record.units}
     assert units["first"].way == "high"
     assert (
@@ -461,7 +461,7 @@ def test_a_unit_that_fails_in_low_precision_is_named(monkeypatch: pytest.MonkeyP
         if offers is selection.offers:
             raise RuntimeError("the step's own")
 
-    monkeypatch.setattr(verifying, "_train_once", fail_together)
+    monkeypatch.setattr(rehearsal, "_train_once", fail_together)
     with pytest.raises(RuntimeError, match="the step's own"):
         tune(make_trained()[0])
 
@@ -482,7 +482,7 @@ class _KernelError(Exception):
 )
 def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, raised: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Whatever its type. A full memory, or a GPU that has failed, does not."""
-    train, asked = verifying._train_once, []
+    train, asked = rehearsal._train_once, []
 
     def fail(call: Any, selection: Any, offers: Any) -> None:
         asked.append(len(offers))
@@ -490,7 +490,7 @@ def test_only_what_says_something_about_a_unit_leaves_it_out(error: Exception, r
             raise error
         train(call, selection, offers)
 
-    monkeypatch.setattr(verifying, "_train_once", fail)
+    monkeypatch.setattr(rehearsal, "_train_once", fail)
     if raised:
         with pytest.raises(type(error), match=str(error)):
             tune(make_trained()[0])

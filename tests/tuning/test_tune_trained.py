@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import loka
 from loka.records import Interval
-from loka.tuning import verifying
+from loka.tuning import metric
 from loka.tuning.comparing import copy_model
 
 from .small import BATCHES, MARGIN, Ranker, loss, make_trained, placed, same, state_of, train, tune
@@ -63,7 +63,7 @@ def end_runs(monkeypatch: pytest.MonkeyPatch, *changes: Interval) -> list[set[st
         seen.append({link.linear for unit in plan.units for link in unit.links})
         return changes[min(len(seen), len(changes)) - 1]
 
-    monkeypatch.setattr("loka.tuning.verifying.train_paired", train_paired)
+    monkeypatch.setattr("loka.tuning.rehearsal.train_paired", train_paired)
     return seen
 
 
@@ -105,8 +105,8 @@ def test_a_run_that_ends_apart_drops_the_unit_of_the_largest_predicted_harm(monk
 def test_what_is_left_is_held_to_the_margin_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two units may cancel: without one of them the other is another change."""
     seen = end_runs(monkeypatch, APART, ALIKE)
-    swap = verifying.swap
-    monkeypatch.setattr(verifying, "swap", lambda *given: APART if len(seen) == 2 else swap(*given))
+    swap = metric.swap
+    monkeypatch.setattr(metric, "swap", lambda *given: APART if len(seen) == 2 else swap(*given))
     model, _ = make_parted()
     tuned = tune(model, train=6)
     assert not placed(model)

@@ -8,9 +8,12 @@ looking.py      the units of the model, the magnitudes their scales come from, w
 timing.py       a unit and the whole step as they will run: compiled, in a CUDA graph
 estimating.py   how fast a unit would be on a GPU that is not here, with an error bar
 choosing.py     units timed or estimated, and dropped where they are not faster
-verifying.py    the metric, a little training and the whole step; units are dropped until all hold
-comparing.py    the metric of two runs on the same held-out batches, paired
+rehearsal.py    one step of training with everything in it, and a paired run of training where asked for
+metric.py       the metric with units swapped in; linears leave until it is within the margin
 gradients.py    whether what the kernels return in backward is a gradient: beside 16 bits, and beside the reference
+whole_step.py   the whole step beside compiled 16 bits; units leave until it is faster
+tables.py       formats of embedding tables and codecs of collectives, under the same margin
+comparing.py    the metric of two runs on the same held-out batches, paired
 evidence.py     everything measured, on disk as soon as it is known, so that a call that was cut short goes on
 tuned.py        the result
 

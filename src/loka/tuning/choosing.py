@@ -1,6 +1,6 @@
 """Which units are worth it: each is timed in FP8 beside compiled 16 bits, or estimated for a device that is not here, and dropped where it is not faster.
 
-Which ways of a unit are safe enough to be tried is decided before, in `loka.dispatch.choosing`; whether the metric holds is found out afterwards, in `loka.tuning.verifying`.
+Which ways of a unit are safe enough to be tried is decided before, in `loka.dispatch.choosing`; whether the metric holds is found out afterwards, in `loka.tuning.metric`.
 """
 
 import hashlib

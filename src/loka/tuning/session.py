@@ -15,13 +15,13 @@ from loka.dispatch.choosing import Limits, make_offers
 from loka.probe.paired import Losses, has_drifted, spell_change
 from loka.records import CollectivePlan, Interval, TablePlan
 from loka.records.tuning import TunedUnit, Tuning
-from loka.tuning import choosing, timing, verifying
+from loka.tuning import choosing, metric, rehearsal, timing, whole_step
 from loka.tuning.call import Call, Selection
 from loka.tuning.comparing import evaluate, evaluate_averaged
 from loka.tuning.gradients import describe, verify_gradients
 from loka.tuning.looking import look, name_unseen
-from loka.tuning.tables import describe_part
-from loka.tuning.verifying import StepTimes
+from loka.tuning.tables import choose_parts, describe_part
+from loka.tuning.whole_step import StepTimes
 
 EARLY = 0.995  # of the loss of a constant prediction: a model that is above it has learned nothing yet
 
@@ -48,7 +48,7 @@ class Session:
             return
         with call.phase("compile 16 bits"):
             try:
-                self.original = verifying.capture_steps(call, "bf16")
+                self.original = whole_step.capture_steps(call, "bf16")
             except timing.NotCapturedError as error:
                 call.untimed = str(error)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -89,33 +89,33 @@ class Session:
         )
         selection = Selection(looked, chosen, base, mods, call.margin, list(chosen.offers), may_leave_mods=may_leave_mods)  # fmt: skip
         if call.training:
-            verifying.rehearse(call, selection)
+            rehearsal.rehearse(call, selection)
         with call.phase("time units"):
             choosing.choose_faster(call, selection)
         with call.phase("verify the metric"):
-            verifying.verify_metric(call, selection)
+            metric.verify_metric(call, selection)
         if call.training:
             with call.phase("verify the gradients"):
                 self._verify_gradients(selection)
         measured, trained = selection.offers, None
         if call.train:
             with call.phase("train a little"):
-                trained = verifying.verify_training(call, selection)
+                trained = rehearsal.verify_training(call, selection)
         with call.phase("verify the step"):
             paired = selection.offers
             if paired != measured:
-                verifying.hold_margin(call, selection, selection.used)
+                metric.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
             call.notes += [note for note in (step.compile_note, step.host_note) if note]
-            verifying.note_margin(call, selection)
+            metric.note_margin(call, selection)
             if trained is not None and selection.offers != paired:
                 call.notes.append(f"the paired run of training had {', '.join(o.name for o in paired if o not in selection.offers)} too, which left since")  # fmt: skip
         parts: list[TablePlan | CollectivePlan] = []
         if call.choose_tables or call.choose_collectives:
             with call.phase("choose tables and collectives"):
-                parts = verifying.choose_parts(call, selection)
+                parts = choose_parts(call, selection)
         if selection.change is not None:
-            verifying.note_columns(call, selection)
+            metric.note_columns(call, selection)
         return _record(call, selection, step, trained, parts)
 
     def _verify_gradients(self, selection: Selection) -> None:
@@ -124,7 +124,7 @@ class Session:
             before = selection.offers
             verify_gradients(self.call, selection, self._verified)
             if selection.offers != before:
-                verifying.hold_margin(self.call, selection, selection.used)
+                metric.hold_margin(self.call, selection, selection.used)
 
     def _settle(self, selection: Selection) -> StepTimes:
         """Drop units until the step is not slower and the metric is within the margin, of the same units: whatever leaves for one of them, the other is measured again."""
@@ -132,10 +132,10 @@ class Session:
             if self.call.training:
                 self._verify_gradients(selection)
             before = selection.offers
-            step = verifying.verify_speed(self.call, selection, self.original)
+            step = whole_step.verify_speed(self.call, selection, self.original)
             timed = selection.offers
             if timed != before:
-                verifying.hold_margin(self.call, selection, selection.used)
+                metric.hold_margin(self.call, selection, selection.used)
             if selection.offers == timed:
                 return step
             if self.call.left <= 0:
@@ -143,7 +143,7 @@ class Session:
                 for offer in selection.offers:
                     selection.drop(offer, why)
                 selection.change = None
-                step = verifying.verify_speed(self.call, selection, self.original)
+                step = whole_step.verify_speed(self.call, selection, self.original)
                 return step if step.note is None else replace(step, note=f"{why}: nothing is converted")
 
     def give_back(self) -> None:

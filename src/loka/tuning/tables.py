@@ -25,9 +25,13 @@ from loka.formats import Draw
 from loka.kernels.embedding_bag import Rows, embedding_bag
 from loka.kernels.wire.codec import Codec, parse_codec
 from loka.measure.timing import bootstrap_median
+from loka.probe.paired import spell_change
 from loka.records import CollectivePlan, Interval, TablePlan, UnitEvidence
 from loka.records.prose import spell_part
 from loka.records.tuning import TunedUnit
+from loka.tuning.call import Call, Selection
+from loka.tuning.comparing import compare, evaluate
+from loka.tuning.metric import swap
 from loka.tuning.task import Task
 from loka.units import find_collectives, find_tables, place_tables, refuse_tables, release_tables
 from loka.units.tables import dense_matrices, row_bytes
@@ -244,6 +248,40 @@ def _time(call: Callable[[], object], device: torch.device, repeats: int = 5) ->
             torch.cuda.synchronize(device)
         times.append(1e6 * (time.perf_counter() - begin))
     return bootstrap_median(times)
+
+
+def choose_parts(call: Call, selection: Selection) -> list[TablePlan | CollectivePlan]:
+    """Tables and collectives that are within the margin alone, and with everything else; what costs most leaves until they are.
+
+    Returns:
+        All that were looked at; those that are in are in the selection.
+    """
+    task, used = call.task, selection.used
+
+    def measure() -> Interval:
+        return compare(
+            evaluate(task, task.held_out, call.metric, as_trained=call.training), selection.base, call.metric
+        )
+
+    tables = choose_tables(task, measure, used, training=call.training) if call.choose_tables else []
+    sent = choose_collectives(task, measure, used) if call.choose_collectives else []
+    found: list[TablePlan | CollectivePlan] = [*tables, *sent]
+    taken = [part for part in found if part.evidence is not None]
+    without = selection.change
+    while taken:
+        selection.tables = [part for part in taken if isinstance(part, TablePlan)]
+        selection.collectives = [part for part in taken if isinstance(part, CollectivePlan)]
+        weights = next((part.codec for part in selection.collectives if part.name == "weights"), "fp32")
+        with unrounded(task.model, selection.tables), rounded_weights(task.model, weights):
+            change = selection.change = swap(call, selection, selection.offers)
+        judged = [p for p in taken if p.evidence is not None and p.evidence.metric_change is not None]
+        if call.is_within(change, used) or not judged:
+            break
+        worst = max(judged, key=lambda p: p.evidence.metric_change.high)  # type: ignore[union-attr]
+        taken.remove(worst)
+        call.notes.append(f"{worst.name} stays as it is: with everything together the metric moved {spell_change(change)}")  # fmt: skip
+        selection.tables, selection.collectives, selection.change, selection.swapped = [], [], without, None
+    return found
 
 
 def describe_part(part: TablePlan | CollectivePlan) -> TunedUnit:
