@@ -326,28 +326,33 @@ def test_batches_take_different_paths(step: Any) -> None:
 
 
 class Recomputing(nn.Module):
-    """The second of three linears is computed again in backward."""
+    """The second of three linears is computed again in backward; or the third, which ends their chain."""
 
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, reentrant: bool, ends: bool) -> None:
         super().__init__()
         self.a, self.b, self.c, self.last = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 64), nn.Linear(64, 1)
-        self.reentrant = reentrant
+        self.reentrant, self.ends = reentrant, ends
+
+    def again(self, linear: nn.Linear, x: Tensor, *, cut: bool) -> Tensor:
+        run = lambda h: F.relu(linear(h))  # noqa: E731
+        return checkpoint(run, x, use_reentrant=self.reentrant) if cut else run(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(lambda h: F.relu(self.b(h)), F.relu(self.a(x)), use_reentrant=self.reentrant)
-        return self.last(F.relu(self.c(x))).squeeze(-1)
+        x = self.again(self.b, F.relu(self.a(x)), cut=not self.ends)
+        return self.last(self.again(self.c, x, cut=self.ends)).squeeze(-1)
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_may_cut_a_chain(reentrant: bool) -> None:
-    """Called from its middle in backward, a chain would end the first step of training."""
+def test_a_checkpoint_may_cut_a_chain(reentrant: bool, ends: bool) -> None:
+    """Called from its middle in backward, a chain would end the first step of training; where nothing is computed again it runs as it is."""
     torch.manual_seed(0)
-    model = Recomputing(reentrant)
+    model = Recomputing(reentrant, ends)
     twin = copy.deepcopy(model)
     tuned = tune(model, BATCHES, loss)
     first = next(unit for unit in tuned.record.units if unit.name == "a")
-    # the other kind computes nothing again where nothing was saved
-    assert (first.way, "in a checkpoint" in first.reason) == (("rowwise", True) if reentrant else ("chain", False))
+    apart = reentrant and ends
+    assert (first.way, "in a checkpoint" in first.reason) == (("rowwise", True) if apart else ("chain", False))
     for one in (model, twin):
         loss(one(BATCHES[0][0]), BATCHES[0][1]).mean().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):

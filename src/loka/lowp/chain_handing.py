@@ -32,7 +32,7 @@ class AnotherPathError(RuntimeError):
 _HINT = "this forward takes another path than the example the chain was found on; hint: loka.revert(model), and an example that takes this path"
 # what may be asked of a stand-in: nothing of its values
 _ASKED = {
-    "shape", "size", "dim", "ndim", "numel", "dtype", "layout", "stride", "is_floating_point", "is_complex", "is_sparse", "is_nested",
+    "shape", "size", "dim", "ndim", "numel", "dtype", "layout", "stride", "requires_grad", "is_floating_point", "is_complex", "is_sparse", "is_nested",
     "is_contiguous", "element_size", "itemsize", "__len__", "is_inference",
 }  # fmt: skip
 
@@ -44,7 +44,11 @@ class StandIn(Tensor):
     def of(cls, result: Tensor, width: int, chain: "HandsOn") -> "StandIn":
         """One for rows of some width, of a chain with this result."""
         made = torch.empty((*result.shape[:-1], width), dtype=result.dtype, device="meta").as_subclass(cls)
-        made.__dict__.update(loka_chain=chain, loka_device=result.device, loka_needs=result.requires_grad)
+        made.__dict__.update(loka_chain=chain, loka_device=result.device)
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # a checkpoint that is given nothing with a gradient would cut off the result's
+            made.requires_grad_(result.requires_grad)
         return made
 
     @classmethod
@@ -52,8 +56,8 @@ class StandIn(Tensor):
         """Answers what has nothing to do with values; a call that would return the tensor as it is returns it; anything else raises."""
         mine = args[0] if args and isinstance(args[0], StandIn) else None
         name = getattr(getattr(func, "__self__", func), "__name__", "")  # of a property's getter it is the property's
-        if mine is not None and name in ("device", "requires_grad"):
-            return mine.__dict__["loka_device" if name == "device" else "loka_needs"]
+        if mine is not None and name == "device":
+            return mine.__dict__["loka_device"]
         if mine is not None and name in _ASKED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
