@@ -243,11 +243,12 @@ def test_on_a_gpu_ours_are_timed(gemm: str) -> None:
     begin = time.monotonic()
     for weights in ("dynamic", "cached"):
         job = SiteJob(gemm, 2048, 1024, 512, tuple(candidates), weights)  # type: ignore[arg-type]
-        for timing in time_jobs([job], "cuda")[0]:
+        for timing in time_jobs([job], "cuda", distributions=("normal",))[0]:
             assert timing.refusal is None
             assert timing.microseconds is not None
             assert timing.microseconds.value > 0
             assert timing.speedup is not None
+            assert timing.errors["normal"]["relative_l2"] < 0.05
     assert time.monotonic() - begin < 120
 
 

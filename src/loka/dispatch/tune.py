@@ -109,6 +109,7 @@ def tune(
     *,
     seconds: float = 120.0,
     repeats: int = 15,
+    distributions: Sequence[str] = ("normal",),
     environment: Environment | None = None,
     timer: Timer = time_jobs,
 ) -> TuneResult:
@@ -120,6 +121,7 @@ def tune(
         device: where.
         seconds: for all of it.
         repeats: of a timing.
+        distributions: inputs to measure errors on.
         environment: of the rows; by default this process's.
         timer: what measures.
 
@@ -133,12 +135,12 @@ def tune(
         return TuneResult(skipped="a CUDA graph is being captured")
     here = environment or snapshot()
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        result, rows = _measure(jobs, database, device, here, timer, seconds, repeats)
+        result, rows = _measure(jobs, database, device, here, timer, seconds, repeats, distributions)
         database.merge(rows)
         return result
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
-        answer = [_answer(jobs, database, device, here, timer, seconds, repeats)]
+        answer = [_answer(jobs, database, device, here, timer, seconds, repeats, distributions)]
     dist.broadcast_object_list(answer, src=0)
     return _receive(answer[0], database, here)
 
@@ -151,10 +153,11 @@ def _measure(
     timer: Timer,
     seconds: float,
     repeats: int,
+    distributions: Sequence[str],
 ) -> tuple[TuneResult, PerformanceRows]:
     machine = machine_here(here)
     missing, known = missing_jobs(jobs, database, machine)
-    timed = timer(missing, device, repeats=repeats, seconds=seconds) if missing else []
+    timed = timer(missing, device, repeats=repeats, seconds=seconds, distributions=distributions) if missing else []
     rows = [
         row
         for job, timings in zip(missing, timed, strict=True)

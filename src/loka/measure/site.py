@@ -105,6 +105,7 @@ def time_jobs(
     *,
     repeats: int = DEFAULT_REPEATS,
     seconds: float = 60.0,
+    distributions: Sequence[str] = (),
 ) -> list[list[SiteTiming]]:
     """Time several GEMMs within one time box; children are shared by all of them."""
     device = torch.device(device)
@@ -114,7 +115,7 @@ def time_jobs(
         raise ValueError("device cuda was asked for and this machine has no usable GPU")
     end = time.monotonic() + seconds
     found: list[dict[GemmWay, SiteTiming]] = [{} for _ in jobs]
-    options = {"device": str(device), "repeats": repeats, "distributions": []}
+    options = {"device": str(device), "repeats": repeats, "distributions": list(distributions)}
     for group in ((*OURS,), tuple(b for b in registry.BACKENDS["scaled_mm"] if b not in OURS)):
         chosen = [[c for c in job.candidates if c.backend in group] for job in jobs]
         asked = [i for i, some in enumerate(chosen) if some]
