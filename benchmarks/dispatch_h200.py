@@ -9,8 +9,9 @@ Needs torch, triton, numpy and msgspec; kernel libraries that can be imported jo
     rows.json       a PerformanceRows record: what `loka db merge` reads and what ships in src/loka/dispatch/measured
     dispatch.json   per shape and GEMM: what was chosen from the first timing, what a second timing says of it, of bf16 and of the best
 
-Three groups of jobs, by priority: `shapes`, the 44 shapes of the bar (fprop of all of them first, then dgrad and wgrad), each timed twice; `wukong`,
-the GEMMs of Wukong's plain and 8192-wide configurations; `models`, those of every other built-in model. Known rows are not measured again.
+Four groups of jobs, by priority: `shapes`, the 44 shapes of the bar (fprop of all of them first, then dgrad and wgrad), each timed twice; `wukong`,
+the GEMMs of Wukong's plain and 8192-wide configurations; `models`, those of every other built-in model; `chains`, bare and fused
+kernels of Wukong's towers. Known rows are not measured again.
 
 The bar: over the shapes, the speed of the choice is at least 0.97 of the oracle's (geometric mean; the oracle is the best of the second timing, bf16
 included, among kernels that are right and accurate enough), and never more than 3 % slower than bf16. The choice is made by `loka.dispatch` from the first
@@ -33,14 +34,15 @@ from torch import nn
 from loka.dispatch.database import Database, bucket_of
 from loka.dispatch.policy import Policy, choose
 from loka.dispatch.recipe import RECIPES, USUAL
-from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_timings
+from loka.dispatch.rows import LINEAR, linear_variant, machine_here, origin_of, rows_of_bench, rows_of_timings
 from loka.kernels import registry
 from loka.kernels.scaled_mm import GemmWay
 from loka.kernels.scaled_mm.call import MatmulCall
+from loka.measure import bench
 from loka.measure.device import snapshot
 from loka.measure.site import OURS, SiteJob, SiteTiming, decode_timing, encode_case, time_case
 from loka.records import GEMMS, Candidate, Gemm, Interval, load, to_json, write_atomically
-from loka.records.performance import PerformanceRow, PerformanceRows
+from loka.records.performance import Peaks, PerformanceRow, PerformanceRows
 
 SHAPES = [
     (8192, 1024, 1024), (2048, 2048, 2048), (64, 1024, 1024), (32768, 1024, 1024), (8192, 479, 1024), (512, 256, 256),
@@ -249,6 +251,36 @@ def summarise(pairs: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+CHAINS: dict[str, tuple[list[str], list[str] | None]] = {  # op -> variants, backends
+    "fused_linear": (["e4m3:tensor@e4m3:tensor>e4m3:tensor:static", "e4m3:tensor@e4m3:tensor>bfloat16"], ["triton"]),
+    "norm_quantize": ([f"{norm}>{spec}|hard_swish" for norm in ("block", "rms") for spec in ("e4m3:tensor:static", "e4m3:row", "e4m3:1x128")], ["triton"]),
+    "quantize": (["e4m3:tensor", "e4m3:row", "e4m3:1x128"], ["triton"]),
+    "scaled_mm": (["e4m3:tensor@e4m3:tensor|fast", "e4m3:row@e4m3:row|fast", "e4m3:1x128@e4m3:128x128"], ["torch", "triton"]),
+}  # fmt: skip
+CHAIN_SHAPES = [(m, k, n) for k, n in ((2048, 2048), (1536, 2048), (2048, 4096), (1024, 1024)) for m in (8192, 2048)]
+
+
+def measure_chains(run: Run) -> None:
+    """Bare kernels of fused towers, one shape after the other, until the time is over."""
+    for shape in CHAIN_SHAPES:
+        for op, (variants, backends) in CHAINS.items():
+            known = {row.op for _, row in run.database.entries(op=op, m=shape[0], k=shape[1])}
+            if known and op in ("quantize", "norm_quantize"):
+                continue
+            if run.over or any(True for _ in run.database.entries(op=op, m=shape[0], k=shape[1], n=shape[2])):
+                continue
+            config = bench.BenchConfig(
+                op=op, shapes=[shape], variants=variants, backends=backends, device=run.device, repeats=run.repeats,
+                isolate=False, distributions=("normal",),
+            )  # fmt: skip
+            try:
+                imported = rows_of_bench(bench.run(config, ceilings=Peaks(copy_bytes_per_second=1.0)))
+                run.database.add(imported.origin, imported.rows)
+            except Exception as error:  # one op that fails must not end the others
+                print(f"{op} {shape}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            run.write(every=10.0)
+
+
 def jobs_of(group: str, candidates: Candidates, shapes: list[tuple[int, int, int]]) -> list[tuple[SiteJob, bool]]:
     """Jobs in order, and whether each is judged a second time."""
     if group == "shapes":
@@ -286,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--first", choices=("shapes", "wukong", "models"), default="shapes")
+    parser.add_argument("--first", choices=("shapes", "wukong", "models", "chains"), default="shapes")
     parser.add_argument("--backends", help="comma-separated; default: all that can run, torchao's slow tuner excepted")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--gemms", default=",".join(GEMMS), help="only these")
@@ -299,10 +331,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("no backend can run here")
         return 1
     run = Run(options.out, options.seconds, device, 3 if options.smoke else options.repeats)
-    groups = [options.first, *(g for g in ("shapes", "wukong", "models") if g != options.first)]
+    groups = [options.first, *(g for g in ("shapes", "wukong", "models", "chains") if g != options.first)]
     shapes = [(64, 48, 32), (20, 13, 27)] if options.smoke else SHAPES
     done = 0
     for group in groups[:1] if options.smoke else groups:
+        if group == "chains":
+            if options.gemms == ",".join(GEMMS):
+                measure_chains(run)
+            continue
         for job, judged in jobs_of(group, candidates, shapes):
             if run.over:
                 break

@@ -57,13 +57,14 @@ def test_show(db: Path) -> None:
     assert (found["backend"], found["origin"]["device"]) == ("triton", "NVIDIA H200")
 
 
-def test_merge_takes_exports_and_databases(db: Path, tmp_path: Path) -> None:
+def test_merge_takes_exports_benchmarks_and_databases(db: Path, tmp_path: Path) -> None:
     exported = tmp_path / "rows.json"
     assert run("db", "export", "--db", db, "--out", exported)[1].startswith("2 rows of 1 runs")
     target = tmp_path / "new.sqlite"
-    code, text = run("db", "merge", exported, db, "--db", target)
+    code, text = run("db", "merge", exported, RESULTS / "fused_linear.json", db, "--db", target)
     assert code == 0
     assert f"{db}: 2 rows written" in text
+    assert "12 skipped: 'gemm torch' is a column of the benchmark" in text or "skipped: 'gemm torch'" in text
     answer = json.loads(run("db", "merge", exported, "--db", target, "--json")[1])
     assert answer["files"][0]["written"] == 2
     assert answer["rows"] == len(Database.open(target, create=False))
@@ -71,7 +72,7 @@ def test_merge_takes_exports_and_databases(db: Path, tmp_path: Path) -> None:
 
 def test_merge_refuses_what_it_cannot_read(tmp_path: Path, probe: Path) -> None:
     target = tmp_path / "new.sqlite"
-    with pytest.raises(ValueError, match="kind 'probe'; expected performance"):
+    with pytest.raises(ValueError, match="kind 'probe'; expected performance or kernel_bench"):
         run("db", "merge", probe, "--db", target)
     with pytest.raises(ValueError, match="cannot be read"):
         run("db", "merge", tmp_path / "none", "--db", target)

@@ -55,7 +55,7 @@ RUN: dict[str, int] = {
     "loka convert mymodel:build --data mymodel:batches --recipe tensorwise --scales delayed --keep 'head*'": 0,
     "loka simulate --forward 4 --backward 8 --dense 60e6 --embeddings 13.6e6 --machine h200-ndr --gpus 8,64,512,1024": 0,
     "loka db show --shipped --json": 0,
-    "loka db merge rows.json": 0,
+    "loka db merge rows.json benchmarks/results/h200/scaled_mm.json": 0,
     "loka db show --op linear --backend triton": 0,
     'loka db export --device "NVIDIA H200" --out rows.json': 0,
     "loka db prune --before 2026-01-01": 0,

@@ -1,9 +1,16 @@
-"""Rows come from timings and from the package, and say which versions they hold for."""
+"""Rows come from timings, from benchmark records and from the package, and say which versions they hold for."""
 
-from loka.dispatch.database import Database
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loka.dispatch.database import Database, Key
 from loka.dispatch.rows import (
     linear_variant,
     machine_here,
+    origin_of,
+    rows_of_bench,
     rows_of_timings,
     shipped,
     versions_of,
@@ -11,10 +18,13 @@ from loka.dispatch.rows import (
 from loka.formats import Spec
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.site import NO_GPU, SiteJob, SiteTiming
+from loka.records import load
+from loka.records.performance import KernelBench, KernelRow
 
 from .evidence import HERE
 from .measured import interval
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 ROW = Spec.parse("e4m3:row")
 
 
@@ -46,6 +56,56 @@ def test_a_timing_becomes_a_row_and_what_was_not_tried_does_not() -> None:
     assert rows[0].variant == "fprop e4m3:row @ e4m3:row fast, weights dynamic"
     assert rows[0].errors["normal"].mere == 0.1
     assert rows[0].version == "torch 2, loka 0"
+
+
+def bench_row(**changes: Any) -> KernelRow:
+    fields: dict[str, Any] = {
+        "op": "scaled_mm", "call": "2048x64x32 e4m3:row @ e4m3:row -> bfloat16 fast", "shape": {"m": 2048, "k": 64, "n": 32},
+        "backend": "torch", "microseconds": interval(4.0),
+    }  # fmt: skip
+    return KernelRow(**{**fields, **changes})
+
+
+def test_a_benchmark_record_is_imported_where_it_holds_what_is_needed() -> None:
+    record = KernelBench(
+        method="test",
+        peaks=None,
+        rows=[
+            bench_row(),
+            bench_row(backend="bf16", microseconds=interval(8.0)),
+            bench_row(backend="gemm torch"),
+            bench_row(shape={"m": 2000, "k": 64, "n": 32}),
+            bench_row(backend="triton", microseconds=None, refusal="not timed: crashed"),
+            bench_row(backend="triton", microseconds=None, refusal="no kernel"),
+            bench_row(backend="fbgemm"),
+        ],
+        environment=HERE,
+    )
+    imported = rows_of_bench(record)
+    assert [(r.backend, r.refusal) for r in imported.rows] == [
+        ("torch", None),
+        ("bf16", None),
+        ("triton", "no kernel"),
+    ]
+    assert imported.rows[0].variant == "e4m3:row @ e4m3:row -> bfloat16 fast"
+    assert imported.rows[0].baseline == interval(8.0)
+    assert imported.origin == origin_of(HERE)
+    assert sum(imported.skipped.values()) == 4
+    assert "the record does not say which version of fbgemm it timed" in imported.skipped
+    assert any("edge of a bucket" in reason for reason in imported.skipped)
+
+
+@pytest.mark.parametrize("name", ["scaled_mm", "quantize", "norm_quantize", "fused_linear"])
+def test_the_committed_h200_records_can_be_asked(name: str) -> None:
+    imported = rows_of_bench(load(RESULTS / f"{name}.json", KernelBench))
+    database = Database(":memory:")
+    database.add(imported.origin, imported.rows)
+    (machine,) = database.machines()
+    assert machine.device == "NVIDIA H200"
+    timed = [r for r in imported.rows if r.backend == "triton" and r.microseconds]
+    assert timed
+    for r in timed:
+        assert database.find(Key(r.op, r.variant, r.m, r.k, r.n, "triton"), machine).row == r
 
 
 def test_what_ships_can_be_merged() -> None:

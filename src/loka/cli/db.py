@@ -1,6 +1,6 @@
 """`loka db`: the performance database. What was measured, where; merged, exported, pruned, and filled on this machine's GPU.
 
-    loka db merge rows.json                                            exports and other databases
+    loka db merge rows.json benchmarks/results/h200/scaled_mm.json     exports, benchmark records, other databases
     loka db show --op linear --backend triton
     loka db show --shipped --json                                      the rows that come with loka
     loka db tune probe.json --seconds 120            measure what a plan for this machine would look up
@@ -76,7 +76,7 @@ def _line(origin: "Origin", row: "PerformanceRow") -> str:
 
 @app.command()
 def merge(
-    files: Annotated[list[Path], typer.Argument(help="Exports (JSON), databases (SQLite).")],
+    files: Annotated[list[Path], typer.Argument(help="Exports (JSON), kernel benchmarks (JSON), databases (SQLite).")],
     db: DbOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -85,24 +85,30 @@ def merge(
 
     from loka.dispatch import Database
 
+    answers = []
     with Database.open(db) as database:
-        answers = [{"file": str(file), "written": _merge(database, file)} for file in files]
+        for file in files:
+            written, skipped = _merge(database, file)
+            answers.append({"file": str(file), "written": written, "skipped": skipped})
         total = len(database)
     if json_:
         typer.echo(json.dumps({"files": answers, "rows": total}))
         return
     for answer in answers:
         typer.echo(f"{answer['file']}: {answer['written']} rows written")
+        for reason, count in dict(answer["skipped"]).items():  # type: ignore[call-overload]
+            typer.echo(f"  {count} skipped: {reason}")
     typer.echo(f"{total} rows in all")
 
 
-def _merge(database: "Database", file: Path) -> int:
-    """How many rows were written."""
+def _merge(database: "Database", file: Path) -> tuple[int, dict[str, int]]:
+    """Rows written, and rows skipped by reason."""
     import msgspec
 
     from loka.dispatch import Database
+    from loka.dispatch.rows import rows_of_bench
     from loka.records import RecordError, from_json
-    from loka.records.performance import PerformanceRows
+    from loka.records.performance import KernelBench, PerformanceRows
 
     try:
         data = file.read_bytes()
@@ -110,14 +116,17 @@ def _merge(database: "Database", file: Path) -> int:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
     if data.startswith(b"SQLite format 3"):
         with Database.open(file, create=False) as other:
-            return database.merge(other.export())
+            return database.merge(other.export()), {}
     try:
         kind = msgspec.json.decode(data).get("kind")
     except (msgspec.DecodeError, AttributeError) as error:
         raise RecordError(f"{file}: neither a database nor a JSON record: {error}") from error
     if kind == "performance":
-        return database.merge(from_json(data, PerformanceRows, source=str(file)))
-    raise RecordError(f"{file}: a record of kind {kind!r}; expected performance (`loka db export`)")
+        return database.merge(from_json(data, PerformanceRows, source=str(file))), {}
+    if kind == "kernel_bench":
+        imported = rows_of_bench(from_json(data, KernelBench, source=str(file)))
+        return database.add(imported.origin, imported.rows), imported.skipped
+    raise RecordError(f"{file}: a record of kind {kind!r}; expected performance or kernel_bench")
 
 
 @app.command()

@@ -1,6 +1,7 @@
-"""Where rows of the performance database come from: this machine, or the files that ship with the package.
+"""Where rows of the performance database come from: this machine, a benchmark's record, or the files that ship with the package.
 
     rows_of_timings(job, timings, versions)    what `loka.measure.site` measured, ready for `Database.add`
+    rows_of_bench(record)                      a KernelBench record (`loka bench kernels`): bare kernels, for chains
     shipped()                                  rows measured on an H200 and committed, so that a machine without a GPU can plan for one
 
 The variant of a GEMM of a Linear is spelled `fprop e4m3:row @ e4m3:row fast, weights dynamic`; wgrad has no weight among its operands and no such end.
@@ -8,10 +9,11 @@ The version of a backend names the library and loka itself, whose quantisers are
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from loka.dispatch.database import Key, Machine
+from loka.dispatch.database import Key, Machine, bucket_of
 from loka.kernels import registry
 from loka.kernels.scaled_mm import GemmWay
 from loka.measure.device import snapshot
@@ -19,7 +21,7 @@ from loka.measure.site import NO_GPU, SiteJob, SiteTiming, Weights
 from loka.measure.timing import BASELINE
 from loka.records import Environment, Gemm, Interval, from_json
 from loka.records.measurement import installed_version
-from loka.records.performance import Errors, Origin, PerformanceRow, PerformanceRows
+from loka.records.performance import Errors, KernelBench, KernelRow, Origin, PerformanceRow, PerformanceRows
 
 LINEAR = "linear"
 ABSENT = "absent"
@@ -108,6 +110,54 @@ def _shorten(interval: Interval | None) -> Interval | None:
     if interval is None:
         return None
     return Interval(value=_short(interval.value), low=_short(interval.low), high=_short(interval.high))
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Rows taken from a benchmark's record, and why others were not."""
+
+    origin: Origin
+    rows: list[PerformanceRow]
+    skipped: dict[str, int]  # reason -> rows
+
+
+def rows_of_bench(record: KernelBench) -> Imported:
+    """Bare kernels and their bf16 baselines as rows; M must be the edge of a bucket, since a row is used for all of it."""
+    versions = versions_of(record.environment)
+    rows: list[PerformanceRow] = []
+    skipped: dict[str, int] = {}
+    baselines = {row.call: row.microseconds for row in record.rows if row.backend == BASELINE}
+    for row in record.rows:
+        reason = _unfit(row, versions)
+        if reason is not None:
+            skipped[reason] = skipped.get(reason, 0) + 1
+            continue
+        shape: dict[str, Any] = {name: row.shape.get(name, 0) for name in ("m", "k", "n")}
+        rows.append(
+            PerformanceRow(
+                op=row.op, variant=row.call.partition(" ")[2], **shape, backend=row.backend,
+                version=versions[row.backend], microseconds=row.microseconds, speedup=row.speedup,
+                baseline=baselines.get(row.call) if row.backend != BASELINE else None,
+                conformance=row.error, tolerance=row.tolerance, refusal=row.refusal,
+            )
+        )  # fmt: skip
+    return Imported(origin_of(record.environment), rows, skipped)
+
+
+def _unfit(row: KernelRow, versions: dict[str, str]) -> str | None:
+    if row.backend in _DISTRIBUTIONS:
+        return f"the record does not say which version of {row.backend} it timed"
+    if row.backend not in versions:
+        return f"{row.backend!r} is a column of the benchmark, not a backend"
+    if row.op not in registry.BACKENDS or set(row.shape) - {"m", "k", "n"} or not row.shape.get("m"):
+        return f"{row.op} with shape {row.shape} is no call of the registry"
+    if not row.call.partition(" ")[2]:
+        return "the call has no spelling beside its shape"
+    if row.shape["m"] != bucket_of(row.shape["m"]):
+        return "M is not the edge of a bucket"
+    if row.microseconds is None and (row.refusal or "").startswith("not timed"):
+        return "not timed"
+    return None
 
 
 def shipped() -> Iterator[tuple[str, PerformanceRows]]:

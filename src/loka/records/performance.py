@@ -3,7 +3,7 @@
 A row is keyed by everything that decides its time:
 
     op, variant      linear | "fprop e4m3:row @ e4m3:row fast, weights dynamic"     a GEMM of a Linear, quantisation included
-                     experts | the two products of a layer of experts, for the generative engine
+                     scaled_mm, quantize, norm_quantize, fused_linear | the kernel's own spelling of the call without its shape
     m, k, n          M is the bucket's edge it was measured at (`loka.dispatch.database.bucket_of`); 0 where the op has no such dimension
     backend, version "bf16" is the high-precision form of the same call
     device, driver, torch
