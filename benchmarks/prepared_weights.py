@@ -21,13 +21,6 @@ VARIANTS = (
 )
 
 
-def store_outer_major(q):
-    """Scales with the rows contiguous: the layout cuBLASLt and DeepGEMM read 1x128 scales in, which a quantiser can write for free. Values and shape are the same."""
-    from dataclasses import replace
-
-    return replace(q, scale=q.scale.t().contiguous().t()) if q.spec.block.rows == 1 and q.scale.dim() == 2 else q
-
-
 def time_pair(backend: str, variant: str, shape: list[int], device: str, repeats: int) -> dict:
     """One backend on one call: times with the weight plain and prepared, or why there are none."""
     import torch
@@ -45,9 +38,7 @@ def time_pair(backend: str, variant: str, shape: list[int], device: str, repeats
     if not verdict:
         return {"refusal": verdict.reason}
     count = sets_needed((m + n) * k + 2 * m * n, target)
-    sets = [matmul_operands(call, seed=s, device=target) for s in range(count)]
-    if backend != "torchao":
-        sets = [(store_outer_major(a), store_outer_major(b)) for a, b in sets]
+    sets = [matmul_operands(call, seed=s, device=target, outer_major=backend != "torchao") for s in range(count)]
     if registry.prepare_for(kernel, sets[0][1], call.a) is sets[0][1]:
         return {"prepared": False}
     checked = check_scaled_mm(kernel, call, *sets[0])

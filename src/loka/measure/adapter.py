@@ -53,7 +53,7 @@ class ScaledMm(Op[MatmulCall]):
         self, call: MatmulCall, *, seed: int, distribution: str, device: torch.device
     ) -> tuple[QTensor, QTensor]:
         """Two QTensors."""
-        return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device)
+        return inputs.matmul_operands(call, seed=seed, distribution=distribution, device=device, outer_major=False)
 
     def thunk(self, backend: Backend, call: MatmulCall, operands: tuple[QTensor, QTensor]) -> Thunk:
         """The GEMM alone: the weight prepared, activation scales stored in the order the backend reads without a copy (a quantiser can write either)."""
@@ -125,7 +125,7 @@ class Quantize(Op[QuantizeCall]):
 
     def operands(self, call: QuantizeCall, *, seed: int, distribution: str, device: torch.device) -> Tensor:
         """The tensor."""
-        return inputs.draw(call.m, call.k, distribution=distribution, seed=seed, device=device, dtype=call.in_dtype)
+        return inputs.quantize_input(call, seed=seed, distribution=distribution, device=device)
 
     def thunk(self, backend: Backend, call: QuantizeCall, operands: Tensor) -> Thunk:
         """The quantiser; given scales are made once, outside the clock. A backend that is meant to be compiled is."""

@@ -3,6 +3,7 @@
 A distribution is zero-mean unless its name says otherwise, and every tensor is a function of (shape, distribution, seed) on a kind of device:
 
     normal            N(0, 1)
+    uniform           U(-1, 1)
     lognormal_rows    N(0, 1) times a factor e^(2 z) per row: rows of very different size, where a scale per tensor hurts
     outlier_channels  N(0, 1) with 1 of 64 columns 50 times larger: range inside a scaling group
     zero_rows         N(0, 1) with every third row zero: empty bags of a jagged batch
@@ -10,13 +11,16 @@ A distribution is zero-mean unless its name says otherwise, and every tensor is 
 
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from loka.formats import QTensor, Spec, block_amax, quantize, scale_from_amax
+from loka.kernels.quantize.call import QuantizeCall
 from loka.kernels.scaled_mm.call import MatmulCall
 
-DISTRIBUTIONS = ("normal", "lognormal_rows", "outlier_channels", "zero_rows", "nan_row")
+DISTRIBUTIONS = ("normal", "uniform", "lognormal_rows", "outlier_channels", "zero_rows", "nan_row")
 
 
 Shape = tuple[int, int, int]  # M, K, N
@@ -36,7 +40,9 @@ def draw(
         raise ValueError(f"no distribution {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(rows, cols, generator=generator, device=device)
-    if distribution == "lognormal_rows":
+    if distribution == "uniform":
+        x = torch.rand(rows, cols, generator=generator, device=device) * 2 - 1
+    elif distribution == "lognormal_rows":
         x = x * torch.exp(2 * torch.randn(rows, 1, generator=generator, device=device))
     elif distribution == "outlier_channels":
         x[:, seed % 64 :: 64] *= 50
@@ -47,11 +53,19 @@ def draw(
     return x.to(dtype)
 
 
-def quantized(x: Tensor, spec: Spec) -> QTensor:
-    """Quantise by the law; static and delayed specs get the scale that fits x."""
+def quantized(x: Tensor, spec: Spec, *, outer_major: bool = False) -> QTensor:
+    """Quantise by the law; static and delayed specs get the scale that fits x.
+
+    `outer_major` stores 2-D scales with the rows contiguous: the layout cuBLASLt and DeepGEMM read 1x128 scales in, which a quantiser
+    can write for free. Values and shape are the same.
+    """
     if spec.mode == "dynamic":
-        return quantize(x, spec)
-    return quantize(x, spec, scale=scale_from_amax(block_amax(x, spec.block), spec))
+        q = quantize(x, spec)
+    else:
+        q = quantize(x, spec, scale=scale_from_amax(block_amax(x, spec.block), spec))
+    if outer_major and q.scale.dim() == 2:
+        q = replace(q, scale=q.scale.t().contiguous().t())
+    return q
 
 
 def matmul_operands(
@@ -60,9 +74,20 @@ def matmul_operands(
     seed: int = 0,
     distribution: str = "normal",
     device: torch.device | str = "cpu",
+    outer_major: bool = False,
 ) -> tuple[QTensor, QTensor]:
     """The two quantised operands of a call. Only `a` gets the zero or NaN rows: b is the weight, and those are never ragged."""
     weight = "normal" if distribution in ("zero_rows", "nan_row") else distribution
     a = draw(call.m, call.k, distribution=distribution, seed=2 * seed, device=device)
     b = draw(call.n, call.k, distribution=weight, seed=2 * seed + 1, device=device)
-    return quantized(a, call.a), quantized(b, call.b)
+    return (
+        quantized(a, call.a, outer_major=outer_major and call.a.block.rows == 1),
+        quantized(b, call.b, outer_major=outer_major and call.b.block.rows == 1),
+    )
+
+
+def quantize_input(
+    call: QuantizeCall, *, seed: int = 0, distribution: str = "normal", device: torch.device | str = "cpu"
+) -> Tensor:
+    """The tensor a QuantizeCall quantises."""
+    return draw(call.m, call.k, distribution=distribution, seed=seed, device=device, dtype=call.in_dtype)
