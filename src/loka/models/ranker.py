@@ -101,6 +101,7 @@ class Ranker(nn.Module):
         dense_vectors: how many vectors the dense features become.
         dense_hidden: widths of the layers that make them.
         sparse: gradients of tables as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
 
     Example:
         >>> build_ranker(data.schema, "wukong", "tiny")(batch).shape
@@ -114,6 +115,7 @@ class Ranker(nn.Module):
         dense_vectors: int = 1,
         dense_hidden: tuple[int, ...] = (),
         sparse: bool = False,
+        check_on_gpu: bool = False,
     ) -> None:
         super().__init__()
         config = core.config
@@ -127,7 +129,7 @@ class Ranker(nn.Module):
         self.schema, self.core, self.dense_vectors = schema, core, dense_vectors
         own = [(s.name, s.cardinality) for s in schema.sequences if s.shares is None]
         tables = [(f.name, f.cardinality) for f in schema.categorical] + own
-        self.embedding = EmbeddingTables(tables, config.d, sparse=sparse) if tables else None
+        self.embedding = EmbeddingTables(tables, config.d, sparse=sparse, check_on_gpu=check_on_gpu) if tables else None
         self.dense = (
             MLP(len(schema.dense), dense_hidden, dense_vectors * config.d, style=config.style) if schema.dense else None
         )

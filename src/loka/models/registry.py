@@ -130,6 +130,7 @@ def build_ranker(
     dense_vectors: int = 1,
     dense_hidden: tuple[int, ...] = (),
     sparse: bool = False,
+    check_on_gpu: bool = False,
     **overrides: Any,
 ) -> Ranker:
     """A Ranker for a schema: the core's n and labels follow from the data.
@@ -141,6 +142,7 @@ def build_ranker(
         dense_vectors: how many vectors the dense features become.
         dense_hidden: widths of the layers that make them.
         sparse: gradients of tables as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
         overrides: fields of the core's config.
 
     Returns:
@@ -159,7 +161,9 @@ def build_ranker(
     fitted = {"n": n, "labels": len(schema.labels), **model.fit(schema, dense_vectors=dense_vectors)}
     core = build(configure(family, size, **{**fitted, **overrides}))
     assert isinstance(core, Core)
-    return Ranker(schema, core, dense_vectors=dense_vectors, dense_hidden=dense_hidden, sparse=sparse)
+    return Ranker(
+        schema, core, dense_vectors=dense_vectors, dense_hidden=dense_hidden, sparse=sparse, check_on_gpu=check_on_gpu
+    )
 
 
 def _family(name: str) -> Family:

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BASE = 10_000.0  # of rotary angles
-
 
 class DotProductAttention(nn.Module):
     """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen. Every query must see at least one key: a row of nothing but masked keys has
@@ -52,11 +50,12 @@ class DotProductAttention(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary positions: pair (i, i + d/2) of position t is turned by the angle t * BASE^(-2i/d). x [B, H, T, d] -> the same shape.
+    """Rotary positions: pair (i, i + d/2) of position t is turned by the angle t * base^(-2i/d). x [B, H, T, d] -> the same shape.
 
     Args:
         d: width of a head, even.
         length: positions there are.
+        base: of the angles.
 
     Example:
         >>> Rotary(32, 260)(torch.randn(2, 4, 256, 32)).shape
@@ -65,11 +64,11 @@ class Rotary(nn.Module):
 
     table: Tensor
 
-    def __init__(self, d: int, length: int) -> None:
+    def __init__(self, d: int, length: int, *, base: float = 10_000.0) -> None:
         super().__init__()
         if d % 2:
             raise ValueError(f"rotary positions pair features, so the head width must be even, got {d}")
-        self.d, self.length = d, length
+        self.d, self.length, self.base = d, length, base
         # as bits: a model that is put into 16 bits keeps its angles
         self.register_buffer("table", torch.empty(2, length, d // 2, dtype=torch.int32), persistent=False)
         self.reset_parameters()
@@ -78,7 +77,7 @@ class Rotary(nn.Module):
     def reset_parameters(self) -> None:
         """Make the cosines and sines, where the module is: after `to_empty` too."""
         wide, device = torch.float64, self.table.device
-        rates = BASE ** (-torch.arange(0, self.d, 2, device=device, dtype=wide) / self.d)
+        rates = self.base ** (-torch.arange(0, self.d, 2, device=device, dtype=wide) / self.d)
         angles = torch.arange(self.length, device=device, dtype=wide)[:, None] * rates
         self.table.copy_(torch.stack([angles.cos(), angles.sin()]).float().view(torch.int32))
 

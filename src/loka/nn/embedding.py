@@ -9,8 +9,8 @@ first_row[f] ... first_row[f] + cardinality[f] - 1. One gather then serves the w
     pool(name, values, offsets)  ragged ids         -> [B, d], the mean of the row's embeddings; zero for an empty row
     pad(name, values, offsets)   ragged ids         -> [B, T, d] and lengths [B], the T most recent, padded at the end
 
-On the CPU an id outside its field is an error that names the field, never a read of a neighbour's row. On a GPU the check would wait for the device, so there it is off.
-Inside torch.compile the check is an assertion in the graph.
+An id outside its field is an error that names the field, never a read of a neighbour's row. On the CPU the check always runs. On a GPU it costs a
+device synchronisation, so there it is off unless `check_on_gpu=True`. Inside torch.compile the check is an assertion in the graph.
 
 `loka.nn.tables.quantize_tables` swaps the stacked table for one with low-precision rows. Not here: sharding, hashing of ids.
 """
@@ -31,6 +31,7 @@ class EmbeddingTables(nn.Module):
         fields: (name, cardinality) of each.
         width: of a row.
         sparse: gradients as sparse tensors.
+        check_on_gpu: check ids on a GPU too, which waits for it.
 
     Example:
         >>> EmbeddingTables([("store", 120), ("product", 5000)], 16).lookup(ids).shape
@@ -39,7 +40,9 @@ class EmbeddingTables(nn.Module):
     first_row: Tensor
     cardinality: Tensor
 
-    def __init__(self, fields: Sequence[tuple[str, int]], width: int, *, sparse: bool = False) -> None:
+    def __init__(
+        self, fields: Sequence[tuple[str, int]], width: int, *, sparse: bool = False, check_on_gpu: bool = False
+    ) -> None:
         super().__init__()
         for name, cardinality in fields:
             if cardinality < 1:
@@ -49,7 +52,7 @@ class EmbeddingTables(nn.Module):
             raise ValueError(f"field names must be unique, got {self.names}")
         self.sizes = tuple(cardinality for _, cardinality in fields)
         self.starts = tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
-        self.width = width
+        self.width, self.check_on_gpu = width, check_on_gpu
         self.table: nn.Embedding | Table = nn.Embedding(sum(self.sizes), width, sparse=sparse)
         self.register_buffer("first_row", torch.empty(len(fields), dtype=torch.int64), persistent=False)
         self.register_buffer("cardinality", torch.empty(len(fields), dtype=torch.int64), persistent=False)
@@ -112,7 +115,7 @@ class EmbeddingTables(nn.Module):
         return self.names.index(name)
 
     def _check(self, ids: Tensor, cardinality: Tensor, names: tuple[str, ...]) -> None:
-        if ids.device.type == "meta" or ids.is_cuda:
+        if ids.device.type == "meta" or (ids.is_cuda and not self.check_on_gpu):
             return
         bad = (ids < 0) | (ids >= cardinality)
         if torch.compiler.is_compiling():

@@ -33,6 +33,8 @@ class TableOptimizer(torch.optim.Optimizer):
         rule: of all tables; its `lr` is the group's, which schedules may change.
         seed: of stochastic rounding.
         elect_every: steps between elections of the rows that are kept high, for tables with `hot` above 0.
+        group: of replicas; None: the default group where one is up.
+        replicated: False where other ranks hold other tables, or other rows: nothing is gathered then.
 
     Example:
         >>> optimizer = TableOptimizer(model, Rule("rowwise_adagrad", lr=0.02))
@@ -45,6 +47,8 @@ class TableOptimizer(torch.optim.Optimizer):
         *,
         seed: int = 0,
         elect_every: int = 100,
+        group: dist.ProcessGroup | None = None,
+        replicated: bool = True,
     ) -> None:
         found = {name: m for name, m in model.named_modules() if isinstance(m, Table)}
         self.tables = {name: table for name, table in found.items() if table.anchor.requires_grad}
@@ -56,6 +60,7 @@ class TableOptimizer(torch.optim.Optimizer):
                 "hint: table.requires_grad_(False) leaves a table as it is"
             )
         self.rule, self.seed, self.elect_every = rule or Rule(), seed, elect_every
+        self.group, self.replicated = group, replicated
         super().__init__([table.anchor for table in self.tables.values()], {"lr": self.rule.lr})
         for table in self.tables.values():
             memory = {f"memory{i}": t for i, t in enumerate(self.rule.state(table.rows))}
@@ -101,7 +106,9 @@ class TableOptimizer(torch.optim.Optimizer):
             state.update(self._live(table))
 
     def _world(self) -> int:
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if not self.replicated or not dist.is_available() or not dist.is_initialized():
+            return 1
+        return dist.get_world_size(self.group)
 
     def _gather(self, table: Table) -> Lookup:
         """The rows and summed gradients of all ranks, averaged as DistributedDataParallel averages."""
@@ -115,13 +122,13 @@ class TableOptimizer(torch.optim.Optimizer):
             getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         )  # renamed in torch 2.13
         counts = torch.zeros(world, dtype=torch.int64, device=device)
-        gather(counts, torch.tensor([len(rows)], device=device))
+        gather(counts, torch.tensor([len(rows)], device=device), group=self.group)
         longest = int(counts.max())
         all_rows = torch.zeros(world * longest, dtype=torch.int64, device=device)
         totals = torch.zeros(world * longest, width, device=device)
         pad = (0, longest - len(rows))
-        gather(all_rows, nn.functional.pad(rows, pad))
-        gather(totals, nn.functional.pad(total, (0, 0, *pad)))
+        gather(all_rows, nn.functional.pad(rows, pad), group=self.group)
+        gather(totals, nn.functional.pad(total, (0, 0, *pad)), group=self.group)
         real = (torch.arange(longest, device=device) < counts[:, None]).view(-1)
         return all_rows[real], None, None, "sum", totals[real] / world
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from loka.lowp.chain import TAP, Chain, chain_of
 from loka.lowp.chain_trace import Trace
-from loka.nn.mix import compute_dtype
-from loka.probe.hook import Switch
+from loka.probe.hook import Switch, compute_dtype
 from loka.probe.look import Look, Own
 from loka.probe.loss import LossWatch
 from loka.probe.rows import choose_clusters

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from loka.lowp.chain import SEES_CHAINS, chain_of
-from loka.nn.mix import compute_dtype
 from loka.probe.loss import LossWatch
 from loka.probe.seeing import NO_TICKET, Tap, probe_see
 from loka.probe.watch import Watch
@@ -62,3 +61,9 @@ def make_hook(switch: Switch, watch: Watch, loss: LossWatch) -> Callable[..., Te
 
     setattr(hook, SEES_CHAINS, True)
     return hook
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a GEMM casts its input to."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

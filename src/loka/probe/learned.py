@@ -11,10 +11,10 @@ from loka.probe.ledger import Share
 from loka.probe.marginals import match_ranks
 from loka.probe.matrix_normal import MatrixNormal
 from loka.probe.reservoir import Reservoir
-from loka.probe.source import check_source, draw_modelled, pick_rows, rows_of
+from loka.probe.source import Source, check_source, draw_modelled, pick_rows, rows_of
 from loka.probe.statistics import Statistics
 from loka.probe.window import Windows
-from loka.records import Role, Source, TensorStats
+from loka.records import Role, TensorStats
 
 MAX_EXAMPLES = 8  # second operands kept where they are activations; experts taken into a snapshot
 

@@ -9,19 +9,23 @@ Only real rows keep x and dy together: in the others they are drawn independentl
 product of the means, as the weight gradient of a trained model nearly does.
 """
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
 from loka.probe.gaussian import Gaussian
 from loka.probe.marginals import Marginals
 from loka.probe.reservoir import Reservoir
-from loka.records import SOURCES, Role, Source
+from loka.records import Role
+
+Source = Literal["rows", "gaussian", "copula", "normal"]
 
 
 def check_source(source: str) -> None:
     """Refuse an unknown name."""
-    if source not in SOURCES:
-        raise ValueError(f"source={source!r}: expected one of {', '.join(SOURCES)}")
+    if source not in get_args(Source):
+        raise ValueError(f"source={source!r}: expected one of {', '.join(get_args(Source))}")
 
 
 def pick_rows(reservoir: Reservoir, count: int, generator: torch.Generator, site: str) -> Tensor:

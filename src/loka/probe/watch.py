@@ -39,9 +39,10 @@ from loka.probe.reservoir import Reservoir
 from loka.probe.rows import choose_clusters, choose_rows, take_example, take_rows
 from loka.probe.score import SCORED
 from loka.probe.seeing import NO_TICKET, enroll, inside_backward
+from loka.probe.source import Source
 from loka.probe.tally import Tally
 from loka.probe.weights import is_sharded, read_weight, shape_of_weight, why_kept
-from loka.records import GEMMS, Gemm, Role, Source, TensorStats
+from loka.records import GEMMS, Gemm, Role, TensorStats
 
 WEIGHT_EVERY = 10
 SCORED_KINDS = ("linear", "mixed")

@@ -10,7 +10,7 @@ from loka.report.markup import about, chart, chip, escape, percent, row, signed,
 from loka.report.quality import GOOD
 from loka.report.render import fill_page
 from loka.report.results import Results
-from loka.report.vega import ACCENT, Spec, draw, make_chart, point, tooltip
+from loka.report.vega import ACCENT, Spec, make_chart
 
 SHOWN = 200  # differences listed
 TINY = 1e-3  # smaller errors, of products that are exact but for the last bit, are drawn here
@@ -184,20 +184,28 @@ def _draw_errors(pair: Pair) -> Spec | None:
     x, y = (
         {"type": "quantitative", "scale": scale, "title": f"error in {n}", "axis": {"tickCount": 5}} for n in pair.names
     )
-    line = {"type": "line", "strokeDash": [5, 4], "stroke": {"expr": "quiet"}}
-    said = tooltip("site", "gemm", before=".4f", after=".4f")
     return make_chart(
         f"Smallest error of each GEMM in {pair.names[0]} against {pair.names[1]}",
         height=380,
         layer=[
-            draw(line, [{"x": e, "y": e} for e in ends], x={**x, "field": "x"}, y={**y, "field": "y"}),
-            draw(
-                point(50, 0.75, fill={"expr": ACCENT}),
-                rows,
-                x={**x, "field": "before"},
-                y={**y, "field": "after"},
-                tooltip=said,
-            ),
+            {
+                "data": {"values": [{"x": e, "y": e} for e in ends]},
+                "mark": {"type": "line", "strokeDash": [5, 4], "stroke": {"expr": "quiet"}},
+                "encoding": {"x": {**x, "field": "x"}, "y": {**y, "field": "y"}},
+            },
+            {
+                "data": {"values": rows},
+                "mark": {"type": "point", "filled": True, "size": 50, "opacity": 0.75, "fill": {"expr": ACCENT}},
+                "encoding": {
+                    "x": {**x, "field": "before"},
+                    "y": {**y, "field": "after"},
+                    "tooltip": [
+                        {"field": "site"},
+                        {"field": "gemm"},
+                        *({"field": f, "format": ".4f"} for f in ("before", "after")),
+                    ],
+                },
+            },
         ],
     )
 
