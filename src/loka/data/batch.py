@@ -66,6 +66,18 @@ class Jagged:
             self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking)
         )
 
+    def padded(self, length: int, *, pad: int = 0) -> Tensor:
+        """Return a dense [rows, length] tensor: the last `length` values of every row, then padding on the right."""
+        if length < 1:
+            raise ValueError(f"padded length must be at least 1, got {length}")
+        kept = self.lengths.clamp(max=length)
+        out = self.values.new_full((self.rows, length), pad)
+        column = torch.arange(length, device=self.values.device).expand(self.rows, length)
+        mask = column < kept[:, None]
+        source = (self.offsets[1:] - kept)[:, None] + column
+        out[mask] = self.values[source[mask]]
+        return out
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -113,4 +125,14 @@ class Batch:
             sequences={name: j.to(device, non_blocking=non_blocking) for name, j in self.sequences.items()},
             labels=self.labels.to(device, non_blocking=non_blocking),
             group=self.group.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """Page-locked copy, so that a later `.to("cuda", non_blocking=True)` overlaps with compute."""
+        return Batch(
+            dense=self.dense.pin_memory(),
+            categorical=self.categorical.pin_memory(),
+            sequences={n: Jagged(j.values.pin_memory(), j.offsets.pin_memory()) for n, j in self.sequences.items()},
+            labels=self.labels.pin_memory(),
+            group=self.group.pin_memory(),
         )
