@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
 from loka.data import load
 from loka.kernels.embedding_update import reference as law
@@ -54,7 +53,7 @@ from loka.metrics import compare_paired
 from loka.models import build_ranker
 from loka.nn.tables import quantize_tables
 from loka.probe import Probe
-from loka.records import Choice, Plan, capture_environment, from_json, to_json
+from loka.records import Plan, capture_environment, from_json, to_json
 from loka.training import Callback, TrainConfig, Trainer, seed_everything
 from loka.units.discovery import NARROW
 
@@ -137,25 +136,7 @@ def make_plan(data: Any, options: argparse.Namespace) -> Plan:
     report = probe.evaluate(samples=10, backends=("reference",), sources=("rows",), judged_on=("rows",))
     narrow = {site.name: "high" for site in report.record.sites if min(site.k, site.n) < NARROW}
     plan = report.plan(min_speedup=None, margin=PLAN_MARGIN, chains=False, overrides=narrow)
-    return round_gradients_stochastically(plan)
-
-
-def round_gradients_stochastically(plan: Plan) -> Plan:
-    """The same plan with both operands of every low-precision gradient product rounded up or down by chance. Rounded to nearest, a weight is off to the same side in every
-    step, which is a bias that training follows; by chance it is noise, which batches have anyway. Chains are left as they are."""
-
-    def turn(choice: Choice) -> Choice:
-        if choice.gemm == "fprop" or choice.a is None or choice.b is None:
-            return choice
-        return replace(
-            choice,
-            a=f"{choice.a}:stochastic",
-            b=f"{choice.b}:stochastic",
-            reason=f"{choice.reason}; rounded stochastically, as asked",
-        )
-
-    sites = [replace(site, choices=[turn(c) for c in site.choices]) for site in plan.sites]
-    return replace(plan, sites=sites, seal=None)
+    return plan.round_gradients_stochastically()
 
 
 def run_on_ranks(

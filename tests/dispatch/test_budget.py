@@ -9,7 +9,7 @@ import pytest
 
 from loka.dispatch import Policy, make_plan
 from loka.dispatch import budget as budget_module
-from loka.dispatch.budget import Item, Spent, choose_items, search
+from loka.dispatch.budget import Item, choose_items
 from loka.records import Interval, Plan
 
 from .evidence import candidate, report, site
@@ -65,8 +65,8 @@ def measured(name: str, effect: float | None, speedup: float = 1.5, microseconds
     return msgspec.structs.replace(made, metric_change=change)
 
 
-def plan(*sites: Any, bound: float = 0.001, **changes: Any) -> Plan:
-    return make_plan(report(*sites), Policy(**{"max_metric_change": bound, **changes}))
+def plan(*sites: Any, bound: float = 0.001, verify: Any = None, **changes: Any) -> Plan:
+    return make_plan(report(*sites), Policy(**{"max_metric_change": bound, **changes}), verify=verify)
 
 
 def converted(made: Plan) -> list[str]:
@@ -111,61 +111,88 @@ def test_overrides_are_paid_for_first() -> None:
         plan(*sites, measured("c", None), overrides={"c": "tensorwise"})
 
 
-def searched(effects: dict[str, float], measure: Any, **savings: float) -> Spent:
-    """A search over items with these upper ends, all saving the same where nothing else is said."""
-    items = [Item(name, max(0.0, effect), savings.get(name, 1.0)) for name, effect in effects.items()]
-    return search(items, 0.001, measure, suspicion=effects)
-
-
-def too_much_beyond_one(seen: list[list[str]]) -> Any:
-    def measure(chosen: frozenset[str]) -> Interval:
-        seen.append(sorted(chosen))
-        worst = 0.002 if len(chosen) > 1 else 0.0005
-        return Interval(value=worst / 2, low=0.0, high=worst)
-
-    return measure
-
-
 def test_a_joint_measurement_has_the_last_word() -> None:
     seen: list[list[str]] = []
-    found = searched({"a": 0.0004, "b": 0.0004}, too_much_beyond_one(seen), b=2.0)
+
+    def verify(made: Plan) -> Interval:
+        seen.append(converted(made))
+        worst = 0.002 if len(converted(made)) > 1 else 0.0005
+        return Interval(value=worst / 2, low=0.0, high=worst)
+
+    made = plan(measured("a", 0.0004, 1.5), measured("b", 0.0004, 2.0), verify=verify)
     assert seen == [["a", "b"], ["b"]]
-    assert found.chosen == {"b"}
-    assert any("a set of 2 sites was given up" in note for note in found.notes)
-    assert any("measured together: +0.025%" in note for note in found.notes)
+    assert converted(made) == ["b"]
+    assert any("a set of 2 sites was given up" in note for note in made.notes)
+    assert any("measured together: +0.025%" in note for note in made.notes)
+
+
+def harmless(name: str, high: float, **more: Any) -> Any:
+    """A site that seems to do no harm alone: its upper end is not above zero."""
+    return msgspec.structs.replace(measured(name, 0.0, **more), metric_change=Interval(value=high - 2e-5, low=high - 4e-5, high=high))  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [3, 9])
 def test_sites_without_harm_alone_are_given_up_when_they_harm_together(count: int) -> None:
-    seen: list[list[str]] = []
-    found = searched({str(i): -1e-6 * (i + 1) for i in range(count)}, too_much_beyond_one(seen))
-    assert found.chosen == {str(count - 1)}  # the furthest from harm
-    assert len(seen[-1]) == 1
+    seen: list[int] = []
+
+    def verify(made: Plan) -> Interval:
+        seen.append(len(converted(made)))
+        worst = 0.002 if seen[-1] > 1 else 0.0005
+        return Interval(value=worst / 2, low=0.0, high=worst)
+
+    made = plan(*(harmless(str(i), -1e-6 * (i + 1)) for i in range(count)), verify=verify)
+    assert converted(made) == [str(count - 1)]  # the furthest from harm
+    assert seen[-1] == 1
+    assert "measured together, this one among them" in made.sites[0].choices[0].reason
 
 
 def test_costly_sites_go_before_those_without_harm() -> None:
     seen: list[list[str]] = []
-    found = searched({"a": 1e-5, "b": -1e-6, "c": -2e-6}, too_much_beyond_one(seen))
+
+    def verify(made: Plan) -> Interval:
+        seen.append(converted(made))
+        worst = 0.002 if len(seen[-1]) > 1 else 0.0005
+        return Interval(value=worst / 2, low=0.0, high=worst)
+
+    made = plan(measured("a", 1e-5), harmless("b", -1e-6), harmless("c", -2e-6), verify=verify)
     assert seen == [["a", "b", "c"], ["b", "c"], ["c"]]
-    assert found.chosen == {"c"}
+    assert converted(made) == ["c"]
+    assert made.expected_metric_change == 0.0
 
 
 @pytest.mark.parametrize("effects", [[4e-4], [-1e-6], [1e-5 * i for i in range(30)], [-1e-6] * 40])
 def test_a_bound_that_cannot_be_met_converts_nothing(effects: list[float]) -> None:
+    sites = [measured(str(i), e) if e > 0 else harmless(str(i), e) for i, e in enumerate(effects)]
     rounds: list[int] = []
 
-    def measure(chosen: frozenset[str]) -> Interval:
-        rounds.append(len(chosen))
+    def verify(made: Plan) -> Interval:
+        rounds.append(len(converted(made)))
         return Interval(value=0.1, low=0.1, high=0.1)
 
-    found = searched({str(i): effect for i, effect in enumerate(effects)}, measure)
-    assert found.chosen == frozenset()
+    made = plan(*sites, verify=verify)
+    assert converted(made) == []
+    assert made.expected_metric_change == 0.0
     assert 0 not in rounds  # the empty set needs no measurement
     assert len(rounds) <= budget_module.MAX_ROUNDS
     assert rounds == sorted(set(rounds), reverse=True)  # smaller every time
-    assert "nothing is converted: no set that was measured together stays within 0.100%" in found.notes
+    assert "nothing is converted: no set that was measured together stays within 0.100%" in made.notes
+
+
+def test_what_was_told_is_measured_too() -> None:
+    sites = [measured("a", 0.0004), *(harmless(f"b{i}", -1e-6) for i in range(40))]
+
+    def verify(made: Plan) -> Interval:
+        worst = 0.0001 if converted(made) == ["a"] else 0.1
+        return Interval(value=worst, low=worst, high=worst)
+
+    told = {"a": "tensorwise"}
+    assert converted(plan(*sites, verify=verify, overrides=told)) == ["a"]
+    with pytest.raises(ValueError, match=r"overrides convert do not stay within 0\.100%"):
+        plan(*sites, verify=lambda _: Interval(value=0.1, low=0.1, high=0.1), overrides=told)
 
 
 def test_what_cannot_be_asked_of_a_budget_raises() -> None:
+    with pytest.raises(ValueError, match="set max_metric_change"):
+        make_plan(report(measured("a", 0.0)), Policy(), verify=lambda _: interval(0.0))
     with pytest.raises(ValueError, match="expected 0 or more"):
         Policy(max_metric_change=-0.1)

@@ -179,15 +179,16 @@ def test_transformer_engines_yaml_is_yaml() -> None:
     assert all(section["enabled"] is True for section in found.values())
 
 
-def test_the_ignore_list_has_the_forward_pass() -> None:
+def test_the_ignore_list_has_the_forward_pass_and_what_the_plan_does_not_know() -> None:
     assert ignored(plan()) == ["kept"]
+    assert ignored(plan(), model()) == ["kept", "unknown"]
 
 
 def test_llm_compressor_gets_exact_names() -> None:
-    text = to_llm_compressor(plan())
+    text = to_llm_compressor(plan(), model())
     assert "FP8_DYNAMIC: ['re:^rows$', 're:^rows\\.2$', 're:^mixed$', 're:^onlyforward$']" in text
     assert "FP8_BLOCK: ['re:^blocks$']" in text
-    assert "ignore: ['re:^kept$', 're:^tensor$', 're:^first$']" in text
+    assert "ignore: ['re:^kept$', 're:^unknown$', 're:^tensor$', 're:^first$']" in text
     assert "# left in high precision: tensor: no preset for e4m3:tensor @ e4m3:tensor" in text
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from loka import records
 from loka.probe import Probe
-from loka.probe.drift import features_of, find_drift, mean_level, spans_of
+from loka.probe.drift import features_of, mean_level, spans_of
 from loka.probe.statistics import Statistics
 from loka.probe.window import MAX_MARKS
 from loka.records import DriftReport
@@ -83,7 +83,7 @@ def test_the_verdict_is_asked_on_the_first_and_on_the_latest_rows() -> None:
         seen.append((watch.name, float(watch.reservoir.x.std())))  # type: ignore[attr-defined]
         return "loud" if seen[-1][1] > 2 else "quiet"
 
-    report = find_drift([probe.watch(site) for site in probe.sites], model="Two", steps=60, judge=judge)
+    report = probe.drift(judge)
     assert [name for name, _ in seen] == ["moving", "moving"]  # what did not move is not asked about
     assert [round(std) for _, std in seen] == [1, 4]
     (change,) = report.changes

@@ -34,7 +34,7 @@ from loka.probe.problem import (
     rows_of,
     split_samples,
 )
-from loka.probe.row_errors import RowErrors, compare_rows, lost_by_row
+from loka.probe.row_errors import compare_rows, lost_by_row
 from loka.records import DistributionError, Interval
 
 REFERENCE = Engine.named("reference")
@@ -184,9 +184,7 @@ def test_a_chunk_gives_the_errors_of_its_samples() -> None:
         errors, of_b = run_rows(
             chunk.problem, trial, chunk.problem.reference()
         )  # one scale for all, where it is the tensor's
-        values = [
-            summarise(RowErrors(*(t[16 * i : 16 * (i + 1)] for t in vars(errors).values())), of_b) for i in range(3)
-        ]
+        values = [summarise(errors[slice(i * 16, (i + 1) * 16)], of_b) for i in range(3)]
         assert found.mere.value == pytest.approx(sum(v[0] for v in values) / 3, rel=1e-9)
         assert (found.samples, found.rows) == (3, 16)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from loka.probe import matrix_normal
 from loka.probe.matrix_normal import MatrixNormal
 
 CPU = torch.device("cpu")
@@ -43,12 +42,11 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-def test_errors_fall_like_one_over_the_root_of_the_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_normal, "MOMENTUM", 0.9999)
+def test_errors_fall_like_one_over_the_root_of_the_snapshots() -> None:
     mean, u, v = truth(12, 20)
     counts, errors = [16, 64, 256], []
     for count in counts:
-        found = [learn(snapshots(mean, u, v, count, seed)) for seed in range(2)]
+        found = [learn(snapshots(mean, u, v, count, seed), momentum=0.9999) for seed in range(2)]
         errors.append(
             [
                 sum(relative(m.mean, mean) for m in found),
@@ -104,6 +102,8 @@ def test_degenerate_weights_are_defined() -> None:
     assert broken.snapshots == 0
     with pytest.raises(ValueError, match="no finite weight"):
         broken.sample(torch.Generator())
+    with pytest.raises(ValueError, match="momentum=1"):
+        MatrixNormal(4, 6, CPU, momentum=1)
 
 
 def test_state_survives() -> None:

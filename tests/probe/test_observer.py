@@ -149,8 +149,7 @@ def test_resuming_equals_never_stopping(tmp_path: Path) -> None:
     data = batches(9)
     train(model, data[:5], whole)
     middle = {name: value.clone() for name, value in model.state_dict().items()}
-    whole.save(tmp_path / "probe.safetensors")
-    whole.wait()
+    whole.save(tmp_path / "probe.safetensors", wait=True)
     train(model, data[5:], whole)
 
     model.load_state_dict(middle)

@@ -31,6 +31,9 @@ def test_ratios_are_those_of_the_errors(report: Report) -> None:
     assert ratios["copula"].count == len(values)
     assert ratios["copula"].largest == max(values)
     assert ratios["copula"].mean == pytest.approx(math.prod(values) ** (1 / len(values)))
+    assert (
+        report.compare_sources("dgrad", "rowwise")["rows"].count == 2
+    )  # `first` needs no dgrad, `idle` was not called
 
 
 def test_the_summary_counts(report: Report) -> None:
@@ -59,6 +62,8 @@ def test_every_gemm_has_a_line_in_the_table(report: Report) -> None:
 
 def test_a_plan_takes_what_the_policy_takes(report: Report) -> None:
     assert report.plan(recipe="rowwise").recipe == "rowwise"
+    with pytest.raises(ValueError, match="set max_metric_change"):
+        report.plan(verify=lambda plan: Interval(0.0, 0.0, 0.0))
     with pytest.raises(ValueError, match="weights="):
         report.plan(weights="never")  # type: ignore[arg-type]
 

@@ -9,8 +9,8 @@ elsewhere. Choosing sites is a knapsack:
 solved exactly by keeping, site after site, every (effect, saving) pair that no other pair beats in both. Where that list grows beyond `MAX_STATES`
 effects are rounded *up* to a grid of bound / 10 000 first, which can only make the answer more careful.
 
-The sum is an assumption: errors of several sites may cancel or feed each other. So the set of a plan is a proposal, and the plan says so. `search` can measure sets jointly
-(`loka.quantize` does): one that goes beyond the bound is given up for a smaller one: first the sum is
+The sum is an assumption: errors of several sites may cancel or feed each other. So the set is a proposal until somebody measures it jointly
+(`verify`), and a plan says which of the two it is. A set that goes beyond the bound when measured together is given up for a smaller one: first the sum is
 tightened, then, since sites that cost nothing alone may cost something together, those go too, half of them at a time, the ones with the largest upper end
 first. The empty set changes nothing and is always within the bound: it is where this ends when nothing else is.
 """
@@ -23,6 +23,8 @@ import msgspec
 
 from loka.dispatch.recipe import choice_of
 from loka.records import Interval, Plan, ProbeReport, Site, SitePlan
+
+Verify = Callable[[Plan], Interval]  # measures the relative change of the end metric with a whole plan applied
 
 MAX_STATES = 20_000
 GRID = 10_000
@@ -79,9 +81,10 @@ def _undominated(ordered: list[tuple[float, float, tuple[str, ...]]]) -> list[tu
 
 @dataclass(frozen=True)
 class Spent:
-    """The result of a search."""
+    """What a search came to."""
 
-    chosen: frozenset[str]  # names of what may run in low precision
+    chosen: frozenset[str]  # names of what may run in low precision, told ones included
+    first: frozenset[str]  # what the effects alone would have chosen
     change: Interval | None  # of the end metric with all of it, where it was measured together
     notes: list[str]  # what was given up, and what was measured
 
@@ -89,40 +92,56 @@ class Spent:
 def search(
     items: Sequence[Item],
     bound: float,
-    measure: Callable[[frozenset[str]], Interval],
+    measure: Callable[[frozenset[str]], Interval] | None,
     *,
-    suspicion: Mapping[str, float],
+    told: Mapping[str, float] | None = None,
+    suspicion: Mapping[str, float] | None = None,
 ) -> Spent:
-    """The items with the largest total saving that stay within a bound on the end metric when measured together.
+    """The items with the largest total saving that stay within a bound on the end metric, measured together where that can be done.
 
     Args:
         items: what may be chosen, with effects measured one at a time.
         bound: relative change of the end metric.
-        measure: the change with a set of items at once.
+        measure: the change with a set of items at once; None proposes a set by its sum alone.
+        told: items that are chosen whatever happens, with their effects.
         suspicion: upper ends of the effects, below zero too; the highest go first when nothing that costs something alone is left.
 
     Returns:
         The set; empty where none that was measured stays within the bound.
+
+    Raises:
+        ValueError: what was told does not stay within the bound.
     """
-    effects = {item.name: item.effect for item in items}
-    limit, notes = bound, list[str]()
+    told, suspicion = told or {}, suspicion or {}
+    effects = {**{item.name: item.effect for item in items}, **told}
+    fixed = sum(told.values())
+    limit, notes = bound - fixed, list[str]()
     left = list(items)
+    first = frozenset((*choose_items(left, limit), *told))
+    if measure is None:
+        return Spent(
+            first, first, None, [f"{_spell(effects, first, bound)}; not measured together: verify before trusting it"]
+        )
     for number in range(MAX_ROUNDS):
-        chosen = frozenset(choose_items(left, limit))
+        chosen = frozenset((*choose_items(left, limit), *told))
         if not chosen:
             break
         joint = measure(chosen)
         seen = f"measured together: {joint:+.3%}"
         if joint.high <= bound:
-            return Spent(chosen, joint, [*notes, f"{_spell(effects, chosen, bound)}; {seen}"])
+            return Spent(chosen, first, joint, [*notes, f"{_spell(effects, chosen, bound)}; {seen}"])
         notes.append(f"a set of {len(chosen)} sites was given up: {seen}, beyond {bound:.3%}")
-        spent = sum(effects[name] for name in chosen)
-        if spent > 0:
+        if chosen == told.keys():
+            raise ValueError(f"the sites overrides convert do not stay within {bound:.3%} when measured together: " + "; ".join(notes))  # fmt: skip
+        spent = sum(effects[name] for name in chosen) - fixed
+        if number == MAX_ROUNDS - 2:
+            left = []  # the last measurement is for what was told
+        elif spent > 0:
             limit = spent * min(0.5, bound / joint.high) if number < MAX_ROUNDS // 2 else 0.0
         else:
             left = _drop_suspects([item for item in left if item.name in chosen], suspicion)
     none = Interval(value=0.0, low=0.0, high=0.0)
-    return Spent(frozenset(), none, [*notes, f"nothing is converted: no set that was measured together stays within {bound:.3%}"])  # fmt: skip
+    return Spent(frozenset(), first, none, [*notes, f"nothing is converted: no set that was measured together stays within {bound:.3%}"])  # fmt: skip
 
 
 def _drop_suspects(items: list[Item], suspicion: Mapping[str, float]) -> list[Item]:
@@ -136,7 +155,7 @@ def _spell(effects: Mapping[str, float], chosen: frozenset[str], bound: float) -
     return f"effects measured one site at a time sum to at most {total:.3%} of the end metric, bound {bound:.3%}"
 
 
-def spend(report: ProbeReport, plan: Plan, bound: float) -> Plan:
+def spend(report: ProbeReport, plan: Plan, bound: float, verify: Verify | None = None) -> Plan:
     """Keep the fastest sites of a plan within a budget; the others go back to high precision, with the reason.
 
     Sites an override converted stay and are paid for first. Only the forward product reaches the metric of a trained model, so a site that quantises
@@ -161,22 +180,35 @@ def spend(report: ProbeReport, plan: Plan, bound: float) -> Plan:
         for site in free
         if (effect := effects[site.site]) is not None
     ]
-    chosen = frozenset((*choose_items(items, bound - sum(paid.values())), *paid))
+    by_effect = frozenset((*choose_items(items, bound - sum(paid.values())), *paid))
+
+    def measure(chosen: frozenset[str]) -> Interval:
+        assert verify is not None
+        return verify(_restrict(plan, Spent(chosen, by_effect, None, []), effects, bound))
+
+    changes = {site.site: evidence[site.site].metric_change for site in free if _reaches_metric(site)}
+    suspicion = {name: change.high for name, change in changes.items() if change is not None}
+    spent = search(items, bound, None if verify is None else measure, told=paid, suspicion=suspicion)
+    return _restrict(plan, spent, effects, bound)
+
+
+def _restrict(plan: Plan, spent: Spent, effects: Mapping[str, float | None], bound: float) -> Plan:
+    """The plan with only what was chosen; every other site goes back to high precision, with the reason."""
 
     def explain(name: str) -> str:
         effect = effects[name]
         if effect is None:
             return "its effect on the end metric was not measured, and a bound is set"
+        if name in spent.first:
+            return f"sites measured together, this one among them, went beyond the bound of {bound:.3%}"
         return f"it may change the end metric by {effect:.3%}; the bound of {bound:.3%} is better spent on other sites"
 
     sites = [
-        site if site.site in chosen or site.site not in effects else _undo(site, explain(site.site))
+        site if site.site in spent.chosen or site.site not in effects else _undo(site, explain(site.site))
         for site in plan.sites
     ]
-    known = {name: effect or 0.0 for name, effect in effects.items()}
-    note = f"{_spell(known, chosen, bound)}; not measured together: verify before trusting it"
-    total = sum(known[name] for name in chosen)
-    return msgspec.structs.replace(plan, sites=sites, expected_metric_change=total, notes=[*plan.notes, note])
+    total = sum(effects.get(name) or 0.0 for name in spent.chosen)
+    return msgspec.structs.replace(plan, sites=sites, expected_metric_change=total, notes=[*plan.notes, *spent.notes])
 
 
 def _is_told(site: SitePlan) -> bool:

@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+
 from loka.dispatch.export_torchao import TorchaoExport, misaligned, refuse_chains, to_torchao
 from loka.records import GEMMS, Choice, Plan, SitePlan
 
@@ -80,9 +82,13 @@ def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def ignored(plan: Plan) -> list[str]:
-    """Linears whose forward product stays in high precision."""
-    return [site.site for site in plan.sites if _forward(site) is None]
+def ignored(plan: Plan, model: nn.Module | None = None) -> list[str]:
+    """Linears whose forward product stays in high precision; with the model also those the plan does not name."""
+    names = [site.site for site in plan.sites if _forward(site) is None]
+    if model is not None:
+        known = {site.site for site in plan.sites}
+        names += [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name not in known]
+    return names
 
 
 def _forward(site: SitePlan) -> Choice | None:
@@ -90,7 +96,7 @@ def _forward(site: SitePlan) -> Choice | None:
     return next((c for c in site.choices if c.gemm == "fprop" and c.quantized), None)
 
 
-def to_llm_compressor(plan: Plan) -> str:
+def to_llm_compressor(plan: Plan, model: nn.Module | None = None) -> str:
     """A recipe in YAML: presets by the names they apply to, and what to ignore."""
     refuse_chains(plan)
     targets: dict[str, list[str]] = {}
@@ -116,7 +122,7 @@ def to_llm_compressor(plan: Plan) -> str:
         f"      scheme:{'' if targets else ' {}'}",
     ]
     lines += [f"        {scheme}: [{_names(names)}]" for scheme, names in targets.items()]
-    lines += [f"      ignore: [{_names([*ignored(plan), *left_out])}]"]
+    lines += [f"      ignore: [{_names([*ignored(plan, model), *left_out])}]"]
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import get_args
 
-from loka.dispatch.budget import spend
+from loka.dispatch.budget import Verify, spend
 from loka.dispatch.chains import GIVEN, place_chains
 from loka.dispatch.choosing import HOPELESS
 from loka.dispatch.database import Database
@@ -94,13 +94,16 @@ class Policy:
         return self.max_error if gemm == "fprop" else self.max_gradient_error
 
 
-def make_plan(report: ProbeReport, policy: Policy, *, database: Database | None = None) -> Plan:
+def make_plan(
+    report: ProbeReport, policy: Policy, *, database: Database | None = None, verify: Verify | None = None
+) -> Plan:
     """Choose for every GEMM of every site.
 
     Args:
         report: what Probe found.
         policy: what is asked.
         database: rows for `policy.target`; None takes those that ship with the package.
+        verify: measures a budgeted plan as a whole; the budget is tightened until what it measures is within the bound.
 
     Returns:
         The plan, every choice with its reason.
@@ -108,6 +111,8 @@ def make_plan(report: ProbeReport, policy: Policy, *, database: Database | None 
     Example:
         >>> make_plan(report.record, Policy(min_speedup=None)).low_precision_share
     """
+    if verify is not None and policy.max_metric_change is None:
+        raise ValueError("verify measures a budget: set max_metric_change")
     speeds, notes = _find_speeds(report, policy, database)
     unmatched = [p for p in policy.overrides if not any(fnmatchcase(site.name, p) for site in report.sites)]
     if unmatched:
@@ -140,7 +145,7 @@ def make_plan(report: ProbeReport, policy: Policy, *, database: Database | None 
         weights=policy.weights if isinstance(speeds, DatabaseSpeeds) else None,
         max_metric_change=policy.max_metric_change,
     )
-    return plan if policy.max_metric_change is None else spend(report, plan, policy.max_metric_change)
+    return plan if policy.max_metric_change is None else spend(report, plan, policy.max_metric_change, verify)
 
 
 def _refuse_chains(policy: Policy) -> str | None:

@@ -60,13 +60,15 @@ def jobs_of_report(
     *,
     weights: Weights = "dynamic",
     backends: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
 ) -> list[SiteJob]:
-    """Every GEMM of every site with every usual recipe on every backend (those that are emulation excepted): what a plan would look up.
+    """Every GEMM of every site with every recipe on every backend (those that are emulation excepted): what a plan would look up.
 
     Args:
         report: what Probe found.
         weights: quantised in every call, or before.
         backends: all where None.
+        recipes: the usual ones where None.
 
     Returns:
         Jobs for `tune`.
@@ -75,7 +77,7 @@ def jobs_of_report(
         >>> len(jobs_of_report(report.record))
     """
     names = backends or [name for name in registry.BACKENDS["scaled_mm"] if name != "reference"]
-    chosen = [recipe_named(name) for name in USUAL]
+    chosen = [recipe_named(name) for name in recipes or USUAL]
     jobs = []
     for site in report.sites:
         for gemm in site.gemms:

@@ -27,7 +27,7 @@ from loka.measure.gate import judge_backend
 from loka.measure.inputs import Shape
 from loka.measure.isolation import Outcome, map_isolated
 from loka.measure.op import Op
-from loka.measure.timing import BASELINE, DEFAULT_REPEATS, Contender, Timing, sets_needed, time_capturable
+from loka.measure.timing import BASELINE, DEFAULT_REPEATS, CaptureError, Contender, Timing, sets_needed, time_together
 from loka.records import Interval
 from loka.records.performance import KernelBench, KernelRow, Peaks
 
@@ -234,17 +234,31 @@ def time_case(op: str, call: dict[str, Any], backends: Sequence[str], device: st
             candidates.append(Contender(name, rival, result))
         else:
             answers[name] = {"refusal": f"wrong: {result.reason}"}
-    timings, refused = time_capturable(candidates, target, repeats=repeats)
+    timings, refused = _captured(candidates, target, repeats)
     answers.update({name: {"refusal": reason} for name, reason in refused.items()})
-    for name, timing in timings.items():
-        answers[name] = _timing_fields(timing, timings.get(BASELINE))
-    answers["method"] = next((timing.method for timing in timings.values()), None)
+    base = next((t for t in timings if t.name == BASELINE), None)
+    for timing in timings:
+        answers[timing.name] = _timing_fields(timing, base)
+    answers["method"] = timings[0].method if timings else None
     return answers
 
 
 def _timing_fields(timing: Timing, base: Timing | None) -> dict[str, Any]:
     speedup = None if base is None or base is timing else asdict(timing.speedup_over(base))
     return {"microseconds": asdict(timing.microseconds()), "speedup": speedup, "sets": timing.sets}
+
+
+def _captured(candidates: list[Contender], device: torch.device, repeats: int) -> tuple[list[Timing], dict[str, str]]:
+    """Time what can be captured; leave out, with the reason, what cannot."""
+    refused: dict[str, str] = {}
+    while candidates:
+        try:
+            return time_together(candidates, device, repeats=repeats), refused
+        except CaptureError as error:
+            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
+            refused[culprit.name] = str(error)
+            candidates = [c for c in candidates if c is not culprit]
+    return [], refused
 
 
 def roofline_microseconds(adapter: Op[Any], call: Any, ceilings: Peaks) -> float | None:

@@ -337,20 +337,30 @@ def check_by_chance(out: QTensor, *, x: Tensor, spec: Spec, scale: Tensor | None
     return Conformance(True, worst, CHANCE)
 
 
-def check_quantized(out: QTensor, ref: QTensor) -> Conformance:
-    """Judge a quantiser against the law: the same bits. The law divides once per block and multiplies, so a kernel has no freedom."""
+def check_quantized(out: QTensor, ref: QTensor, *, neighbours: float = 0.0) -> Conformance:
+    """Judge a quantiser against the law: the same bits, or at most a share `neighbours` of elements one code away.
+
+    The law divides once per block and multiplies, so a kernel has no freedom: the default is exact.
+    """
     if out.spec != ref.spec or out.shape != ref.shape:
         reason = f"result is {out.spec} {tuple(out.shape)}, expected {ref.spec} {tuple(ref.shape)}"
-        return Conformance(False, math.inf, 0.0, reason)
+        return Conformance(False, math.inf, neighbours, reason)
     differing = ~((out.scale == ref.scale) | (out.scale.isnan() & ref.scale.isnan()))
     if differing.any():
         index = tuple(int(i) for i in differing.nonzero()[0])
         reason = f"{int(differing.sum())} scales differ, first at {list(index)}: {float(out.scale[index])}, law {float(ref.scale[index])}"
-        return Conformance(False, math.inf, 0.0, reason)
+        return Conformance(False, math.inf, neighbours, reason)
     seen, law_ = decode(out.data, ref.spec.format), decode(ref.data, ref.spec.format)
     wrong = ~((seen == law_) | (seen.isnan() & law_.isnan()))
-    if wrong.any():
-        row, col = (int(i) for i in wrong.nonzero()[0])
+    share = float(wrong.double().mean()) if wrong.numel() else 0.0
+    apart = (out.data.view(torch.uint8).short() - ref.data.view(torch.uint8).short()).abs() > 1
+    if (wrong & apart).any() or share > neighbours:
+        row, col = (int(i) for i in (wrong & apart if (wrong & apart).any() else wrong).nonzero()[0])
         where = f"first at [{row}, {col}]: {float(seen[row, col])}, law {float(law_[row, col])}"
-        return Conformance(False, math.inf, 0.0, f"{int(wrong.sum())} elements differ, {where}")
-    return Conformance(True, 0.0, 0.0)
+        return Conformance(
+            False,
+            math.inf if (wrong & apart).any() else share,
+            neighbours,
+            f"{int(wrong.sum())} elements differ, {where}",
+        )
+    return Conformance(True, share, neighbours)

@@ -40,6 +40,11 @@ class Outcome:
         return self.refusal is None
 
 
+def run_isolated(target: str, case: dict[str, Any], *, timeout: float) -> Outcome:
+    """Call `module:function(**case)` in a child process."""
+    return map_isolated(target, [case], timeout=timeout)[0]
+
+
 def map_isolated(
     target: str, cases: Sequence[dict[str, Any]], *, timeout: float, case_timeout: float = 60.0, max_crashes: int = 3
 ) -> list[Outcome]:

@@ -40,7 +40,7 @@ from loka.measure import conformance, inputs
 from loka.measure.conformance import Conformance
 from loka.measure.gate import judge_backend
 from loka.measure.isolation import map_isolated
-from loka.measure.timing import BASELINE, Contender, Thunk, sets_needed, time_capturable
+from loka.measure.timing import BASELINE, CaptureError, Contender, Thunk, Timing, sets_needed, time_together
 from loka.records import GEMMS, Gemm, Interval
 
 Weights = Literal["dynamic", "cached"]
@@ -106,8 +106,9 @@ def time_jobs(
     repeats: int = DEFAULT_REPEATS,
     seconds: float = 60.0,
     distributions: Sequence[str] = (),
+    isolate: bool = False,
 ) -> list[list[SiteTiming]]:
-    """Time several GEMMs within one time box; children are shared by all of them."""
+    """Time several GEMMs within one time box; children are shared by all of them. `isolate`: our own backends in a child too."""
     device = torch.device(device)
     if device.type != "cuda":
         return [[SiteTiming(c, refusal=NO_GPU) for c in job.candidates] for job in jobs]
@@ -121,7 +122,7 @@ def time_jobs(
         asked = [i for i, some in enumerate(chosen) if some]
         cases = [encode_case(jobs[i], chosen[i], options) for i in asked]
         left = end - time.monotonic()
-        if group != OURS:
+        if isolate or group != OURS:
             answers = map_isolated(TARGET, cases, timeout=max(left, 0.1)) if cases else []
             results = [(a.value, a.refusal) for a in answers]
         else:
@@ -285,7 +286,7 @@ def _time(job: SiteJob, green: list[tuple[GemmWay, dict[str, Any]]], device: tor
             Contender(_name(c), [_thunk(job, c, pair) for pair in pairs], Conformance(True, x["error"], x["tolerance"]))
             for c, x in green
         ]
-        timings, refused = time_capturable([base, *rivals], device, repeats=repeats)
+        timings, refused = _time_captured([base, *rivals], device, repeats)
     except Exception as error:  # out of memory, a red baseline: nothing of this job can be timed
         reason = f"not timed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         timings, refused = {}, dict.fromkeys([BASELINE, *(_name(c) for c, _ in green)], reason)
@@ -316,3 +317,18 @@ def _check_baseline(pair: tuple[Tensor, Tensor]) -> Conformance:
     law = conformance.law_of_values(a[rows], b)
     allowed = conformance.baseline_tolerance(torch.bfloat16, a.shape[1])
     return conformance.judge_runs(lambda: torch.matmul(a, b.T)[rows], law, allowed, torch.bfloat16, poison=False)
+
+
+def _time_captured(
+    candidates: list[Contender], device: torch.device, repeats: int
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time what can be captured in a CUDA graph; the rest gets its reason."""
+    refused: dict[str, str] = {}
+    while candidates:
+        try:
+            return {t.name: t for t in time_together(candidates, device, repeats=repeats)}, refused
+        except CaptureError as error:
+            culprit = next(c for c in candidates if str(error).startswith(f"{c.name} "))
+            refused[culprit.name] = str(error)
+            candidates = [c for c in candidates if c is not culprit]
+    return {}, refused

@@ -143,22 +143,6 @@ def time_together(
     return [Timing(c.name, tuple(s), method, len(c.thunks)) for c, s in zip(candidates, seconds, strict=True)]
 
 
-def time_capturable(
-    candidates: Sequence[Contender], device: torch.device, *, repeats: int
-) -> tuple[dict[str, Timing], dict[str, str]]:
-    """As `time_together`, by name; what cannot be captured in a CUDA graph is left out, with the reason."""
-    refused: dict[str, str] = {}
-    left = list(candidates)
-    while left:
-        try:
-            return {t.name: t for t in time_together(left, device, repeats=repeats)}, refused
-        except CaptureError as error:
-            culprit = next(c for c in left if str(error).startswith(f"{c.name} "))
-            refused[culprit.name] = str(error)
-            left.remove(culprit)
-    return {}, refused
-
-
 def _calls(seconds_per_call: float, sets: int) -> int:
     """Calls per measurement: a multiple of the operand sets, long enough for the clock and the launch of the graph."""
     wanted = min(MAX_CALLS, math.ceil(GRAPH_SECONDS / max(seconds_per_call, 1e-9)))

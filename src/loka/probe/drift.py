@@ -63,7 +63,7 @@ def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | N
         length = max(length, learned.windows.length)
         for role in ROLES:
             moves += compare_spans(watch.name, role, list(spans_of(watch, role)))
-    changes = [] if judge is None else would_change(watches, judge, {move.site for move in moves})
+    changes = [] if judge is None else would_change(watches, judge, sites={move.site for move in moves})
     return DriftReport(
         model=model,
         steps=steps,
@@ -76,11 +76,15 @@ def find_drift(watches: list[Watch], *, model: str, steps: int, judge: Judge | N
     )
 
 
-def would_change(watches: list[Watch], judge: Judge, sites: set[str]) -> list[VerdictChange]:
-    """Sites, of those that moved, that the judge decides differently about on their latest rows than on their first."""
+def would_change(watches: list[Watch], judge: Judge, *, sites: set[str] | None = None) -> list[VerdictChange]:
+    """Sites that the judge decides differently about on their latest rows than on their first."""
     changes = []
     for watch in watches:
-        if watch.name not in sites:
+        if (
+            watch.learned is None
+            or len(watch.learned.windows.marks) < 2
+            or (sites is not None and watch.name not in sites)
+        ):
             continue
         before, after = judge(watch.at("first")), judge(watch.at("latest"))
         if before != after:

@@ -172,13 +172,12 @@ def judge_errors(outcome: Outcome, gemm: Gemm, judged_on: Sequence[Source]) -> C
     if outcome.refusal is not None:
         return bare
     measured = [
-        replace(promote(bare, entry), errors=outcome.errors) for entry in outcome.errors if entry.source in judged_on
+        replace(_promote(bare, entry), errors=outcome.errors) for entry in outcome.errors if entry.source in judged_on
     ]
     return max(measured, key=lambda c: error.high if (error := c.error) else 0.0)
 
 
-def promote(bare: Candidate, entry: DistributionError) -> Candidate:
-    """The record of a candidate with the errors of one origin at its top."""
+def _promote(bare: Candidate, entry: DistributionError) -> Candidate:
     return replace(
         bare,
         distribution=entry.source,

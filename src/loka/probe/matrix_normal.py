@@ -21,7 +21,7 @@ from torch import Tensor
 from loka.probe.scatter import BLOCK, cholesky, shrink
 
 SIDE_CAP = 2048
-MOMENTUM = 0.9  # the weight of the past
+MOMENTUM = 0.9
 FIRST_SWEEPS = 3  # the first snapshot starts from the identity and needs a few flips to settle
 
 
@@ -105,9 +105,12 @@ class MatrixNormal:
         device: torch.device,
         *,
         cap: int = SIDE_CAP,
+        momentum: float = MOMENTUM,
         whole_mean: bool = True,
     ) -> None:
-        self.n, self.k = n, k
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum}: expected 0 <= momentum < 1, the weight of the past")
+        self.n, self.k, self._momentum = n, k, momentum
         self.u, self.v = Side(n, device, cap), Side(k, device, cap)
         self.snapshots = 0
         self._mean = torch.zeros((n, k) if whole_mean else (n + k,), device=device)
@@ -143,7 +146,7 @@ class MatrixNormal:
         if not bool(weight.isfinite().all()):
             return
         self.snapshots += 1
-        fresh = max(1 / self.snapshots, 1 - MOMENTUM)
+        fresh = max(1 / self.snapshots, 1 - self._momentum)
         if self.snapshots == 1:
             self._mean.fill_(weight.mean())
             for _ in range(FIRST_SWEEPS):

@@ -278,9 +278,11 @@ class Observer:
             )
         return parts
 
-    def save(self, path: str | Path) -> None:
-        """Write the state as safetensors, in the background; `wait` returns when it is written."""
+    def save(self, path: str | Path, *, wait: bool = False) -> None:
+        """Write the state as safetensors, in the background unless `wait`."""
         self._saver.save(self.state_dict(), path)
+        if wait:
+            self._saver.wait()
 
     def wait(self) -> None:
         """Until a save in the background is done; raises what went wrong in it."""

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from loka.formats import Spec
 from loka.measure.device import device_of, environment_of
 from loka.probe.chains import find_chains
-from loka.probe.drift import find_drift, survey_judge
+from loka.probe.drift import Judge, find_drift, survey_judge
 from loka.probe.engine import Engine
 from loka.probe.observer import Observer
 from loka.probe.progress import telling
@@ -78,6 +78,7 @@ class Probe(Observer):
         max_gradient_error: float = MAX_GRADIENT_ERROR,
         model_name: str | None = None,
         data_name: str | None = None,
+        command: str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
         example: Any = None,
         **settings: Any,
@@ -131,7 +132,7 @@ class Probe(Observer):
             chains=chains.units,
             alone=chains.alone,
             no_chains=chains.reason,
-            environment=environment_of(self.model),
+            environment=environment_of(self.model, command),
         )
         return Report(record)
 
@@ -145,13 +146,14 @@ class Probe(Observer):
             for w in self._watches.values()
         }
 
-    def drift(self, **settings: Any) -> DriftReport:
-        """What moved, when, and whether the verdict of an evaluation with these settings would change.
+    def drift(self, judge: Judge | None = None, **settings: Any) -> DriftReport:
+        """What moved, when, and whether the verdict would change: by a judge of your own, or by an evaluation with these settings.
 
-        Without settings nothing is judged, only compared: that is cheap. See `loka.probe.drift`.
+        Without a judge and without settings nothing is judged, only compared: that is cheap. See `loka.probe.drift`.
         """
         self.absorb()
-        judge = survey_judge(Settings(**settings), seed=self._seed) if settings else None
+        if judge is None and settings:
+            judge = survey_judge(Settings(**settings), seed=self._seed)
         return find_drift(list(self._watches.values()), model=type(self.model).__name__, steps=self.steps, judge=judge)
 
     def _extra_counts(self) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from loka import records
 from loka.dispatch import Database, Policy, make_plan
+from loka.dispatch.budget import Verify
 from loka.measure.site import Weights
 from loka.records import GEMMS, Candidate, Gemm, Plan, ProbeReport, Site, Source
 
@@ -73,6 +74,7 @@ class Report:
         margin: float | None = None,
         chains: bool | None = None,
         database: Database | None = None,
+        verify: Verify | None = None,
     ) -> Plan:
         """The fastest candidates that are accurate enough and measurably faster. `min_speedup=None` makes a plan for accuracy only, and it says so.
 
@@ -93,7 +95,7 @@ class Report:
             margin=self.record.margin if margin is None else margin,
             chains=chains,
         )
-        return make_plan(self.record, policy, database=database)
+        return make_plan(self.record, policy, database=database, verify=verify)
 
     def site(self, name: str) -> Site:
         """One site by name."""
@@ -125,14 +127,14 @@ class Report:
             for row in rows
         )
 
-    def compare_sources(self) -> dict[Source, Ratio]:
-        """How the forward error under each origin of the operands compares with that under N(0, 1), over sites and recipes."""
+    def compare_sources(self, gemm: Gemm = "fprop", recipe: str | None = None) -> dict[Source, Ratio]:
+        """How the error under each origin of the operands compares with that under N(0, 1), over sites and recipes."""
         ratios: dict[Source, list[tuple[float, str]]] = {}
         for site in self.record.sites:
             for candidate in site.candidates:
-                if candidate.gemm != "fprop":
+                if candidate.gemm != gemm or recipe not in (None, candidate.recipe):
                     continue
-                errors = {e.source: e.mere for e in candidate.errors}
+                errors = {e.source: e.mere if gemm == "fprop" else e.relative_l2 for e in candidate.errors}
                 plain = errors.pop("normal", None)
                 for source, error in errors.items():
                     if plain is not None and plain.value > 0 and error.value > 0:

@@ -21,6 +21,11 @@ class RowErrors:
     saturated: Tensor  # shares of the row of a
     underflowed: Tensor
 
+    def __getitem__(self, index: Tensor | slice) -> "RowErrors":
+        return RowErrors(
+            self.mere[index], self.error[index], self.size[index], self.saturated[index], self.underflowed[index]
+        )
+
 
 def compare_rows(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(guarded MERE, squared error, squared size) of every row.

@@ -18,7 +18,7 @@ from loka.lowp.chain_trace import operand_specs
 from loka.measure.site import SiteTiming, Weights
 from loka.probe.cause import MODS, find_causes, operands_from
 from loka.probe.engine import Engine
-from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources, promote
+from loka.probe.evaluate import JUDGED, Evaluator, Trial, check_sources
 from loka.probe.offset import find_offsets
 from loka.probe.score import GIVEN_SCALES, operands_of
 from loka.probe.speed import TimingKey, explain_slow, time_candidates
@@ -204,7 +204,14 @@ def own_candidates(watch: Watch, gemm: Gemm) -> list[Candidate]:
         return []
     return [
         replace(
-            promote(made, errors),
+            made,
+            distribution="rows",
+            samples=errors.samples,
+            mere=errors.mere,
+            relative_l2=errors.relative_l2,
+            sqnr_db=None if errors.sqnr_db is None else errors.sqnr_db.value,
+            saturated=errors.saturated.value,
+            underflowed=errors.underflowed.value,
             errors=[errors],
             harm=None if harm is None else harm[0],
             drift=None if harm is None else harm[1],

@@ -22,7 +22,7 @@ class Conversion(Record, frozen=True, kw_only=True, tag="conversion"):
         frozen: whether weights are quantised once, for serving.
         low_precision_share: of the GEMM FLOPs of a step; None where neither a plan nor an example gave the shapes.
         flops_of: what that is a share of: the model's GEMMs, or the probed sites'.
-        notes: what `auto` chose and what refused; what differs from where the plan was made.
+        notes: what `auto` came to and who refused; what differs from where the plan was made.
         plan: the seal of the plan it came from; None for a recipe.
         environment: where it was done.
     """
@@ -86,7 +86,7 @@ class Quantized(Record, frozen=True, tag="quantized"):
     metric: str | None = None  # what was measured, on what; None where nothing was
     bound: float | None = None  # largest accepted relative change of it
     change: Interval | None = None  # of the whole quantised model
-    notes: list[str] = msgspec.field(default_factory=list)  # what `auto` chose; sets of sites that were given up
+    notes: list[str] = msgspec.field(default_factory=list)  # what `auto` came to; sets of sites that were given up
     plan: str | None = None  # the seal of the plan it came from; None for a recipe
     mods: list[str] = msgspec.field(default_factory=list)  # rewrites the model had, as spelled
     units: list[UnitPlan] = msgspec.field(default_factory=list)  # chains, with the magnitudes their scales come from
