@@ -183,7 +183,7 @@ def make_codes(data: Any) -> np.ndarray:
     from loka.semantic_ids import ResidualKMeans, fit_semantic_ids
     from loka.training import embed_items
 
-    index = fit_semantic_ids(embed_items(data), ResidualKMeans(CODEBOOKS))
+    index = fit_semantic_ids(embed_items(data), ResidualKMeans(CODEBOOKS), collisions="level")
     table = np.zeros((data.n_items + 1, index.levels), np.int64)
     table[1:] = index.codes.numpy()
     return table

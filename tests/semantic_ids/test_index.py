@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loka.semantic_ids import ResidualKMeans, SemanticIndex, fit_semantic_ids, load_index, resolve_collisions
+from loka.semantic_ids import ResidualKMeans, SemanticIndex, fit_semantic_ids, load_index
 
 
 @pytest.fixture(scope="module")
 def index() -> SemanticIndex:
     points = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
-    return fit_semantic_ids(points, ResidualKMeans((8, 8)), items=torch.arange(200).flip(0) + 1)
+    return fit_semantic_ids(points, ResidualKMeans((8, 8)), collisions="level", items=torch.arange(200).flip(0) + 1)
 
 
 def test_lookups_are_inverse(index: SemanticIndex) -> None:
@@ -37,20 +37,6 @@ def test_collisions_block_the_way_back() -> None:
     assert "2 items collide" in repr(colliding)
     with pytest.raises(ValueError, match="resolve_collisions"):
         colliding.items_of(torch.tensor([[0, 1]]))
-
-
-def test_a_last_level_numbers_the_items_that_collide() -> None:
-    codes = torch.tensor([[1, 1], [0, 0], [1, 1], [1, 0], [1, 1]])
-    index = resolve_collisions(SemanticIndex(codes, (2, 2), torch.arange(5)))
-    assert index.codes.tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1], [1, 0, 0], [1, 1, 2]]
-    assert index.codebook_sizes == (2, 2, 3)
-    assert index.colliding == 0
-
-
-def test_the_level_is_added_even_without_collisions() -> None:
-    index = resolve_collisions(SemanticIndex(torch.tensor([[0], [1]]), (2,), torch.arange(2)))
-    assert index.codes.tolist() == [[0, 0], [1, 0]]
-    assert index.codebook_sizes == (2, 1)
 
 
 def test_file_round_trip(index: SemanticIndex, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_topics_separate() -> None:
 
 
 def test_first_code_is_the_topic() -> None:
-    index = fit_semantic_ids(embed_text(make_texts(), dimensions=8), ResidualKMeans((3, 8)))
+    index = fit_semantic_ids(embed_text(make_texts(), dimensions=8), ResidualKMeans((3, 8)), collisions="level")
     for topic in range(3):
         assert index.codes[topic::3, 0].unique().numel() == 1
     assert index.codes[:, 0].unique().numel() == 3

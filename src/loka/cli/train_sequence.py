@@ -177,7 +177,7 @@ def find_index(
     if resume and kept is not None and kept.exists():
         return load_index(kept)
     if name is None:
-        index = fit_semantic_ids(embed_items(data), ResidualKMeans(codebooks), items=numbers)
+        index = fit_semantic_ids(embed_items(data), ResidualKMeans(codebooks), collisions="level", items=numbers)
     elif name in data.semantic_id_names:
         table = data.semantic_ids(name)
         missing = sorted(set(numbers.tolist()) - set(table))
@@ -192,7 +192,7 @@ def find_index(
             f"ids={name!r} is neither a file nor among the indexes of {data.name}: {data.semantic_id_names}"
         )
     if index.colliding:
-        index = resolve_collisions(index)
+        index = resolve_collisions(index, "level")
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         index.save(kept)

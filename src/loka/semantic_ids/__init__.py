@@ -2,15 +2,17 @@
 
     embeddings = embed_text(titles)                                   # what items are; or vectors of your own, [n, d]
     embeddings = embed_histories(items, offsets, n_items)             # what they are chosen with: training histories
-    index = fit_semantic_ids(embeddings, ResidualKMeans((256, 256, 256)))
+    index = fit_semantic_ids(embeddings, ResidualKMeans((256, 256, 256)), collisions="level")
+    print(index.quality(embeddings))                                  # collisions, codebook use, variance left per level
     index.save("items.safetensors");  load_index("items.safetensors")
     nodes = index.trie.step(nodes, codes)                             # constrained decoding; index.trie.items(nodes) at the end
 
 Depends on torch and safetensors only; scikit-learn is imported by `embed_text` alone.
 """
 
+from loka.semantic_ids.collisions import resolve_collisions
 from loka.semantic_ids.histories import embed_histories
-from loka.semantic_ids.index import SemanticIndex, load_index, resolve_collisions
+from loka.semantic_ids.index import SemanticIndex, load_index
 from loka.semantic_ids.residual import ResidualKMeans, fit_semantic_ids
 from loka.semantic_ids.text import embed_text
 from loka.semantic_ids.trie import Trie

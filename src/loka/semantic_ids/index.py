@@ -8,7 +8,7 @@ codebook sizes. Centroids are optional: an index read from someone else's file h
 colliding items apart never has.
 
 Two items may share their codes (a collision). Lookups from codes to items, and the trie, then have no answer and raise:
-call `resolve_collisions` first.
+call `loka.semantic_ids.resolve_collisions` first.
 """
 
 import json
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loka.records import replacing
+from loka.semantic_ids.quality import Quality, measure_quality
 from loka.semantic_ids.trie import Trie, build_trie
 
 SCHEMA = 1
@@ -95,6 +96,10 @@ class SemanticIndex:
             nodes = self.trie.step(nodes, codes[..., level])
         return self.trie.items(nodes)
 
+    def quality(self, embeddings: Tensor | None = None) -> Quality:
+        """Collisions and codebook use; with the embeddings (rows in the order of `codes`) also the error left after each level."""
+        return measure_quality(self.codes, self.codebook_sizes, centroids=self.centroids, embeddings=embeddings)
+
     def to(self, device: torch.device | str) -> "SemanticIndex":
         """The index on another device."""
         return replace(
@@ -117,31 +122,6 @@ class SemanticIndex:
     def _sorted_items(self) -> tuple[Tensor, Tensor]:
         ordered = torch.sort(self.items)
         return ordered.values, ordered.indices
-
-
-def resolve_collisions(index: SemanticIndex) -> SemanticIndex:
-    """Give every item its own codes: one more level numbers the items that share a tuple 0, 1, 2, ... in the order of their rows.
-
-    Args:
-        index: several of whose items may share their codes.
-
-    Returns:
-        Another index. The level is there even when nothing collides, so that the length of the ids does not depend on the data.
-
-    Example:
-        >>> resolve_collisions(index).levels == index.levels + 1
-        True
-    """
-    _, group, counts = torch.unique(index.codes, dim=0, return_inverse=True, return_counts=True)
-    order = torch.argsort(group, stable=True)
-    starts = counts.cumsum(0) - counts
-    number = torch.empty_like(group)
-    number[order] = torch.arange(len(index), device=group.device) - starts[group[order]]
-    return replace(
-        index,
-        codes=torch.cat([index.codes, number[:, None]], dim=1),
-        codebook_sizes=(*index.codebook_sizes, int(counts.max())),
-    )
 
 
 def load_index(path: str | os.PathLike[str]) -> SemanticIndex:

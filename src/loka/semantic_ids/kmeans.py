@@ -1,4 +1,4 @@
-"""K-means in plain torch: greedy k-means++ seeding, Lloyd's iterations, empty clusters re-seeded.
+"""K-means in plain torch: greedy k-means++ seeding, Lloyd's iterations or minibatches, empty clusters re-seeded.
 
     minimise  sum_i || x_i - c_{a(i)} ||^2   over centroids c and assignments a
 
@@ -23,36 +23,55 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 24  # distances held at once: 64 MB in float32
-TOLERANCE = 1e-4  # relative improvement of the error below which it ends
 _SEED_POINTS = 16_384  # k-means++ looks at this many points, or 8 per cluster if that is more
 _WEIGHT_LEVELS = 2**30  # resolution of the integer sampling weights
 
 
 @dataclass(frozen=True)
 class Clustering:
-    """Centroids [k, d] in the dtype of the points, and the code of every point [n] (int64)."""
+    """Centroids [k, d] in the dtype of the points, code of every point [n] (int64), and passes over the data."""
 
     centroids: Tensor
     codes: Tensor
+    iterations: int
 
 
-def fit_kmeans(points: Tensor, clusters: int, *, seed: int = 0, iterations: int = 50) -> Clustering:
-    """Cluster the rows of `points`; stops early when the error hardly improves any more. The final codes are the nearest centroids."""
+def fit_kmeans(
+    points: Tensor,
+    clusters: int,
+    *,
+    seed: int = 0,
+    iterations: int = 50,
+    tolerance: float = 1e-4,
+    batch_size: int | None = None,
+) -> Clustering:
+    """Cluster the rows of `points`; stops early when the error improves by less than `tolerance`, relatively.
+
+    With `batch_size`, each iteration is one pass of minibatch k-means (running means per cluster) in a seeded random order: cheaper
+    per step on large data, slightly worse. The final codes are always the nearest centroids over all points.
+    """
     check_points(points, clusters)
-    if iterations < 1:
-        raise ValueError(f"iterations={iterations}: expected at least 1")
+    if iterations < 1 or tolerance < 0 or (batch_size is not None and batch_size < 1):
+        raise ValueError(
+            f"iterations={iterations}, tolerance={tolerance}, batch_size={batch_size}: expected >= 1, >= 0, >= 1"
+        )
     generator = torch.Generator().manual_seed(seed)
     centroids = _seed_centroids(points, clusters, generator)
-    previous = math.inf
-    for _ in range(iterations):
-        codes, distance = assign_nearest(points, centroids)
-        centroids, counts = average_clusters(points, codes, centroids)
+    previous, done = math.inf, 0
+    for done in range(1, iterations + 1):  # noqa: B007  the count is part of the result
+        if batch_size is None:
+            codes, distance = assign_nearest(points, centroids)
+            centroids, counts = average_clusters(points, codes, centroids)
+        else:
+            centroids = _pass_minibatches(points, centroids, batch_size, generator)
+            codes, distance = assign_nearest(points, centroids)
+            counts = torch.bincount(codes, minlength=clusters)
         centroids, moved = _reseed_empty(points, centroids, counts, distance)
         error = float(distance.sum(dtype=torch.float64))
-        if not moved and previous - error <= TOLERANCE * error:
+        if not moved and previous - error <= tolerance * error:
             break
         previous = error
-    return _settle(points, centroids)
+    return _settle(points, centroids, done)
 
 
 def assign_nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +139,20 @@ def _seed_centroids(points: Tensor, clusters: int, generator: torch.Generator) -
     return points[torch.cat(chosen)].clone()
 
 
+def _pass_minibatches(points: Tensor, centroids: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
+    """One pass of running means: a cluster's centroid is the mean of the points it has won so far in this pass."""
+    order = torch.randperm(points.shape[0], generator=generator).to(points.device)
+    seen = torch.zeros(centroids.shape[0], dtype=torch.int64, device=points.device)
+    for start in range(0, points.shape[0], batch_size):
+        batch = points[order[start : start + batch_size]]
+        codes, _ = assign_nearest(batch, centroids)
+        means, counts = average_clusters(batch, codes, centroids)
+        seen += counts
+        rate = (counts.double() / seen.clamp(min=1)).to(points.dtype)
+        centroids = centroids + rate[:, None] * (means - centroids)
+    return centroids
+
+
 def _reseed_empty(points: Tensor, centroids: Tensor, counts: Tensor, distance: Tensor) -> tuple[Tensor, bool]:
     """Move empty clusters to the farthest points, as far as there are points away from their centroid."""
     empty = (counts == 0).nonzero()[:, 0]
@@ -132,7 +165,7 @@ def _reseed_empty(points: Tensor, centroids: Tensor, counts: Tensor, distance: T
     return centroids, True
 
 
-def _settle(points: Tensor, centroids: Tensor) -> Clustering:
+def _settle(points: Tensor, centroids: Tensor, iterations: int) -> Clustering:
     """Final nearest codes; a cluster that the last update emptied is re-seeded once more for each cluster at most."""
     codes, distance = assign_nearest(points, centroids)
     for _ in range(centroids.shape[0]):
@@ -142,4 +175,4 @@ def _settle(points: Tensor, centroids: Tensor) -> Clustering:
             break
         centroids = moved_centroids
         codes, distance = assign_nearest(points, centroids)
-    return Clustering(centroids, codes)
+    return Clustering(centroids, codes, iterations)

@@ -32,7 +32,7 @@ class Trie:
         fanouts: largest of every level.
 
     Example:
-        >>> index.trie.to("cuda")
+        >>> index.trie().to("cuda")
     """
 
     offsets: Tensor
