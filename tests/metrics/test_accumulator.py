@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from comms.ranks import on_ranks
 from loka.metrics import (
     AUC,
+    GAUC,
     BeamOverlap,
     LogLoss,
     Metric,
@@ -33,6 +34,7 @@ def draw(part: int, size: int = 400) -> dict[str, torch.Tensor]:
         "logits": logits,
         "other": logits + torch.randn(size, generator=generator),
         "labels": (torch.rand(size, generator=generator) < torch.sigmoid(logits)).float(),
+        "group": torch.randint(20, (size,), generator=generator),
         "scores": torch.randn(size, 30, generator=generator),
         "target": torch.randint(30, (size,), generator=generator),
         "beams": torch.rand(size, 30, generator=generator).argsort(1)[:, :8],
@@ -43,6 +45,11 @@ def draw(part: int, size: int = 400) -> dict[str, torch.Tensor]:
 def feed_binary(metric: Any, part: int) -> None:
     batch = draw(part)
     metric.update(batch["logits"], batch["labels"])
+
+
+def feed_grouped(metric: Any, part: int) -> None:
+    batch = draw(part)
+    metric.update(batch["logits"], batch["labels"], batch["group"])
 
 
 def feed_topk(metric: Any, part: int) -> None:
@@ -59,6 +66,7 @@ CASES: list[tuple[Metric[Any], Feed]] = [
     (LogLoss(), feed_binary),
     (NormalizedEntropy(), feed_binary),
     (AUC(), feed_binary),
+    (GAUC(), feed_grouped),
     (TopK((1, 5, 10)), feed_topk),
     (BeamOverlap((2, 8)), feed_beams),
 ]

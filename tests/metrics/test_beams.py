@@ -18,14 +18,16 @@ def test_matches_sets_of_ids() -> None:
     metric.update(first[20:], second[20:])
     result = metric.compute()
     for n in (1, 4, 12):
-        overlap, queries = 0.0, 0
+        overlap, jaccard, queries = 0.0, 0.0, 0
         for a, b in zip(first.tolist(), second.tolist(), strict=True):
             left, right = ({item for item in row[:n] if item >= 0} for row in (a, b))
             if not left and not right:
                 continue
             queries += 1
             overlap += len(left & right) / max(len(left), len(right))
+            jaccard += len(left & right) / len(left | right)
         assert result.overlap[n] == pytest.approx(overlap / queries)
+        assert result.jaccard[n] == pytest.approx(jaccard / queries)
         assert (result.queries[n], result.empty[n]) == (queries, 60 - queries)
 
 
@@ -36,6 +38,7 @@ def test_tuples_of_codes_compare_as_tuples() -> None:
     metric.update(reference, candidate)
     result = metric.compute()
     assert result.overlap[3] == pytest.approx(1 / 3)
+    assert result.jaccard[3] == pytest.approx(1 / 4)
 
 
 def test_order_does_not_matter_and_identity_is_one() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from loka.metrics import AUC, LogLoss, NormalizedEntropy, log_losses
+from loka.metrics import AUC, GAUC, LogLoss, NormalizedEntropy, log_losses
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.1, -0.3, 1.5])
 LABELS = torch.tensor([1, 0, 1, 1, 0, 0])
@@ -38,6 +38,14 @@ def test_nonfinite_predictions_are_counted(kind: type[LogLoss]) -> None:
     assert metric.nonfinite_count == 3
 
 
+def test_gauc_counts_too() -> None:
+    metric, clean = GAUC(nonfinite="count"), GAUC()
+    metric.update(WITH_BAD, WITH_BAD_LABELS, torch.tensor([1, 1, 1, 2, 2, 1, 2, 2, 2]))
+    clean.update(LOGITS, LABELS, torch.tensor([1, 1, 2, 1, 2, 2]))
+    assert metric.compute() == clean.compute()
+    assert metric.nonfinite_count == 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [2.0, -1.0, 0.5, math.nan])
 def test_labels_must_be_binary(kind: type[LogLoss], bad: float) -> None:
@@ -51,6 +59,16 @@ def test_labels_must_be_binary(kind: type[LogLoss], bad: float) -> None:
         late.compute()
 
 
+@pytest.mark.parametrize("kind", [LogLoss, NormalizedEntropy])
+def test_probabilities_must_be_probabilities(kind: type[LogLoss]) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        kind(inputs="probabilities").update(LOGITS, LABELS)
+    late = kind(inputs="probabilities", nonfinite="count")
+    late.update(LOGITS, LABELS)
+    with pytest.raises(ValueError, match="outside"):
+        late.compute()
+
+
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="same shape"):
         LogLoss().update(LOGITS, LABELS[:, None])
@@ -59,6 +77,8 @@ def test_shapes_must_agree() -> None:
 
 
 def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="inputs"):
+        LogLoss(inputs="odds")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nonfinite"):
         LogLoss(nonfinite="ignore")  # type: ignore[arg-type]
 

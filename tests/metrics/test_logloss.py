@@ -1,4 +1,4 @@
-"""Log loss and NE against scikit-learn and by hand."""
+"""Log loss, NE and relative log loss against scikit-learn and by hand."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 from sklearn.metrics import log_loss
 
 from loka.metrics import LogLoss, NormalizedEntropy
+from loka.metrics.logloss import relative_change
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -16,11 +17,19 @@ def test_matches_sklearn(seed: int, dtype: torch.dtype) -> None:
     logits = (3 * torch.randn(1000, generator=generator)).to(dtype)
     labels = torch.randint(2, (1000,), generator=generator)
     probabilities = torch.sigmoid(logits.double())
-    metric = LogLoss()
+    from_logits, from_probabilities = LogLoss(), LogLoss(inputs="probabilities")
     for start in range(0, 1000, 300):
-        metric.update(logits[start : start + 300], labels[start : start + 300])
+        from_logits.update(logits[start : start + 300], labels[start : start + 300])
+        from_probabilities.update(probabilities[start : start + 300], labels[start : start + 300])
     expected = log_loss(labels.numpy(), probabilities.numpy())
-    assert metric.compute() == pytest.approx(expected, rel=1e-12)
+    assert from_logits.compute() == pytest.approx(expected, rel=1e-12)
+    assert from_probabilities.compute() == pytest.approx(expected, rel=1e-12)
+
+
+def test_certain_and_wrong_is_large_but_finite_as_in_sklearn() -> None:
+    metric = LogLoss(inputs="probabilities")
+    metric.update(torch.tensor([0.0, 1.0, 0.5], dtype=torch.float64), torch.tensor([1, 0, 1]))
+    assert metric.compute() == pytest.approx(log_loss([1, 0, 1], [0.0, 1.0, 0.5]), rel=1e-12)
 
 
 def test_float64_sum_keeps_small_terms() -> None:
@@ -34,14 +43,14 @@ def test_float64_sum_keeps_small_terms() -> None:
 
 def test_base_rate_has_ne_one() -> None:
     labels = (torch.arange(1000) < 37).long()
-    metric = NormalizedEntropy()
-    metric.update(torch.full((1000,), 0.037, dtype=torch.float64).logit(), labels)
+    metric = NormalizedEntropy(inputs="probabilities")
+    metric.update(torch.full((1000,), 0.037, dtype=torch.float64), labels)
     assert metric.compute() == pytest.approx(1.0, rel=1e-12)
 
 
 def test_ne_by_hand() -> None:
-    metric = NormalizedEntropy()
-    metric.update(torch.tensor([0.8, 0.4], dtype=torch.float64).logit(), torch.tensor([1, 0]))
+    metric = NormalizedEntropy(inputs="probabilities")
+    metric.update(torch.tensor([0.8, 0.4], dtype=torch.float64), torch.tensor([1, 0]))
     assert metric.compute() == pytest.approx(-(math.log(0.8) + math.log(0.6)) / 2 / math.log(2), rel=1e-14)
 
 
@@ -54,3 +63,9 @@ def test_single_class(label: int) -> None:
     assert loss.compute() == pytest.approx(math.log(2))
     assert math.isnan(entropy.compute())
     assert (entropy.examples, entropy.positives) == (5, 5 * label)
+
+
+def test_relative_change() -> None:
+    assert relative_change(0.99, 1.0) == pytest.approx(-1.0)
+    assert math.isnan(relative_change(1.0, 0.0))
+    assert math.isnan(relative_change(math.nan, 1.0))

@@ -33,3 +33,5 @@ def test_bad_requests() -> None:
         check_sample_ratio((0, 0), (1, 1))
     with pytest.raises(ValueError, match="positive finite"):
         check_sample_ratio((1, 1), (1, 0))
+    with pytest.raises(ValueError, match="threshold"):
+        check_sample_ratio((1, 1), (1, 1), threshold=0)

@@ -98,6 +98,15 @@ def test_lists_and_scores_agree_without_ties() -> None:
     assert first.mrr == pytest.approx(second.mrr)
 
 
+def test_excluded_items_do_not_rank() -> None:
+    scores = torch.tensor([[5.0, 4.0, 3.0, 3.0]])
+    exclude = torch.tensor([[True, False, False, True]])
+    better, tied = rank_target(scores, torch.tensor([2]), exclude=exclude)
+    assert (better.tolist(), tied.tolist()) == ([1], [1])
+    with pytest.raises(ValueError, match="removes the target"):
+        rank_target(scores, torch.tensor([0]), exclude=exclude)
+
+
 def test_infinite_scores_rank_and_nan_raises() -> None:
     better, _ = rank_target(torch.tensor([[math.inf, 0.0, -math.inf]]), torch.tensor([2]))
     assert better.tolist() == [2]

@@ -88,7 +88,7 @@ class Batch:
         categorical: int64 [B, n_categorical]; id 0 is "unknown or missing" in every field.
         sequences: ragged histories by name, oldest first, ids in the vocabulary of the field they share.
         labels: float32 [B, n_labels], what is predicted.
-        group: int64 [B], the unit of independence, usually the user.
+        group: int64 [B], the unit that GAUC averages over, usually the user.
 
     Example:
         >>> next(load("complete-journey").train.batches(1024, shuffle=True, seed=0)).labels.shape

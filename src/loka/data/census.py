@@ -4,7 +4,7 @@
 and therefore no feature; instance_weight, a survey weight and not a property of the person, is dropped.
 
 **Split.** The publisher's own train and test files. The records carry no time, so validation is every tenth training record of a
-seeded permutation. There is no user either: `group` is 0 throughout.
+seeded permutation. There is no user either: `group` is 0 throughout, and GAUC equals AUC.
 
 **Features.** Seven amounts and counts, as log(1 + x), and 32 categorical fields; "?" is missing, id 0. Codes that look like numbers
 (industry, occupation, year) are categories.

@@ -1,7 +1,7 @@
 """Criteo's click-log format: label, 13 integers, 26 hashed categories, tab-separated, missing values empty.
 
 **Split.** Files named train, dev / valid and test are taken as such. A single file is cut by position, 80 / 10 / 10: the published logs
-are chronological, so that is a split by time. There is no user: `group` is 0 throughout.
+are chronological, so that is a split by time. There is no user: `group` is 0 throughout, and GAUC equals AUC.
 
 **Integers** become sign(x) log(1 + |x|), missing ones 0. **Categories** are 32-bit hashes in hexadecimal. `encoding="vocabulary"` gives
 ids to those seen at least `min_count` times in training, everything else is id 0; `encoding="hash"` maps every value of a field

@@ -4,14 +4,14 @@ Every metric has `update(...)`, `merge(other)`, `compute()`, `state_dict()` / `l
 gathers exactly over torch.distributed. Values that are undefined (nothing seen, one class) are NaN; bad input raises or
 is counted.
 
-    LogLoss, NormalizedEntropy, AUC
+    LogLoss, NormalizedEntropy, AUC, GAUC
     TopK (HR@K, recall@K, NDCG@K, MRR), BeamOverlap
     compare_paired -> Comparison (better / worse / equivalent / inconclusive)
     check_sample_ratio -> SampleRatio
 """
 
 from loka.metrics.accumulator import Metric, all_reduce
-from loka.metrics.auc import AUC
+from loka.metrics.auc import AUC, GAUC
 from loka.metrics.beams import BeamOverlap
 from loka.metrics.binary import log_losses
 from loka.metrics.compare import Verdict, compare_paired, decide, minimum_detectable_effect
@@ -21,7 +21,7 @@ from loka.metrics.sequential import Moments, check_ratio_anytime, compare_anytim
 from loka.metrics.topk import TopK
 
 __all__ = [
-    "AUC", "BeamOverlap", "LogLoss", "Metric", "Moments", "NormalizedEntropy", "TopK", "Verdict",
+    "AUC", "GAUC", "BeamOverlap", "LogLoss", "Metric", "Moments", "NormalizedEntropy", "TopK", "Verdict",
     "all_reduce", "check_ratio_anytime", "check_sample_ratio", "compare_anytime", "compare_paired", "decide",
     "log_losses", "minimum_detectable_effect",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 A metric keeps its state in two kinds of tensors:
 
 - *sums*, of a fixed shape, where merging is addition (log loss, histograms, calibration bins);
-- *rows*, one entry per example, where merging is concatenation (the exact AUC, which needs every score).
+- *rows*, one entry per example, where merging is concatenation (the exact AUC and GAUC, which need every score).
 
 Sums are float64 (or int64 for counts): a float32 sum of 1e8 losses is wrong in the fourth digit. State lives on the
 device of the first update, so a metric on the GPU does not force a copy per step.

@@ -2,7 +2,7 @@
 
 For each query and each n: with A the first n beams of the reference and B those of the candidate, as sets,
 
-    overlap@n = |A and B| / max(|A|, |B|)
+    overlap@n = |A and B| / max(|A|, |B|)        jaccard@n = |A and B| / |A or B|
 
 averaged over queries. For full beams max(|A|, |B|) = n. A beam is an item id ([B, N]) or a tuple of codes ([B, N,
 levels]); a negative id, or a tuple with a negative code, is padding. Repeated beams count once. A query where both sets
@@ -25,6 +25,7 @@ class BeamOverlapResult:
     """Means over queries, keyed by n, and how many queries were left out because both sets were empty, keyed by n."""
 
     overlap: dict[int, float]
+    jaccard: dict[int, float]
     queries: dict[int, int]
     empty: dict[int, int]
 
@@ -45,7 +46,7 @@ class BeamOverlap(Metric[BeamOverlapResult]):
             raise ValueError(f"ns={tuple(ns)}, expected distinct positive integers")
         super().__init__(ns=[int(n) for n in ns])
         self.ns = tuple(int(n) for n in ns)
-        self._add_sums(torch.float64, "overlap", shape=(len(self.ns),))
+        self._add_sums(torch.float64, "overlap", "jaccard", shape=(len(self.ns),))
         self._add_sums(torch.int64, "queries", "empty", shape=(len(self.ns),))
 
     def update(self, reference: Tensor, candidate: Tensor) -> None:
@@ -76,14 +77,21 @@ class BeamOverlap(Metric[BeamOverlapResult]):
         used = torch.maximum(size_a, size_b) > 0
         hits, a_n, b_n = shared[used].double(), size_a[used], size_b[used]
         self._sums["overlap"][index] += (hits / torch.maximum(a_n, b_n)).sum()
+        self._sums["jaccard"][index] += (hits / (a_n + b_n - hits)).sum()
         self._sums["queries"][index] += used.sum()
         self._sums["empty"][index] += (~used).sum()
 
     def compute(self) -> BeamOverlapResult:
         """Means over queries; NaN where there was none."""
-        totals, counts = (self._sums[name].tolist() for name in ("overlap", "queries"))
+        counts = self._sums["queries"].tolist()
+
+        def mean(name: str) -> dict[int, float]:
+            totals = self._sums[name].tolist()
+            return {n: t / c if c else math.nan for n, t, c in zip(self.ns, totals, counts, strict=True)}
+
         return BeamOverlapResult(
-            overlap={n: t / c if c else math.nan for n, t, c in zip(self.ns, totals, counts, strict=True)},
+            overlap=mean("overlap"),
+            jaccard=mean("jaccard"),
             queries=dict(zip(self.ns, counts, strict=True)),
             empty=dict(zip(self.ns, self._sums["empty"].tolist(), strict=True)),
         )

@@ -1,14 +1,16 @@
 """The screen that every metric of (prediction, 0/1 label) pairs passes its input through.
 
-Predictions are logits, because that is what a ranker emits and because log loss from logits does not lose digits near 0
-and 1. AUC, which only needs an order, takes any real score as a logit.
+Predictions are logits by default, because that is what a ranker emits and because log loss from logits does not lose
+digits near 0 and 1; pass `inputs="probabilities"` for the other kind. Metrics that only need an order (AUC, GAUC) take
+any real score as a logit.
 
 What happens to bad input, always one of two things, never nothing:
 
 - a prediction that is NaN or infinite: `nonfinite="raise"` (the default) raises in `update`; `nonfinite="count"` leaves
   the example out and counts it in `nonfinite_count`. "raise" costs one device synchronisation per update, "count" costs
   none for the sums;
-- a label that is not 0 or 1: raises, in `update` under "raise", in `compute` under "count".
+- a label that is not 0 or 1, or a probability outside [0, 1]: raises, in `update` under "raise", in `compute` under
+  "count".
 """
 
 from typing import Any, Generic, Literal, TypeVar
@@ -18,16 +20,20 @@ from torch import Tensor
 
 from loka.metrics.accumulator import Metric
 
+Inputs = Literal["logits", "probabilities"]
 Nonfinite = Literal["raise", "count"]
 Result = TypeVar("Result")
+# Probabilities are clamped this far from 0 and 1 before the logarithm; scikit-learn does the same for float64.
+PROBABILITY_GUARD = torch.finfo(torch.float64).eps
 
 
-def log_losses(predictions: Tensor, labels: Tensor) -> Tensor:
-    """Log loss of each example: softplus(z) - y z from a logit z. No screen here: NaN in, NaN out.
+def log_losses(predictions: Tensor, labels: Tensor, *, inputs: Inputs = "logits") -> Tensor:
+    """Log loss of each example: softplus(z) - y z from a logit z, -y ln p - (1-y) ln(1-p) from a probability p. No screen here: NaN in, NaN out.
 
     Args:
-        predictions: logits.
+        predictions: logits or probabilities.
         labels: 0 or 1, of the same shape.
+        inputs: which of the two.
 
     Returns:
         float64: what `loka.metrics.compare` wants for a paired comparison of two runs.
@@ -39,19 +45,26 @@ def log_losses(predictions: Tensor, labels: Tensor) -> Tensor:
         raise ValueError(
             f"predictions {tuple(predictions.shape)} and labels {tuple(labels.shape)} must have the same shape"
         )
-    y, z = labels.double(), predictions.double()
-    return torch.clamp(z, min=0) + torch.log1p(torch.exp(-z.abs())) - y * z
+    y = labels.double()
+    if inputs == "logits":
+        z = predictions.double()
+        return torch.clamp(z, min=0) + torch.log1p(torch.exp(-z.abs())) - y * z
+    p = predictions.double().clamp(PROBABILITY_GUARD, 1 - PROBABILITY_GUARD)
+    return -(y * torch.log(p) + (1 - y) * torch.log1p(-p))
 
 
 class BinaryMetric(Metric[Result], Generic[Result]):
     """A metric of predictions against 0/1 labels: checks them, counts what it leaves out."""
 
-    def __init__(self, *, nonfinite: Nonfinite = "raise", **config: Any) -> None:
+    def __init__(self, *, inputs: Inputs = "logits", nonfinite: Nonfinite = "raise", **config: Any) -> None:
+        if inputs not in ("logits", "probabilities"):
+            raise ValueError(f"inputs={inputs!r}, expected 'logits' or 'probabilities'")
         if nonfinite not in ("raise", "count"):
             raise ValueError(f"nonfinite={nonfinite!r}, expected 'raise' or 'count'")
-        super().__init__(nonfinite=nonfinite, **config)
+        super().__init__(inputs=inputs, nonfinite=nonfinite, **config)
+        self.inputs: Inputs = inputs
         self.nonfinite: Nonfinite = nonfinite
-        self._add_sums(torch.int64, "nonfinite", "bad_labels")
+        self._add_sums(torch.int64, "nonfinite", "bad_labels", "outside")
 
     @property
     def nonfinite_count(self) -> int:
@@ -69,18 +82,21 @@ class BinaryMetric(Metric[Result], Generic[Result]):
         predictions = predictions.double()
         finite = torch.isfinite(predictions)
         bad_labels = ((labels != 0) & (labels != 1)).sum()
+        outside = predictions.new_zeros((), dtype=torch.int64)
+        if self.inputs == "probabilities":
+            outside = (finite & ((predictions < 0) | (predictions > 1))).sum()
         nonfinite = (~finite).sum()
         if self.nonfinite == "raise":  # before anything is added: a refused batch leaves no trace
-            self._reject(*torch.stack([nonfinite, bad_labels]).tolist(), size=predictions.numel())
-        self._sums["nonfinite"] += nonfinite
-        self._sums["bad_labels"] += bad_labels
+            self._reject(*torch.stack([nonfinite, bad_labels, outside]).tolist(), size=predictions.numel())
+        for name, count in (("nonfinite", nonfinite), ("bad_labels", bad_labels), ("outside", outside)):
+            self._sums[name] += count
         return torch.where(finite, predictions, 0.0), (labels == 1).long(), finite
 
     def _check(self) -> None:
-        """Raise what "count" put off: labels that no metric is defined for."""
-        self._reject(0, int(self._sums["bad_labels"]))
+        """Raise what "count" put off: labels and probabilities that no metric is defined for."""
+        self._reject(0, int(self._sums["bad_labels"]), int(self._sums["outside"]))
 
-    def _reject(self, nonfinite: int, bad_labels: int, *, size: int | None = None) -> None:
+    def _reject(self, nonfinite: int, bad_labels: int, outside: int, *, size: int | None = None) -> None:
         name, among = type(self).__name__, "" if size is None else f" of {size}"
         if nonfinite:
             raise ValueError(
@@ -89,3 +105,7 @@ class BinaryMetric(Metric[Result], Generic[Result]):
             )
         if bad_labels:
             raise ValueError(f"{name}: {bad_labels}{among} labels are neither 0 nor 1; binarise the labels first")
+        if outside:
+            raise ValueError(
+                f"{name}: {outside}{among} probabilities lie outside [0, 1]; for logits pass inputs='logits'"
+            )

@@ -1,11 +1,13 @@
-"""Log loss, and normalised entropy, which is derived from it.
+"""Log loss and what is derived from it: normalised entropy and the relative change against a baseline.
 
     log loss = mean_i [ -y_i ln p_i - (1 - y_i) ln(1 - p_i) ]            natural logarithm
     NE       = log loss / ( -q ln q - (1 - q) ln(1 - q) ),  q = mean y     1 means "no better than knowing the base rate"
+    relative = 100 (log loss of the candidate / log loss of the baseline - 1), in percent; negative is better
 
 On the same examples the relative change of NE equals the relative change of log loss: the denominator cancels.
 
-Undefined values are NaN: log loss of no examples; NE of no examples or of a single class (the base-rate entropy is 0). `examples`, `positives` and `nonfinite_count` tell why.
+Undefined values are NaN: log loss of no examples; NE of no examples or of a single class (the base-rate entropy is 0);
+the relative change when the baseline's loss is 0. `examples`, `positives` and `nonfinite_count` tell why.
 """
 
 import math
@@ -13,13 +15,19 @@ import math
 import torch
 from torch import Tensor
 
-from loka.metrics.binary import BinaryMetric, Nonfinite, log_losses
+from loka.metrics.binary import BinaryMetric, Inputs, Nonfinite, log_losses
+
+
+def relative_change(candidate: float, baseline: float) -> float:
+    """100 (candidate / baseline - 1), in percent; NaN when the baseline is 0 or either is NaN."""
+    return 100.0 * (candidate - baseline) / baseline if baseline else math.nan
 
 
 class LogLoss(BinaryMetric[float]):
     """Mean log loss, natural logarithm.
 
     Args:
+        inputs: "logits" or "probabilities".
         nonfinite: as for `AUC`.
 
     Example:
@@ -29,15 +37,15 @@ class LogLoss(BinaryMetric[float]):
         0.6931
     """
 
-    def __init__(self, *, nonfinite: Nonfinite = "raise") -> None:
-        super().__init__(nonfinite=nonfinite)
+    def __init__(self, *, inputs: Inputs = "logits", nonfinite: Nonfinite = "raise") -> None:
+        super().__init__(inputs=inputs, nonfinite=nonfinite)
         self._add_sums(torch.float64, "loss")
         self._add_sums(torch.int64, "examples", "positives")
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of any shape; predictions and labels have the same shape."""
         z, y, valid = self._screen(predictions, labels)
-        self._sums["loss"] += torch.where(valid, log_losses(z, y), 0.0).sum()
+        self._sums["loss"] += torch.where(valid, log_losses(z, y, inputs=self.inputs), 0.0).sum()
         self._sums["examples"] += valid.sum()
         self._sums["positives"] += (valid & (y == 1)).sum()
 
@@ -61,6 +69,7 @@ class NormalizedEntropy(LogLoss):
     """Log loss divided by the entropy of the base rate of the same examples.
 
     Args:
+        inputs: as for `LogLoss`.
         nonfinite: as for `LogLoss`.
 
     Example:

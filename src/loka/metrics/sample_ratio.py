@@ -12,22 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
-THRESHOLD = 0.001
-
 
 @dataclass(frozen=True)
 class SampleRatio:
-    """The result; `mismatch` is p_value < 0.001. Prints as one line."""
+    """The result; `mismatch` is p_value < threshold. Prints as one line."""
 
     observed: tuple[int, ...]
     expected: tuple[float, ...]
     chi_square: float
     p_value: float
+    threshold: float
 
     @property
     def mismatch(self) -> bool:
         """Whether the split differs from what was asked for."""
-        return self.p_value < THRESHOLD
+        return self.p_value < self.threshold
 
     def __str__(self) -> str:
         seen = " / ".join(f"{count:,}" for count in self.observed)
@@ -36,12 +35,13 @@ class SampleRatio:
         return f"sample ratio {seen} (expected {asked}): chi2 {self.chi_square:.3f}, p {self.p_value:.3g}: {verdict}"
 
 
-def check_sample_ratio(observed: Sequence[int], ratio: Sequence[float]) -> SampleRatio:
+def check_sample_ratio(observed: Sequence[int], ratio: Sequence[float], *, threshold: float = 0.001) -> SampleRatio:
     """Test counts per arm against the ratio asked for.
 
     Args:
         observed: units per arm.
         ratio: any positive numbers; they are normalised.
+        threshold: p-value below which the split did not happen as asked.
 
     Returns:
         The p-value, and whether the arms are mismatched.
@@ -56,9 +56,11 @@ def check_sample_ratio(observed: Sequence[int], ratio: Sequence[float]) -> Sampl
         raise ValueError(f"counts {tuple(observed)}: expected non-negative ones, not all zero")
     if not all(math.isfinite(part) and part > 0 for part in ratio):
         raise ValueError(f"ratio {tuple(ratio)}: expected positive finite parts")
+    if not 0 < threshold < 1:
+        raise ValueError(f"threshold={threshold}, expected a probability in (0, 1)")
     total = sum(observed)
     expected = tuple(total * part / sum(ratio) for part in ratio)
     chi_square = sum((seen - want) ** 2 / want for seen, want in zip(observed, expected, strict=True))
     shape = torch.tensor((len(observed) - 1) / 2, dtype=torch.float64)
     p_value = float(torch.special.gammaincc(shape, torch.tensor(chi_square / 2, dtype=torch.float64)))
-    return SampleRatio(tuple(int(count) for count in observed), expected, chi_square, p_value)
+    return SampleRatio(tuple(int(count) for count in observed), expected, chi_square, p_value, threshold)

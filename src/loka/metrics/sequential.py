@@ -5,7 +5,7 @@ drift. Robbins' normal mixture over drifts N(0, tau^2) gives a martingale, and V
 
     |d - truth| <= sqrt((V + 1 / tau^2) log((1 + tau^2 V) / alpha^2)) / V
 
-`tau` is the size of difference one cares about, here the margin, fixed before; it decides where the interval is tightest, not whether it is valid. The interval is asymptotic (a central limit
+`tau` is the size of difference one cares about, fixed before; it decides where the interval is tightest, not whether it is valid. The interval is asymptotic (a central limit
 theorem that is uniform in time), so it begins at `LEAST` units an arm.
 
 **Sample ratio.** The same for counts: the Bayes factor of a Dirichlet mixture over ratios against the ratio asked for is a martingale under it, and 1 / factor a p-value at any time.
@@ -68,6 +68,7 @@ def compare_anytime(
     margin: float,
     lower_is_better: bool = False,
     alpha: float = 0.05,
+    tau: float | None = None,
 ) -> SequentialComparison:
     """The relative change of the mean, with an interval that is valid however often it is looked at.
 
@@ -76,6 +77,7 @@ def compare_anytime(
         margin: relative change that does not matter.
         lower_is_better: which direction is good.
         alpha: chance that the interval is ever wrong.
+        tau: relative change that the interval is tuned to; default: the margin.
 
     Returns:
         Estimate, interval and one of the four verdicts.
@@ -90,6 +92,9 @@ def compare_anytime(
         )
     if not 0 < alpha < 1:
         raise ValueError(f"alpha={alpha}, expected a probability in (0, 1)")
+    width = margin if tau is None else tau
+    if not width > 0:
+        raise ValueError(f"tau={tau}, expected a positive relative change")
     fewest = min(candidate.units, baseline.units)
     if fewest < LEAST:
         return SequentialComparison(None, None, None, "inconclusive", f"{fewest} units in an arm, {LEAST} are needed")
@@ -103,7 +108,7 @@ def compare_anytime(
     if squared == 0:
         return SequentialComparison(ratio - 1, None, None, "inconclusive", "every unit has the same value")
     information = 1 / squared
-    radius = math.sqrt((information + margin**-2) * math.log((1 + margin**2 * information) / alpha**2)) / information
+    radius = math.sqrt((information + width**-2) * math.log((1 + width**2 * information) / alpha**2)) / information
     low, high = ratio - 1 - radius, ratio - 1 + radius
     verdict = decide(low, high, margin=margin, lower_is_better=lower_is_better)
     return SequentialComparison(ratio - 1, low, high, verdict, f"{100 * (1 - alpha):g} % at all times")

@@ -42,16 +42,24 @@ class TopKResult:
     without_target: int
 
 
-def rank_target(scores: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def rank_target(scores: Tensor, target: Tensor, *, exclude: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """How many candidates score strictly better than the target, and how many (the target included) score the same.
 
+    `exclude` (bool [B, C]) takes candidates out of the ranking, e.g. items already seen; the target itself must stay in.
     NaN anywhere in `scores` raises: a NaN has no rank.
     """
     _check_scores(scores, target)
     if bool(torch.isnan(scores).any()):
         raise ValueError(f"{int(torch.isnan(scores).sum())} of {scores.numel()} scores are NaN: a NaN has no rank")
     own = scores.gather(1, target[:, None])
-    return (scores > own).sum(1), (scores == own).sum(1)
+    better, tied = scores > own, scores == own
+    if exclude is not None:
+        if exclude.shape != scores.shape or exclude.dtype != torch.bool:
+            raise ValueError(f"exclude is {exclude.dtype} {tuple(exclude.shape)}, expected bool {tuple(scores.shape)}")
+        if bool(exclude.gather(1, target[:, None]).any()):
+            raise ValueError("exclude removes the target of at least one query: it cannot be ranked")
+        better, tied = better & ~exclude, tied & ~exclude
+    return better.sum(1), tied.sum(1)
 
 
 class TopK(Metric[TopKResult]):
@@ -74,9 +82,9 @@ class TopK(Metric[TopKResult]):
         self._add_sums(torch.float64, "reciprocal")
         self._add_sums(torch.int64, "queries", "without_target")
 
-    def update_scores(self, scores: Tensor, target: Tensor) -> None:
+    def update_scores(self, scores: Tensor, target: Tensor, *, exclude: Tensor | None = None) -> None:
         """Add queries with one relevant item each: scores of the full catalogue [B, C] and the target's column [B]."""
-        better, tied = rank_target(scores, target)
+        better, tied = rank_target(scores, target, exclude=exclude)
         self._check_length(scores.shape[1], "catalogue")
         self.update_ranks(better, tied)
 
