@@ -144,7 +144,7 @@ class Stress:
         """Probe the first steps of a float32 run, once for all seeds; and what Probe's findings suggest."""
         if chosen not in self.plans:
             model = self.build(chosen, 0)
-            probe = Probe(model, every=PROBED // 4, rows=512)
+            probe = Probe(model, mods.unprotected, every=PROBED // 4, rows=512)
             self.train(model, 0, steps=min(PROBED, self.steps), probe=probe)
             probe.detach()
             report = probe.evaluate(samples=10, sources=("rows",), judged_on=("rows",))

@@ -17,7 +17,7 @@ from .catalog import BUILDERS, Foreign, build
 
 pytestmark = [pytest.mark.foreign, pytest.mark.filterwarnings("ignore")]
 
-EVERY: list[Any] = [*mods.names(), mods.NormOrder("pre"), mods.NormOrder("post"), mods.Fuse()]
+EVERY: list[Any] = [*mods.names(), mods.NormOrder("pre"), mods.NormOrder("post"), mods.Fuse(precision="fp8")]
 CORES = [name for name in mods.names() if name not in mods.CORE and name != "norm_order"]
 ALLOWED = {"exact": 1e-5, "rounding": 1e-4}
 # Reasons that are a way on themselves: there is nothing to gain, or another tool has done it.

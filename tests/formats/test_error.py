@@ -7,14 +7,16 @@ import torch
 
 from loka.formats import (
     Spec,
+    cosine,
     mere,
     quantize,
     relative_l2,
     saturated_fraction,
+    sqnr,
     underflowed_fraction,
 )
 
-METRICS = [mere, relative_l2]
+METRICS = [mere, relative_l2, sqnr, cosine]
 every_metric = pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.__name__)
 NAN, INF = math.nan, math.inf
 
@@ -50,21 +52,32 @@ def test_the_guard_makes_mere_stable_where_the_plain_mean_is_not() -> None:
     assert abs(plain[1] - plain[0]) > 0.1 * plain[0]
 
 
-def test_relative_l2_by_hand() -> None:
+def test_relative_l2_and_sqnr_by_hand() -> None:
     assert relative_l2(t(3, 4.5), t(3, 4)) == pytest.approx(0.1, rel=1e-12)
+    assert sqnr(t(3, 4.5), t(3, 4)) == pytest.approx(20, rel=1e-12)
+    assert sqnr(t(6, 8), t(3, 4)) == pytest.approx(0, abs=1e-12)
+
+
+def test_cosine_by_hand() -> None:
+    assert cosine(t(1, 0), t(1, 1)) == pytest.approx(math.sqrt(0.5), rel=1e-12)
+    assert cosine(t(1, 2), t(-1, -2)) == pytest.approx(-1, rel=1e-12)
+    assert cosine(t(1, 0), t(0, 1)) == 0
+    for _ in range(50):  # a last bit above 1 would make an acos of it NaN
+        x = torch.randn(13)
+        assert cosine(x * 3, x) <= 1
 
 
 @every_metric
 def test_exact_results(metric) -> None:
     x = torch.randn(7, 13)
-    assert metric(x, x) == 0
+    assert metric(x, x) == {"sqnr": INF, "cosine": pytest.approx(1, abs=1e-15)}.get(metric.__name__, 0)
 
 
 @every_metric
 def test_zero_reference(metric) -> None:
     zero = torch.zeros(4)
-    assert metric(zero, zero) == 0
-    assert metric(torch.ones(4), zero) == INF
+    assert metric(zero, zero) == {"sqnr": INF, "cosine": 1}.get(metric.__name__, 0)
+    assert metric(torch.ones(4), zero) == {"sqnr": -INF, "cosine": 0}.get(metric.__name__, INF)
 
 
 @every_metric
@@ -79,11 +92,12 @@ def test_nan_in_nan_out(metric, zero: bool) -> None:
 def test_an_infinite_result_has_an_infinite_error() -> None:
     out, ref = t(1, INF), t(1, 2)
     assert mere(out, ref) == relative_l2(out, ref) == INF
+    assert sqnr(out, ref) == -INF
 
 
 @every_metric
 def test_empty_has_no_error(metric) -> None:
-    assert metric(torch.empty(0, 3), torch.empty(0, 3)) == 0
+    assert metric(torch.empty(0, 3), torch.empty(0, 3)) == {"sqnr": INF, "cosine": 1}.get(metric.__name__, 0)
 
 
 @every_metric

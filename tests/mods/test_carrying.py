@@ -201,6 +201,6 @@ def test_a_kernel_never_goes_past_a_norm_that_a_hook_runs():
     model, x = nn.Sequential(Behind(), nn.Linear(32, 16)), torch.randn(4, 32)
     mods.apply(model, "norm_order", example=x)
     moved = model(x)
-    applied = mods.apply(model, mods.Fuse(linears=16, narrow=16), example=x)
+    applied = mods.apply(model, mods.Fuse(precision="fp8", linears=16, narrow=16), example=x)
     assert any("hook" in left.why for left in applied.summary.left)
     assert float((model(x) - moved).detach().norm() / moved.detach().norm()) < 0.2

@@ -99,6 +99,8 @@ def test_fuse_comes_last() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"precision": "int4"}, "expected 'fp8'"),
+        ({"precision": "high"}, "expected 'fp8'"),
         ({"gradient": "row"}, "expected tensor, block, delayed"),
         ({"linears": -1}, "expected a width"),
         ({"narrow": 0}, "expected a width of at least 1"),

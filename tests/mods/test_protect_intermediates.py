@@ -44,7 +44,7 @@ def test_protected_modules_stay_out_of_conversion_and_probing():
     applied = mods.apply(model, "protect_intermediates")
     assert mods.is_protected(model.head.last)
     assert {c.site for c in applied.summary.changed} == {"layers.0.fmb.product", "layers.1.fmb.product", "head.last"}
-    summary = loka.convert(model, recipe="rowwise")
+    summary = loka.convert(model, recipe="rowwise", module_filter_fn=mods.unprotected)
     assert "head.last" in summary.kept
     assert "head.layers.0.linear" in summary.converted
     loka.revert(model)
@@ -94,3 +94,5 @@ def test_sixteen_bit_parameters_are_raised_too():
 def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="choose from prediction, gate, product, attention"):
         mods.ProtectIntermediates(kinds=("everything",))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected needed, float32 or bfloat16"):
+        mods.ProtectIntermediates(precision="fp8")  # type: ignore[arg-type]

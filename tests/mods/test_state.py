@@ -1,5 +1,6 @@
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from loka import mods
@@ -9,7 +10,7 @@ from .zoo import SUBJECTS, run, snapshot, subject
 
 @pytest.mark.parametrize("mod", mods.names())
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_checkpoint_of_the_original_does_in_the_modified_model_what_the_mod_did(name, mod):
+def test_a_checkpoint_of_the_original_does_in_the_modified_model_what_the_mod_did(name, mod, tmp_path):
     """Mods then checkpoint equals checkpoint then mods, also for values the mods have never seen."""
     model, inputs = subject(name)
     twin, _ = subject(name)
@@ -19,7 +20,8 @@ def test_a_checkpoint_of_the_original_does_in_the_modified_model_what_the_mod_di
             p.mul_(1.1).add_(0.01)
     state = snapshot(model)
     applied = mods.apply(model, mod, example=inputs)
-    notes = mods.load_state_dict(twin, state)
+    save_file({key: value.clone() for key, value in state.items()}, tmp_path / "model.safetensors")
+    notes = mods.load_checkpoint(twin, tmp_path)
     assert len(notes) == len(applied.summary.removed)
     for key, value in model.state_dict().items():
         assert torch.equal(twin.state_dict()[key], value), key
@@ -40,7 +42,7 @@ def test_notes_say_what_was_moved_and_what_was_lost():
     ]
 
 
-def test_a_checkpoint_of_another_model_is_refused():
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model, inputs = subject("mlp")
     state = snapshot(model)
     mods.apply(model, mods.CORE, example=inputs)
@@ -48,3 +50,5 @@ def test_a_checkpoint_of_another_model_is_refused():
         mods.adapt_state_dict(model, {**state, "extra": torch.zeros(1)})
     with pytest.raises(ValueError, match="does not fit the modified model"):
         mods.load_state_dict(model, {**state, "0.weight": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"neither a \.safetensors file"):
+        mods.load_checkpoint(model, tmp_path)

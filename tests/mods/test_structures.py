@@ -67,7 +67,7 @@ def test_modified_structures_are_converted_trained_and_put_back(name):
     tree = repr(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     mods.apply(model, ["protect_residual", "protect_intermediates", "align_shapes"], example=structure.example)
-    summary = loka.convert(model, recipe="rowwise")
+    summary = loka.convert(model, recipe="rowwise", module_filter_fn=mods.unprotected)
     assert summary.converted
     start = snapshot(model)
     for _ in range(2):

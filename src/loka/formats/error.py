@@ -2,6 +2,8 @@
 
     mere          mean( |out - ref| / max(|ref|, 0.01 rms(ref)) )     guarded mean element-wise relative error
     relative_l2   ||out - ref|| / ||ref||
+    sqnr          -20 log10(relative_l2)  in dB
+    cosine        <out, ref> / (||out|| ||ref||)
 
 The guard matters: for outputs near a Gaussian the unguarded mean is infinite, and its sample value grows with the sample. Everything is
 accumulated in float64, after dividing both by one power of two, so that no square overflows. NaN in, NaN out; an empty tensor has no
@@ -73,6 +75,50 @@ def relative_l2(out: Tensor, ref: Tensor) -> float:
     if norm == 0:
         return 0.0 if error == 0 else (math.nan if math.isnan(error) else math.inf)
     return error / norm
+
+
+def sqnr(out: Tensor, ref: Tensor) -> float:
+    """Signal to quantisation noise, in dB.
+
+    Args:
+        out: the result.
+        ref: what it should be.
+
+    Returns:
+        Decibels; infinite for an exact result.
+
+    Example:
+        >>> sqnr(torch.ones(4), torch.ones(4))
+        inf
+    """
+    error = relative_l2(out, ref)
+    if math.isnan(error):
+        return math.nan
+    if error == 0:
+        return math.inf
+    return -math.inf if math.isinf(error) else -20 * math.log10(error)
+
+
+def cosine(out: Tensor, ref: Tensor) -> float:
+    """Cosine of the angle between result and reference.
+
+    Args:
+        out: the result.
+        ref: what it should be.
+
+    Returns:
+        The cosine; 1 when both are zero.
+
+    Example:
+        >>> cosine(torch.zeros(4), torch.zeros(4))
+        1.0
+    """
+    out, ref = _pair(out, ref)
+    norms = float(out.norm() * ref.norm())
+    if norms == 0:
+        return 1.0 if bool((out == ref).all()) else 0.0
+    value = float((out * ref).sum() / norms)
+    return value if math.isnan(value) else min(max(value, -1.0), 1.0)  # rounding may put it a last bit outside
 
 
 def saturated_fraction(x: Tensor, q: QTensor) -> float:

@@ -71,6 +71,15 @@ class Aligned(nn.Module):
         return f"{super().extra_repr()}, computed as {self.in_features + k} x {self.out_features + n}"
 
 
+def is_aligned(module: nn.Module) -> bool:
+    """Whether a linear computes at aligned sizes.
+
+    Args:
+        module: any module.
+    """
+    return isinstance(module, Aligned)
+
+
 @dataclass(frozen=True)
 class AlignShapes:
     """Pad misaligned widths of linears with zeros while they compute; parameters and state_dict keep their shapes.
@@ -106,7 +115,7 @@ class AlignShapes:
             editor.change(name, f"{sizes[0]} x {sizes[1]} computed as {k} x {n}, padded with zeros", "exact")
 
     def _refuse(self, editor: Editor, name: str, linear: nn.Linear) -> str | None:
-        if isinstance(linear, Aligned):
+        if is_aligned(linear):
             return "it is aligned already"
         if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
             return f"{type(linear).__name__} is more than an nn.Linear"

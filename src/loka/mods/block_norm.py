@@ -21,6 +21,7 @@ from loka.mods.journal import Fold
 from loka.mods.norms import epsilon_of, find_norms, find_width, is_rms, refuse_norm
 from loka.nn import BLOCK, EPS, BlockNorm
 from loka.records.mods import ModClass
+from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class UseBlockNorm:
 
     Args:
         block: features per block.
+        fold: move gains and shifts into the next linear where that is exact.
 
     Example:
         >>> loka.mods.apply(model, [UseBlockNorm()], example=batch)
     """
 
     block: int = BLOCK
+    fold: bool = True
     name: ClassVar[str] = "block_norm"
     effect: ClassVar[ModClass] = "architecture"
 
@@ -86,14 +89,14 @@ class UseBlockNorm:
         has_shift = shift is not None and bool(shift.any())
         if not has_gain and not has_shift:
             return "", True
-        sinks = editor.sinks(name, shift=has_shift)
-        if isinstance(sinks, str) and has_shift:  # without the shift, dropout is no obstacle
+        sinks = editor.sinks(name, shift=has_shift) if self.fold else "folding is off"
+        if isinstance(sinks, str) and has_shift and self.fold:  # without the shift, dropout is no obstacle
             sinks, has_shift, lost_shift = editor.sinks(name), False, True
         else:
             lost_shift = False
         if isinstance(sinks, str):
             return f"; its gain is dropped ({sinks})", False
-        lost_shift |= has_shift and not all(editor.has_bias(sink) for sink in sinks)
+        lost_shift |= has_shift and not all(_has_bias(editor, sink) for sink in sinks)
         for sink in sinks if has_shift and not lost_shift else ():
             editor.fold(Fold(f"{name}.bias", sink.site, "shift", sink.repeat))
         for sink in sinks if has_gain else ():
@@ -108,3 +111,7 @@ class UseBlockNorm:
 def _values(norm: nn.Module, attribute: str) -> Tensor | None:
     value = getattr(norm, attribute, None)
     return value.detach() if isinstance(value, Tensor) else None
+
+
+def _has_bias(editor: Editor, sink: Sink) -> bool:
+    return isinstance(editor.model.get_submodule(sink.site).bias, Tensor)

@@ -6,9 +6,6 @@ another way next time is named: conditions, loops with a condition, try, match, 
 forward that is decorated or replaced. Conditions that only raise, and assertions, end a call and change no way.
 
 This errs on the side of naming too much. Where the source cannot be read, that is the reason.
-
-`other_entries` names further methods of a class that call its children (a decoder's `step`): what changes the order in its forward does not reach them, and the two
-would disagree.
 """
 
 import ast
@@ -25,11 +22,12 @@ _STRAIGHT = (nn.Sequential.forward, Reordered.forward)
 _LOOPS = ("enumerate", "reversed", "zip", "range", "len", "list", "tuple")
 
 
-def find_branch(module: nn.Module) -> str | None:
+def find_branch(module: nn.Module, *, strict: bool = False) -> str | None:
     """Why a module's forward may do something else on another call; None where it always runs the same lines.
 
     Args:
         module: any module; its children are not looked into.
+        strict: also name everything it reads of itself that is no module: a number of layers, a list, a flag handed on.
 
     Returns:
         The reason, with the line, or None.
@@ -45,10 +43,10 @@ def find_branch(module: nn.Module) -> str | None:
         return None
     if kind.forward is nn.Module.forward:
         return f"{kind.__name__} has no forward"
-    return next(_walk(module, "forward", kind.forward, set()), None)
+    return next(_walk(module, "forward", kind.forward, set(), strict), None)
 
 
-def _walk(module: nn.Module, name: str, function: Callable[..., Any], seen: set[Any]) -> Iterator[str]:
+def _walk(module: nn.Module, name: str, function: Callable[..., Any], seen: set[Any], strict: bool) -> Iterator[str]:
     if function in seen:
         return
     seen.add(function)
@@ -64,13 +62,15 @@ def _walk(module: nn.Module, name: str, function: Callable[..., Any], seen: set[
         if condition := _condition(node):
             yield f"its {name} branches ({condition}), and one run shows one way only"
         elif isinstance(node, ast.Call):
-            yield from _walk_call(module, node, own, seen)
+            yield from _walk_call(module, node, own, seen, strict)
         elif (
             isinstance(node, ast.Subscript)
             and _is_own(module, node.value, own)
             and f"{own}." in ast.unparse(node.slice)
         ):
             yield f"its {name} chooses {ast.unparse(node)}, which may change later"
+        elif strict and _reads_other(module, node, own):
+            yield f"its {name} reads {ast.unparse(node)}, which may change later"
 
 
 def _parse(function: Callable[..., Any]) -> ast.FunctionDef | None:
@@ -111,7 +111,7 @@ def _condition(node: ast.AST) -> str | None:
     return None
 
 
-def _walk_call(module: nn.Module, node: ast.Call, own: str, seen: set[Any]) -> Iterator[str]:
+def _walk_call(module: nn.Module, node: ast.Call, own: str, seen: set[Any], strict: bool) -> Iterator[str]:
     """Methods of the module itself are read too; a function that gets the module or a child of it may do anything."""
     called = node.func
     handed = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -123,11 +123,11 @@ def _walk_call(module: nn.Module, node: ast.Call, own: str, seen: set[Any]) -> I
     elif isinstance(called, ast.Attribute) and ast.unparse(called.value) == "super()":
         for base in type(module).__mro__[1:]:
             if callable(function := vars(base).get(called.attr)) and base is not nn.Module:
-                yield from _walk(module, called.attr, function, seen)
+                yield from _walk(module, called.attr, function, seen, strict)
     elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == own:
         function = inspect.getattr_static(type(module), called.attr, None)
         if inspect.isfunction(function):
-            yield from _walk(module, called.attr, function, seen)
+            yield from _walk(module, called.attr, function, seen, strict)
 
 
 def _is_own(module: nn.Module, value: ast.expr, own: str) -> bool:
@@ -144,40 +144,8 @@ def _is_own(module: nn.Module, value: ast.expr, own: str) -> bool:
     return _is_own(module, value.value, own)
 
 
-def other_entries(module: nn.Module) -> list[str]:
-    """Public methods, beside forward, that use a child of the module.
-
-    Args:
-        module: any module; methods that nn.Module and torch's own modules define are not counted.
-
-    Returns:
-        Their names; a method whose source cannot be read is assumed to be one.
-    """
-    found: list[str] = []
-    for base in type(module).__mro__:
-        if base.__module__.startswith("torch.nn"):
-            break
-        for name, value in vars(base).items():
-            if name.startswith("_") or name in ("forward", "extra_repr", "train", "eval"):
-                continue
-            if inspect.isfunction(value) and _uses_child(module, value, set()):
-                found.append(name)
-    return found
-
-
-def _uses_child(module: nn.Module, method: Callable[..., Any], seen: set[Any]) -> bool:
-    """Whether a method names a child of the module, itself or through another method."""
-    seen.add(method)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, TypeError, SyntaxError):
-        return True
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"):
-            continue
-        if node.attr in module._modules:
-            return True
-        other = inspect.getattr_static(type(module), node.attr, None)
-        if inspect.isfunction(other) and other not in seen and _uses_child(module, other, seen):
-            return True
-    return False
+def _reads_other(module: nn.Module, node: ast.AST, own: str) -> bool:
+    if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own):
+        return False
+    method = inspect.isfunction(inspect.getattr_static(type(module), node.attr, None))
+    return node.attr not in module._modules and not method

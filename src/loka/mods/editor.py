@@ -7,7 +7,7 @@ One editor serves one mod on one model. Flow (what feeds what) is recorded when 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from loka.mods.branching import find_branch
 from loka.mods.encoders import has_encoders, keep_ordinary_paths
@@ -163,10 +163,6 @@ class Editor:
         if not self._lets_through(linear, sink.site):
             return "is excluded by module_filter_fn"
         return None
-
-    def has_bias(self, sink: Sink) -> bool:
-        """Whether there is a bias that a shift can move into."""
-        return isinstance(self.model.get_submodule(sink.site).bias, Tensor)
 
     def is_tied(self, module: nn.Module) -> bool:
         """Whether a parameter of the module is registered elsewhere too."""

@@ -10,7 +10,7 @@ outputs run in FP8 too. Where a chain is the tower of a Wukong layer, the layer'
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar, Literal, get_args
 
 from loka.mods.editor import Editor
 from loka.mods.journal import PlacedUnit
@@ -26,6 +26,7 @@ class Fuse:
     """Run every chain in FP8.
 
     Args:
+        precision: "fp8", the only one there is.
         gradient: scales of the gradients; None is what the chain's norms allow: "tensor" behind block norms, "delayed" without a norm.
         linears: the narrowest linear outside of a chain that is taken too; 0 takes none.
         narrow: the narrowest linear that a chain may have.
@@ -34,15 +35,17 @@ class Fuse:
         >>> loka.mods.apply(model, [Fuse()], example=batch)
     """
 
+    precision: Literal["fp8"] = "fp8"
     gradient: GradientScales | None = None
     linears: int = 0
     narrow: int = NARROW
     name: ClassVar[str] = "fuse"
     separable: ClassVar[bool] = False  # what a kernel took over and what no longer runs itself go together
-    low: ClassVar[bool] = True
     effect: ClassVar[ModClass] = "rounding"
 
     def __post_init__(self) -> None:
+        if self.precision != "fp8":
+            raise ValueError(f"fuse(precision={self.precision!r}): expected 'fp8'")
         if self.gradient is not None and self.gradient not in get_args(GradientScales):
             raise ValueError(
                 f"fuse(gradient={self.gradient!r}): expected {', '.join(get_args(GradientScales))}, or None"

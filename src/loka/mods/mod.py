@@ -6,8 +6,8 @@
 
 The effect a mod states is what it may do; every change it makes states its own. Adding a mod is one file and one row of the registry.
 
-Three class attributes are optional: `under_autocast = True` has the mod checked in 16 bits as well, `low = True` says that it runs something in FP8, `separable = False`
-that its changes are undone together or not at all.
+Two class attributes are optional: `under_autocast = True` has the mod checked in 16 bits as well, `separable = False` says that its changes are undone together or not
+at all.
 """
 
 from typing import Protocol, runtime_checkable

@@ -19,16 +19,21 @@ from loka.mods.editor import Editor
 from loka.mods.journal import Fold
 from loka.mods.norms import find_norms, refuse_norm
 from loka.records.mods import ModClass
+from loka.units.flow import Sink
 
 
 @dataclass(frozen=True)
 class NoBias:
-    """Drop the biases of linears and norms; prediction layers keep theirs. It has no options.
+    """Drop the biases of linears and norms; prediction layers keep theirs.
+
+    Args:
+        fold: move a bias into a kept one where that is exact, instead of dropping it.
 
     Example:
-        >>> loka.mods.apply(model, [NoBias()], example=batch)
+        >>> loka.mods.apply(model, [NoBias(fold=False)])
     """
 
+    fold: bool = True
     name: ClassVar[str] = "no_bias"
     effect: ClassVar[ModClass] = "architecture"
 
@@ -60,8 +65,8 @@ class NoBias:
             editor.drop(name, "bias")
             editor.change(name, "a bias of zeros dropped", "exact")
             return
-        sinks = editor.sinks(name, shift=True)
-        kept = isinstance(sinks, list) and all(editor.has_bias(sink) for sink in sinks)
+        sinks = editor.sinks(name, shift=True) if self.fold else "folding is off"
+        kept = isinstance(sinks, list) and all(self._has_bias(editor, sink) for sink in sinks)
         if not isinstance(sinks, list) or not kept:
             editor.drop(name, "bias")
             editor.change(name, "bias dropped", "architecture")
@@ -75,3 +80,7 @@ class NoBias:
         effect: ModClass = "rounding" if len(final) == len(sinks) and branch is None else "architecture"
         only = f"; the same function only on the way the example took ({branch})" if branch else ""
         editor.change(name, f"bias folded into that of {into}{only}", effect)
+
+    @staticmethod
+    def _has_bias(editor: Editor, sink: Sink) -> bool:
+        return isinstance(editor.model.get_submodule(sink.site).bias, Tensor)

@@ -8,7 +8,9 @@
 Inputs are raised to the asked precision and autocast is off inside; what comes out goes back to the stream's type, except for the result of a prediction
 layer, which stays wide. Outside of autocast, and in a model that is wide already, nothing changes.
 
-Every protected module is marked, and the mark keeps it out of plans and of conversion.
+Every protected module is marked, and `unprotected(module, name)` is the filter that keeps marked modules out of Probe, of mods and of conversion:
+
+    Probe(model, mods.unprotected)          convert(model, recipe="rowwise", module_filter_fn=mods.unprotected)
 """
 
 from collections.abc import Iterator
@@ -90,11 +92,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def is_protected(module: nn.Module) -> bool:
+def is_protected(module: nn.Module, name: str = "") -> bool:
     """Whether a module asked to be kept out of low precision.
 
     Args:
         module: any.
+        name: not looked at; filters are called with one.
 
     Returns:
         Whether `protect_intermediates` marked it.
@@ -105,18 +108,36 @@ def is_protected(module: nn.Module) -> bool:
     return PROTECTED in module.__dict__
 
 
+def unprotected(module: nn.Module, name: str = "") -> bool:
+    """The filter for `convert`, `Probe` and `apply` that lets everything through but protected modules.
+
+    Args:
+        module: any.
+        name: not looked at.
+
+    Returns:
+        Whether it may run in low precision.
+
+    Example:
+        >>> loka.convert(model, recipe="rowwise", module_filter_fn=unprotected)
+    """
+    return not is_protected(module, name)
+
+
 @dataclass(frozen=True)
 class ProtectIntermediates:
     """Keep small computations that decide the metric in the precision they need.
 
     Args:
         kinds: what is protected.
+        precision: at least which type all of it computes in, or for every kind what it needs.
 
     Example:
         >>> loka.mods.apply(model, [ProtectIntermediates()], example=batch)
     """
 
     kinds: tuple[Protection, ...] = get_args(Protection)
+    precision: Literal["needed", "float32", "bfloat16"] = "needed"
     name: ClassVar[str] = "protect_intermediates"
     under_autocast: ClassVar[bool] = True  # where it is checked, too
     effect: ClassVar[ModClass] = "rounding"
@@ -125,6 +146,10 @@ class ProtectIntermediates:
         unknown = [kind for kind in self.kinds if kind not in NEEDED]
         if unknown or not self.kinds:
             raise ValueError(f"protect_intermediates(kinds={self.kinds}): choose from {', '.join(NEEDED)}")
+        if self.precision not in ("needed", "float32", "bfloat16"):
+            raise ValueError(
+                f"protect_intermediates(precision={self.precision!r}): expected needed, float32 or bfloat16"
+            )
 
     def rewrite(self, editor: Editor) -> None:
         """Mark and raise every module of the asked kinds."""
@@ -139,7 +164,7 @@ class ProtectIntermediates:
                 self._protect(editor, name, module, kind)
 
     def _protect(self, editor: Editor, name: str, module: nn.Module, kind: Protection) -> None:
-        dtype = NEEDED[kind]
+        dtype: torch.dtype = NEEDED[kind] if self.precision == "needed" else getattr(torch, self.precision)
         guard = ProtectedLinear if isinstance(module, nn.Linear) else Protected
         editor.mark(name, PROTECTED, kind)
         editor.mix(name, guard, protected_dtype=dtype, keeps_result=kind == "prediction")

@@ -128,7 +128,7 @@ class _Job:
     @property
     def low(self) -> bool:
         """Whether the mod runs something in FP8."""
-        return getattr(self.mod, "low", False)
+        return getattr(self.mod, "precision", None) == "fp8"
 
     def edit(self, *, one_by_one: bool = False) -> Editor:
         editor = Editor(self.model, self.mod.name, self.keep, self.example, self.judge if one_by_one else None)

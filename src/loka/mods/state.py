@@ -1,12 +1,14 @@
 """Checkpoints of the original model, in the modified one.
 
     notes = mods.load_state_dict(model, state)         state of the original, or of the modified model
+    notes = mods.load_checkpoint(model, "step-00001000")
 
 What a mod did to the parameters it does to a checkpoint's tensors too: a folded gain is folded into the checkpoint's own weight, a dropped bias is left out.
 Notes say, entry by entry, what was lost; where a mod is an architecture change the result is a starting point for training, not the original's function.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -67,3 +69,25 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
     except RuntimeError as error:
         raise ValueError(f"the checkpoint does not fit the modified model: {error}") from error
     return notes
+
+
+def load_checkpoint(model: nn.Module, path: str | Path) -> list[str]:
+    """Load the weights of the original or of the modified model from a file; no pickle is read.
+
+    Args:
+        model: modified.
+        path: a .safetensors file, or the folder of a checkpoint that holds model.safetensors.
+
+    Returns:
+        What was lost or moved.
+
+    Example:
+        >>> loka.mods.load_checkpoint(model, "runs/x/checkpoints/step-00000020")
+    """
+    from safetensors.torch import load_file
+
+    path = Path(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".safetensors":
+        raise ValueError(f"{path} is neither a .safetensors file nor a checkpoint folder with model.safetensors")
+    return load_state_dict(model, load_file(file))
