@@ -64,8 +64,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.dev  ## check and time the kernels; needs a GPU
-	$(BIN)/loka bench kernels
+bench: $(VENV)/.dev  ## what this machine can measure: data loading; kernels where there is a GPU
+	$(BIN)/python benchmarks/data.py
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/loka bench kernels; else echo 'kernels: not timed, no CUDA GPU on this machine'; fi
 
 evidence: $(VENV)/.dev  ## every published number made again; EVIDENCE="--data FOLDER --seconds 1800 --only zoo" narrows it
 	$(BIN)/python benchmarks/evidence.py $(EVIDENCE)
