@@ -104,7 +104,7 @@ class PlainChain(nn.Module):
         chain: frozen.
         ops: how it is written.
 
-    What stood between its linears hands on the result, as it does in the model: `handing` is the copy's chain, which is told of it.
+    What stood between its linears computes nothing, as in the model, and the last linear gives the result: `handing` is the copy's chain, which says what is handed on.
     """
 
     input_scale: Tensor | None
@@ -138,9 +138,7 @@ class PlainChain(nn.Module):
             if index < last:
                 a = self.ops.quantize(y, STATIC_SPEC, _number(getattr(self, f"scale_{index}")))
         y = y.to(dtype).reshape(*input.shape[:-1], self.out_features)
-        if self.handing is not None:
-            self.handing.begin(y)
-        return y
+        return y if self.handing is None else self.handing.begin(y)
 
     def _run(self, a: Any, index: int, dtype: torch.dtype) -> Tensor:
         """One layer up to its activation; in float32, but for a last product with nothing behind it."""
