@@ -103,10 +103,11 @@ def _try_again(call: Call, selection: Selection, origins: Mapping[str, Offer], n
     if together is None or not _judge(call, selection, together, coarsest):
         selection.change, selection.swapped, selection.used, selection.unresolved = before
         return
+    selection.change, swapped = together, selection.swapped
     selection.put_back(name, mine, parts)
     for part in parts:
         selection.alone[part.name] = swap(call, selection, [part])
-    selection.change = swap(call, selection, selection.offers)  # last, so that what was swapped in is all of it
+    selection.swapped = swapped  # of all together
 
 
 def _swap_all(call: Call, selection: Selection) -> Interval:
