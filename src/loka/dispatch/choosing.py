@@ -222,7 +222,17 @@ def _offer(unit: UnitPlan, looked: Looked, total: float, training: bool) -> Offe
 
 
 def part_of(offer: Offer, unit: UnitPlan, looked: Looked, *, training: bool) -> Offer:
-    """A part of a chain that was offered, as an offer of its own."""
+    """A part of a chain that was offered, as an offer of its own.
+
+    Args:
+        offer: the whole chain.
+        unit: what is left of it (`split_unit`).
+        looked: what was seen of its linears.
+        training: whether gradients count.
+
+    Returns:
+        The offer of the part.
+    """
     made = _offer(unit, looked, sum(site.flops for site in looked.sites.values()) or 1.0, training)
     return replace(made, reason=f"{made.reason}; a part of the chain {offer.name}")
 
@@ -326,7 +336,18 @@ def split_unit(unit: UnitPlan, out: set[str]) -> Iterator[UnitPlan]:
 
 
 def to_plan_parts(offers: list[Offer], looked: Looked, evidence: Mapping[str, UnitEvidence], kept: Mapping[str, str], *, training: bool) -> tuple[list[UnitPlan], list[SitePlan]]:  # fmt: skip
-    """The chains of a plan, and a site plan for every linear that was seen: in a chain, under a recipe, or kept."""
+    """The chains of a plan, and a site plan for every linear that was seen: in a chain, under a recipe, or kept.
+
+    Args:
+        offers: what the plan takes.
+        looked: what was seen of every linear.
+        evidence: what was measured, by offer.
+        kept: why a linear stays in high precision, by linear.
+        training: whether the plan has gradient GEMMs.
+
+    Returns:
+        The units, and one site plan a linear.
+    """
     total = sum(site.flops for site in looked.sites.values()) or 1.0
     units = [
         msgspec.structs.replace(o.unit, evidence=evidence.get(o.name), reason=o.reason)

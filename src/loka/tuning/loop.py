@@ -74,7 +74,7 @@ def tune(
         autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
         thorough: also compile with max-autotune and with coordinate descent, on both sides; a note says how to compile what was fastest.
         train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
-            the model itself is not trained. 0: gradients are judged by the score alone.
+            the model itself is not trained. 0: gradients are judged by the score, and by a backward pass beside 16 bits and the reference.
         optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
         tables: also choose the rows of every embedding table: the fewest bytes within the margin. Such rows are rounded for good: reverting gives them back as they are then.
         collectives: also choose codecs for the weights and gradients that ranks would send each other.

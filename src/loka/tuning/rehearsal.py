@@ -86,7 +86,16 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
 
 
 def leave_chain(call: Call, selection: Selection, error: AnotherPathError) -> list[Offer]:
-    """The linears of a chain that the model does not run as it was found, each by itself."""
+    """Take a chain apart that the model does not run as it was found: its linears stay in, each by itself.
+
+    Args:
+        call: whose model it is.
+        selection: what is in; the chain is replaced in it.
+        error: names the chain.
+
+    Returns:
+        The offers of its linears.
+    """
     offer = next(o for o in selection.offers if o.name == error.chain)
     why = "no chain, which the model calls in another order than it was found in: in a checkpoint, or on another path"
     parts = take_apart(offer, choosing.ALONE, selection.looked, why=why, training=call.training)
