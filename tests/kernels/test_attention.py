@@ -239,16 +239,35 @@ def test_on_triton_tiles_of_every_shape(triton_device, tile, monkeypatch):
     assert_same_gradients(make([0, 65, 16], heads=1, dtype=torch.float32, device=triton_device), max_length=70)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_on_triton_bias_gradients_in_little_memory(triton_device, slots, monkeypatch):
-    """Many long rows: programs share the numbers they add to."""
+@pytest.mark.parametrize("heads", [1, 2])
+def test_on_triton_backward_in_little_memory(triton_device, heads, monkeypatch):
+    """Many long rows: gradients of scores are kept for some of the heads at a time, and for one at least."""
     from loka.kernels.attention import triton_launch
 
-    operands = make([33, 7, 0, 40], dtype=torch.float32, device=triton_device)
-    queries = triton_launch.choose("backward_q", operands["q"], operands["v"], 40).queries
-    width = -(-40 // queries) * queries + operands["time_bias"].shape[1]
-    monkeypatch.setattr(triton_launch, "PARTIAL_BYTES", slots * 4 * 2 * width)
+    operands = make([33, 7, 0, 40], heads=3, dtype=torch.float32, device=triton_device)
+    kept = heads * 80 * triton_launch.MOST_QUERIES * 4 if heads > 1 else 1
+    monkeypatch.setattr(triton_launch, "KEPT_BYTES", kept)
+    seen = []
+    run = triton_launch.run_backward_kv
+    monkeypatch.setattr(triton_launch, "run_backward_kv", lambda part, *rest: seen.append(part.q.shape[1]) or run(part, *rest))  # fmt: skip
     assert_same_gradients(operands, max_length=40)
+    assert seen == ([1, 1, 1] if heads == 1 else [2, 1])
+
+
+def test_on_triton_backward_reads_nothing_that_was_not_written(triton_device, monkeypatch):
+    """What lies before a key, and beyond a row, is left as it was in memory."""
+    from loka.kernels.attention import triton_launch
+
+    run = triton_launch.run_backward_kv
+
+    def poisoned(problem, *rest):
+        empty = torch.Tensor.new_empty
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "new_empty", lambda self, *shape, **kind: empty(self, *shape, **kind).fill_(math.nan if self.is_floating_point() else 0))  # fmt: skip
+            return run(problem, *rest)
+
+    monkeypatch.setattr(triton_launch, "run_backward_kv", poisoned)
+    assert_same_gradients(make([33, 7, 0, 40], dtype=torch.float32, device=triton_device), max_length=70)
 
 
 @pytest.mark.gpu
@@ -288,12 +307,12 @@ def test_on_triton_compiles_to_one_graph(triton_device):
 
 
 TYPES = {"offsets_ptr": "*i64", "asked_ptr": "*i64", "times_ptr": "*i64", "position_ptr": "*fp32", "time_ptr": "*fp32"}
-TYPES |= {"partial_ptr": "*fp32", "alpha": "fp32", "divisor": "fp32"}
-STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "distances", "slots"}
+TYPES |= {"alpha": "fp32", "divisor": "fp32"}
+STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "width"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv"])
+@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv", "backward_biases"])
 @pytest.mark.parametrize(("dtype", "width"), [("*bf16", 128), ("*bf16", 256), ("*fp32", 256)])
 def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
     """Every tile of the launch table, at its widest, fits into shared memory and multiplies 16-bit operands on tensor cores."""
@@ -309,9 +328,14 @@ def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
             tile
         )
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-        pointers = {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv")} | TYPES
+        constants |= {"HEADS": 16, "APART": tile.queries}
+        constants = {
+            name: value for name, value in constants.items() if name in getattr(launch, f"_{kernel}").arg_names
+        }
+        pointers = {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv", "ds")} | TYPES
         names = set(getattr(launch, f"_{kernel}").arg_names)
         types = {name: kind for name, kind in pointers.items() if name in names}
         compiled = compile_kernel("attention", f"_{kernel}", (types, constants, options), STRIDES)
         assert compiled.metadata.shared <= SHARED_MEMORY
-        assert ("wgmma" in compiled.asm["ptx"]) == (dtype == "*bf16")
+        multiplies = "mma.sync" if kernel == "backward_biases" else "wgmma"  # 16 rows are too few for the larger one
+        assert (multiplies in compiled.asm["ptx"]) == (dtype == "*bf16")

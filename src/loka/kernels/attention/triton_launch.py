@@ -1,20 +1,20 @@
-"""Launches of the SiLU attention kernels: which tile for which operands, and the sums of the biases' partial gradients."""
+"""Launches of the SiLU attention kernels: which tile for which operands, how many heads at a time, and the sums of the biases' partial gradients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loka.kernels.attention.triton_kernels import _backward_kv, _backward_q, _forward
+from loka.kernels.attention.triton_kernels import _backward_biases, _backward_kv, _backward_q, _forward
 from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import INTERPRETED
 
 
 @dataclass(frozen=True)
 class Tile:
-    """queries x keys of a tile; warps and stages of a program, and how many registers a thread may have (None: all)."""
+    """queries x keys of a tile (of the biases' gradients: distances x keys); warps and stages of a program, and how many registers a thread may have (None: all)."""
 
     queries: int
     keys: int
@@ -23,17 +23,20 @@ class Tile:
     registers: int | None = None
 
 
-PARTIAL_BYTES = 2**28  # of bias gradients that wait to be summed
+KEPT_BYTES = (
+    2**28
+)  # of the gradients of scores that wait for dq and the biases: as many heads at a time as fit, and one at least
 Tiles = dict[str, Tile]  # by kernel
+MOST_QUERIES = 64  # of a tile of dk and dv
 # 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 34 on an H200 (benchmarks/attention_h200.py); wider heads
 LONG = 1024
-_NARROW = Tile(64, 32, registers=168)
-SHORT: Tiles = {"forward": _NARROW, "backward_q": _NARROW, "backward_kv": Tile(32, 64, stages=3)}
-LONGER: Tiles = {"forward": Tile(64, 64), "backward_q": _NARROW, "backward_kv": Tile(64, 128, 8, stages=3)}
-WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_q": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8)}
+SHORT: Tiles = {"forward": Tile(64, 32, registers=168), "backward_kv": Tile(32, 64, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
+LONGER: Tiles = {"forward": Tile(64, 64), "backward_kv": Tile(64, 128, 8, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
+WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8), "backward_q": Tile(64, 32, 8)}
 # 32-bit operands are multiplied without tensor cores: heads up to 128 wide, wider ones
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
 TINY = Tile(16, 16)  # the rows of the interpreter's tests are short
+BIASES, BIASES_EXACT = Tile(32, 8, 4), Tile(16, 4, 4, stages=1)  # whatever the heads' width
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
@@ -41,6 +44,8 @@ def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
     wide = max(q.shape[2], v.shape[2]) > 128
     if INTERPRETED:
         return TINY
+    if kernel == "backward_biases":
+        return BIASES_EXACT if q.dtype == torch.float32 else BIASES
     if q.dtype == torch.float32:
         return EXACT_WIDE if wide else EXACT
     return (WIDE if wide else SHORT if max_length <= LONG else LONGER)[kernel]
@@ -85,6 +90,17 @@ class Problem:
         """An absent bias has no entries, and its pointer is never read."""
         return self.offsets, self.asked, self.times, self.position_bias, self.time_bias
 
+    @property
+    def width(self) -> int:
+        """Of a row of `ds`: queries in whole tiles."""
+        return cdiv(self.max_length, MOST_QUERIES) * MOST_QUERIES
+
+    def heads(self, first: int, last: int) -> "Problem":
+        """Some of the heads."""
+        q, k, v = (t[:, first:last] for t in (self.q, self.k, self.v))
+        biases = [None if bias is None else bias[first:last] for bias in (self.position_bias, self.time_bias)]
+        return replace(self, q=q, k=k, v=v, position_bias=biases[0], time_bias=biases[1])
+
     def numbers(self, *more: Tensor) -> tuple[float, ...]:
         """Heads, strides of q, k, v and more, strides of the biases, factors."""
         strides = [s for t in (self.q, self.k, self.v, *more) for s in t.stride()[:2]]
@@ -112,42 +128,40 @@ def run_forward(problem: Problem, tile: Tile) -> Tensor:
     return out
 
 
-def run_backward_q(problem: Problem, grad: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """dq and the gradients of the biases (without entries where a bias is absent)."""
+def run_backward_kv(problem: Problem, grad: Tensor, dk: Tensor, dv: Tensor, tile: Tile) -> Tensor:
+    """Write dk and dv, and return the gradients of the scores: [H, total, width], of each key those of the queries at or after it; the rest is not written."""
     q, k, v = problem.q, problem.k, problem.v
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    blocks = q.shape[0] // tile.queries + problem.rows  # of queries in all rows, some of which do not exist
-    distances = cdiv(problem.max_length, tile.queries) * tile.queries if problem.positions else 0
-    width = distances + problem.buckets
-    slots = min(blocks, max(1, PARTIAL_BYTES // max(4 * q.shape[1] * width, 1)))
-    partial = q.new_zeros(slots, q.shape[1], width, dtype=torch.float32)
-    if problem.rows and q.shape[0]:
-        _backward_q[problem.grid(tile.queries)](
-            q,
-            k,
-            v,
-            grad,
-            dq,
-            partial,
-            *problem.inputs(),
-            *problem.numbers(grad),
-            distances,
-            slots,
-            **problem.options(tile),
-        )
-    sums = partial.sum(0)
-    return dq, _fold(sums[:, :distances], problem.positions, problem.max_length), _copy(sums[:, distances:])
+    ds = q.new_empty(q.shape[1], q.shape[0], problem.width)
+    _backward_kv[problem.grid(tile.keys)](
+        q, k, v, grad, dk, dv, ds, *problem.inputs(), *problem.numbers(grad), dk.stride(0) // dk.shape[2], *ds.shape[1:], **problem.options(tile)
+    )  # fmt: skip
+    return ds
 
 
-def run_backward_kv(problem: Problem, grad: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """dk and dv."""
-    q, k, v = problem.q, problem.k, problem.v
-    dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (k, v))
-    if problem.rows and q.shape[0]:
-        _backward_kv[problem.grid(tile.keys)](
-            q, k, v, grad, dk, dv, *problem.inputs(), *problem.numbers(grad), **problem.options(tile)
-        )
-    return dk, dv
+def run_backward_q(problem: Problem, ds: Tensor, dq: Tensor, tile: Tile) -> None:
+    """Write dq."""
+    k, options = problem.k, problem.options(tile)
+    for name in ("V", "VP", "POSITIONS", "BUCKETS", "ENTRIES"):
+        del options[name]
+    _backward_q[problem.grid(tile.queries)](
+        ds, k, dq, problem.offsets, k.shape[1], *k.stride()[:2], problem.alpha, problem.divisor, dq.stride(0) // dq.shape[2], *ds.shape[1:], **options
+    )  # fmt: skip
+
+
+def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+    """The gradients of the biases (without entries where a bias is absent)."""
+    heads, parts = problem.q.shape[1], cdiv(problem.max_length, tile.queries)
+    distances = parts * tile.queries if problem.positions else 0
+    position = ds.new_empty(problem.rows, heads, distances, dtype=torch.float32)
+    time = ds.new_empty(problem.rows, parts, heads, problem.buckets, dtype=torch.float32)
+    if problem.positions or problem.buckets:
+        options = problem.options(tile)
+        _backward_biases[parts, problem.rows](
+            ds, position, time, problem.offsets, problem.asked, problem.times, heads, problem.divisor, *ds.shape[1:],
+            **{name: options[name] for name in ("POSITIONS", "BUCKETS", "ENTRIES", "IEEE", "num_warps", "num_stages", "maxnreg")},
+            HEADS=_pad(heads), KEYS=tile.keys, APART=tile.queries,
+        )  # fmt: skip
+    return _fold(position.sum(0), problem.positions, problem.max_length), time.sum((0, 1))
 
 
 def forward(*operands: Any) -> Tensor:
@@ -159,10 +173,20 @@ def forward(*operands: Any) -> Tensor:
 def backward(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the two biases (without entries where a bias is absent)."""
     problem = Problem(*operands)
-    tiles = [choose(name, problem.q, problem.v, problem.max_length) for name in ("backward_q", "backward_kv")]
-    dq, dposition, dtime = run_backward_q(problem, grad, tiles[0])
-    dk, dv = run_backward_kv(problem, grad, tiles[1])
-    return dq, dk, dv, dposition, dtime
+    q, v, heads = problem.q, problem.v, problem.q.shape[1]
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, problem.k, v))
+    biases = [q.new_zeros(heads, entries, dtype=torch.float32) for entries in (problem.positions, problem.buckets)]
+    if problem.rows and q.shape[0]:
+        kv, of_q, of_biases = (choose(f"backward_{name}", q, v, problem.max_length) for name in ("kv", "q", "biases"))
+        at_once = min(heads, max(1, KEPT_BYTES // (q.shape[0] * problem.width * q.element_size())))
+        for first in range(0, heads, at_once):
+            some = slice(first, min(first + at_once, heads))
+            part = problem.heads(some.start, some.stop)
+            ds = run_backward_kv(part, grad[:, some], dk[:, some], dv[:, some], kv)
+            run_backward_q(part, ds, dq[:, some], of_q)
+            for bias, summed in zip(biases, run_backward_biases(part, ds, of_biases), strict=True):
+                bias[some] = summed
+    return dq, dk, dv, biases[0], biases[1]
 
 
 def _pad(width: int) -> int:
