@@ -108,6 +108,18 @@ def test_no_margin_is_used_that_is_coarser_than_one_that_was_resolved() -> None:
     assert selection.used == 0.00005
 
 
+def test_a_unit_does_not_pass_for_being_noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With b in, data resolve 0.05 % only, and show more than the margin that was asked for without being sure of it: b leaves, and the rest is held to that margin."""
+    call, selection = make("ab")
+    noisy, quiet = Interval(value=3e-4, low=-2e-4, high=8e-4), Interval(value=1e-5, low=-5e-5, high=7e-5)
+    monkeypatch.setattr(metric, "swap", lambda call, selection, offers: noisy if "b" in "".join(o.name for o in offers) else quiet)  # fmt: skip
+    selection.alone = {"a": quiet, "b": noisy}
+    metric.hold_margin(call, selection)
+    assert names(selection) == "a"
+    assert selection.used == call.margin
+    assert "changed by more than 0.020%" in selection.chosen.kept["b"]
+
+
 def test_what_was_measured_of_a_chain_is_not_said_of_its_part() -> None:
     _, selection = make("ab")
     whole = selection.offers[0]

@@ -33,8 +33,8 @@ class Ops(Protocol):
         """x [M, K] in low precision."""
         ...
 
-    def multiply(self, a: Any, weight: QTensor, dtype: torch.dtype) -> Tensor:
-        """a [M, K] @ weight [N, K]^T."""
+    def multiply(self, a: Any, weight: QTensor, dtype: torch.dtype, *, fast_accum: bool) -> Tensor:
+        """a [M, K] @ weight [N, K]^T. fast_accum: sums stay in the tensor cores, as in the kernel it stands for: what they round away there decides casts behind it."""
         ...
 
 
@@ -66,13 +66,13 @@ class AtenOps:
         """By the law."""
         return quantize(x, spec, scale=scale, backend="compiled")
 
-    def multiply(self, a: QTensor, weight: QTensor, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a: QTensor, weight: QTensor, dtype: torch.dtype, *, fast_accum: bool) -> Tensor:
         """On the backend that was asked when the module was made; the law without its autocast block, which would be a graph of its own."""
         if self.gemm == "reference":
             return (_values_of(a) @ _values_of(weight).T).to(dtype)
         from loka.kernels.scaled_mm import torch as own
 
-        return own.run_packaged(a, weight, out_dtype=dtype)
+        return own.run_packaged(a, weight, out_dtype=dtype, fast_accum=fast_accum)
 
 
 class OnnxOps:
@@ -107,7 +107,7 @@ class OnnxOps:
         values = self._node("DequantizeLinear", (q, scale), torch.float32, blocks.shape, **attributes)
         return values if across == width else values.reshape(wide.shape)[:, :width]
 
-    def multiply(self, a: Tensor, weight: QTensor, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a: Tensor, weight: QTensor, dtype: torch.dtype, *, fast_accum: bool) -> Tensor:
         """Gemm and not MatMul: onnxruntime 1.31 turns a MatMul behind two DequantizeLinear into an integer product, and then refuses its own graph for being FP8."""
         values = self._values(weight)
         product = self._node("Gemm", (a, values), torch.float32, (a.shape[0], weight.shape[0]), transB=1)

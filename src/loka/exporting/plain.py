@@ -74,15 +74,16 @@ class PlainLinear(nn.Module):
         scale: of the activation where it is known beforehand; None: from the activation.
         bias: or None.
         ops: how it is written.
+        fast_accum: sums stay in the tensor cores.
         dtype: of the weight it stands for.
     """
 
     scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, dtype: torch.dtype = torch.float32) -> None:  # fmt: skip
+    def __init__(self, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, *, fast_accum: bool, dtype: torch.dtype) -> None:  # fmt: skip
         super().__init__()
-        self.like = _stand_in(dtype, weight.device)
+        self.fast_accum, self.like = fast_accum, _stand_in(dtype, weight.device)
         self.out_features, self.in_features = weight.shape
         self.spec, self.ops = spec, ops
         self.weights = _Weights([ops.hold(weight, spec)])
@@ -92,7 +93,7 @@ class PlainLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> y [..., N] in the input's type."""
         a = self.ops.quantize(input.reshape(-1, self.in_features), self.spec, _number(self.scale))
-        y = self.ops.multiply(a, self.weights.get(0), input.dtype)
+        y = self.ops.multiply(a, self.weights.get(0), input.dtype, fast_accum=self.fast_accum)
         y = y if self.bias is None else y + self.bias.to(input.dtype)
         return y.reshape(*input.shape[:-1], self.out_features)
 
@@ -144,10 +145,10 @@ class PlainChain(nn.Module):
         """One layer up to its activation; in float32, but for a last product with nothing behind it."""
         link, bias, weight = self.links[index], getattr(self, f"bias_{index}"), self.weights.get(index)
         if link.plain and index == len(self.links) - 1:
-            p = self.ops.multiply(a, weight, dtype)
+            p = self.ops.multiply(a, weight, dtype, fast_accum=True)
             return p if bias is None else p + bias.to(dtype)
         # In float32, as in the law: rounded to bf16 before it is cast to FP8, a DLRM's product costs its result half of what FP8 itself does.
-        p = self.ops.multiply(a, weight, torch.float32)
+        p = self.ops.multiply(a, weight, torch.float32, fast_accum=True)
         p = p if bias is None else p + bias.float()
         if link.norm == "none":
             return activate(p, link.activation, link.slope)
@@ -212,7 +213,7 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
                 problems.append(f"{chain.links[index].linear}: {reason}")
         return None if problems else PlainChain(chain, ops)
     if isinstance(module, QuantizedLinear):
-        return _check(name, module.qweight, module.activation, None, module.bias, ops, dtype, problems)
+        return _check(name, module.qweight, module.activation, None, module.bias, ops, module.bound.fast_accum, dtype, problems)
     if not isinstance(module, Linear):
         return None
     bound = module.binding.fprop
@@ -224,14 +225,14 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
         if scale is None:
             problems.append(f"{name}: its {spec.mode} scale is not known yet; hint: run batches under loka.placing.calibrating(model)")  # fmt: skip
             return None
-    return _check(name, quantize_weight(module.weight.detach(), bound.b), spec, scale, module.bias, ops, dtype, problems)  # fmt: skip
+    return _check(name, quantize_weight(module.weight.detach(), bound.b), spec, scale, module.bias, ops, bound.fast_accum, dtype, problems)  # fmt: skip
 
 
-def _check(name: str, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, dtype: torch.dtype, problems: list[str]) -> nn.Module | None:  # fmt: skip
+def _check(name: str, weight: QTensor, spec: Spec, scale: Tensor | None, bias: Tensor | None, ops: Ops, fast_accum: bool, dtype: torch.dtype, problems: list[str]) -> nn.Module | None:  # fmt: skip
     if reason := ops.refuse(spec, weight, dtype):
         problems.append(f"{name}: {reason}")
         return None
-    return PlainLinear(weight, spec, scale, bias, ops, dtype)
+    return PlainLinear(weight, spec, scale, bias, ops, fast_accum=fast_accum, dtype=dtype)
 
 
 def _known_scale(module: Linear, spec: Spec) -> Tensor | None:

@@ -85,8 +85,8 @@ class Call:
         return self.margin if change.high - change.value <= self.margin else max(COARSE_MARGIN, self.margin)
 
     def is_within(self, change: Interval, used: float) -> bool:
-        """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, they must not show that it is exceeded."""
-        return change.high <= used and change.low <= self.margin
+        """By its upper end; and where a coarser margin is used because the data do not resolve the one that was asked for, the change as measured is still held to that one: a unit must not pass for being noisy."""
+        return change.high <= used and change.value <= self.margin
 
 
 @dataclass

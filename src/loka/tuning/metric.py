@@ -74,8 +74,8 @@ def hold_margin(call: Call, selection: Selection, coarsest: float = math.inf) ->
             continue
         if _judge(call, selection, together, coarsest):
             break
-        exceeded = call.margin if together.low > call.margin else selection.used
-        left.append(_drop_dearest(call, selection, together.high - selection.used, exceeded))
+        exceeded = call.margin if together.value > call.margin else selection.used
+        left.append(_drop_dearest(call, selection, max(together.high - selection.used, together.value - call.margin), exceeded))  # fmt: skip
     if not selection.offers:
         selection.change = None
     # they went one by one, by what was thought of each: with the last of them gone an earlier one may be affordable
@@ -149,7 +149,7 @@ def _share_cost(selection: Selection, offer: Offer) -> dict[str, float]:
 def note_margin(call: Call, selection: Selection) -> None:
     """Say so where the data resolve a coarser margin only, of the units that are in at the end."""
     if (seen := selection.unresolved) is not None:
-        call.notes.append(f"the held-out data resolve {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: judged at {selection.used:.1%}; {_say_finer(call, selection.base)}")  # fmt: skip
+        call.notes.append(f"the held-out data resolve {seen.high - seen.value:.3%}, not the margin of {call.margin:.3%}: the upper end is judged at {selection.used:.1%}; {_say_finer(call, selection.base)}")  # fmt: skip
 
 
 def _say_finer(call: Call, base: Losses) -> str:

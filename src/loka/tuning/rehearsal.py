@@ -78,7 +78,8 @@ def verify_training(call: Call, selection: Selection) -> Interval | None:
         except AnotherPathError as error:
             leave_chain(call, selection, error)
             continue
-        if call.is_within(change, selection.used):
+        # two runs of training differ by chance too, which their interval over examples does not hold: only what is seen beyond doubt counts against a plan
+        if change.high <= selection.used and change.low <= call.margin:
             return change
         worst = max(selection.offers, key=lambda o: 0.0 if o.harm is None else o.harm.value)
         selection.drop(worst, f"trained {call.train} steps with it, the metric moved {spell_change(change)}, more than {selection.used:.3%}")  # fmt: skip

@@ -95,13 +95,14 @@ def run(
     return cut(_scaled_mm(x, w.t(), scale_a, kind, scale_b, kind, out_dtype, fast_accum, bias), m, n)
 
 
-def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
+def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     """The same product for an AOTInductor package, by the older op where that is right: it has an entry in C, and the newer one, whose scales are lists, is called through an interpreter.
 
     Args:
         a: [M, K].
         b: [N, K], laid out by `prepare`.
         out_dtype: of the result.
+        fast_accum: sums stay in the tensor cores.
 
     Returns:
         [M, N].
@@ -109,18 +110,18 @@ def run_packaged(a: QTensor, b: QTensor, *, out_dtype: torch.dtype) -> Tensor:
     (m, k), n = a.shape, b.shape[0]
     # not min(): asked which is least, a free m is bounded by n or k
     if (a.spec.block, b.spec.block) in _BLOCKWISE or m == 0 or n == 0 or k == 0:
-        return run(a, b, out_dtype=out_dtype)
+        return run(a, b, out_dtype=out_dtype, fast_accum=fast_accum)
     w, scale_b = laid_out(b, "torch", a.spec, _lay)
     x = aligned(a.data, m, w.shape[1])
     multiply = torch.ops.aten._scaled_mm.default
     if a.spec.block == b.spec.block == TENSOR:
-        return cut(multiply(x, w.t(), a.scale, scale_b, None, None, out_dtype, False), m, n)
+        return cut(multiply(x, w.t(), a.scale, scale_b, None, None, out_dtype, fast_accum), m, n)
     scale_a, scale_b = row_scales(a, m), scale_b.reshape(1, -1)
     if out_dtype == torch.float32:
         # under row scales some GPUs write 16 bits only; in float32 scales may as well come afterwards
         one = torch.ones((), device=x.device)
-        return cut(multiply(x, w.t(), one, one, None, None, out_dtype, False) * scale_a * scale_b, m, n)
-    return cut(multiply(x, w.t(), scale_a, scale_b, None, None, out_dtype, False), m, n)
+        return cut(multiply(x, w.t(), one, one, None, None, out_dtype, fast_accum) * scale_a * scale_b, m, n)
+    return cut(multiply(x, w.t(), scale_a, scale_b, None, None, out_dtype, fast_accum), m, n)
 
 
 def _scaled_mm(
