@@ -5,6 +5,7 @@ process that has it.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -182,8 +183,25 @@ def test_on_triton_without_biases(triton_device, absent):
     assert_same_gradients(operands, max_length=20)
 
 
-def test_on_triton_shared_bias_and_strided_operands(triton_device):
-    """What the model passes: slices of one projection, and one bias expanded to all heads."""
+@pytest.mark.parametrize("room", [0, 2**28])
+@pytest.mark.parametrize("shared", [("position_bias",), ("time_bias",), ("position_bias", "time_bias")])
+def test_on_triton_heads_share_biases(triton_device, shared, room, monkeypatch):
+    """[1, entries]: looked up once for all heads where both are shared and there is room, and gradients summed over heads."""
+    from loka.kernels.attention import triton_launch
+
+    monkeypatch.setattr(triton_launch, "KEPT_BYTES", room)
+    operands = make([33, 0, 7, 70], heads=3, dtype=torch.float32, device=triton_device)
+    operands |= {name: operands[name].detach()[:1].requires_grad_() for name in shared}
+    seen = []
+    run = triton_launch.look_up_biases
+    monkeypatch.setattr(triton_launch, "look_up_biases", lambda *given: seen.append(run(*given)) or seen[-1])
+    assert_same_gradients(operands, max_length=70)
+    assert all((made is not None) == (len(shared) == 2 and room > 0) for made in seen)
+    assert seen
+
+
+def test_on_triton_expanded_bias_and_strided_operands(triton_device):
+    """Slices of one projection, as the model passes them, and one bias expanded to all heads."""
     torch.manual_seed(0)
     operands = make([6, 17], dtype=torch.float32, device=triton_device)
     wide = torch.randn(23, 56, device=triton_device, requires_grad=True)
@@ -254,20 +272,20 @@ def test_on_triton_backward_in_little_memory(triton_device, heads, monkeypatch):
     assert seen == ([1, 1, 1] if heads == 1 else [2, 1])
 
 
-def test_on_triton_backward_reads_nothing_that_was_not_written(triton_device, monkeypatch):
-    """What lies before a key, and beyond a row, is left as it was in memory."""
+@pytest.mark.parametrize("heads", [1, 2])
+def test_on_triton_nothing_is_read_that_was_not_written(triton_device, heads, monkeypatch):
+    """What lies before a key, and beyond a row, is left as it was in memory: of biases that one head has alone and are looked up, and of gradients of scores."""
     from loka.kernels.attention import triton_launch
 
-    run = triton_launch.run_backward_kv
-
-    def poisoned(problem, *rest):
+    def poisoned(run, *given):
         empty = torch.Tensor.new_empty
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "new_empty", lambda self, *shape, **kind: empty(self, *shape, **kind).fill_(math.nan if self.is_floating_point() else 0))  # fmt: skip
-            return run(problem, *rest)
+            return run(*given)
 
-    monkeypatch.setattr(triton_launch, "run_backward_kv", poisoned)
-    assert_same_gradients(make([33, 7, 0, 40], dtype=torch.float32, device=triton_device), max_length=70)
+    for name in ("look_up_biases", "run_backward_kv"):
+        monkeypatch.setattr(triton_launch, name, partial(poisoned, getattr(triton_launch, name)))
+    assert_same_gradients(make([33, 7, 0, 40], heads=heads, dtype=torch.float32, device=triton_device), max_length=70)
 
 
 @pytest.mark.gpu
@@ -312,9 +330,9 @@ STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv", "backward_biases"])
-@pytest.mark.parametrize(("dtype", "width"), [("*bf16", 128), ("*bf16", 256), ("*fp32", 256)])
-def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
+@pytest.mark.parametrize("kernel", ["look_up_biases", "forward", "backward_q", "backward_kv", "backward_biases"])
+@pytest.mark.parametrize(("dtype", "width", "looked_up"), [("*bf16", 128, True), ("*bf16", 128, False), ("*bf16", 256, True), ("*fp32", 256, False)])  # fmt: skip
+def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width, looked_up):
     """Every tile of the launch table, at its widest, fits into shared memory and multiplies 16-bit operands on tensor cores."""
     pytest.importorskip("triton", exc_type=ImportError)
     from kernels.hopper import SHARED_MEMORY, compile_kernel, needs_ptxas
@@ -328,14 +346,17 @@ def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
             tile
         )
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-        constants |= {"HEADS": 16, "APART": tile.queries}
+        constants |= {"APART": tile.queries, "LOOKED_UP": looked_up}
         constants = {
             name: value for name, value in constants.items() if name in getattr(launch, f"_{kernel}").arg_names
         }
-        pointers = {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv", "ds")} | TYPES
+        pointers = (
+            {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv", "ds")}
+            | TYPES
+            | {"bias_ptr": "*fp32"}
+        )
         names = set(getattr(launch, f"_{kernel}").arg_names)
         types = {name: kind for name, kind in pointers.items() if name in names}
         compiled = compile_kernel("attention", f"_{kernel}", (types, constants, options), STRIDES)
         assert compiled.metadata.shared <= SHARED_MEMORY
-        multiplies = "mma.sync" if kernel == "backward_biases" else "wgmma"  # 16 rows are too few for the larger one
-        assert (multiplies in compiled.asm["ptx"]) == (dtype == "*bf16")
+        assert ("wgmma" in compiled.asm["ptx"]) == (dtype == "*bf16" and not kernel.endswith("biases"))

@@ -63,13 +63,12 @@ class RelativeBias(nn.Module):
 
     def __init__(self, entries: int, heads: int, *, per_head: bool) -> None:
         super().__init__()
-        self.heads = heads
         self.weight = nn.Parameter(torch.empty(heads if per_head else 1, entries))
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self) -> Tensor:
-        """[H, entries]; a shared set is expanded, not copied."""
-        return self.weight.expand(self.heads, -1)
+        """[H, entries], or [1, entries] for all heads."""
+        return self.weight
 
 
 class HSTULayer(nn.Module):

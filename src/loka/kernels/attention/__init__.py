@@ -37,8 +37,8 @@ def silu_attention(
         v: [total, H, d_v].
         offsets: int64 [rows + 1], where each row starts and the last one ends.
         max_length: no row is longer.
-        position_bias: [H, entries], indexed by i - j.
-        time_bias: [H, buckets], indexed by the bucket of query_times[i] - times[j].
+        position_bias: [H, entries], or [1, entries] for all heads, indexed by i - j.
+        time_bias: [H, buckets], or [1, buckets], indexed by the bucket of query_times[i] - times[j].
         times: int64 [total], with a time_bias.
         query_times: int64 [total], None for times.
         divisor: what the sum is divided by, None for the length of the row.
@@ -102,8 +102,8 @@ def _check(
     if offsets.dim() != 1 or offsets.dtype != torch.int64:
         raise ValueError(f"offsets must be int64 [rows + 1], got {offsets.dtype} {tuple(offsets.shape)}")
     for name, bias in (("position_bias", position_bias), ("time_bias", time_bias)):
-        if bias is not None and (bias.dim() != 2 or bias.shape[0] != q.shape[1]):
-            raise ValueError(f"{name} must be [H = {q.shape[1]}, entries], got {tuple(bias.shape)}")
+        if bias is not None and (bias.dim() != 2 or bias.shape[0] not in (1, q.shape[1])):
+            raise ValueError(f"{name} must be [H = {q.shape[1]}, entries] or [1, entries], got {tuple(bias.shape)}")
     if (time_bias is None) != (times is None):
         raise ValueError("times and time_bias belong together: got one without the other")
     for name, t in (("times", times), ("query_times", query_times)):

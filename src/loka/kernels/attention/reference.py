@@ -41,7 +41,7 @@ def run(
     divisor: float | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """q, k [total, H, d_qk], v [total, H, d_v], biases [H, entries], times int64 [total] -> [total, H, d_v]."""
+    """q, k [total, H, d_qk], v [total, H, d_v], biases [H or 1, entries], times int64 [total] -> [total, H, d_v]."""
     row, place = locate(offsets, q.shape[0])
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = offsets.shape[0] - 1

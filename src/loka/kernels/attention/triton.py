@@ -35,7 +35,7 @@ def run(
     divisor: float | None = None,
     alpha: float = 1.0,
 ) -> Tensor:
-    """q, k [total, H, d_qk], v [total, H, d_v], biases [H, entries], times int64 [total] -> [total, H, d_v]."""
+    """q, k [total, H, d_qk], v [total, H, d_v], biases [H or 1, entries], times int64 [total] -> [total, H, d_v]."""
     from loka.kernels.attention import triton_ops
 
     if divisor is not None and divisor <= 0:

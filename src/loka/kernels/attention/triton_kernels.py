@@ -11,12 +11,15 @@ Backward in three walks. The one over dk and dv computes the gradients of the sc
 of a key's row the column of a query, in the type of the operands, which is what the tensor cores multiply anyway. Reading them again costs a few bytes a score; computing them
 again costs two products, a sigmoid and the biases. How many heads are written at once is `triton_launch.KEPT_BYTES`' business.
 
-Bias gradients are sums over pairs, for all heads at once: a block of distances of one row is read along its diagonals, so that
+Biases. Which entry a pair of positions has, whole numbers of 64 bits and a logarithm, costs more than the product of its score. Where all heads share the biases they are looked up once, into
+[total, width] (`_look_up_biases`), and tiles are loaded; heads with biases of their own look them up in every tile.
 
-    position    sums over keys, since a column holds one distance
-    time        are products with a matrix of ones and zeros, one column a bucket: which bucket a pair belongs to is found once for all heads, and tensor cores add
+Bias gradients are sums over pairs. A program reads distances of one row along their diagonals and sums over the heads that share a bias, in a single warp, so that nothing is exchanged between warps:
 
-Every program writes sums of its own, which are added up afterwards: all gradients are the same bits from run to run.
+    position    a column holds one distance
+    time        times grow within a row, so a tile holds a short range of buckets: one sum for each of them (a long range is slow, not wrong)
+
+Every program adds to numbers of its own, which are summed afterwards: all gradients are the same bits from run to run.
 """
 
 import triton
@@ -108,10 +111,42 @@ def _sigmoid(s):
 
 
 @triton.jit
-def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
-             heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor,
+def _score(s, i, j, n, start, own, other, distance, far, bias_ptr, position_ptr, at_position, time_ptr, at_time, width,
+           POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, LOOKED_UP: tl.constexpr,
+           QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Scores plus biases, those of queries i at keys j, which broadcast against each other; own and other: the times of a tile's rows and columns."""
+    if LOOKED_UP:
+        return s + tl.load(bias_ptr + (start + j) * width + i, (distance >= 0) & (i < n), other=0.0)
+    bucket = _find_buckets(own, other, BUCKETS)
+    return _add_biases(s, distance, far, bucket, position_ptr, at_position, time_ptr, at_time, POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+
+
+@triton.jit
+def _look_up_biases(bias_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr, width,
+                    POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr,
+                    QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """The biases of every pair whose query is in or after the key's tile, summed: [total, width], of a key's row the column of a query."""
+    b, block = tl.program_id(1), tl.program_id(0)
+    start = tl.load(offsets_ptr + b)
+    n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
+    first = block * KEYS
+    if first >= n:
+        return
+    j = first + tl.arange(0, KEYS)
+    times = _load_times(times_ptr, start, j, n, BUCKETS)
+    for low in range(first // QUERIES * QUERIES, n, QUERIES):
+        i = low + tl.arange(0, QUERIES)
+        bucket = _find_buckets(times, _load_times(asked_ptr, start, i, n, BUCKETS), BUCKETS)
+        s = _add_biases(tl.zeros((KEYS, QUERIES), tl.float32), i[None, :] - j[:, None], low - first, bucket, position_ptr, 0, time_ptr, 0,
+                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+        tl.store(bias_ptr + (start + j)[:, None] * width + i[None, :], s, (j < n)[:, None])
+
+
+@triton.jit
+def _forward(q_ptr, k_ptr, v_ptr, out_ptr, bias_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
+             heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor, width,
              D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-             POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
+             POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, LOOKED_UP: tl.constexpr, IEEE: tl.constexpr,
              QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     start = tl.load(offsets_ptr + b)
@@ -128,10 +163,9 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, po
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
         v = _load(v_ptr, start, j, n, h, v_row, v_head, V, VP)
         distance = i[:, None] - j[None, :]
-        bucket = _find_buckets(asked, _load_times(times_ptr, start, j, n, BUCKETS), BUCKETS)
         s = _dot(q, tl.trans(k), IEEE) * alpha
-        s = _add_biases(s, distance, first - low, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
-                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+        s = _score(s, i[:, None], j[None, :], n, start, asked, _load_times(times_ptr, start, j, n, BUCKETS), distance, first - low, bias_ptr,
+                   position_ptr, h * stride_p, time_ptr, h * stride_t, width, POSITIONS, BUCKETS, ENTRIES, LOOKED_UP, QUERIES, KEYS)  # fmt: skip
         weight = tl.where(distance >= 0, s * _sigmoid(s), 0.0)
         total += _dot(weight.to(v.dtype), v, IEEE)
     scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
@@ -139,11 +173,11 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, po
 
 
 @triton.jit
-def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
+def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, bias_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
                  heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
-                 stored, total, width,
+                 width, stored, total,
                  D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
+                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, LOOKED_UP: tl.constexpr, IEEE: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """ds: [heads, total, width], written where a query is at or after a key's tile. stored: heads of the outputs, of which `heads` are computed here."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -164,10 +198,9 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_
         q = _load(q_ptr, start, i, n, h, q_row, q_head, D, DP)
         grad = _load(grad_ptr, start, i, n, h, g_row, g_head, V, VP)
         distance = i[None, :] - j[:, None]
-        bucket = _find_buckets(times, _load_times(asked_ptr, start, i, n, BUCKETS), BUCKETS)
         s = _dot(k, tl.trans(q), IEEE) * alpha
-        s = _add_biases(s, distance, low - first, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
-                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
+        s = _score(s, i[None, :], j[:, None], n, start, times, _load_times(asked_ptr, start, i, n, BUCKETS), distance, low - first, bias_ptr,
+                   position_ptr, h * stride_p, time_ptr, h * stride_t, width, POSITIONS, BUCKETS, ENTRIES, LOOKED_UP, QUERIES, KEYS)  # fmt: skip
         sigmoid = tl.where(distance >= 0, _sigmoid(s), 0.0)
         weight = s * sigmoid
         dv += _dot(weight.to(grad.dtype), grad, IEEE)
@@ -181,7 +214,7 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_
 
 
 @triton.jit
-def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, heads, k_row, k_head, alpha, divisor, stored, total, width,
+def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, heads, k_row, k_head, alpha, divisor, width, stored, total,
                 D: tl.constexpr, DP: tl.constexpr, IEEE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """dq, from ds of the walk before."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -203,34 +236,72 @@ def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, heads, k_row, k_head, alpha,
 
 
 @triton.jit
-def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, heads, divisor, total, width,
-                     POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
-                     HEADS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
-    """Sums over the pairs of one row that are `APART` distances from each other: position [rows, heads, distances] and time [rows, distances / APART, heads, BUCKETS]."""
+def _whole(x):
+    """2^23 + x as a float32, exactly, for whole numbers 0 <= x < 2^23."""
+    return (x | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exceeds(x, threshold):
+    """1.0 where x > threshold, else 0.0, for whole numbers: one instruction, where a comparison and a choice are two slow ones."""
+    if _INTERPRETED:
+        return tl.where(x > threshold, 1.0, 0.0)
+    return tl.inline_asm_elementwise(
+        "sub.sat.f32 $0, $1, $2;", "=f,f,f", [x, threshold], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
+    """Add the sum of ds over every bucket, scaled, to sum_ptr[bucket].
+
+    The sum over a bucket is what lies above the bucket before it, less what lies above itself. Four of them share one reduction across the
+    tile: its latency counts, not its additions.
+    """
+    whole = _whole(bucket)
+    lowest, highest = tl.min(tl.min(bucket, 0), 0) // 4 * 4, tl.max(tl.max(bucket, 0), 0)
+    at = sum_ptr + lowest + tl.arange(0, 4)
+    above = tl.sum(ds, 0)
+    for b in range(
+        lowest, highest + 1, 4
+    ):  # from a multiple of four, so that a bucket's additions all come from one thread, in order
+        edge = 8388608.0 + b
+        t0, t1 = tl.sum(ds * _exceeds(whole, edge), 0), tl.sum(ds * _exceeds(whole, edge + 1.0), 0)
+        t2, t3 = tl.sum(ds * _exceeds(whole, edge + 2.0), 0), tl.sum(ds * _exceeds(whole, edge + 3.0), 0)
+        even, odd = tl.join(above - t0, t1 - t2), tl.join(t0 - t1, t2 - t3)
+        four = tl.sum(tl.reshape(tl.join(even, odd), (ds.shape[1], 4)), 0)
+        tl.atomic_add(at, four * scale, b + tl.arange(0, 4) < BUCKETS, sem="relaxed")
+        at += 4  # not sum_ptr + b, which would make b, and what is computed from it, 64 bits wide
+        above = t3
+
+
+@triton.jit
+def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, heads, divisor, width, of_head,
+                     POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+    """Sums over pairs of one row that are APART distances from each other, and over `heads` heads that share a bias.
+
+    position: [rows, sets, distances]. time: [rows, distances / APART, sets, BUCKETS], zero. of_head: how far ds of two heads are apart.
+    """
     part, parts, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    set_, sets = tl.program_id(2), tl.num_programs(2)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    h, far = tl.arange(0, HEADS), part * APART + tl.arange(0, APART)
-    of_head = ds_ptr + (h.to(tl.int64) * total * width)[:, None, None]
-    by_distance = tl.zeros((HEADS, APART), tl.float32)
-    by_bucket = tl.zeros((HEADS, ENTRIES), tl.float32)
+    far = part * APART + tl.arange(0, APART)
+    scale = 1.0 / tl.where(divisor > 0, divisor, tl.maximum(n, 1).to(tl.float32))
+    first_ptr = ds_ptr + (set_ * heads).to(tl.int64) * of_head
+    summed = tl.zeros((KEYS, APART), tl.float32)
     for low in range(0, n - part * APART, KEYS):
         j = low + tl.arange(0, KEYS)
         i = j[:, None] + far[None, :]
-        there = (h < heads)[:, None, None] & (i < n)[None, :, :]
-        ds = tl.load(of_head + ((start + j)[:, None] * width + i)[None, :, :], there, other=0.0)
-        if POSITIONS > 0:
-            by_distance += tl.sum(ds.to(tl.float32), 1)
+        at = first_ptr + (start + j)[:, None] * width + i
+        ds = tl.zeros((KEYS, APART), tl.float32)
+        for _ in range(heads):
+            ds += tl.load(at, i < n, other=0.0).to(tl.float32)
+            at += of_head
+        summed += ds
         if BUCKETS > 0:
             asked = tl.load(asked_ptr + start + tl.minimum(i, n - 1))
             bucket = _bucket(asked - _load_times(times_ptr, start, j, n, BUCKETS)[:, None], BUCKETS)
-            belongs = tl.reshape(bucket, (KEYS * APART,))[:, None] == tl.arange(0, ENTRIES)[None, :]
-            by_bucket += _dot(tl.reshape(ds, (HEADS, KEYS * APART)), belongs.to(ds.dtype), IEEE)
-    scale = 1.0 / tl.where(divisor > 0, divisor, tl.maximum(n, 1).to(tl.float32))
+            _add_buckets(time_ptr + ((b * parts + part) * sets + set_) * BUCKETS, ds, scale, bucket, BUCKETS)
     if POSITIONS > 0:
-        where = position_ptr + ((b * heads + h) * parts * APART)[:, None] + far[None, :]
-        tl.store(where, by_distance * scale, (h < heads)[:, None])
-    if BUCKETS > 0:
-        entry = tl.arange(0, ENTRIES)
-        where = time_ptr + (((b * parts + part) * heads + h) * BUCKETS)[:, None] + entry[None, :]
-        tl.store(where, by_bucket * scale, (h < heads)[:, None] & (entry < BUCKETS)[None, :])
+        tl.store(position_ptr + (b * sets + set_) * parts * APART + far, tl.sum(summed, 0) * scale)

@@ -56,7 +56,7 @@ def silu_attention_backward(
 def _(grad, q, k, v, offsets, times, asked, position_bias, time_bias, max_length, divisor, alpha):  # type: ignore[no-untyped-def]
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     biases = [
-        q.new_empty(q.shape[1], 0 if b is None else b.shape[1], dtype=torch.float32) for b in (position_bias, time_bias)
+        q.new_empty((q.shape[1], 0) if b is None else b.shape, dtype=torch.float32) for b in (position_bias, time_bias)
     ]
     return (*like, *biases)
 
