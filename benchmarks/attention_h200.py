@@ -1,4 +1,4 @@
-"""SiLU attention on one GPU: every tile of its five kernels, proved right and then timed. The fastest ones belong into `kernels/attention/triton_launch.py`.
+"""SiLU attention on one GPU: every tile of its four kernels, proved right and then timed. The fastest ones belong into `kernels/attention/triton_launch.py`.
 
     PYTHONPATH=src python benchmarks/attention_h200.py --seconds 60 --out attention.json
     PYTHONPATH=src TRITON_INTERPRET=1 python benchmarks/attention_h200.py --smoke --out attention.json       CPU, tiny: does it run?
@@ -34,11 +34,10 @@ from loka.records import write_atomically
 
 ERROR = 1e-2  # relative L2 against float64: weights and their gradients are rounded to bf16 between two products, 1.7e-3 each
 TILES: dict[str, list[Tile]] = {
-    "look_up_biases": [Tile(64, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4)],
-    "forward": [Tile(64, 64), Tile(64, 32, registers=168), Tile(64, 32), Tile(64, 32, stages=3), Tile(64, 64, 8), Tile(128, 64, 8)],
-    "backward_kv": [Tile(64, 64, 8), Tile(32, 64), Tile(32, 64, stages=3), Tile(32, 128, 8), Tile(32, 128, 8, 3), Tile(64, 128, 8), Tile(64, 64, 8, 3)],
-    "backward_q": [Tile(64, 64, stages=3), Tile(64, 64), Tile(64, 32, stages=4), Tile(128, 64, 8, 3), Tile(64, 128, 8)],
-    "backward_biases": [Tile(32, 32, 1), Tile(32, 16, 1), Tile(32, 64, 2), Tile(64, 16, 1)],
+    "forward": [Tile(64, 64), Tile(64, 32, registers=168), Tile(64, 32, stages=3), Tile(64, 32)],
+    "backward_kv": [Tile(64, 64, 8), Tile(32, 64), Tile(32, 64, stages=3), Tile(32, 128, 8, 3), Tile(64, 128, 8), Tile(64, 128, 8, 3)],
+    "backward_q": [Tile(64, 64, stages=3), Tile(64, 32, stages=4), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3)],
+    "backward_biases": [Tile(32, 16, 1), Tile(32, 32, 1), Tile(32, 8, 1), Tile(64, 16, 2)],
 }  # fmt: skip
 
 
@@ -97,30 +96,25 @@ def law(problem: Problem, grad: Tensor) -> dict[str, Tensor]:
     return {"out": out.detach(), **dict(zip(names, torch.autograd.grad((out * grad).sum(), leaves), strict=True))}
 
 
-def compute(kernel: str, problem: Problem, grad: Tensor, tile: Tile, made: tuple[Any, ...] | None = None) -> dict[str, Tensor]:  # fmt: skip
-    """What a kernel writes. made: what other kernels wrote before it."""
-    biases, ds = made or prepare(problem, grad)
-    if kernel == "look_up_biases":
-        triton_launch.look_up_biases(problem, tile)
-        return {}
+def compute(kernel: str, problem: Problem, grad: Tensor, tile: Tile, ds: Tensor | None = None) -> dict[str, Tensor]:
+    """What a kernel writes. ds: gradients of scores, which two of them read."""
     if kernel == "forward":
-        return {"out": triton_launch.run_forward(problem, biases, tile)}
+        return {"out": triton_launch.run_forward(problem, tile)}
     like = {name: torch.empty_like(t, memory_format=torch.contiguous_format) for name, t in (("dq", problem.q), ("dk", problem.k), ("dv", problem.v))}  # fmt: skip
     if kernel == "backward_kv":
-        triton_launch.run_backward_kv(problem, biases, grad, like["dk"], like["dv"], tile)
+        triton_launch.run_backward_kv(problem, grad, like["dk"], like["dv"], tile)
         return {name: like[name] for name in ("dk", "dv")}
+    ds = score_gradients(problem, grad) if ds is None else ds
     if kernel == "backward_q":
         triton_launch.run_backward_q(problem, ds, like["dq"], tile)
         return {"dq": like["dq"]}
     return dict(zip(("dposition", "dtime"), triton_launch.run_backward_biases(problem, ds, tile), strict=True))
 
 
-def prepare(problem: Problem, grad: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Biases, and gradients of scores, by the tiles that are launched."""
-    kv, look_up = (triton_launch.choose(name, problem.q, problem.v, problem.max_length) for name in ("backward_kv", "look_up_biases"))  # fmt: skip
-    biases = triton_launch.look_up_biases(problem, look_up)
+def score_gradients(problem: Problem, grad: Tensor) -> Tensor:
+    """ds, by the tile that is launched."""
     made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (problem.k, problem.v)]
-    return biases, triton_launch.run_backward_kv(problem, biases, grad, *made, kv)
+    return triton_launch.run_backward_kv(problem, grad, *made, triton_launch.choose("backward_kv", problem.q, problem.v, problem.max_length))  # fmt: skip
 
 
 def check(case: Case, kernel: str, tile: Tile, device: str) -> dict[str, Any]:
@@ -211,7 +205,7 @@ def measure(record: Record, cases: dict[str, Case], tiles: dict[str, list[Tile]]
         c.name: draw(c, c.lengths, device, torch.bfloat16 if device == "cuda" else torch.float32)
         for c in cases.values()
     }
-    kept = {name: prepare(*operands) for name, operands in drawn.items()}
+    kept = {name: score_gradients(*operands) for name, operands in drawn.items()}
     for (case, kernel, tile), verdict in zip(jobs, verdicts, strict=True):
         row = {"case": case.name, "kernel": kernel, "name": name_of(tile), "tile": asdict(tile), **verdict}
         if not verdict["why"] and time.monotonic() > end:
@@ -219,7 +213,7 @@ def measure(record: Record, cases: dict[str, Case], tiles: dict[str, list[Tile]]
         if not row["why"]:
             try:
                 problem, grad = drawn[case.name]
-                run = lambda k=kernel, p=problem, g=grad, t=tile, m=kept[case.name]: compute(k, p, g, t, m)  # noqa: E731
+                run = lambda k=kernel, p=problem, g=grad, t=tile, d=kept[case.name]: compute(k, p, g, t, d)  # noqa: E731
                 row["us"], row["fastest us"] = (round(x, 1) for x in time_call(run, device))
             except Exception as e:
                 row["why"] = f"{type(e).__name__}: {str(e)[:300]}"

@@ -5,7 +5,6 @@ process that has it.
 """
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -183,21 +182,12 @@ def test_on_triton_without_biases(triton_device, absent):
     assert_same_gradients(operands, max_length=20)
 
 
-@pytest.mark.parametrize("room", [0, 2**28])
 @pytest.mark.parametrize("shared", [("position_bias",), ("time_bias",), ("position_bias", "time_bias")])
-def test_on_triton_heads_share_biases(triton_device, shared, room, monkeypatch):
-    """[1, entries]: looked up once for all heads where both are shared and there is room, and gradients summed over heads."""
-    from loka.kernels.attention import triton_launch
-
-    monkeypatch.setattr(triton_launch, "KEPT_BYTES", room)
-    operands = make([33, 0, 7, 70], heads=3, dtype=torch.float32, device=triton_device)
+def test_on_triton_heads_share_biases(triton_device, shared):
+    """[1, entries]: gradients are summed over heads."""
+    operands = make([33, 0, 7, 150], heads=3, dtype=torch.float32, device=triton_device)
     operands |= {name: operands[name].detach()[:1].requires_grad_() for name in shared}
-    seen = []
-    run = triton_launch.look_up_biases
-    monkeypatch.setattr(triton_launch, "look_up_biases", lambda *given: seen.append(run(*given)) or seen[-1])
-    assert_same_gradients(operands, max_length=70)
-    assert all((made is not None) == (len(shared) == 2 and room > 0) for made in seen)
-    assert seen
+    assert_same_gradients(operands, max_length=150)
 
 
 def test_on_triton_expanded_bias_and_strided_operands(triton_device):
@@ -272,20 +262,19 @@ def test_on_triton_backward_in_little_memory(triton_device, heads, monkeypatch):
     assert seen == ([1, 1, 1] if heads == 1 else [2, 1])
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_on_triton_nothing_is_read_that_was_not_written(triton_device, heads, monkeypatch):
-    """What lies before a key, and beyond a row, is left as it was in memory: of biases that one head has alone and are looked up, and of gradients of scores."""
+def test_on_triton_nothing_is_read_that_was_not_written(triton_device, monkeypatch):
+    """Gradients of scores that lie before a key, and beyond a row, are left as they were in memory."""
     from loka.kernels.attention import triton_launch
 
-    def poisoned(run, *given):
-        empty = torch.Tensor.new_empty
+    run, empty = triton_launch.run_backward_kv, torch.Tensor.new_empty
+
+    def poisoned(*given):
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "new_empty", lambda self, *shape, **kind: empty(self, *shape, **kind).fill_(math.nan if self.is_floating_point() else 0))  # fmt: skip
             return run(*given)
 
-    for name in ("look_up_biases", "run_backward_kv"):
-        monkeypatch.setattr(triton_launch, name, partial(poisoned, getattr(triton_launch, name)))
-    assert_same_gradients(make([33, 7, 0, 40], heads=heads, dtype=torch.float32, device=triton_device), max_length=70)
+    monkeypatch.setattr(triton_launch, "run_backward_kv", poisoned)
+    assert_same_gradients(make([33, 7, 0, 40], dtype=torch.float32, device=triton_device), max_length=70)
 
 
 @pytest.mark.gpu
@@ -330,9 +319,9 @@ STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["look_up_biases", "forward", "backward_q", "backward_kv", "backward_biases"])
-@pytest.mark.parametrize(("dtype", "width", "looked_up"), [("*bf16", 128, True), ("*bf16", 128, False), ("*bf16", 256, True), ("*fp32", 256, False)])  # fmt: skip
-def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width, looked_up):
+@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv", "backward_biases"])
+@pytest.mark.parametrize(("dtype", "width"), [("*bf16", 128), ("*bf16", 256), ("*fp32", 256)])
+def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
     """Every tile of the launch table, at its widest, fits into shared memory and multiplies 16-bit operands on tensor cores."""
     pytest.importorskip("triton", exc_type=ImportError)
     from kernels.hopper import SHARED_MEMORY, compile_kernel, needs_ptxas
@@ -346,15 +335,11 @@ def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width, looked_up):
             tile
         )
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-        constants |= {"APART": tile.queries, "LOOKED_UP": looked_up}
+        constants |= {"APART": tile.queries, "TILES": launch.SPLIT}
         constants = {
             name: value for name, value in constants.items() if name in getattr(launch, f"_{kernel}").arg_names
         }
-        pointers = (
-            {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv", "ds")}
-            | TYPES
-            | {"bias_ptr": "*fp32"}
-        )
+        pointers = {f"{name}_ptr": dtype for name in ("q", "k", "v", "grad", "out", "dq", "dk", "dv", "ds")} | TYPES
         names = set(getattr(launch, f"_{kernel}").arg_names)
         types = {name: kind for name, kind in pointers.items() if name in names}
         compiled = compile_kernel("attention", f"_{kernel}", (types, constants, options), STRIDES)

@@ -11,10 +11,7 @@ Backward in three walks. The one over dk and dv computes the gradients of the sc
 of a key's row the column of a query, in the type of the operands, which is what the tensor cores multiply anyway. Reading them again costs a few bytes a score; computing them
 again costs two products, a sigmoid and the biases. How many heads are written at once is `triton_launch.KEPT_BYTES`' business.
 
-Biases. Which entry a pair of positions has, whole numbers of 64 bits and a logarithm, costs more than the product of its score. Where all heads share the biases they are looked up once, into
-[total, width] (`_look_up_biases`), and tiles are loaded; heads with biases of their own look them up in every tile.
-
-Bias gradients are sums over pairs. A program reads distances of one row along their diagonals and sums over the heads that share a bias, in a single warp, so that nothing is exchanged between warps:
+Bias gradients are sums over pairs. A program reads distances of one row along their diagonals and sums over the heads that share a bias before anything else, in a single warp, so that nothing is exchanged between warps:
 
     position    a column holds one distance
     time        times grow within a row, so a tile holds a short range of buckets: one sum for each of them (a long range is slow, not wrong)
@@ -111,42 +108,10 @@ def _sigmoid(s):
 
 
 @triton.jit
-def _score(s, i, j, n, start, own, other, distance, far, bias_ptr, position_ptr, at_position, time_ptr, at_time, width,
-           POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, LOOKED_UP: tl.constexpr,
-           QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Scores plus biases, those of queries i at keys j, which broadcast against each other; own and other: the times of a tile's rows and columns."""
-    if LOOKED_UP:
-        return s + tl.load(bias_ptr + (start + j) * width + i, (distance >= 0) & (i < n), other=0.0)
-    bucket = _find_buckets(own, other, BUCKETS)
-    return _add_biases(s, distance, far, bucket, position_ptr, at_position, time_ptr, at_time, POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
-
-
-@triton.jit
-def _look_up_biases(bias_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr, width,
-                    POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr,
-                    QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """The biases of every pair whose query is in or after the key's tile, summed: [total, width], of a key's row the column of a query."""
-    b, block = tl.program_id(1), tl.program_id(0)
-    start = tl.load(offsets_ptr + b)
-    n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = block * KEYS
-    if first >= n:
-        return
-    j = first + tl.arange(0, KEYS)
-    times = _load_times(times_ptr, start, j, n, BUCKETS)
-    for low in range(first // QUERIES * QUERIES, n, QUERIES):
-        i = low + tl.arange(0, QUERIES)
-        bucket = _find_buckets(times, _load_times(asked_ptr, start, i, n, BUCKETS), BUCKETS)
-        s = _add_biases(tl.zeros((KEYS, QUERIES), tl.float32), i[None, :] - j[:, None], low - first, bucket, position_ptr, 0, time_ptr, 0,
-                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
-        tl.store(bias_ptr + (start + j)[:, None] * width + i[None, :], s, (j < n)[:, None])
-
-
-@triton.jit
-def _forward(q_ptr, k_ptr, v_ptr, out_ptr, bias_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
-             heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor, width,
+def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
+             heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor,
              D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-             POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, LOOKED_UP: tl.constexpr, IEEE: tl.constexpr,
+             POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
              QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     start = tl.load(offsets_ptr + b)
@@ -163,9 +128,10 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, bias_ptr, offsets_ptr, asked_ptr, tim
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
         v = _load(v_ptr, start, j, n, h, v_row, v_head, V, VP)
         distance = i[:, None] - j[None, :]
+        bucket = _find_buckets(asked, _load_times(times_ptr, start, j, n, BUCKETS), BUCKETS)
         s = _dot(q, tl.trans(k), IEEE) * alpha
-        s = _score(s, i[:, None], j[None, :], n, start, asked, _load_times(times_ptr, start, j, n, BUCKETS), distance, first - low, bias_ptr,
-                   position_ptr, h * stride_p, time_ptr, h * stride_t, width, POSITIONS, BUCKETS, ENTRIES, LOOKED_UP, QUERIES, KEYS)  # fmt: skip
+        s = _add_biases(s, distance, first - low, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
+                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
         weight = tl.where(distance >= 0, s * _sigmoid(s), 0.0)
         total += _dot(weight.to(v.dtype), v, IEEE)
     scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
@@ -173,11 +139,11 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, bias_ptr, offsets_ptr, asked_ptr, tim
 
 
 @triton.jit
-def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, bias_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
+def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
                  heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
                  width, stored, total,
                  D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, LOOKED_UP: tl.constexpr, IEEE: tl.constexpr,
+                 POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """ds: [heads, total, width], written where a query is at or after a key's tile. stored: heads of the outputs, of which `heads` are computed here."""
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -198,9 +164,10 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, bias_ptr
         q = _load(q_ptr, start, i, n, h, q_row, q_head, D, DP)
         grad = _load(grad_ptr, start, i, n, h, g_row, g_head, V, VP)
         distance = i[None, :] - j[:, None]
+        bucket = _find_buckets(times, _load_times(asked_ptr, start, i, n, BUCKETS), BUCKETS)
         s = _dot(k, tl.trans(q), IEEE) * alpha
-        s = _score(s, i[None, :], j[:, None], n, start, times, _load_times(asked_ptr, start, i, n, BUCKETS), distance, low - first, bias_ptr,
-                   position_ptr, h * stride_p, time_ptr, h * stride_t, width, POSITIONS, BUCKETS, ENTRIES, LOOKED_UP, QUERIES, KEYS)  # fmt: skip
+        s = _add_biases(s, distance, low - first, bucket, position_ptr, h * stride_p, time_ptr, h * stride_t,
+                        POSITIONS, BUCKETS, ENTRIES, QUERIES, KEYS)  # fmt: skip
         sigmoid = tl.where(distance >= 0, _sigmoid(s), 0.0)
         weight = s * sigmoid
         dv += _dot(weight.to(grad.dtype), grad, IEEE)
@@ -276,21 +243,23 @@ def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, heads, divisor, width, of_head,
-                     POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
-    """Sums over pairs of one row that are APART distances from each other, and over `heads` heads that share a bias.
+def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, heads, sets, divisor, width, of_head,
+                     POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Sums over pairs of one row: APART distances, the keys of some tiles, `heads` heads that share a bias.
 
-    position: [rows, sets, distances]. time: [rows, distances / APART, sets, BUCKETS], zero. of_head: how far ds of two heads are apart.
+    position: [rows, splits, sets, distances]. time: [rows, splits, distances / APART, sets, BUCKETS], zero. of_head: how far ds of two heads are apart.
     """
     part, parts, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    set_, sets = tl.program_id(2), tl.num_programs(2)
+    split, splits, set_ = tl.program_id(2) // sets, tl.num_programs(2) // sets, tl.program_id(2) % sets
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
     far = part * APART + tl.arange(0, APART)
     scale = 1.0 / tl.where(divisor > 0, divisor, tl.maximum(n, 1).to(tl.float32))
     first_ptr = ds_ptr + (set_ * heads).to(tl.int64) * of_head
+    time_ptr += (((b * splits + split) * parts + part) * sets + set_) * BUCKETS
+    first = split * KEYS * TILES
     summed = tl.zeros((KEYS, APART), tl.float32)
-    for low in range(0, n - part * APART, KEYS):
+    for low in range(first, tl.minimum(first + KEYS * TILES, n - part * APART), KEYS):
         j = low + tl.arange(0, KEYS)
         i = j[:, None] + far[None, :]
         at = first_ptr + (start + j)[:, None] * width + i
@@ -302,6 +271,7 @@ def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, tim
         if BUCKETS > 0:
             asked = tl.load(asked_ptr + start + tl.minimum(i, n - 1))
             bucket = _bucket(asked - _load_times(times_ptr, start, j, n, BUCKETS)[:, None], BUCKETS)
-            _add_buckets(time_ptr + ((b * parts + part) * sets + set_) * BUCKETS, ds, scale, bucket, BUCKETS)
+            _add_buckets(time_ptr, ds, scale, bucket, BUCKETS)
     if POSITIONS > 0:
-        tl.store(position_ptr + (b * sets + set_) * parts * APART + far, tl.sum(summed, 0) * scale)
+        at = position_ptr + ((b * splits + split) * sets + set_) * parts * APART + far
+        tl.store(at, tl.sum(summed, 0) * scale)

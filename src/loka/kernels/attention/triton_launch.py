@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from loka.kernels.attention.triton_kernels import _backward_biases, _backward_kv, _backward_q, _forward, _look_up_biases
+from loka.kernels.attention.triton_kernels import _backward_biases, _backward_kv, _backward_q, _forward
 from loka.kernels.strides import cdiv, next_power_of_2
 from loka.kernels.tile import INTERPRETED
 
@@ -23,21 +23,20 @@ class Tile:
     registers: int | None = None
 
 
-KEPT_BYTES = (
-    2**28
-)  # of the gradients of scores that wait for dq and the biases: as many heads at a time as fit, and one at least
+# of the gradients of scores that wait for dq and the biases: as many heads at a time as fit, and one at least
+KEPT_BYTES = 2**28
 Tiles = dict[str, Tile]  # by kernel
 MOST_QUERIES = 64  # of a tile of dk and dv
 # 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 34 on an H200 (benchmarks/attention_h200.py); wider heads
 LONG = 1024
 SHORT: Tiles = {"forward": Tile(64, 32, registers=168), "backward_kv": Tile(32, 64, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
-LONGER: Tiles = {"forward": Tile(64, 64), "backward_kv": Tile(64, 128, 8), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
+LONGER: Tiles = {"forward": Tile(64, 64), "backward_kv": Tile(64, 128, 8, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
 WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8), "backward_q": Tile(64, 32, 8)}
 # 32-bit operands are multiplied without tensor cores: heads up to 128 wide, wider ones
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
 TINY = Tile(16, 16)  # the rows of the interpreter's tests are short
-# whatever the heads' width: biases, looked up; their gradients, in one warp
-LOOK_UP, BIASES = Tile(64, 64, 8), Tile(32, 32, 1)
+BIASES = Tile(32, 16, 1)  # whatever the heads' width
+SPLIT = 4  # tiles of keys that one program sums for the biases' gradients: a warp has little to do while it waits, so there should be many
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
@@ -45,8 +44,8 @@ def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
     wide = max(q.shape[2], v.shape[2]) > 128
     if INTERPRETED:
         return TINY
-    if kernel in ("look_up_biases", "backward_biases"):
-        return LOOK_UP if kernel == "look_up_biases" else BIASES
+    if kernel == "backward_biases":
+        return BIASES
     if q.dtype == torch.float32:
         return EXACT_WIDE if wide else EXACT
     return (WIDE if wide else SHORT if max_length <= LONG else LONGER)[kernel]
@@ -97,12 +96,6 @@ class Problem:
         return [bias for bias in (self.position_bias, self.time_bias) if bias is not None]
 
     @property
-    def looks_up(self) -> bool:
-        """Whether biases are looked up beforehand: all heads share them, and there is room."""
-        shared = bool(self.biases) and all(bias.shape[0] == 1 for bias in self.biases)
-        return shared and 4 * self.q.shape[0] * self.width <= KEPT_BYTES
-
-    @property
     def width(self) -> int:
         """Of a row of `ds`: queries in whole tiles."""
         return cdiv(self.max_length, MOST_QUERIES) * MOST_QUERIES
@@ -114,10 +107,10 @@ class Problem:
         return replace(self, q=q, k=k, v=v, position_bias=biases[0], time_bias=biases[1])
 
     def numbers(self, *more: Tensor) -> tuple[float, ...]:
-        """Heads, strides of q, k, v and more, strides of the biases, factors, width of a row of looked-up biases."""
+        """Heads, strides of q, k, v and more, strides of the biases, factors."""
         strides = [s for t in (self.q, self.k, self.v, *more) for s in t.stride()[:2]]
         biases = [0 if b is None or b.shape[0] == 1 else b.stride(0) for b in (self.position_bias, self.time_bias)]
-        return self.q.shape[1], *strides, *biases, self.alpha, self.divisor, self.width
+        return self.q.shape[1], *strides, *biases, self.alpha, self.divisor
 
     def options(self, tile: Tile) -> dict[str, Any]:
         """Compile-time constants and launch options of every kernel."""
@@ -129,46 +122,20 @@ class Problem:
         }  # fmt: skip
 
 
-def look_up_biases(problem: Problem, tile: Tile) -> Tensor | None:
-    """[total, width] in float32, of each key those of the queries at or after it; the rest is not written. None where they are looked up in every tile."""
-    if not problem.looks_up:
-        return None
-    made = problem.q.new_empty(problem.q.shape[0], problem.width, dtype=torch.float32)
-    options = problem.options(tile)
-    for name in ("D", "DP", "V", "VP", "IEEE"):
-        del options[name]
-    _look_up_biases[cdiv(problem.max_length, tile.keys), problem.rows](
-        made, *problem.inputs(), problem.width, **options
-    )
-    return made
-
-
-def run_forward(problem: Problem, biases: Tensor | None, tile: Tile) -> Tensor:
+def run_forward(problem: Problem, tile: Tile) -> Tensor:
     """out [total, H, d_v]."""
     q, k, v = problem.q, problem.k, problem.v
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    _forward[problem.grid(tile.queries)](
-        q,
-        k,
-        v,
-        out,
-        biases,
-        *problem.inputs(),
-        *problem.numbers(),
-        **problem.options(tile),
-        LOOKED_UP=biases is not None,
-    )
+    _forward[problem.grid(tile.queries)](q, k, v, out, *problem.inputs(), *problem.numbers(), **problem.options(tile))
     return out
 
 
-def run_backward_kv(
-    problem: Problem, biases: Tensor | None, grad: Tensor, dk: Tensor, dv: Tensor, tile: Tile
-) -> Tensor:
+def run_backward_kv(problem: Problem, grad: Tensor, dk: Tensor, dv: Tensor, tile: Tile) -> Tensor:
     """Write dk and dv, and return the gradients of the scores: [H, total, width], of each key those of the queries at or after it; the rest is not written."""
     q, k, v = problem.q, problem.k, problem.v
     ds = q.new_empty(q.shape[1], q.shape[0], problem.width)
     _backward_kv[problem.grid(tile.keys)](
-        q, k, v, grad, dk, dv, ds, biases, *problem.inputs(), *problem.numbers(grad), dk.stride(0) // dk.shape[2], q.shape[0], **problem.options(tile), LOOKED_UP=biases is not None
+        q, k, v, grad, dk, dv, ds, *problem.inputs(), *problem.numbers(grad), problem.width, dk.stride(0) // dk.shape[2], q.shape[0], **problem.options(tile)
     )  # fmt: skip
     return ds
 
@@ -187,15 +154,16 @@ def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> list[Tensor
     """The gradients of the biases, [1 or H, entries] each; without entries where a bias is absent."""
     heads, parts = problem.q.shape[1], cdiv(problem.max_length, tile.queries)
     sets = 1 if all(bias.shape[0] == 1 for bias in problem.biases) else heads
+    splits = cdiv(problem.max_length, tile.keys * SPLIT)
     distances = parts * tile.queries if problem.positions else 0
-    position = ds.new_empty(problem.rows, sets, distances, dtype=torch.float32)
-    time = ds.new_zeros(problem.rows, parts, sets, problem.buckets, dtype=torch.float32)
+    position = ds.new_empty(problem.rows, splits, sets, distances, dtype=torch.float32)
+    time = ds.new_zeros(problem.rows, splits, parts, sets, problem.buckets, dtype=torch.float32)
     if problem.biases:
-        _backward_biases[parts, problem.rows, sets](
-            ds, position, time, problem.offsets, problem.asked, problem.times, heads // sets, problem.divisor, problem.width, ds.stride(0),
-            POSITIONS=problem.positions, BUCKETS=problem.buckets, KEYS=tile.keys, APART=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
+        _backward_biases[parts, problem.rows, splits * sets](
+            ds, position, time, problem.offsets, problem.asked, problem.times, heads // sets, sets, problem.divisor, problem.width, ds.stride(0),
+            POSITIONS=problem.positions, BUCKETS=problem.buckets, KEYS=tile.keys, APART=tile.queries, TILES=SPLIT, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    found = [_fold(position.sum(0), problem.positions, problem.max_length), time.sum((0, 1))]
+    found = [_fold(position.sum((0, 1)), problem.positions, problem.max_length), time.sum((0, 1, 2))]
     biases = (problem.position_bias, problem.time_bias)
     return [g.sum(0, keepdim=True) if b is not None and b.shape[0] < sets else g for g, b in zip(found, biases, strict=True)]  # fmt: skip
 
@@ -205,8 +173,7 @@ def forward(*operands: Any) -> Tensor:
     problem = Problem(*operands)
     if not (problem.rows and problem.q.shape[0]):
         return torch.empty_like(problem.v, memory_format=torch.contiguous_format)
-    biases = look_up_biases(problem, choose("look_up_biases", problem.q, problem.v, problem.max_length))
-    return run_forward(problem, biases, choose("forward", problem.q, problem.v, problem.max_length))
+    return run_forward(problem, choose("forward", problem.q, problem.v, problem.max_length))
 
 
 def backward(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -216,14 +183,12 @@ def backward(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tens
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, problem.k, v))
     sums = [q.new_zeros(*((heads, 0) if bias is None else bias.shape), dtype=torch.float32) for bias in (problem.position_bias, problem.time_bias)]  # fmt: skip
     if problem.rows and q.shape[0]:
-        names = ("look_up_biases", "backward_kv", "backward_q", "backward_biases")
-        look_up, kv, of_q, of_biases = (choose(name, q, v, problem.max_length) for name in names)
-        biases = look_up_biases(problem, look_up)
+        kv, of_q, of_biases = (choose(f"backward_{name}", q, v, problem.max_length) for name in ("kv", "q", "biases"))
         at_once = min(heads, max(1, KEPT_BYTES // (q.shape[0] * problem.width * q.element_size())))
         for first in range(0, heads, at_once):
             some = slice(first, min(first + at_once, heads))
             part = problem.heads(some.start, some.stop)
-            ds = run_backward_kv(part, biases, grad[:, some], dk[:, some], dv[:, some], kv)
+            ds = run_backward_kv(part, grad[:, some], dk[:, some], dv[:, some], kv)
             run_backward_q(part, ds, dq[:, some], of_q)
             for whole, found in zip(sums, run_backward_biases(part, ds, of_biases), strict=True):
                 (whole if whole.shape[0] == 1 else whole[some]).add_(found)
