@@ -111,6 +111,30 @@ def test_a_wrong_weight_gradient_is_refused(defect: Callable[[Tensor], Tensor], 
     assert not placed(model)
 
 
+def test_a_gradient_that_16_bits_do_not_determine_is_not_asked_for() -> None:
+    """Where moving weights by a thousandth turns a gradient of 16 bits by sixty degrees, FP8 may turn it too; never around, and nowhere else."""
+    exact = torch.tensor([[1.0, 0.0]])
+    turned, little = torch.tensor([[0.45, 0.9]]), torch.tensor([[1.0, 0.01]])
+    beside = partial(gradients._beside_high, "it")
+    assert "a cosine of 0.45" in beside([turned], [exact])[0]
+    assert "a cosine of 0.45" in beside([turned], [exact], [little])[0]
+    assert beside([turned], [exact], [torch.tensor([[0.5, 0.87]])]) is None
+    assert beside([-turned], [exact], [torch.tensor([[0.5, 0.87]])]) is not None
+    assert beside([torch.zeros(1, 2)], [exact], [torch.tensor([[-0.5, 0.87]])]) is not None
+
+
+def test_a_reason_says_whether_a_kernel_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same defect in a kernel, and in the reference as well."""
+    for everywhere in (False, True):
+        with monkeypatch.context() as patched:
+            plant_weight_gradient(patched, torch.neg)
+            if everywhere:
+                patched.setattr(gradients, "LAW", frozenset({"planted", "reference"}))
+            reasons = [unit.reason for unit in tune(make_trained()[0]).record.units if "its gradients are" in unit.reason]  # fmt: skip
+        assert reasons
+        assert all(("no kernel is wrong" in reason) == everywhere for reason in reasons)
+
+
 def test_only_what_is_wrong_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     plant_weight_gradient(monkeypatch, lambda x: -x if 96 in x.shape else x)
     model = TwoTowers()
