@@ -23,8 +23,8 @@ ARMS = {
 def trained_table() -> str | None:
     """One configuration a row: speed-up, memory and loss of the same object. Rows that lack one of them are not shown."""
     records = [found for name in RECORDS if (found := read(f"h200/{name}.json")) is not None]
-    rows = [row for record in records for row in record["summary"]]
-    shown = [_row(row) for row in rows if all(key in row for key in ("speedup", "peak_gib", "label 0"))]
+    rows = [(row, _is_same(row, record)) for record in records for row in record["summary"]]
+    shown = [_row(row, same) for row, same in rows if all(key in row for key in ("speedup", "peak_gib", "label 0"))]
     head = ["model and data", "configuration", "against", "step, ms", "speed-up", "peak memory, GiB", "change of log loss", "detectable", "of the second label", "seeds"]  # fmt: skip
     return table(head, shown) if shown else None
 
@@ -84,7 +84,13 @@ def hurts_headline() -> str | None:
     )
 
 
-def _row(row: dict[str, Any]) -> list[str]:
+def _is_same(row: dict[str, Any], record: dict[str, Any]) -> bool:
+    """Whether tune left the model as it was: both sides are then the same program, and what differs is chance."""
+    tuned = record["tuned"].get(row["cell"].replace("/", "-"), {}).get("record")
+    return row["arm"] == "tuned" and tuned is not None and tuned["conversion"] is None
+
+
+def _row(row: dict[str, Any], same: bool) -> list[str]:
     family, data = row["cell"].split("/")
     ours, theirs = row["step_ms"]
     here, there = row["peak_gib"]
@@ -94,7 +100,7 @@ def _row(row: dict[str, Any]) -> list[str]:
         for found in (loss, row.get("label 1"))
     )
     return [
-        f"{FAMILIES.get(family, family)}, {data}", ARMS.get(row["arm"], row["arm"]), row["against"], f"{ours:.2f} / {theirs:.2f}", f"**{row['speedup']:.2f}x**",
+        f"{FAMILIES.get(family, family)}, {data}", ARMS.get(row["arm"], row["arm"]) + ": convert nothing; bf16 twice" * same, row["against"], f"{ours:.2f} / {theirs:.2f}", f"**{row['speedup']:.2f}x**",
         f"{here:.2f} / {there:.2f}", f"{change}: {loss['verdict']} at {row['margin']:.2%}", f"{loss['detectable']:.3%}", second, str(row["seeds"]),
     ]  # fmt: skip
 

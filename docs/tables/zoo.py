@@ -141,7 +141,7 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """One configuration a row: the step beside bf16, and the loss beside bf16."""
-    found = _newest("tune_zoo_dlrm", "tune_zoo_wukong", "tune_zoo")
+    found = _newest("tune_zoo", "tune_zoo_wukong", "tune_zoo_wukong_serve", "tune_zoo_dlrm")
     if not found:
         return None
     rows = []

@@ -362,7 +362,9 @@ def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Aske
     # in serving the scale of an input is calibrated too: a compiler quantises it where it is made, without a look at the row
     if not between and (bounded or not asked.serving):
         scales = "bounded" if len(links) > 1 else "dynamic"
-    gradient = asked.gradient or ("delayed" if between else "tensor")
+    # where a kernel of ours makes a gradient, a scale that is known saves it a pass over what it reads
+    made = bool(between) or (links[-1].norm == "none" and links[-1].activation != "none")
+    gradient = asked.gradient or ("delayed" if made else "tensor")
     return UnitPlan(
         name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded, around=around  # type: ignore[arg-type]
     )  # fmt: skip

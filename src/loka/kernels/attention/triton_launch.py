@@ -27,15 +27,15 @@ class Tile:
 KEPT_BYTES = 2**28
 Tiles = dict[str, Tile]  # by kernel
 MOST_QUERIES = 64  # of a tile of dk and dv
-# 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 34 on an H200 (benchmarks/attention_h200.py); wider heads
+# 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 18 on an H200 (benchmarks/attention_h200.py); wider heads
 LONG = 1024
-SHORT: Tiles = {"forward": Tile(64, 32, registers=168), "backward_kv": Tile(32, 64, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
+SHORT: Tiles = {"forward": Tile(64, 32, registers=168), "backward_kv": Tile(32, 64, stages=3), "backward_q": Tile(64, 32, stages=4)}  # fmt: skip
 LONGER: Tiles = {"forward": Tile(64, 64), "backward_kv": Tile(64, 128, 8, stages=3), "backward_q": Tile(64, 64, stages=3)}  # fmt: skip
 WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8), "backward_q": Tile(64, 32, 8)}
 # 32-bit operands are multiplied without tensor cores: heads up to 128 wide, wider ones
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
 TINY = Tile(16, 16)  # the rows of the interpreter's tests are short
-BIASES = Tile(32, 16, 1)  # whatever the heads' width
+BIASES = Tile(32, 8, 1)  # whatever the heads' width
 SPLIT = 4  # tiles of keys that one program sums for the biases' gradients: a warp has little to do while it waits, so there should be many
 
 
