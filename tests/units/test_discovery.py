@@ -293,3 +293,26 @@ def test_a_linear_that_is_run_without_a_call_of_it_is_told_from_one_that_is_not_
     alone = discover(Direct(), torch.ones(4, 64)).alone
     assert "module(x), not module.forward(x)" in alone["passed_by"]
     assert alone["idle"].startswith("it was not called")
+
+
+def test_where_a_kernel_makes_a_gradient_its_scale_is_remembered() -> None:
+    """One linear with its activation: the second step scales its gradient by the first one's, and saturates what is larger; a linear alone scales by the gradient itself."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.randn(16, 64)
+    (unit,) = discover(model, x, linears=64).units
+    assert (unit.linears, unit.scales, unit.gradient) == (["0"], "dynamic", "delayed")
+    cross = discover(ZOO["cross"][0](), ZOO["cross"][1](8), linears=96).units
+    assert [unit.gradient for unit in cross] == ["tensor", "tensor", "delayed"]
+    chain = place(model, unit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sizes = []
+    for factor in (1.0, 1.0, 1000.0, 1000.0):
+        optimizer.zero_grad()
+        (factor * model(x).sum()).backward()
+        sizes.append(float(model[0].weight.grad.norm()) / factor)
+        optimizer.step()
+        assert chain.gradients_primed
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+    assert sizes[2] < 0.01 * sizes[0]  # a thousandfold gradient has the scale of the step before
+    assert sizes[3] == pytest.approx(sizes[0], rel=0.02)
+    assert int(chain.grad[0].saturated) == 1
