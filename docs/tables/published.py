@@ -68,7 +68,9 @@ def _naive_loss(
     )
 
 
-def _end_to_end(trained: dict[str, Any], inference: dict[str, Any], tuned: dict[str, Any], served: dict[str, Any]) -> tuple[str, str]:
+def _end_to_end(
+    trained: dict[str, Any], inference: dict[str, Any], tuned: dict[str, Any], served: dict[str, Any]
+) -> tuple[str, str]:
     own = _trained(trained, "wukong", "tuned")
     base, ours, layout = (_zoo(inference, "wukong", way) for way in ("bf16", "loka", "bf16-layout"))
     if not base or not ours:

@@ -213,7 +213,9 @@ def _write(name: str, module: nn.Module, ops: Ops, dtype: torch.dtype, problems:
                 problems.append(f"{chain.links[index].linear}: {reason}")
         return None if problems else PlainChain(chain, ops)
     if isinstance(module, QuantizedLinear):
-        return _check(name, module.qweight, module.activation, None, module.bias, ops, module.bound.fast_accum, dtype, problems)
+        return _check(
+            name, module.qweight, module.activation, None, module.bias, ops, module.bound.fast_accum, dtype, problems
+        )
     if not isinstance(module, Linear):
         return None
     bound = module.binding.fprop
