@@ -1,7 +1,7 @@
 """Margin: how much the metric may move, for a whole model and for one of its units.
 
     0.02 % of the loss         what the field calls a significant regression
-    0.1 %                      where the examples cannot resolve that, and then it is said
+    0.1 %                      for the end of the interval where the examples cannot resolve that, and then it is said; the change as measured is held to the finer one all the same
     margin / sqrt(units)       for one unit alone: independent errors add in squares
 
 What was measured is judged by the end of its interval that is further from no change: a change for the better on these examples is noise that may turn around on others.
@@ -48,7 +48,8 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
     resolved = (change.high - change.low) / 2 <= fine
     allowed = fine if resolved else coarse
-    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine  # what shows more is resolved
+    # what shows more is resolved; and none passes for being noisy: as measured a change is held to the margin that was asked for
+    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine and change.value <= margin
     share = (
         f", {margin if resolved else COARSE_MARGIN:.2%} divided by the square root of {units} units"
         if units > 1
@@ -56,7 +57,7 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     )
     words = f"{change:+.4%}, allowed {allowed:.4%}{share}"
     if not resolved:
-        words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts"
+        words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts for the ends of the interval, and {margin:.4%} for the change"
     return Allowance(allowed, within, words)
 
 
