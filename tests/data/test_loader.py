@@ -36,6 +36,9 @@ def test_root_comes_from_argument_environment_home(tmp_path: Path, monkeypatch: 
     assert data_root() == tmp_path / "env"
     assert data_root(tmp_path / "arg") == tmp_path / "arg"
     monkeypatch.delenv("LOKA_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert data_root() == tmp_path / "cache" / "loka"  # where the database of measured kernels is too
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert data_root() == Path.home() / ".cache" / "loka"
 
 

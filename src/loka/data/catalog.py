@@ -127,7 +127,9 @@ def data_root(root: str | Path | None = None) -> Path:
     """Return the folder that holds raw files and caches."""
     if root is not None:
         return Path(root).expanduser()
-    return Path(os.environ.get("LOKA_DATA") or "~/.cache/loka").expanduser()
+    if given := os.environ.get("LOKA_DATA"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loka"
 
 
 def find_entry(name: str, kind: str | None = None) -> Entry:

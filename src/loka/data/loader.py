@@ -4,7 +4,7 @@
 `loka data get` has put under the root, or those inside an installed package. They never download: a function that trains a
 model should not start to talk to the network. `fetch_raw` does, and only when called.
 
-The root is `root=`, else the environment variable LOKA_DATA, else ~/.cache/loka. Under it: raw/<name>/ for raw files,
+The root is `root=`, else $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka. Under it: raw/<name>/ for raw files,
 <name>/ranking-<options>/ and <name>/sequences-<options>/ for caches, one folder per choice of options.
 """
 
