@@ -214,6 +214,29 @@ def test_a_file_that_computes_something_else_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("recipe", "fast"), [("rowwise", True), ("blockwise", False)])
+def test_a_package_adds_up_as_the_model_does(recipe: str, fast: bool, tmp_path: Path, traced_only: None, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Sums stay in the tensor cores where those of the model do: what they round away decides casts to FP8 behind them."""
+    seen: list[bool] = []
+    right = ops.AtenOps.multiply
+    monkeypatch.setattr(ops.AtenOps, "multiply", lambda *args, fast_accum: seen.append(fast_accum) or right(*args, fast_accum=fast_accum))  # fmt: skip
+    loka.export(small(recipe), torch.randn(8, 40), tmp_path / "m.pt2")
+    assert set(seen) == {fast}
+    seen.clear()
+    loka.export(*frozen("dlrm"), tmp_path / "chains.pt2")
+    assert set(seen) == {True}
+
+
+def test_a_package_rounds_to_16_bits_where_the_model_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda program, *, package_path, inductor_configs: settings.update(inductor_configs))  # fmt: skip
+    package._write_aoti(None, tmp_path / "m.pt2", ["x"], ["y"], {}, torch.device("cpu"))
+    assert settings["emulate_precision_casts"] is True
+    assert (
+        torch._inductor.config.emulate_precision_casts is False
+    )  # a setting of the compiler, and not what it does by itself
+
+
 def test_what_cannot_be_exported_is_named(tmp_path: Path, traced_only: None) -> None:
     x, path = torch.randn(8, 40), tmp_path / "m.pt2"
     with pytest.raises(ValueError, match="hint: an example is the model's input without a target"):

@@ -263,6 +263,37 @@ def test_on_triton_backward_in_little_memory(triton_device, heads, monkeypatch):
     assert seen == ([1, 1, 1] if heads == 1 else [2, 1])
 
 
+@pytest.mark.parametrize("places", [1, 3])
+def test_on_triton_bias_gradients_in_little_memory(triton_device, places, monkeypatch):
+    """Thousands of long rows: programs share the numbers they add to."""
+    from loka.kernels.attention import triton_launch
+
+    operands = make([33, 7, 0, 40], dtype=torch.float32, device=triton_device)
+    monkeypatch.setattr(triton_launch, "PARTIAL_BYTES", 4 * 2 * 48 * places)
+    assert_same_gradients(operands, max_length=40)
+
+
+@pytest.mark.parametrize(
+    "strided",
+    [lambda b: b.t().contiguous().t(), lambda b: b.repeat_interleave(2, 1)[:, ::2], lambda b: b[:, :1].expand(-1, 10)],
+)
+def test_on_triton_biases_with_strides(triton_device, strided):
+    operands = make([7, 18], dtype=torch.float32, device=triton_device)
+    operands |= {name: strided(operands[name]) for name in ("position_bias", "time_bias")}
+    results = [silu_attention(**operands, max_length=18, backend=backend) for backend in ("triton", "reference")]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_on_triton_small_gradients_in_fp16(triton_device):
+    """The range of fp16 ends where gradients of scores begin, and sums of them are in it."""
+    operands = make([33, 7], dtype=torch.float16, device=triton_device)
+    grads = []
+    for backend in ("triton", "reference"):
+        out = silu_attention(**operands, max_length=33, backend=backend)
+        grads.append(torch.autograd.grad(out.float().sum() * 1e-5, operands["position_bias"])[0])
+    assert_near(grads[0], grads[1], 2e-2)
+
+
 def test_on_triton_nothing_is_read_that_was_not_written(triton_device, monkeypatch):
     """Gradients of scores that lie before a key, and beyond a row, are left as they were in memory."""
     from loka.kernels.attention import triton_launch
@@ -316,7 +347,7 @@ def test_on_triton_compiles_to_one_graph(triton_device):
 
 TYPES = {"offsets_ptr": "*i64", "asked_ptr": "*i64", "times_ptr": "*i64", "position_ptr": "*fp32", "time_ptr": "*fp32"}
 TYPES |= {"alpha": "fp32", "divisor": "fp32"}
-STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "width"}
+STRIDES = {"q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "g_row", "g_head", "width", "of_head"}
 
 
 @pytest.mark.slow
@@ -336,7 +367,7 @@ def test_compiles_for_hopper_as_it_is_launched(kernel, dtype, width):
             tile
         )
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg")}
-        constants |= {"APART": tile.queries, "TILES": launch.SPLIT}
+        constants |= {"APART": tile.queries}
         constants = {
             name: value for name, value in constants.items() if name in getattr(launch, f"_{kernel}").arg_names
         }

@@ -154,6 +154,9 @@ def test_a_coarse_margin_is_for_what_is_not_resolved() -> None:
     assert allow(around(0.00018, 0.00025)).within, "it may be less than 0.02 %, and is as measured"
     noisy = allow(around(0.0003, 0.00025))
     assert not noisy.within, "noise is no excuse for a change that is more as measured"
+    assert not allow(around(-0.0003, 0.00025)).within
+    assert not allow(around(0.0003, 0.0001), units=4).within
+    assert "0.1%" not in allow(around(0.001, 0.006), margin=0.005).text
     assert "0.1% counts for the ends of the interval, and 0.0200% for the change" in noisy.text
     for sign in (1, -1):
         assert not allow(around(sign * 0.0005, 0.00025)).within, "it is more than 0.02 %"

@@ -121,18 +121,35 @@ def test_a_gradient_that_16_bits_do_not_determine_is_not_asked_for() -> None:
     assert beside([turned], [exact], [torch.tensor([[0.5, 0.87]])]) is None
     assert beside([-turned], [exact], [torch.tensor([[0.5, 0.87]])]) is not None
     assert beside([torch.zeros(1, 2)], [exact], [torch.tensor([[-0.5, 0.87]])]) is not None
+    assert (
+        beside([0.25 * exact], [exact], [torch.tensor([[0.3, 0.954]])]) is not None
+    )  # turning is no excuse for a size
+    assert beside([1e-6 * exact], [exact], [torch.tensor([[-0.1, 1.0]])]) is not None
 
 
 def test_a_reason_says_whether_a_kernel_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same defect in a kernel, and in the reference as well."""
-    for everywhere in (False, True):
+    """The same defect in a kernel, and in the reference as well; what cannot be compared blames nobody."""
+    for everywhere, defect in ((False, torch.neg), (True, torch.neg), (False, lambda x: x * float("nan"))):
         with monkeypatch.context() as patched:
-            plant_weight_gradient(patched, torch.neg)
+            plant_weight_gradient(patched, defect)
             if everywhere:
                 patched.setattr(gradients, "LAW", frozenset({"planted", "reference"}))
             reasons = [unit.reason for unit in tune(make_trained()[0]).record.units if "its gradients are" in unit.reason]  # fmt: skip
         assert reasons
         assert all(("no kernel is wrong" in reason) == everywhere for reason in reasons)
+
+
+def test_no_memory_for_moved_weights_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = gradients._nudged
+
+    def full(model: nn.Module, linears: Any) -> Any:
+        if linears:
+            raise torch.OutOfMemoryError("no room")
+        return move(model, linears)
+
+    plant_weight_gradient(monkeypatch, torch.neg)
+    monkeypatch.setattr(gradients, "_nudged", full)
+    assert refused(make_trained()[0]) == {"first", "second", "third"}
 
 
 def test_only_what_is_wrong_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

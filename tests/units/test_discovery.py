@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from foreign_zoo import ZOO
-from loka.lowp import chains_of
+from loka.lowp import chain_scales, chains_of
 from loka.models import build
 from loka.nn import BlockNorm
 from loka.units import discover, place
+from loka.units.magnitudes import measuring
 
 EXPECTED = {
     "dlrm": [["dense.2", "dense.4"], ["over.0", "over.2", "over.4"]],
@@ -316,3 +317,48 @@ def test_where_a_kernel_makes_a_gradient_its_scale_is_remembered() -> None:
     assert sizes[2] < 0.01 * sizes[0]  # a thousandfold gradient has the scale of the step before
     assert sizes[3] == pytest.approx(sizes[0], rel=0.02)
     assert int(chain.grad[0].saturated) == 1
+
+
+def test_scales_follow_where_no_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that the user updates by hand: magnitudes of a plan would stay in force for ever, and gradients that have grown since would saturate unseen."""
+    monkeypatch.setattr(chain_scales, "UNFILED", 4)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU()), torch.randn(16, 64)
+    with measuring(model, discover(model, x, linears=64).units) as seen:
+        model(x).sum().backward()
+    chain = place(model, seen.units()[0])
+    sizes = []
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model.zero_grad()
+            (1000.0 * model(x).sum()).backward()
+            sizes.append(float(model[0].weight.grad.norm()))
+
+    with pytest.warns(UserWarning, match=r"no step of a torch optimizer.*loka\.refresh") as told:
+        train(10)
+    assert len(told) == 1
+    assert sizes[0] < 0.01 * sizes[-1]
+    assert sizes[4] == pytest.approx(sizes[-1], rel=0.02)
+    assert int(chain.grad[0].saturated) == 1
+
+
+def test_a_chain_that_no_gradient_reaches_does_not_wait_for_the_device_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1)), torch.randn(16, 64)
+    (unit,) = discover(model, x, linears=64).units
+    chain = place(model, unit)
+    asked = []
+    find = type(chain).find_primed
+    monkeypatch.setattr(type(chain), "find_primed", lambda self: asked.append(1) or find(self))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(100):
+        model[2](model[1](model[0](x)).detach()).sum().backward()
+        optimizer.step()
+    assert len(asked) < 16
+    assert not chain.gradients_primed
+    for _ in range(30):
+        model(x).sum().backward()
+        optimizer.step()
+    assert chain.gradients_primed

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Data sets: list, get, info.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="Data set, see `loka data list`.")]
-Root = Annotated[Path | None, typer.Option(help="Folder of caches; default: $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka.")]
+Root = Annotated[
+    Path | None,
+    typer.Option(help="Folder of caches; default: $LOKA_DATA, else $XDG_CACHE_HOME/loka, else ~/.cache/loka."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

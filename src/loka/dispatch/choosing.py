@@ -258,7 +258,7 @@ def take_apart(offer: Offer, recipe: str, looked: Looked, *, why: str, training:
 
 def _recipe_of(unit: UnitPlan, training: bool) -> str:
     """Which scored recipe a unit's scales are."""
-    if unit.scales in ("delayed", "calibrated") or (training and unit.gradient == "delayed"):
+    if unit.scales in ("delayed", "calibrated"):
         return "delayed" if training else "static"
     if len(unit.links) > 1:
         return "tensorwise"

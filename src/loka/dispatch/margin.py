@@ -48,15 +48,15 @@ def allow(change: Interval, *, margin: float = MARGIN, units: int = 1) -> Allowa
     fine, coarse = (share_of_margin(m, units) for m in (margin, max(COARSE_MARGIN, margin)))
     resolved = (change.high - change.low) / 2 <= fine
     allowed = fine if resolved else coarse
-    # what shows more is resolved; and none passes for being noisy: as measured a change is held to the margin that was asked for
-    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine and change.value <= margin
+    # what shows more is resolved; and none passes for being noisy: as measured a change, of one unit too, is held to the margin of the whole
+    within = furthest(change) <= allowed and max(change.low, -change.high) <= fine and abs(change.value) <= margin
     share = (
-        f", {margin if resolved else COARSE_MARGIN:.2%} divided by the square root of {units} units"
+        f", {margin if resolved else max(COARSE_MARGIN, margin):.2%} divided by the square root of {units} units"
         if units > 1
         else ""
     )
     words = f"{change:+.4%}, allowed {allowed:.4%}{share}"
-    if not resolved:
+    if not resolved and margin < COARSE_MARGIN:
         words += f"; these examples cannot resolve {fine:.4%}, so {COARSE_MARGIN:.1%} counts for the ends of the interval, and {margin:.4%} for the change"
     return Allowance(allowed, within, words)
 

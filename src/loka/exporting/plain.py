@@ -115,7 +115,7 @@ class PlainChain(nn.Module):
         super().__init__()
         assert chain.frozen is not None
         self.like = _stand_in(chain.linears[0].weight.dtype, chain.frozen[0].device)
-        self.links, self.ops = chain.links, ops
+        self.links, self.ops, self.fast_accum = chain.links, ops, chain.precision.fast_accum
         self.in_features, self.out_features = chain.linears[0].in_features, chain.linears[-1].out_features
         self.spec = ROW_SPEC if chain.input_scale is None else STATIC_SPEC
         self.weights = _Weights([ops.hold(w, self._spec_of(i)) for i, w in enumerate(chain.frozen)])
@@ -145,10 +145,12 @@ class PlainChain(nn.Module):
         """One layer up to its activation; in float32, but for a last product with nothing behind it."""
         link, bias, weight = self.links[index], getattr(self, f"bias_{index}"), self.weights.get(index)
         if link.plain and index == len(self.links) - 1:
-            p = self.ops.multiply(a, weight, dtype, fast_accum=True)
+            p = self.ops.multiply(a, weight, dtype, fast_accum=self.fast_accum)
             return p if bias is None else p + bias.to(dtype)
         # In float32, as in the law: rounded to bf16 before it is cast to FP8, a DLRM's product costs its result half of what FP8 itself does.
-        p = self.ops.multiply(a, weight, torch.float32, fast_accum=True)
+        p = self.ops.multiply(
+            a, weight, torch.float32, fast_accum=True
+        )  # as the fused kernels do, whatever the chain says
         p = p if bias is None else p + bias.float()
         if link.norm == "none":
             return activate(p, link.activation, link.slope)

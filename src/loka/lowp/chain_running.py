@@ -77,6 +77,7 @@ class RunningChain(ChainWeights):
             raise ValueError(f"{self.name}: a batch norm is folded into it, which normalises the last dimension of [rows, {width}] alone; got {tuple(x.shape)}")  # fmt: skip
         if not torch.compiler.is_compiling():
             self._refuse_shards()
+            self.notice_unfiled()
         flat, seed = x.reshape(-1, width), None
         # no function mode looks inside: what one writes down there, a compiler could not take out of an autograd function
         with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():

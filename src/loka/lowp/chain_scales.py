@@ -1,15 +1,20 @@
 """The scales of a chain, between its layers and of its gradients: remembered from step to step, calibrated for serving, or made from magnitudes that were measured before."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from loka.kernels.amax_history import file_amax
 from loka.kernels.fused_linear import NORMALIZED_SCALE
 from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.scaling import AmaxState
 from loka.records import Magnitude
+
+PATIENCE = 8  # steps after which a chain asks more rarely whether its scales are known
+UNFILED = 256  # calls in training without a step, after which a chain files its magnitudes itself: more than anybody accumulates
 
 
 class ChainScales:
@@ -35,6 +40,9 @@ class ChainScales:
         self.input: AmaxState | None = None  # a calibrated scale of x, for serving; None: from x itself, or bounded
         self.bounds = [self.static.clone() for _ in self.links]  # one a link: a compiler takes no tensor twice
         self.primed, self.gradients_primed = (all(s is None for s in states) for states in (self.out, self.grad))
+        self._asked = 0  # steps after which scales were still not known
+        self._unfiled = 0  # calls in training since magnitudes were filed
+        self._told = False
 
     @property
     def device(self) -> torch.device:
@@ -87,11 +95,28 @@ class ChainScales:
         )
 
     def after_step(self) -> None:
-        """Called when a step's magnitudes are filed. Waits for the device until all scales are known, and never again."""
+        """Called when a step's magnitudes are filed. Waits for the device until all scales are known, and never again; ever more rarely where none come, as behind a detach."""
+        self._unfiled = 0
         if self.primed and self.gradients_primed:
+            return
+        self._asked += 1
+        if self._asked > PATIENCE and self._asked & (self._asked - 1) and self._asked % 256:
             return
         if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self.find_primed()
+
+    def notice_unfiled(self) -> None:
+        """Count a call in training; where no optimizer ever steps, say so once and file what was seen, so that scales do not stay those of the first step."""
+        if not self.remembered or not (self.training and torch.is_grad_enabled()):
+            return
+        self._unfiled += 1
+        if self._unfiled < UNFILED or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return
+        if not self._told:
+            self._told = True
+            warnings.warn(f"{self.name}: {UNFILED} calls in training and no step of a torch optimizer, so its scales stayed those of the first; they follow now, every {UNFILED} calls; hint: loka.refresh(model) after every update of the weights", stacklevel=2)  # fmt: skip
+        file_amax(self.remembered)
+        self.after_step()
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

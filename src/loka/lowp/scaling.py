@@ -8,7 +8,8 @@ quantisation join the kernel that makes the tensor.
 
 Within a step a delayed scale does not move. Every call only raises `pending`, the largest magnitude of this step so far; `file_amax` files it. So
 micro-batches share one scale, and a forward pass that activation checkpointing runs again quantises exactly as the first time. Where there is no history yet
-(the first step, or nobody calls `file_amax`), the scale comes from the tensor itself: slower, never wrong.
+(the first step, or nobody calls `file_amax`), the scale comes from the tensor itself: slower, never wrong. A chain whose plan brought magnitudes has a scale from the first step on; where nobody files
+what it sees, it says so and files it itself every now and then (`chain_scales.UNFILED`).
 
 A tensor with a NaN or an Inf leaves no trace in the history. A value beyond the scale saturates; what that costs is part of the error that `Guard` watches.
 

@@ -27,7 +27,7 @@ class Fuse:
 
     Args:
         precision: "fp8", the only one there is.
-        gradient: scales of the gradients; None is what the chain's norms allow: "tensor" behind block norms, "delayed" without a norm.
+        gradient: scales of the gradients; None is what the chain's norms allow: "tensor" behind block norms and of a linear with nothing behind it, "delayed" otherwise.
         linears: the narrowest linear outside of a chain that is taken too; 0 takes none.
         narrow: the narrowest linear that a chain may have.
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ GRADIENT_CODECS = ("e4m3:1x128:pow2:stochastic", "int8:1x128:stochastic", "bf16"
 ADDED_VARIANCE = 0.01
 LOOKED_UP = 4096  # rows of a timed lookup
 Measure = Callable[[], Interval]  # change of the metric as the model is now
+Within = Callable[[Interval], bool]  # whether such a change counts as none
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def placed_alone(model: nn.Module, tables: Sequence[TablePlan]) -> Iterator[None
             release_tables(model)
 
 
-def choose_tables(task: Task, measure: Measure, margin: float, *, training: bool) -> list[TablePlan]:
+def choose_tables(
+    task: Task, measure: Measure, margin: float, *, training: bool, within: Within | None = None
+) -> list[TablePlan]:
     """The smallest format of every table whose change of the metric is within the margin.
 
     Args:
@@ -88,14 +92,20 @@ def choose_tables(task: Task, measure: Measure, margin: float, *, training: bool
         measure: change of the metric as the model is now, on held-out batches.
         margin: relative change that counts as none.
         training: formats that can be trained.
+        within: what judges a change; None: its upper end is within the margin.
 
     Returns:
         Tables with evidence; one that no format suits keeps its own, and says what was refused.
     """
-    return [_choose_table(task.model, table, measure, margin, training) for table in find_tables(task.model)]
+    return [
+        _choose_table(task.model, table, measure, margin, within or (lambda change: change.high <= margin), training)
+        for table in find_tables(task.model)
+    ]
 
 
-def _choose_table(model: nn.Module, table: TablePlan, measure: Measure, margin: float, training: bool) -> TablePlan:
+def _choose_table(
+    model: nn.Module, table: TablePlan, measure: Measure, margin: float, within: Within, training: bool
+) -> TablePlan:
     if problems := refuse_tables(model, [table]):
         return msgspec.structs.replace(table, reason="it stays: " + "; ".join(problems))
     module: Any = model.get_submodule(table.name)
@@ -111,7 +121,7 @@ def _choose_table(model: nn.Module, table: TablePlan, measure: Measure, margin: 
         asked = msgspec.structs.replace(table, rows=way.name, bytes=way.bytes)
         with placed_alone(model, [asked]):
             change = measure()
-        if change.high > margin:
+        if not within(change):
             refused.append(f"{way.name}: {_spell(change)}, margin {margin:.3%}")
             continue
         evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=_time_lookup(weight, way.name))
@@ -120,13 +130,16 @@ def _choose_table(model: nn.Module, table: TablePlan, measure: Measure, margin: 
     return msgspec.structs.replace(table, reason="it stays: no smaller format is within the margin", refusals=refused)
 
 
-def choose_collectives(task: Task, measure: Measure, margin: float) -> list[CollectivePlan]:
+def choose_collectives(
+    task: Task, measure: Measure, margin: float, *, within: Within | None = None
+) -> list[CollectivePlan]:
     """Codecs of weights and gradients.
 
     Args:
         task: what the user gave; its model is left as it was.
         measure: change of the metric as the model is now, on held-out batches.
         margin: relative change that counts as none.
+        within: what judges a change; None: its upper end is within the margin.
 
     Returns:
         Weights and gradients with evidence; empty for a model without dense matrices.
@@ -135,17 +148,17 @@ def choose_collectives(task: Task, measure: Measure, margin: float) -> list[Coll
     if not found:
         return []
     matrices = [p for _, p in dense_matrices(task.model)]
-    return [_choose_weights(task.model, matrices, found["weights"], measure, margin), _choose_gradients(task, matrices, found["gradients"])]  # fmt: skip
+    return [_choose_weights(task.model, matrices, found["weights"], measure, margin, within or (lambda change: change.high <= margin)), _choose_gradients(task, matrices, found["gradients"])]  # fmt: skip
 
 
 def _choose_weights(
-    model: nn.Module, matrices: Sequence[Tensor], part: CollectivePlan, measure: Measure, margin: float
+    model: nn.Module, matrices: Sequence[Tensor], part: CollectivePlan, measure: Measure, margin: float, within: Within
 ) -> CollectivePlan:
     refused: list[str] = []
     for way in _codecs(WEIGHT_CODECS, part.elements, [p.detach() for p in matrices]):
         with rounded_weights(model, way.name):
             change = measure()
-        if change.high > margin:
+        if not within(change):
             refused.append(f"{way.name}: {_spell(change)}, margin {margin:.3%}")
             continue
         evidence = UnitEvidence(error=way.error, metric_change=change, microseconds=_time_codec(matrices, way.name))
@@ -263,8 +276,9 @@ def choose_parts(call: Call, selection: Selection) -> list[TablePlan | Collectiv
             evaluate(task, task.held_out, call.metric, as_trained=call.training), selection.base, call.metric
         )
 
-    tables = choose_tables(task, measure, used, training=call.training) if call.choose_tables else []
-    sent = choose_collectives(task, measure, used) if call.choose_collectives else []
+    within = partial(call.is_within, used=used)
+    tables = choose_tables(task, measure, used, training=call.training, within=within) if call.choose_tables else []
+    sent = choose_collectives(task, measure, used, within=within) if call.choose_collectives else []
     found: list[TablePlan | CollectivePlan] = [*tables, *sent]
     taken = [part for part in found if part.evidence is not None]
     without = selection.change

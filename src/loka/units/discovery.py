@@ -363,7 +363,7 @@ def _unit(links: list[LinkPlan], bounded: bool, around: str | None, asked: _Aske
     if not between and (bounded or not asked.serving):
         scales = "bounded" if len(links) > 1 else "dynamic"
     # where a kernel of ours makes a gradient, a scale that is known saves it a pass over what it reads
-    made = bool(between) or (links[-1].norm == "none" and links[-1].activation != "none")
+    made = bool(between) or (len(links) == 1 and links[0].norm == "none" and links[0].activation != "none")
     gradient = asked.gradient or ("delayed" if made else "tensor")
     return UnitPlan(
         name=links[0].linear, links=links, scales=scales, gradient=gradient, bounded_input=bounded, around=around  # type: ignore[arg-type]

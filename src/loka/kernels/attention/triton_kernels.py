@@ -8,7 +8,7 @@ Masks. Operands are zero beyond the row. A query beyond it is never stored and h
 row. So the one mask a tile needs is the causal one.
 
 Backward in three walks. The one over dk and dv computes the gradients of the scores, which dq and the biases need too, and writes them down: `ds` [H, total, width],
-of a key's row the column of a query, in the type of the operands, which is what the tensor cores multiply anyway. Reading them again costs a few bytes a score; computing them
+of a key's row the column of a query, in bf16 where operands are, which is what the tensor cores multiply anyway, and in float32 otherwise (fp16 has not the range). Reading them again costs a few bytes a score; computing them
 again costs two products, a sigmoid and the biases. How many heads are written at once is `triton_launch.KEPT_BYTES`' business.
 
 Bias gradients are sums over pairs. A program reads distances of one row along their diagonals and sums over the heads that share a bias before anything else, in a single warp, so that nothing is exchanged between warps:
@@ -16,7 +16,8 @@ Bias gradients are sums over pairs. A program reads distances of one row along t
     position    a column holds one distance
     time        times grow within a row, so a tile holds a short range of buckets: one sum for each of them (a long range is slow, not wrong)
 
-Every program adds to numbers of its own, which are summed afterwards: all gradients are the same bits from run to run.
+Every program adds to numbers of its own, which are summed afterwards: all gradients are the same bits from run to run. Where that would take more memory than `triton_launch.PARTIAL_BYTES`
+(thousands of long rows) programs share numbers, and the last bits of the bias gradients depend on their order.
 """
 
 import triton
@@ -172,9 +173,8 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_
         weight = s * sigmoid
         dv += _dot(weight.to(grad.dtype), grad, IEEE)
         ds = _dot(v, tl.trans(grad), IEEE) * (sigmoid + weight * (1.0 - sigmoid))
-        rounded = ds.to(q.dtype)
-        dk += _dot(rounded, q, IEEE)
-        tl.store(rows + i[None, :], rounded, (j < n)[:, None])
+        dk += _dot(ds.to(q.dtype), q, IEEE)
+        tl.store(rows + i[None, :], ds.to(ds_ptr.dtype.element_ty), (j < n)[:, None])
     scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
     _store(dk_ptr, dk * (alpha * scale), start, j, n, h, stored, D, DP)
     _store(dv_ptr, dv * scale, start, j, n, h, stored, V, VP)
@@ -197,7 +197,7 @@ def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, heads, k_row, k_head, alpha,
         k = _load(k_ptr, start, j, n, h, k_row, k_head, D, DP)
         seen = (j[:, None] <= i[None, :]) & (i < n)[None, :]  # the rest was not written
         ds = tl.load(ds_ptr + ((h * total + start + j) * width)[:, None] + i[None, :], seen, other=0.0)
-        dq += _dot(tl.trans(ds), k, IEEE)
+        dq += _dot(tl.trans(ds.to(k.dtype)), k, IEEE)
     scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
     _store(dq_ptr, dq * (alpha * scale), start, i, n, h, stored, D, DP)
 
@@ -244,22 +244,27 @@ def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
 
 @triton.jit
 def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, heads, sets, divisor, width, of_head,
-                     POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Sums over pairs of one row: APART distances, the keys of some tiles, `heads` heads that share a bias.
+                     span, positions, buckets,
+                     POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
+    """Sums over pairs of one row: APART distances, `span` keys, `heads` heads that share a bias.
 
-    position: [rows, splits, sets, distances]. time: [rows, splits, distances / APART, sets, BUCKETS], zero. of_head: how far ds of two heads are apart.
+    position: [positions, sets, distances]. time: [buckets, sets, BUCKETS]. Both zero; a place for every program that adds to it, or for several. of_head: how far ds of two heads are apart.
     """
-    part, parts, b = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    b = tl.program_id(1).to(tl.int64)
     split, splits, set_ = tl.program_id(2) // sets, tl.num_programs(2) // sets, tl.program_id(2) % sets
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
+    first = split * span
+    last = tl.minimum(first + span, n - part * APART)
+    if first >= last:
+        return
     far = part * APART + tl.arange(0, APART)
-    scale = 1.0 / tl.where(divisor > 0, divisor, tl.maximum(n, 1).to(tl.float32))
+    scale = 1.0 / tl.where(divisor > 0, divisor, n.to(tl.float32))
     first_ptr = ds_ptr + (set_ * heads).to(tl.int64) * of_head
-    time_ptr += (((b * splits + split) * parts + part) * sets + set_) * BUCKETS
-    first = split * KEYS * TILES
+    time_ptr += (((b * splits + split) * parts + part) % buckets * sets + set_) * BUCKETS
     summed = tl.zeros((KEYS, APART), tl.float32)
-    for low in range(first, tl.minimum(first + KEYS * TILES, n - part * APART), KEYS):
+    for low in range(first, last, KEYS):
         j = low + tl.arange(0, KEYS)
         i = j[:, None] + far[None, :]
         at = first_ptr + (start + j)[:, None] * width + i
@@ -273,5 +278,5 @@ def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, tim
             bucket = _bucket(asked - _load_times(times_ptr, start, j, n, BUCKETS)[:, None], BUCKETS)
             _add_buckets(time_ptr, ds, scale, bucket, BUCKETS)
     if POSITIONS > 0:
-        at = position_ptr + ((b * splits + split) * sets + set_) * parts * APART + far
-        tl.store(at, tl.sum(summed, 0) * scale)
+        at = position_ptr + ((b * splits + split) % positions * sets + set_) * parts * APART + far
+        tl.atomic_add(at, tl.sum(summed, 0) * scale, sem="relaxed")

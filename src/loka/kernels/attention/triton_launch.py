@@ -25,6 +25,7 @@ class Tile:
 
 # of the gradients of scores that wait for dq and the biases: as many heads at a time as fit, and one at least
 KEPT_BYTES = 2**28
+PARTIAL_BYTES = 2**27  # of the gradients of one bias that wait to be summed
 Tiles = dict[str, Tile]  # by kernel
 MOST_QUERIES = 64  # of a tile of dk and dv
 # 16-bit operands: heads up to 128 wide in rows up to LONG and beyond, the fastest of 18 on an H200 (benchmarks/attention_h200.py); wider heads
@@ -36,7 +37,10 @@ WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8), "back
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
 TINY = Tile(16, 16)  # the rows of the interpreter's tests are short
 BIASES = Tile(32, 8, 1)  # whatever the heads' width
-SPLIT = 4  # tiles of keys that one program sums for the biases' gradients: a warp has little to do while it waits, so there should be many
+SPLIT, SPLITS = (
+    4,
+    16,
+)  # tiles of keys that one program sums for the biases' gradients, and parts of the longest row at most: a warp has little to do while it waits, so there should be many, and most of them should have work
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
@@ -100,6 +104,11 @@ class Problem:
         """Of a row of `ds`: queries in whole tiles."""
         return cdiv(self.max_length, MOST_QUERIES) * MOST_QUERIES
 
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Of `ds`."""
+        return torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
+
     def heads(self, first: int, last: int) -> "Problem":
         """Some of the heads."""
         q, k, v = (t[:, first:last] for t in (self.q, self.k, self.v))
@@ -133,7 +142,7 @@ def run_forward(problem: Problem, tile: Tile) -> Tensor:
 def run_backward_kv(problem: Problem, grad: Tensor, dk: Tensor, dv: Tensor, tile: Tile) -> Tensor:
     """Write dk and dv, and return the gradients of the scores: [H, total, width], of each key those of the queries at or after it; the rest is not written."""
     q, k, v = problem.q, problem.k, problem.v
-    ds = q.new_empty(q.shape[1], q.shape[0], problem.width)
+    ds = q.new_empty(q.shape[1], q.shape[0], problem.width, dtype=problem.kept_dtype)
     _backward_kv[problem.grid(tile.keys)](
         q, k, v, grad, dk, dv, ds, *problem.inputs(), *problem.numbers(grad), problem.width, dk.stride(0) // dk.shape[2], q.shape[0], **problem.options(tile)
     )  # fmt: skip
@@ -154,16 +163,18 @@ def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> list[Tensor
     """The gradients of the biases, [1 or H, entries] each; without entries where a bias is absent."""
     heads, parts = problem.q.shape[1], cdiv(problem.max_length, tile.queries)
     sets = 1 if all(bias.shape[0] == 1 for bias in problem.biases) else heads
-    splits = cdiv(problem.max_length, tile.keys * SPLIT)
+    span = tile.keys * max(SPLIT, cdiv(problem.max_length, tile.keys * SPLITS))
+    splits = cdiv(problem.max_length, span)
     distances = parts * tile.queries if problem.positions else 0
-    position = ds.new_empty(problem.rows, splits, sets, distances, dtype=torch.float32)
-    time = ds.new_zeros(problem.rows, splits, parts, sets, problem.buckets, dtype=torch.float32)
+    places = [min(most, max(1, PARTIAL_BYTES // max(4 * sets * entries, 1))) for most, entries in ((problem.rows * splits, distances), (problem.rows * splits * parts, problem.buckets))]  # fmt: skip
+    position = ds.new_zeros(places[0], sets, distances, dtype=torch.float32)
+    time = ds.new_zeros(places[1], sets, problem.buckets, dtype=torch.float32)
     if problem.biases:
         _backward_biases[parts, problem.rows, splits * sets](
             ds, position, time, problem.offsets, problem.asked, problem.times, heads // sets, sets, problem.divisor, problem.width, ds.stride(0),
-            POSITIONS=problem.positions, BUCKETS=problem.buckets, KEYS=tile.keys, APART=tile.queries, TILES=SPLIT, num_warps=tile.warps, num_stages=tile.stages,
+            span, *places, POSITIONS=problem.positions, BUCKETS=problem.buckets, KEYS=tile.keys, APART=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    found = [_fold(position.sum((0, 1)), problem.positions, problem.max_length), time.sum((0, 1, 2))]
+    found = [_fold(position.sum(0), problem.positions, problem.max_length), time.sum(0)]
     biases = (problem.position_bias, problem.time_bias)
     return [g.sum(0, keepdim=True) if b is not None and b.shape[0] < sets else g for g, b in zip(found, biases, strict=True)]  # fmt: skip
 
@@ -184,7 +195,7 @@ def backward(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tens
     sums = [q.new_zeros(*((heads, 0) if bias is None else bias.shape), dtype=torch.float32) for bias in (problem.position_bias, problem.time_bias)]  # fmt: skip
     if problem.rows and q.shape[0]:
         kv, of_q, of_biases = (choose(f"backward_{name}", q, v, problem.max_length) for name in ("kv", "q", "biases"))
-        at_once = min(heads, max(1, KEPT_BYTES // (q.shape[0] * problem.width * q.element_size())))
+        at_once = min(heads, max(1, KEPT_BYTES // (q.shape[0] * problem.width * problem.kept_dtype.itemsize)))
         for first in range(0, heads, at_once):
             some = slice(first, min(first + at_once, heads))
             part = problem.heads(some.start, some.stop)
