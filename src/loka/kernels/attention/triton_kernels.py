@@ -229,9 +229,8 @@ def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
     lowest, highest = tl.min(tl.min(bucket, 0), 0) // 4 * 4, tl.max(tl.max(bucket, 0), 0)
     at = sum_ptr + lowest + tl.arange(0, 4)
     above = tl.sum(ds, 0)
-    for b in range(
-        lowest, highest + 1, 4
-    ):  # from a multiple of four, so that a bucket's additions all come from one thread, in order
+    # from a multiple of four, so that a bucket's additions all come from one thread, in order
+    for b in range(lowest, highest + 1, 4):
         edge = 8388608.0 + b
         t0, t1 = tl.sum(ds * _exceeds(whole, edge), 0), tl.sum(ds * _exceeds(whole, edge + 1.0), 0)
         t2, t3 = tl.sum(ds * _exceeds(whole, edge + 2.0), 0), tl.sum(ds * _exceeds(whole, edge + 3.0), 0)

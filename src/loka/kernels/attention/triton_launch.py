@@ -37,10 +37,9 @@ WIDE: Tiles = {"forward": Tile(64, 32, 8), "backward_kv": Tile(32, 64, 8), "back
 EXACT, EXACT_WIDE = Tile(32, 32, 8, stages=1), Tile(16, 16, 8, stages=1)
 TINY = Tile(16, 16)  # the rows of the interpreter's tests are short
 BIASES = Tile(32, 8, 1)  # whatever the heads' width
-SPLIT, SPLITS = (
-    4,
-    16,
-)  # tiles of keys that one program sums for the biases' gradients, and parts of the longest row at most: a warp has little to do while it waits, so there should be many, and most of them should have work
+# For the biases' gradients: a warp has little to do while it waits, so there should be many programs, and most of them should have work.
+SPLIT = 4  # tiles of keys that one program sums ...
+SPLITS = 16  # ... or more, so that the longest row has so many parts at most
 
 
 def choose(kernel: str, q: Tensor, v: Tensor, max_length: int) -> Tile:
@@ -140,7 +139,17 @@ def run_forward(problem: Problem, tile: Tile) -> Tensor:
 
 
 def run_backward_kv(problem: Problem, grad: Tensor, dk: Tensor, dv: Tensor, tile: Tile) -> Tensor:
-    """Write dk and dv, and return the gradients of the scores: [H, total, width], of each key those of the queries at or after it; the rest is not written."""
+    """Write dk and dv, and return the gradients of the scores.
+
+    Args:
+        problem: what is attended to.
+        grad: of the output, [total, H, d_v].
+        dk, dv: written; all heads, or some of the heads of a larger tensor.
+        tile: of the kernel.
+
+    Returns:
+        [H, total, width], of each key those of the queries at or after it; the rest is not written.
+    """
     q, k, v = problem.q, problem.k, problem.v
     ds = q.new_empty(q.shape[1], q.shape[0], problem.width, dtype=problem.kept_dtype)
     _backward_kv[problem.grid(tile.keys)](
