@@ -23,6 +23,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "norm_quantize": ("triton", "reference"),
     "fused_linear": ("triton", "reference"),
     "attention": ("triton", "reference"),
+    "masked_attention": ("triton", "torch", "reference"),
     "interaction": ("triton", "reference"),
     "dots": ("triton", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),

@@ -13,13 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loka.kernels import masked_attention
+from loka.nn.mix import compute_dtype
+
 
 class DotProductAttention(nn.Module):
-    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]; mask [B, S] is True for keys that may be seen. Every query must see at least one key: a row of nothing but masked keys has
-    no softmax.
+    """q [B, H, T, d], k and v [B, G, S, d] with G dividing H -> [B, H, T, d]. With a mask a kernel of the registry runs (`masked_attention`), which passes over padding; without one, torch's.
 
     Args:
         causal: a query sees keys up to its own place.
+
+    `mask` [B, S] is True for keys that may be seen; `wanted` [B, T], with a mask, for queries whose answers are read: the others, and those that see no key, are answered with zeros.
 
     Example:
         >>> DotProductAttention(causal=True)(q, k, v)
@@ -28,8 +32,11 @@ class DotProductAttention(nn.Module):
     def __init__(self, *, causal: bool = False) -> None:
         super().__init__()
         self.causal = causal
+        masked_attention.load()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, wanted: Tensor | None = None
+    ) -> Tensor:
         """Attend."""
         if mask is not None and self.causal:
             raise ValueError("a causal DotProductAttention takes no mask of keys; use causal=False with a mask")
@@ -37,12 +44,10 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"causal attention takes all {k.shape[2]} queries or the newest one, got {q.shape[2]}")
         # The newest query alone sees every key; torch's causal mask would align it with the first.
         causal = self.causal and q.shape[2] > 1
-        seen = None if mask is None else mask[:, None, None, :]
-        if causal:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        # Heads that share keys become more queries of one head: with a mask, torch's GQA only has a kernel that writes the scores to memory.
-        folded = q.reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
-        return F.scaled_dot_product_attention(folded, k, v, attn_mask=seen).view(*q.shape[:3], v.shape[3])
+        if mask is not None:
+            q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
+            return masked_attention.masked_attention(q, k, v, mask, wanted=wanted)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     def extra_repr(self) -> str:
         """Whether causal."""
@@ -119,11 +124,11 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(d, d, bias=bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, T, d], mask [B, T] (True: a real token) -> [B, T, d]."""
+        """x [B, T, d], mask [B, T] (True: a real token; nothing is computed for the others) -> [B, T, d]."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        out: Tensor = self.out(merge_heads(self.attention(q, k, v, mask)))
+        out: Tensor = self.out(merge_heads(self.attention(q, k, v, mask, mask)))
         return out
 
     def extend(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:

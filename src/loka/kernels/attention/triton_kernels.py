@@ -109,15 +109,22 @@ def _sigmoid(s):
 
 
 @triton.jit
+def _place(blocks, heads):
+    """Block, row and head of a program. One dimension: the others of a grid end at 65,535."""
+    pair = tl.program_id(0) // blocks
+    return tl.program_id(0) % blocks, pair // heads, pair % heads
+
+
+@triton.jit
 def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
-             heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor,
+             blocks, heads, q_row, q_head, k_row, k_head, v_row, v_head, stride_p, stride_t, alpha, divisor,
              D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
              POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
              QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    block, b, h = _place(blocks, heads)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest walks start first
+    first = (blocks - 1 - block) * QUERIES  # the longest walks start first
     if first >= n:
         return
     i = first + tl.arange(0, QUERIES)
@@ -141,16 +148,16 @@ def _forward(q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, asked_ptr, times_ptr, po
 
 @triton.jit
 def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_ptr, asked_ptr, times_ptr, position_ptr, time_ptr,
-                 heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
+                 blocks, heads, q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, stride_p, stride_t, alpha, divisor,
                  width, stored, total,
                  D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
                  POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, ENTRIES: tl.constexpr, IEEE: tl.constexpr,
                  QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """ds: [heads, total, width], written where a query is at or after a key's tile. stored: heads of the outputs, of which `heads` are computed here."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    block, b, h = _place(blocks, heads)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = tl.program_id(0) * KEYS
+    first = block * KEYS
     if first >= n:
         return
     j = first + tl.arange(0, KEYS)
@@ -181,13 +188,13 @@ def _backward_kv(q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, ds_ptr, offsets_
 
 
 @triton.jit
-def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, heads, k_row, k_head, alpha, divisor, width, stored, total,
+def _backward_q(ds_ptr, k_ptr, dq_ptr, offsets_ptr, blocks, heads, k_row, k_head, alpha, divisor, width, stored, total,
                 D: tl.constexpr, DP: tl.constexpr, IEEE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
     """dq, from ds of the walk before."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    block, b, h = _place(blocks, heads)
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest walks start first
+    first = (blocks - 1 - block) * QUERIES  # the longest walks start first
     if first >= n:
         return
     i = first + tl.arange(0, QUERIES)
@@ -242,16 +249,16 @@ def _add_buckets(sum_ptr, ds, scale, bucket, BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, heads, sets, divisor, width, of_head,
+def _backward_biases(ds_ptr, position_ptr, time_ptr, offsets_ptr, asked_ptr, times_ptr, parts, splits, heads, sets, divisor, width, of_head,
                      span, positions, buckets,
                      POSITIONS: tl.constexpr, BUCKETS: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr):  # fmt: skip
     """Sums over pairs of one row: APART distances, `span` keys, `heads` heads that share a bias.
 
     position: [positions, sets, distances]. time: [buckets, sets, BUCKETS]. Both zero; a place for every program that adds to it, or for several. of_head: how far ds of two heads are apart.
     """
-    part, parts = tl.program_id(0), tl.num_programs(0)
-    b = tl.program_id(1).to(tl.int64)
-    split, splits, set_ = tl.program_id(2) // sets, tl.num_programs(2) // sets, tl.program_id(2) % sets
+    part, b, z = _place(parts, splits * sets)
+    b = b.to(tl.int64)
+    split, set_ = z // sets, z % sets
     start = tl.load(offsets_ptr + b)
     n = (tl.load(offsets_ptr + b + 1) - start).to(tl.int32)
     first = split * span

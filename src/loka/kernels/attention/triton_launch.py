@@ -85,9 +85,13 @@ class Problem:
         """Entries of the time bias."""
         return 0 if self.time_bias is None else self.time_bias.shape[1]
 
-    def grid(self, block: int) -> tuple[int, int]:
-        """Blocks of the longest row, rows x heads."""
-        return cdiv(self.max_length, block), self.rows * self.q.shape[1]
+    def grid(self, block: int) -> tuple[int]:
+        """A program for every block, row and head."""
+        return (self.blocks(block) * self.rows * self.q.shape[1],)
+
+    def blocks(self, block: int) -> int:
+        """Of the longest row."""
+        return cdiv(self.max_length, block)
 
     def inputs(self) -> tuple[Tensor | None, ...]:
         """An absent bias has no entries, and its pointer is never read."""
@@ -134,7 +138,7 @@ def run_forward(problem: Problem, tile: Tile) -> Tensor:
     """out [total, H, d_v]."""
     q, k, v = problem.q, problem.k, problem.v
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    _forward[problem.grid(tile.queries)](q, k, v, out, *problem.inputs(), *problem.numbers(), **problem.options(tile))
+    _forward[problem.grid(tile.queries)](q, k, v, out, *problem.inputs(), problem.blocks(tile.queries), *problem.numbers(), **problem.options(tile))  # fmt: skip
     return out
 
 
@@ -153,7 +157,7 @@ def run_backward_kv(problem: Problem, grad: Tensor, dk: Tensor, dv: Tensor, tile
     q, k, v = problem.q, problem.k, problem.v
     ds = q.new_empty(q.shape[1], q.shape[0], problem.width, dtype=problem.kept_dtype)
     _backward_kv[problem.grid(tile.keys)](
-        q, k, v, grad, dk, dv, ds, *problem.inputs(), *problem.numbers(grad), problem.width, dk.stride(0) // dk.shape[2], q.shape[0], **problem.options(tile)
+        q, k, v, grad, dk, dv, ds, *problem.inputs(), problem.blocks(tile.keys), *problem.numbers(grad), problem.width, dk.stride(0) // dk.shape[2], q.shape[0], **problem.options(tile)
     )  # fmt: skip
     return ds
 
@@ -164,13 +168,13 @@ def run_backward_q(problem: Problem, ds: Tensor, dq: Tensor, tile: Tile) -> None
     for name in ("V", "VP", "POSITIONS", "BUCKETS", "ENTRIES"):
         del options[name]
     _backward_q[problem.grid(tile.queries)](
-        ds, k, dq, problem.offsets, k.shape[1], *k.stride()[:2], problem.alpha, problem.divisor, problem.width, dq.stride(0) // dq.shape[2], k.shape[0], **options
+        ds, k, dq, problem.offsets, problem.blocks(tile.queries), k.shape[1], *k.stride()[:2], problem.alpha, problem.divisor, problem.width, dq.stride(0) // dq.shape[2], k.shape[0], **options
     )  # fmt: skip
 
 
 def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> list[Tensor]:
     """The gradients of the biases, [1 or H, entries] each; without entries where a bias is absent."""
-    heads, parts = problem.q.shape[1], cdiv(problem.max_length, tile.queries)
+    heads, parts = problem.q.shape[1], problem.blocks(tile.queries)
     sets = 1 if all(bias.shape[0] == 1 for bias in problem.biases) else heads
     span = tile.keys * max(SPLIT, cdiv(problem.max_length, tile.keys * SPLITS))
     splits = cdiv(problem.max_length, span)
@@ -179,8 +183,8 @@ def run_backward_biases(problem: Problem, ds: Tensor, tile: Tile) -> list[Tensor
     position = ds.new_zeros(places[0], sets, distances, dtype=torch.float32)
     time = ds.new_zeros(places[1], sets, problem.buckets, dtype=torch.float32)
     if problem.biases:
-        _backward_biases[parts, problem.rows, splits * sets](
-            ds, position, time, problem.offsets, problem.asked, problem.times, heads // sets, sets, problem.divisor, problem.width, ds.stride(0),
+        _backward_biases[(parts * problem.rows * splits * sets,)](
+            ds, position, time, problem.offsets, problem.asked, problem.times, parts, splits, heads // sets, sets, problem.divisor, problem.width, ds.stride(0),
             span, *places, POSITIONS=problem.positions, BUCKETS=problem.buckets, KEYS=tile.keys, APART=tile.queries, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     found = [_fold(position.sum(0), problem.positions, problem.max_length), time.sum(0)]

@@ -1,0 +1,72 @@
+"""masked_attention: softmax(Q K^T) V over the keys that a mask names, for batches of histories padded to one length; forward and backward."""
+
+from typing import cast
+
+# not `import torch`: a backend of that name is a submodule
+from torch import Tensor
+from torch import bool as boolean
+
+from loka.kernels import registry
+from loka.kernels.backend import require_library
+from loka.kernels.masked_attention.call import MaskedAttentionCall
+from loka.kernels.registry import Selection, pick
+
+__all__ = ["MaskedAttentionCall", "choose", "load", "masked_attention"]
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    wanted: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention over masked keys, with gradients.
+
+    Args:
+        q: [B, H, T, d].
+        k: [B, G, S, d], G dividing H: heads of queries in groups that share a head of keys and values.
+        v: [B, G, S, d].
+        mask: bool [B, S], True for keys that are seen. Whatever the others hold is not read.
+        wanted: bool [B, T], True for queries whose answer somebody reads; the others are answered with zeros, at no cost. None: all.
+        scale: of the scores, None for 1 / sqrt(d).
+        backend: a name of the registry, or "auto".
+
+    Returns:
+        [B, H, T, d] in q's type. A query that sees no key is answered with zeros.
+
+    Example:
+        >>> mask = torch.arange(256) < lengths[:, None]
+        >>> out = masked_attention(q, k, v, mask, wanted=mask)
+    """
+    _check(q, k, v, mask, wanted)
+    out = choose(q, k, backend=backend).backend.run(q, k, v, mask, wanted, scale=scale or q.shape[3] ** -0.5)
+    return cast(Tensor, out)
+
+
+def choose(q: Tensor, k: Tensor, *, backend: str = "auto") -> Selection:
+    """The backend that runs for these operands, and why those before it do not; a named one that cannot raises."""
+    call = MaskedAttentionCall(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], q.dtype)
+    return pick("masked_attention", backend, call, q.device)
+
+
+def load() -> None:
+    """Import all backends now: torch.compile cannot trace an import."""
+    registry.load("masked_attention")
+    if require_library("triton", "dev"):
+        from loka.kernels.masked_attention import triton_ops  # noqa: F401
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None) -> None:
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
+        seen = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(
+            f"masked attention expects q [B, H, T, d], k and v [B, G, S, d] with G dividing H, of one type; got {seen}"
+        )
+    for name, t, size in (("mask", mask, k.shape[2]), ("wanted", wanted, q.shape[2])):
+        if t is not None and (t.dtype != boolean or t.shape != (q.shape[0], size)):
+            raise ValueError(f"{name} must be bool [{q.shape[0]}, {size}], got {t.dtype} {tuple(t.shape)}")

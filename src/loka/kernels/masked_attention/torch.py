@@ -1,0 +1,31 @@
+"""torch's scaled_dot_product_attention. The mask keeps its flash kernel away, which takes none; cuDNN's and the memory-efficient one walk over padding as over everything else."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.kernels.backend import YES, Verdict
+from loka.kernels.masked_attention.call import MaskedAttentionCall
+
+
+def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
+    """Everything torch runs on."""
+    return YES
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
+    """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
+    if k.shape[2] == 0:
+        return torch.zeros_like(q)
+    seen = mask[:, None, :, None]
+    some = mask.any(1)[:, None]
+    # Heads that share keys become more queries of one head: with a mask, torch's GQA only has a kernel that writes the scores to memory.
+    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    out = F.scaled_dot_product_attention(
+        folded,
+        torch.where(seen, k, 0),  # a weight of zero does not silence a NaN
+        torch.where(seen, v, 0),
+        attn_mask=(mask | ~some)[:, None, None, :],  # a row without keys sees its zeros, where it would be NaN
+        scale=scale,
+    ).view(q.shape)
+    return out if wanted is None else torch.where(wanted[:, None, :, None], out, 0)

@@ -1,0 +1,32 @@
+"""Our masked attention: walks over the keys that somebody sees and the queries that somebody wants, and returns at once from the rest; 16- and 32-bit floats, heads up to 128 wide."""
+
+import torch
+from torch import Tensor
+
+from loka.kernels.backend import Verdict, no
+from loka.kernels.masked_attention.call import MaskedAttentionCall
+from loka.kernels.strides import unit_rows
+from loka.kernels.triton_device import triton_multiplies_on
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 128
+
+
+def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
+    """A CUDA device, or Triton's interpreter on the CPU; no float64; heads that fit into shared memory."""
+    if call.dtype not in _DTYPES:
+        return no(f"reads bf16, fp16 and fp32, not {call.dtype}")
+    if call.d > WIDEST:
+        return no(f"heads are up to {WIDEST} wide, got {call.d}")
+    return triton_multiplies_on(device, bf16=call.dtype == torch.bfloat16)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
+    """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
+    from loka.kernels.masked_attention import triton_ops
+
+    q, k, v = map(unit_rows, (q, k, v))
+    out: Tensor = triton_ops.masked_attention(
+        q, k, v, mask.contiguous(), None if wanted is None else wanted.contiguous(), scale
+    )[0]
+    return out
