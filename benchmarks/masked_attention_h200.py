@@ -62,22 +62,20 @@ def plain(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 
 def run(side: str, o: dict[str, Any]) -> Any:
-    """Forward and backward, as functions without arguments that return tensors."""
+    """Forward, and forward with backward, as functions without arguments that return tensors."""
     scale = o["q"].shape[3] ** -0.5
-    if side == "triton":
-        answer, lse = triton_ops.masked_attention(o["q"], o["k"], o["v"], o["mask"], o["wanted"], scale)
-        return (
-            lambda: [triton_ops.masked_attention(o["q"], o["k"], o["v"], o["mask"], o["wanted"], scale)[0]],
-            lambda: triton_ops.masked_attention_backward(
-                o["grad"], answer, lse, o["q"], o["k"], o["v"], o["mask"], o["wanted"], scale
-            ),
-        )
     leaves = [o[name].detach().requires_grad_() for name in "qkv"]
-    out = plain(*leaves, o["mask"]) if side == "torch" else reference.run(*leaves, o["mask"], o["wanted"], scale=scale)
-    return (
-        lambda: [plain(*(t.detach() for t in leaves), o["mask"])],
-        lambda: torch.autograd.grad(out, leaves, o["grad"], retain_graph=True),
-    )
+
+    def forward() -> list[Any]:
+        if side == "triton":
+            return [triton_ops.masked_attention(*leaves, o["mask"], o["wanted"], scale)[0]]
+        return [plain(*leaves, o["mask"])]
+
+    def both() -> list[Any]:
+        (out,) = forward()
+        return [out.detach(), *torch.autograd.grad(out, leaves, o["grad"])]
+
+    return forward, both
 
 
 def compare(side: str, o: dict[str, Any], few: int = 16) -> float:
@@ -89,21 +87,18 @@ def compare(side: str, o: dict[str, Any], few: int = 16) -> float:
     leaves = [whole[name].requires_grad_() for name in "qkv"]
     law = reference.run(*leaves, part["mask"], part["wanted"], scale=leaves[0].shape[3] ** -0.5)
     expected = [law.detach(), *torch.autograd.grad(law, leaves, whole["grad"])]
-    with torch.no_grad() if side == "triton" else torch.enable_grad():
-        forward, backward = run(side, part)
-        found = [*forward(), *backward()]
+    found = run(side, part)[1]()
     if part["wanted"] is not None:
         found[0] = found[0] * part["wanted"][:, None, :, None]
     return max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
 
 
 def time_side(side: str, o: dict[str, Any], device: str) -> dict[str, float]:
-    """Microseconds, forward and backward."""
-    with torch.no_grad() if side == "triton" else torch.enable_grad():
-        forward, backward = run(side, o)
-        with torch.no_grad():
-            first = time_call(forward, device)[0]
-        return {"forward_us": round(first, 1), "backward_us": round(time_call(backward, device)[0], 1)}
+    """Microseconds, forward and backward; backward is what both take, less the forward."""
+    forward, both = run(side, o)
+    with torch.no_grad():
+        first = time_call(forward, device)[0]
+    return {"forward_us": round(first, 1), "backward_us": round(time_call(both, device)[0] - first, 1)}
 
 
 def warm(job: tuple[str, str, Tile]) -> None:
@@ -111,9 +106,7 @@ def warm(job: tuple[str, str, Tile]) -> None:
     case, kernel, tile = job
     triton_ops.TILES = {**triton_ops.TILES, kernel: tile}
     _, *rest = CASES[case]
-    with torch.no_grad():
-        forward, backward = run("triton", draw((2, *rest), "half", "cuda"))
-        forward(), backward()
+    run("triton", draw((2, *rest), "half", "cuda"))[1]()
 
 
 def main() -> None:
