@@ -1,5 +1,6 @@
 """The whole job on a small generated data set: every station, interruption at each of them, and changed settings."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,10 @@ def test_a_gpu_gets_a_model_large_enough_to_gain() -> None:
     assert small == DemoConfig()
     assert (large.family, large.size, large.batch_size, large.device) == ("dlrm", "large", 8192, "cuda:0")
     assert DemoConfig.for_device("cuda", size="tiny", steps=3).steps == 3
+
+
+def test_a_missing_charting_library_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ValueError, match=r"pip install 'loka\[report\]'"):
+        Demo(tmp_path / "demo").run()
+    assert not (tmp_path / "demo").exists()

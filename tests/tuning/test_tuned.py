@@ -1,4 +1,8 @@
+import sys
+from pathlib import Path
+
 import msgspec
+import pytest
 
 from loka.records import Interval
 from loka.records.tuning import TunedUnit
@@ -29,3 +33,16 @@ def test_a_person_can_read_what_was_found() -> None:
     assert kept.index("it is") == table.index("a quarter") == head.index("why")
     assert alarm == "    alarm: column 0 has a mean of 1975"
     assert shown[-1] == "note: too early"
+
+
+def test_without_the_charting_library_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for before the work; and what `save` can write it has written when it says so."""
+    model = make_trained()[0]
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ValueError, match="charting library"):
+        tune(model, out=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    tuned = tune(model)
+    with pytest.raises(ValueError, match="charting library"):
+        tuned.save(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} >= {"plan.json", "tuning.json"}

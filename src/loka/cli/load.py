@@ -48,6 +48,10 @@ def load(
     from loka.cli.serve import parse_seconds
     from loka.serving.load import Traffic, describe, make_body, send, summarize
 
+    if report is not None:
+        from loka.report.render import require_charts
+
+        require_charts()
     traffic = Traffic(rate=rate, seconds=seconds, sla=parse_seconds(sla), arrivals=arrivals, seed=seed)  # type: ignore[arg-type]
     about = asyncio.run(describe(url, model, token))
     if requests is None:

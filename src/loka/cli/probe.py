@@ -150,6 +150,10 @@ def check_request(steps: int, sensitivity: int, out: Path | None, html: Path | N
     for option, path in (("--out", out), ("--html", html)):
         if path is not None:
             check_writable(option, path)
+    if html is not None:
+        from loka.report.render import require_charts
+
+        require_charts()
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -22,6 +22,7 @@ from loka.placing import convert
 from loka.records import Comparison, Conversion, Environment, Interval, Point, Progress, Run, capture_environment
 from loka.records.tuning import SizeEstimate, SizeEstimates, Tuning
 from loka.report import Results, write_html
+from loka.report.render import require_charts
 from loka.training import JsonlLog, TrainConfig, Trainer, find_checkpoints
 from loka.training.checkpoint import Snapshot, read_checkpoint
 from loka.tuning import Estimator, estimate_model, tune
@@ -82,6 +83,7 @@ class Demo:
 
     def run(self) -> DemoResult:
         """Run or continue the job."""
+        require_charts()
         self._resume()
         resumed = tuple(self._done)
         for name, job in self.stations.items():

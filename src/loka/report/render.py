@@ -7,6 +7,7 @@ of single sites need it. A content security policy in the page forbids every net
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ from loka.report.payload import collect, dump, write_chunks
 from loka.report.results import Results
 
 
+def require_charts() -> None:
+    """Raise ValueError where the charting library is missing: for jobs that end with a report, so that they say it before they begin."""
+    if find_spec("vl_convert") is None:
+        raise ValueError("the report embeds its charting library; install it: pip install 'loka[report]'")
+
+
 @cache  # making the bundle takes two seconds
 def load_runtime() -> str:
     """The JavaScript that draws the charts (Vega, Vega-Lite, vega-embed), safe between <script> tags. vl-convert carries it: nothing is downloaded, here or in the reader's browser."""
-    try:
-        import vl_convert
-    except ImportError as error:
-        raise ValueError("the report embeds its charting library; install it: pip install 'loka[report]'") from error
+    require_charts()
+    import vl_convert
+
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 

@@ -114,13 +114,19 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: G
     if isinstance(law, Exception) or isinstance(nudged, Exception):
         note = f"gradients were compared with 16 bits alone: the reference fails: {type(nudged).__name__}: {nudged}"
         call.notes += [note] if note not in call.notes else []
-        wrong = {}
+        wrong, coarse = {}, set()
     else:
         wrong = {what: fault for what in parts if what in here and what in law and what in nudged and (fault := _beside_law(what, here[what], law[what], nudged[what]))}  # fmt: skip
-        same = "; the reference computes the same, so FP8 is too coarse for it and no kernel is wrong"
-        far = {what: (text + same * (what not in wrong and _can_compare(here.get(what), law.get(what))), size) for what, (text, size) in far.items()}  # fmt: skip
-    faults = [Fault(parts[what], f"its gradients are wrong here: {text}", size) for what, (text, size) in (far or wrong).items()]  # fmt: skip
+        coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), law.get(what))}
+    faults = [Fault(parts[what], _say_fault(text, what in coarse), size) for what, (text, size) in (far or wrong).items()]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
+
+
+def _say_fault(text: str, coarse: bool) -> str:
+    """coarse: the reference shows the same."""
+    if coarse:
+        return f"FP8 is too coarse for its gradients here: {text}; the reference computes the same: no kernel is wrong"
+    return f"its gradients are wrong here: {text}"
 
 
 def _weight_of(linear: str) -> str:

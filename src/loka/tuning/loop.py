@@ -25,6 +25,7 @@ from loka.lowp.chain import chains_of
 from loka.lowp.linear import linears_of
 from loka.nn.wrapping import unwrap
 from loka.placing import convert
+from loka.report.render import require_charts
 from loka.tuning.call import Call
 from loka.tuning.estimating import Estimator
 from loka.tuning.evidence import Evidence
@@ -80,7 +81,7 @@ def tune(
         collectives: also choose codecs for the weights and gradients that ranks would send each other.
         estimate_for: a device that is not here ("NVIDIA H200"): units are taken by the speed they are estimated to have there, labelled so; nothing is timed.
         row_factor: with `estimate_for`, rows of a call there over those here.
-        out: folder for evidence, plan, conversion and record; the same call goes on from what is there.
+        out: folder for evidence, plan, conversion, record and report; the same call goes on from what is there.
         progress: a bar on stderr; None shows one in a terminal; a function(phase, done, total) is told instead.
 
     Returns:
@@ -103,6 +104,8 @@ def tune(
         raise ValueError(f"model is {type(model).__name__}, expected an nn.Module")
     if metric is not None:
         check_arity("metric", metric, 2, "(model, batch)")
+    if out is not None:
+        require_charts()
     inner = unwrap(model)
     _check_model(inner)
     task = Task(inner, batches, loss, step, _computing_type(inner, autocast))

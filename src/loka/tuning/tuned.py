@@ -79,7 +79,7 @@ class Tuned:
         return revert(self.model, discard=mods) if self.conversion is not None else 0
 
     def save(self, folder: str | Path) -> Path:
-        """Write plan, conversion and record into a folder.
+        """Write plan, conversion, record and report into a folder.
 
         Args:
             folder: made where it is missing.
@@ -90,12 +90,12 @@ class Tuned:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.plan.save(folder / "plan.json")
-        self.report.to_html(folder / "report.html")
         save(self.record, folder / "tuning.json")
         if self.conversion is not None:
             save(self.conversion, folder / "conversion.json")
         else:  # of an earlier call, which converted something
             (folder / "conversion.json").unlink(missing_ok=True)
+        self.report.to_html(folder / "report.html")  # last: it needs a library that may be missing
         return folder
 
     def __str__(self) -> str:
