@@ -14,6 +14,7 @@ import loka
 from foreign_zoo import ZOO
 from loka.exporting import ops, package
 from loka.exporting.signature import name_results, take_apart
+from loka.kernels import registry
 from loka.nn import GroupedLinear
 from loka.placing import calibrating, plan_everything
 
@@ -302,9 +303,22 @@ def test_a_model_that_goes_by_its_number_of_rows_is_refused(other: Callable[[int
     loka.export(model, x, tmp_path / "m.pt2", dynamic=False)
 
 
-def test_kernels_in_python_are_out_of_reach_meanwhile() -> None:
-    from loka.kernels import registry
+def test_the_model_is_compared_as_it_runs(tmp_path: Path, traced_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every backend that it has: without its own kernels it would compute something else."""
+    model, x = frozen()
+    everything, seen = dict(registry.BACKENDS), []
+    compare = package.call_model
 
+    def note(*arguments: Any) -> Any:
+        seen.append(dict(registry.BACKENDS))
+        return compare(*arguments)
+
+    monkeypatch.setattr(package, "call_model", note)
+    loka.export(model, x, tmp_path / "model.pt2")
+    assert seen == [everything]  # at another number of rows than the example's
+
+
+def test_kernels_in_python_are_out_of_reach_meanwhile() -> None:
     before = dict(registry.BACKENDS)
     with registry.offering(package.PACKABLE):
         assert "triton" not in registry.BACKENDS["scaled_mm"]

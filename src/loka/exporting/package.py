@@ -129,23 +129,25 @@ def export(
         raise ValueError("the model returns no tensor")
     ops: Ops = AtenOps(device) if kind == "aoti" else OnnxOps()
     plain, written = write_out(inner, ops, dtype)
-    with registry.offering(PACKABLE), _quiet():
-        program, inputs = _trace(plain, arguments, dynamic=dynamic)
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
+        with registry.offering(
+            PACKABLE
+        ):  # for what is traced alone: the model that it is compared with runs its own kernels
+            program, inputs = _trace(plain, arguments, dynamic=dynamic)
         _refuse_operators(program)
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
-            shapes = _shapes(program, inputs)
-            run = (
-                _write_aoti(program, made, inputs, outputs, shapes, device)
-                if kind == "aoti"
-                else _write_onnx(program, made, inputs, outputs)
-            )
-            try:
-                difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
-            finally:
-                if isinstance(run, Tried):
-                    run.close()
-            _move(made, target)
+        made = Path(folder) / f"model{target.suffix if target.suffix in SUFFIXES else '.pt2'}"
+        shapes = _shapes(program, inputs)
+        run = (
+            _write_aoti(program, made, inputs, outputs, shapes, device)
+            if kind == "aoti"
+            else _write_onnx(program, made, inputs, outputs)
+        )
+        try:
+            difference, rows = _compare(run, inner, arguments, inputs, expected, program, tolerance)
+        finally:
+            if isinstance(run, Tried):
+                run.close()
+        _move(made, target)
     return Exported(target, kind, shapes, outputs, written, difference, rows)
 
 
