@@ -503,7 +503,7 @@ def main():
             rows.append({"model": m, "mode": k, "way": w, "failed": why})
     import loka.records as records
 
-    environment = records.capture_environment(device=torch.cuda.get_device_name())
+    environment = records.capture_environment(command=spell_command(), device=torch.cuda.get_device_name())
     import msgspec
 
     head = {"command": spell_command(), "environment": msgspec.to_builtins(environment)}

@@ -45,7 +45,9 @@ def demo(
     more_steps: Annotated[int | None, typer.Option(help="Steps of each continuation; 200 or 40.")] = None,
     size: Annotated[
         str | None,
-        typer.Option(help="Size of the Wukong: tiny, small (the default on a CPU), wide (on a GPU) or plain."),
+        typer.Option(
+            help="On a CPU of a Wukong: tiny, small (the default), wide, plain; on a GPU of a DLRM: large, wide."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data order and resampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; on a GPU speed is measured.")] = "auto",

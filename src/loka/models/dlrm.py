@@ -61,4 +61,5 @@ SIZES = {
     "tiny": DLRMConfig(),
     "small": DLRMConfig(d=32, top=(256, 128)),
     "large": DLRMConfig(n=128, d=128, top=(2048, 2048, 1024)),
+    "wide": DLRMConfig(n=128, d=128, top=(4096, 4096, 4096, 2048)),
 }
