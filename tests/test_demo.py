@@ -156,7 +156,7 @@ def test_nonsense_is_refused(options: dict[str, int]) -> None:
 def test_a_gpu_gets_a_model_large_enough_to_gain() -> None:
     small, large = DemoConfig.for_device("cpu"), DemoConfig.for_device("cuda:0")
     assert small == DemoConfig()
-    assert (large.family, large.size, large.batch_size, large.device) == ("dlrm", "large", 8192, "cuda:0")
+    assert (large.family, large.size, large.batch_size, large.device) == ("dlrm", "wide", 8192, "cuda:0")
     assert DemoConfig.for_device("cuda", size="tiny", steps=3).steps == 3
 
 

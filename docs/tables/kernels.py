@@ -125,3 +125,41 @@ def probe_table() -> str | None:
         ["memory of all sites", f"{memory['planned_total_mib']:.0f} MiB"],
     ]
     return table(["compiled bf16 Wukong, 21 linears, batch 8,192", ""], rows)
+
+
+def masked_table() -> str | None:
+    """Masked attention beside torch's, forward and backward."""
+    found = read("h200/masked_attention.json")
+    if found is None:
+        return None
+    rows = []
+    for row in found["rows"]:
+        count, heads, shared, queries, keys, d = row["sizes"]
+        times = (f"{row[side][f'{part}_us']:,.0f}" for part in ("forward", "backward") for side in ("torch", "triton"))
+        ratios = (f"**{row[f'{part}_speedup']:.2f}x**" for part in ("forward", "backward"))
+        padded = {"half": "lengths from 1 to all", "full": "none"}[row["padding"]]
+        shape = f"{count:,} x {heads}{f' on {shared}' if shared != heads else ''}, {queries:,} x {keys:,}, {d}"
+        rows.append([shape, padded, *times, *ratios])
+    head = ["rows x heads, queries x keys, width", "padding", "torch, forward, us", "ours", "torch, backward, us", "ours", "forward", "backward"]  # fmt: skip
+    return table(head, rows)
+
+
+def package_table() -> str | None:
+    """Exported packages beside the converted models they came from."""
+    found = read("h200/export_zoo.json")
+    if found is None:
+        return None
+    rows = [
+        [
+            {"dlrm": "DLRM", "wukong": "Wukong, plain"}[row["model"]],
+            f"{row['rows']:,}",
+            f"{row['difference']:.4f}",
+            f"{row['ms']['compiled']:.3f}",
+            f"{row['ms']['package']:.3f}",
+            f"**{row['package_over_compiled'][0]:.2f}x**",
+            f"{row['export_s']:.0f} s",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["model", "rows", "relative L2 from the model", "compiled, ms", "package, ms", "package over compiled", "made in"]  # fmt: skip
+    return table(head, rows)

@@ -54,8 +54,20 @@ def models_table() -> str | None:
 
 
 def demo_table() -> str | None:
+    """The demo on a CPU, and all its seeds."""
+    made = _compared("cpu/demo.json")
+    return None if made is None else f"{made}\n\n{seeds_table()}"
+
+
+def gpu_demo_table() -> str | None:
+    """The demo on a GPU, where the step is timed too."""
+    made, found = _compared("h200/demo.json"), read("h200/demo.json")
+    return None if made is None or found is None else f"{made} Tune: {found['tuning']['verdict']}."
+
+
+def _compared(name: str) -> str | None:
     """The demo's comparisons, as `loka demo --json` wrote them."""
-    found = read("cpu/demo.json")
+    found = read(name)
     if found is None:
         return None
     rows = []
@@ -76,7 +88,7 @@ def demo_table() -> str | None:
         f"{first['pairs']:,} test examples, {first['clusters']:,} households resampled; {found['converted']} of {found['linears']} linears converted; "
         f"threads: {found['environment']['threads']}, {found['environment']['date'][:10]}, commit {found['environment']['commit']}."
     )
-    return f"{table(head, rows)}\n\n{said}\n\n{seeds_table()}"
+    return f"{table(head, rows)}\n\n{said}"
 
 
 def _read_seeds() -> dict[int, dict[str, Any]]:

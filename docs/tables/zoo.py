@@ -80,7 +80,7 @@ def changed_table() -> str | None:
             cells = {row["way"]: row for row in found if row["model"] == model}
             if file == "zoo_tower_cross" or model != "tower":
                 rows.append([f"{MODELS[model]}, with mods", "inference", *_best(cells, "bf16"), "", *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
-    found = _newest("zoo_families_train", "zoo_families")
+    found = _newest("zoo_hstu", "zoo_families")
     for mode, name in (("train", "training"), ("infer", "inference")):
         for model, title in FAMILIES.items():
             cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
@@ -141,7 +141,7 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """One configuration a row: the step beside bf16, and the loss beside bf16."""
-    found = _newest("tune_zoo", "tune_zoo_wukong", "tune_zoo_wukong_serve", "tune_zoo_dlrm")
+    found = _newest("tune_zoo_cross", "tune_zoo", "tune_zoo_wukong", "tune_zoo_wukong_serve", "tune_zoo_dlrm")
     if not found:
         return None
     rows = []

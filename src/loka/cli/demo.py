@@ -3,7 +3,7 @@
     loka demo
     loka demo --out runs/mine --steps 800 --seed 3
 
-Trains a small Wukong, tunes it (`loka.tune`), trains on by the plan in FP8 (emulated on a CPU) and in naive FP8, compares, estimates what FP8 would bring on an H200, and writes OUT/report.html. Interrupted and run again it continues.
+Trains a small Wukong (on a GPU a wide DLRM), tunes it (`loka.tune`), trains on by the plan in FP8 (emulated on a CPU) and in naive FP8, compares, estimates what FP8 would bring on an H200, and writes OUT/report.html. Interrupted and run again it continues.
 """
 
 import json
@@ -46,7 +46,7 @@ def demo(
     size: Annotated[
         str | None,
         typer.Option(
-            help="On a CPU of a Wukong: tiny, small (the default), wide, plain; on a GPU of a DLRM: large, wide."
+            help="On a CPU of a Wukong: tiny, small (the default), wide, plain; on a GPU of a DLRM: tiny, small, large, wide (the default)."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data order and resampling.")] = 0,
