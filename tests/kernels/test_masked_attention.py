@@ -153,6 +153,12 @@ def test_modules_answer_padding_with_zeros_and_do_not_read_it():
     torch.testing.assert_close(plain(q, k, k, everything), plain(q, k, k))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert plain(q, k.bfloat16(), k, everything).dtype == torch.bfloat16
+    assert plain.chosen == "torch"
+    assert "CUDA" in plain.refusals["triton"]
+    with pytest.raises(UnsupportedError, match="'triton' cannot run"):
+        DotProductAttention(backend="triton")(q, k, k, everything)
+    with pytest.raises(ValueError, match="no backend 'cudnn'; backends are auto, triton, torch, reference"):
+        DotProductAttention(backend="cudnn")
 
 
 def runs_here(device):

@@ -16,11 +16,20 @@ from loka.measure.adapter import ADAPTERS, adapter_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
-SHAPES = {"attention": (3, 2, 40), "interaction": (4, 32, 16), "route": (70, 48, 21), "dots": (5, 9, 24)}
+SHAPES = {
+    "attention": (3, 2, 40),
+    "masked_attention": (3, 2, 40),
+    "interaction": (4, 32, 16),
+    "route": (70, 48, 21),
+    "dots": (5, 9, 24),
+}
 EVERY = [
     ("attention", "16x32|bfloat16"),
     ("attention", "16x16|gradient|float16"),
     ("attention", "16x16|plain|even|gradient|float32"),
+    ("masked_attention", "16|bfloat16"),
+    ("masked_attention", "24|gradient|float16"),
+    ("masked_attention", "16|even|gradient|float32"),
     ("interaction", "24/16+16|bfloat16"),
     ("interaction", "7/8+8|project|float16"),
     ("interaction", "24/16+16|gradient|bfloat16"),
@@ -110,7 +119,9 @@ def one_slice(out: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])
-@pytest.mark.parametrize(("op", "variant"), [(op, v) for op, v in EVERY if op in ("attention", "dots")])
+@pytest.mark.parametrize(
+    ("op", "variant"), [(op, v) for op, v in EVERY if op in ("attention", "masked_attention", "dots")]
+)
 def test_a_wrong_result_is_red(op: str, variant: str, change: Callable[[Tensor], Tensor]) -> None:
     adapter, call, operands = prepare(op, variant)
     assert not adapter.check(Wrong(op, lambda name, out: change(out)), call, operands)
@@ -212,6 +223,10 @@ def test_what_must_move() -> None:
     adapter, call, operands = prepare("attention", "16x32|bfloat16")
     assert operands.lengths == (40, 27, 14)
     assert adapter.bytes_moved(call) == 81 * 2 * 2 * (16 + 16 + 32 + 32)
+    adapter, call, operands = prepare("masked_attention", "24|gradient|float16")
+    assert operands.mask.sum(1).tolist() == [40, 27, 14]
+    assert adapter.bytes_moved(call) == (7 * 81 + 4 * 120) * 2 * 24 * 2
+    assert adapter.flops(call) == 7 * 2 * 24 * 2 * (40**2 + 27**2 + 14**2)
     adapter, call, _ = prepare("interaction", "24/16+16|bfloat16")
     assert adapter.bytes_moved(call) == 4 * (32 * 16 * 2 + 32 * 24 + 16 * 16 * 2 + 32 * 16 * 2)
     assert adapter.flops(call) == 2 * 4 * (40 * 32 * 16 + 32 * 24 * 16)
@@ -244,6 +259,7 @@ def test_the_benchmark_runs(op: str) -> None:
     [
         ("attention", "16x16|gradient|float16", "lognormal_rows"),
         ("attention", "16x32|plain|float32", "outlier_channels"),
+        ("masked_attention", "24|gradient|float16", "lognormal_rows"),
         ("interaction", "24/16+16|float16", "normal"),
         ("interaction", "7/8+8|project|gradient|float16", "outlier_channels"),
         ("dots", "pairs|self|gradient|float16", "outlier_channels"),

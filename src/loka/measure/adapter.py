@@ -21,6 +21,7 @@ from loka.measure.grouped import GroupedMm
 from loka.measure.inputs import Shape
 from loka.measure.interaction import Interaction
 from loka.measure.layer import FusedLinear
+from loka.measure.masked import MaskedAttention
 from loka.measure.norm import NormQuantize
 from loka.measure.op import Op
 from loka.measure.route import Route
@@ -185,6 +186,7 @@ ADAPTERS: dict[str, Op[Any]] = {
         BeamAttention(),
         Topk(),
         Attention(),
+        MaskedAttention(),
         Interaction(),
         Dots(),
         Route(),

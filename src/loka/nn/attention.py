@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.kernels import masked_attention
+from loka.kernels import BACKENDS, masked_attention
 from loka.nn.mix import compute_dtype
 
 
@@ -22,16 +22,22 @@ class DotProductAttention(nn.Module):
 
     Args:
         causal: a query sees keys up to its own place.
+        backend: of calls with a mask: "auto", or a backend of the registry's `masked_attention`.
 
     `mask` [B, S] is True for keys that may be seen; `wanted` [B, T], with a mask, for queries whose answers are read: the others, and those that see no key, are answered with zeros.
+    `chosen` is the backend that the latest call with a mask ran, and `refusals` what those before it said; both are kept by calls that are not being compiled.
 
     Example:
         >>> DotProductAttention(causal=True)(q, k, v)
     """
 
-    def __init__(self, *, causal: bool = False) -> None:
+    def __init__(self, *, causal: bool = False, backend: str = "auto") -> None:
         super().__init__()
-        self.causal = causal
+        if backend not in ("auto", *BACKENDS["masked_attention"]):
+            raise ValueError(f"DotProductAttention has no backend {backend!r}; backends are auto, {', '.join(BACKENDS['masked_attention'])}")  # fmt: skip
+        self.causal, self.backend = causal, backend
+        self.chosen: str | None = None
+        self.refusals: dict[str, str] = {}
         masked_attention.load()
 
     def forward(
@@ -46,12 +52,16 @@ class DotProductAttention(nn.Module):
         causal = self.causal and q.shape[2] > 1
         if mask is not None:
             q, k, v = (t.to(compute_dtype(t)) for t in (q, k, v))
-            return masked_attention.masked_attention(q, k, v, mask, wanted=wanted)
+            if not torch.compiler.is_compiling():
+                selection = masked_attention.choose(q, k, backend=self.backend)
+                self.chosen, self.refusals = selection.name, selection.refusals
+            return masked_attention.masked_attention(q, k, v, mask, wanted=wanted, backend=self.backend)
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
     def extra_repr(self) -> str:
-        """Whether causal."""
-        return f"causal={self.causal}"
+        """Whether causal, and the backend that was asked for and that ran."""
+        ran = f", ran {self.chosen}" if self.chosen and self.chosen != self.backend else ""
+        return f"causal={self.causal}, backend={self.backend}{ran}"
 
 
 class Rotary(nn.Module):

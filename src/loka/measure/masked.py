@@ -1,0 +1,143 @@
+"""The benchmark's view of masked attention: M rows of H heads over histories of at most N positions (shape rows x heads x length), padded to one length.
+
+A variant is the width of a head, e.g. `64`; options: `even` (every history as long as it may be; otherwise from one position to all), `gradient` (forward and backward), and a type. The queries are
+those of the same history, so that only real positions are answered.
+
+Results and gradients are judged by relative L2 against float64, all together and row by row: 16-bit kernels round weights before they multiply the values.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loka.kernels.masked_attention import reference
+from loka.kernels.masked_attention.call import MaskedAttentionCall
+from loka.measure import inputs
+from loka.measure.conformance import Conformance
+from loka.measure.fused import compiled, judge_twice
+from loka.measure.inputs import Shape
+from loka.measure.op import Op, read_variant, spell_variant
+from loka.measure.rounding import as_share, judge_near, worst_of
+from loka.measure.timing import Thunk
+
+FLAGS = ("even", "gradient")
+ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # relative L2
+NAMES = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class PaddedAttention(MaskedAttentionCall):
+    """A call, and what its histories and passes are."""
+
+    even: bool = False
+    gradient: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join([super().__str__(), *(name for name in FLAGS if getattr(self, name))])
+
+
+@dataclass(frozen=True)
+class MaskedOperands:
+    """What the op takes, and the gradient of its output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    dy: Tensor
+
+
+class MaskedAttention(Op[PaddedAttention]):
+    """Softmax attention over the keys that a mask names."""
+
+    op = "masked_attention"
+    DIMENSIONS = ("rows", "heads", "length=keys")
+    VARIANTS = ("32", "64|gradient", "128")
+
+    def parse(self, shape: Shape, variant: str) -> PaddedAttention:
+        """Rows, heads and length under a width."""
+        match, options, dtype = read_variant(variant, r"(\d+)", FLAGS, f"D[|even][|gradient][|dtype]; e.g. {self.VARIANTS[1]}")  # fmt: skip
+        rows, heads, length = shape
+        return PaddedAttention(rows, length, length, heads, heads, int(match[1]), dtype, *(name in options for name in FLAGS))  # fmt: skip
+
+    def spell(self, call: PaddedAttention) -> str:
+        """The inverse of `parse`."""
+        return spell_variant(str(call.d), call, FLAGS)
+
+    def operands(self, call: PaddedAttention, *, seed: int, distribution: str, device: torch.device) -> MaskedOperands:
+        """Keys of the distribution; normal queries, values and gradients; as a projection writes them, heads of a position side by side."""
+
+        def draw(part: int, kind: str = "normal") -> Tensor:
+            made = inputs.draw(call.rows * call.keys * call.heads, call.d, distribution=kind, seed=8 * seed + part, device=device, dtype=call.dtype)  # fmt: skip
+            return made.view(call.rows, call.keys, call.heads, call.d).transpose(1, 2)
+
+        mask = torch.arange(call.keys, device=device) < torch.tensor(_lengths(call), device=device)[:, None]
+        return MaskedOperands(draw(0), draw(1, distribution), draw(2), mask, draw(3))
+
+    def thunk(self, backend: Any, call: PaddedAttention, operands: MaskedOperands) -> Thunk:
+        """Forward, or forward and backward."""
+        o, scale = operands, call.d**-0.5
+        if not call.gradient:
+            return lambda: backend.run(o.q, o.k, o.v, o.mask, o.mask, scale=scale)
+        leaves = [getattr(o, name).detach().clone().requires_grad_() for name in NAMES]
+
+        def both() -> list[Tensor]:
+            out = backend.run(*leaves, o.mask, o.mask, scale=scale)
+            return [out, *torch.autograd.grad(out, leaves, o.dy)]
+
+        return both
+
+    def check(self, backend: Any, call: PaddedAttention, operands: MaskedOperands) -> Conformance:
+        """The result and, where asked, the gradients against float64, plain and with poisoned allocations."""
+        law = _law(call, operands)
+
+        def judge(result: Any) -> Conformance:
+            found = result if call.gradient else [result]
+            names = ("result", *(f"d{name}" for name in NAMES))
+            pairs = zip(names, found, law, strict=False)
+            return worst_of(
+                [
+                    as_share(judge_near(out.detach(), exact, ALLOWED[call.dtype], what=name))
+                    for name, out, exact in pairs
+                ]
+            )
+
+        return judge_twice(self.thunk(backend, call, operands), judge)
+
+    def baseline(self, call: PaddedAttention, operands: MaskedOperands) -> Thunk:
+        """torch's attention with the same mask, every position answered; compiled on a GPU. Forward only."""
+        o = operands
+        run = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=o.mask[:, None, None]), o.q.device)  # fmt: skip
+        return lambda: run(o.q, o.k, o.v)
+
+    def check_baseline(self, call: PaddedAttention, operands: MaskedOperands) -> Conformance:
+        """Where a position is real."""
+        law = _law(call, operands, forward=True)[0]
+        out = self.baseline(call, operands)() * operands.mask[:, None, :, None]
+        return judge_near(out, law, ALLOWED[call.dtype], what="the baseline")
+
+    def bytes_moved(self, call: PaddedAttention) -> int:
+        """Queries, keys and values of real positions in, a result for every position out; with the gradient all of them once more, and the gradient of the result."""
+        width = call.heads * call.d * call.dtype.itemsize
+        real, whole = sum(_lengths(call)) * width, call.rows * call.keys * width
+        return 3 * real + whole + (4 * real + 3 * whole if call.gradient else 0)
+
+    def flops(self, call: PaddedAttention) -> int:
+        """Two products over the pairs that see one another; five more backward."""
+        pairs = sum(n * n for n in _lengths(call)) * call.heads
+        return 2 * pairs * call.d * (7 if call.gradient else 2)
+
+
+def _lengths(call: PaddedAttention) -> list[int]:
+    return [call.keys if call.even else call.keys - index * call.keys // call.rows for index in range(call.rows)]
+
+
+def _law(call: PaddedAttention, o: MaskedOperands, *, forward: bool = False) -> list[Tensor]:
+    """The result in float64, and the gradients of queries, keys and values."""
+    differentiate = call.gradient and not forward
+    leaves = [getattr(o, name).double().requires_grad_(differentiate) for name in NAMES]
+    out = reference.run(*leaves, o.mask, o.mask, scale=call.d**-0.5)
+    return [out.detach(), *(torch.autograd.grad(out, leaves, o.dy.double()) if differentiate else ())]
