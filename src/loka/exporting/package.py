@@ -316,8 +316,7 @@ def _write_aoti(program: Any, path: Path, inputs: Sequence[str], outputs: Sequen
             "outputs": json.dumps(list(outputs)),
             "shapes": json.dumps(dict(shapes)),
         },
-        # Where the model rounds to 16 bits, so does the package. The compiler leaves such casts out by itself, and a cast to FP8 behind them then goes the other way in one of
-        # thirty numbers: 4.7 % of a DLRM's result on an H200, where FP8 itself is worth 12 %.
+        # Where the model rounds to 16 bits, so does the package: the compiler leaves such casts out where it fuses both sides of one, and a cast to FP8 behind it may then go the other way.
         "emulate_precision_casts": True,
     }
     try:
