@@ -1,5 +1,6 @@
 """Kernels whose backward is wrong, while every forward is right: what trains a model into the ground with every other verdict "within"."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -299,3 +300,22 @@ def test_tables_are_not_copied_for_the_reference(monkeypatch: pytest.MonkeyPatch
     assert "tower.first.weight" in moved
     assert "table.weight" not in moved
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_what_fp8_is_too_coarse_for_leaves_its_chain_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight gradient that the reference gets wrong too, of the linear in the middle; where the kernel alone is wrong, nothing of the chain is trusted."""
+    torch.manual_seed(0)
+    tower = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))  # fmt: skip
+    train(tower)
+
+    def spoil(product: Tensor) -> Tensor:
+        return -product if sorted(product.shape) == [96, 128] else product
+
+    plant_weight_gradient(monkeypatch, spoil)
+    for law, left in ((frozenset({"planted", "reference"}), {"0", "4"}), (gradients.LAW, set())):
+        monkeypatch.setattr(gradients, "LAW", law)
+        tuned = tune(copy.deepcopy(tower))
+        ways = {name: unit for unit in tuned.record.units for name in unit.linears}
+        assert ways["2"].way == "high"
+        assert ("no kernel is wrong" in ways["2"].reason) == bool(left)
+        assert {name for name in "024" if ways[name].way != "high"} == left

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from loka.dispatch.choosing import Chosen, Looked, Offer, to_plan_parts
+from loka.dispatch.choosing import Chosen, Looked, Offer, part_of, split_unit, to_plan_parts
 from loka.dispatch.margin import COARSE_MARGIN
 from loka.measure.device import environment_of, name_device
 from loka.probe.paired import Losses
@@ -137,6 +137,15 @@ class Selection:
             known.pop(offer.name, None)
         self.chosen.offers[:] = [*(o for o in self.chosen.offers if o is not offer), *parts]
         self.offers = [*(o for o in self.offers if o is not offer), *parts]
+
+    def leave_out(self, linear: str, why: str, *, training: bool) -> None:
+        """Leave one linear out of the offer that holds it; what is left of its chain stays in, as offers of their own."""
+        offer = next(offer for offer in self.offers if linear in offer.unit.linears)
+        if len(offer.unit.links) == 1:
+            self.drop(offer, why)
+            return
+        self.chosen.kept[linear] = why
+        self.replace(offer, [part_of(offer, unit, self.looked, training=training) for unit in split_unit(offer.unit, {linear})])  # fmt: skip
 
     def put_back(self, linear: str, mine: list[Offer], parts: list[Offer]) -> None:
         """Take a linear that was left out in again: parts of a chain that hold it replace those that do not."""

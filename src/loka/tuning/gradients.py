@@ -10,7 +10,7 @@ A gradient that 16 bits do not determine cannot be asked for in FP8: where the f
 How far two runs of the law are apart when weights move so, about what another order of additions does, is measured too, since FP8 turns a small difference into that between two neighbouring numbers. Gradients are
 compared as a whole and line by line: a kernel that is wrong in a few rows or columns changes little of the whole.
 
-A unit whose gradients fail alone is left out, and says what was seen, and whether the reference shows the same: then FP8 is too coarse for them there, and no kernel is wrong. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
+A unit whose gradients fail alone is left out, and says what was seen. Where the reference shows the same, FP8 is too coarse for them there and no kernel is wrong: then the linear with the worst gradient leaves, and what is left of its chain is compared anew. The model runs in eval mode: dropout inside a chain draws other numbers than torch's, so that two runs would differ by what they drop.
 """
 
 import traceback
@@ -55,15 +55,17 @@ class Fault:
         linear: whose weight or input it belongs to.
         text: what was seen, and what was expected.
         size: how wrong, to say which is worst.
+        coarse: the reference shows the same: no kernel is wrong, and what is left of the chain may stay without this linear.
     """
 
     linear: str
     text: str
     size: float
+    coarse: bool = False
 
 
 def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> None:
-    """Drop units whose gradients, as their kernels make them here, are not those of the model.
+    """Drop units, or linears of chains, whose gradients, as their kernels make them here, are not those of the model.
 
     Args:
         call: whose batches run.
@@ -88,7 +90,10 @@ def verify_gradients(call: Call, selection: Selection, verified: set[str]) -> No
             worst = next(f for f in faults if any(f.linear in o.unit.linears for o in selection.offers))
             failing = [(next(o for o in selection.offers if worst.linear in o.unit.linears), worst)]
         for offer, fault in failing:
-            selection.drop(offer, fault.text)
+            if fault.coarse:
+                selection.leave_out(fault.linear, fault.text, training=True)
+            else:
+                selection.drop(offer, fault.text)
 
 
 def describe(offer: Offer) -> str:
@@ -118,7 +123,7 @@ def _find_faults(call: Call, selection: Selection, offers: list[Offer], exact: G
     else:
         wrong = {what: fault for what in parts if what in here and what in law and what in nudged and (fault := _beside_law(what, here[what], law[what], nudged[what]))}  # fmt: skip
         coarse = {what for what in far if what not in wrong and _can_compare(here.get(what), law.get(what))}
-    faults = [Fault(parts[what], _say_fault(text, what in coarse), size) for what, (text, size) in (far or wrong).items()]  # fmt: skip
+    faults = [Fault(parts[what], _say_fault(text, what in coarse), size, what in coarse) for what, (text, size) in (far or wrong).items()]  # fmt: skip
     return sorted(faults, key=lambda fault: -fault.size)
 
 

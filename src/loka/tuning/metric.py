@@ -127,12 +127,7 @@ def _drop_dearest(call: Call, selection: Selection, excess: float, exceeded: flo
     offer = next(offer for offer in selection.offers if worst in offer.unit.linears)
     what = "it" if len(offer.unit.links) == 1 else f"the chain {offer.name}, of which this costs most for its FLOPs,"
     why = f"swapped in, {what} moved the metric {spell_change(selection.alone[offer.name])}, and with all units together it changed by more than {exceeded:.3%}"  # fmt: skip
-    if len(offer.unit.links) == 1:
-        selection.drop(offer, why)
-        return worst
-    selection.chosen.kept[worst] = why
-    parts = [part_of(offer, unit, selection.looked, training=call.training) for unit in split_unit(offer.unit, {worst})]  # fmt: skip
-    selection.replace(offer, parts)
+    selection.leave_out(worst, why, training=call.training)
     return worst
 
 
