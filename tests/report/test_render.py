@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from loka import records
 from loka.dispatch import Policy, make_plan
 from loka.records import Interval, RecordError
-from loka.records.tuning import TunedUnit, Tuning
+from loka.records.tuning import SizeEstimate, SizeEstimates, TunedUnit, Tuning
 from loka.report import Pair, Results, render, render_pair, write_html
 
 from .job import make_comparison, make_everything, make_results
@@ -196,6 +196,24 @@ def test_tune_that_converts_nothing_is_no_success() -> None:
     page = render(Results(runs=results.runs, comparisons=(same,), tunings=(tuning,)))
     assert "Nothing was converted: no part of this model is both faster in FP8 and within the margin" in page
     assert "Planned FP8 is high precision itself, so there is nothing to compare." in page
+
+
+def test_tune_heads_its_page_with_speed_and_loss_and_claims_nothing_that_was_not_measured() -> None:
+    results = make_results()
+    assert results.probe is not None
+    unit = TunedUnit("tower.0", ["tower.0", "tower.2"], "chain", 0.9, "safe")
+    kept = TunedUnit("head", ["head"], "high", 0.1, "a prediction layer")
+    tuning = Tuning(model="Ranker", target="train", margin=2e-4, used_margin=2e-4, units=[unit, kept], plan=make_plan(results.probe, Policy(min_speedup=1e9)), environment=results.probe.environment, speed_note="no GPU here")  # fmt: skip
+    sizes = SizeEstimates("NVIDIA H200", "made up", SizeEstimate("small", 512, Interval(0.9, 0.8, 1.0), 0.0), SizeEstimate("wide", 8192, Interval(1.4, 1.2, 1.6), 0.9), tuning.environment)  # fmt: skip
+    timed = replace(tuning, speedup=Interval(1.334, 1.33, 1.34), metric_change=Interval(-1e-4, -2e-4, 1e-5))
+    for given, wanted, absent in (
+        (Results(tunings=(timed,)), ("Whole step", "1.33×", "Change of the loss", "−0.010 %", "90.0 %", "2 of 3"), "not measured"),
+        (Results(tunings=(tuning,), sizes=(sizes,)), ("Estimated for NVIDIA H200", "1.40×", "not measured"), "Whole step</span>"),
+        (Results(tunings=(tuning,)), ("Speed", "not measured", "no GPU here"), "Whole step</span>"),
+    ):  # fmt: skip
+        tiles = render(given).partition('<ul class="tiles">')[2].partition("</ul>")[0]
+        assert [words for words in wanted if words not in tiles.replace("\u202f", " ")] == []
+        assert absent not in tiles
 
 
 def test_what_tune_did_is_said_in_words_and_reasons_stay_readable() -> None:

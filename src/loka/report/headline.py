@@ -1,6 +1,7 @@
 """The top of a report: one sentence, and the four numbers behind it."""
 
 from loka.records import Comparison, Plan, SitePlan
+from loka.records.tuning import Tuning
 from loka.report.markup import capitalise, escape, percent, signed, span_of
 from loka.report.results import Results
 from loka.report.tuning import say_tuning
@@ -31,7 +32,10 @@ def count_converted(plan: Plan) -> int:
 def write_headline(results: Results) -> str:
     """One sentence, and the four numbers behind it."""
     first = results.ordered_comparisons[0] if results.comparisons else None
-    tiles = [_tile_quality(results, first), _tile_share(results.plan), _tile_sites(results), _tile_speed(results)]
+    if results.tunings and results.plan is None:
+        tiles = _tiles_tuned(results, first)
+    else:
+        tiles = [_tile_quality(results, first), _tile_share(results.plan), _tile_sites(results), _tile_speed(results)]
     return "\n".join(
         [
             '<div class="headline">',
@@ -129,6 +133,34 @@ def _tile(name: str, value: str, note: str, *, small: bool = False) -> str:
         f'<li><span class="name">{escape(name)}</span><span class="{kind}">{escape(value)}</span>'
         f'<span class="note">{escape(note)}</span></li>'
     )
+
+
+def _tiles_tuned(results: Results, first: Comparison | None) -> list[str]:
+    """Quality, speed and what was converted, of the first tuning."""
+    tuning = results.tunings[0]
+    converted = [unit for unit in tuning.units if unit.way != "high"]
+    linears, taken = (sum(len(unit.linears) for unit in units) for units in (tuning.units, converted))
+    quality = _tile_quality(results, first)
+    if first is None and (change := tuning.metric_change) is not None:
+        quality = _tile(f"Change of the {tuning.metric_name}", signed(change.value), f"swapped in; {span_of(change)}")
+    return [
+        quality,
+        _tile_step(results, tuning),
+        _tile("In FP8", percent(sum(unit.flops_share for unit in converted)), "of the linears' FLOPs"),
+        _tile("Linears converted", f"{taken} of {linears}", f"{linears - taken} kept in 16 bits"),
+    ]
+
+
+def _tile_step(results: Results, tuning: Tuning) -> str:
+    """The step as it was timed; an estimate for another device, called so; or why there is neither."""
+    if tuning.speedup is not None:
+        low, high = (f"{end:.2f}" for end in (tuning.speedup.low, tuning.speedup.high))
+        return _tile("Whole step", f"{tuning.speedup.value:.2f}×", f"over compiled 16 bits; {low} to {high}")
+    if results.sizes:
+        found = results.sizes[0]
+        note = f"over bf16, the linears of the {found.large.size} model; not measured"
+        return _tile(f"Estimated for {found.target}", f"{found.large.linears.value:.2f}×", note)
+    return _tile("Speed", "not measured", tuning.speed_note or "nothing was timed", small=True)
 
 
 def _tile_quality(results: Results, first: Comparison | None) -> str:
