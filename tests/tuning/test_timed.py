@@ -256,3 +256,23 @@ def test_rewrites_that_do_not_compile_leave_and_say_so(monkeypatch: pytest.Monke
     tuned = tune(model)
     assert tuned.conversion is None
     assert tuned.record.speed_note == "rewritten by narrow_outputs the whole step fails where it is timed: SyntaxError: unexpected indent: nothing is converted"  # fmt: skip
+
+
+def test_a_step_that_is_in_no_graph_takes_as_long_as_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is faster in FP8, and the host slower: in a graph that is converted, with a note; launched kernel by kernel it is not, unless the launch is faster too."""
+    clock = Clock(monkeypatch)
+    clock.host = lambda model: 150.0 if placed(model) else 50.0
+    captured = tune(make_trained()[0])
+    assert captured.speedup is not None
+    assert captured.speedup.value == pytest.approx(100 / 60)
+    assert any("cuda_graph=False" in note for note in captured.record.notes)
+    model = make_trained()[0]
+    launched = tune(model, cuda_graph=False)
+    assert not placed(model)
+    assert any("launched kernel by kernel; hint: cuda_graph=True" in unit.reason for unit in launched.record.units)
+    clock.host = lambda model: 80.0 if placed(model) else 50.0
+    launched = tune(make_trained()[0], cuda_graph=False)
+    assert launched.speedup is not None
+    assert launched.speedup.value == pytest.approx(100 / 80)
+    assert any("as cuda_graph=False asks" in note for note in launched.record.notes)
+    assert not any("this speed-up is of steps in CUDA graphs" in note for note in launched.record.notes)

@@ -54,6 +54,9 @@ def tune(
     thorough: Annotated[
         bool, typer.Option("--thorough", help="Also compile with max-autotune and coordinate descent.")
     ] = False,
+    cuda_graph: Annotated[
+        bool, typer.Option(help="Whether your step will run in a CUDA graph; otherwise its launch counts too.")
+    ] = True,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights and data order.")] = 0,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Model option, e.g. norm=block.")] = None,
@@ -101,6 +104,7 @@ def tune(
         tables=tables,
         collectives=collectives,
         thorough=thorough,
+        cuda_graph=cuda_graph,
         estimate_for=target,
         row_factor=row_factor,
         out=out,

@@ -35,6 +35,7 @@ class Call:
         train: steps of a paired run of training.
         optimizer: that it trains with.
         choose_tables, choose_collectives: whether formats of tables, and codecs of what ranks send, are chosen too.
+        cuda_graph: whether steps will run in a CUDA graph; otherwise one takes as long as the host takes to launch it, where that is longer.
     """
 
     task: Task
@@ -51,6 +52,7 @@ class Call:
     optimizer: MakeOptimizer | None = None
     choose_tables: bool = False
     choose_collectives: bool = False
+    cuda_graph: bool = True
     untimed: str | None = None  # why nothing is timed here
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase

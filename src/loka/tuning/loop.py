@@ -51,6 +51,7 @@ def tune(
     seconds: float = 180.0,
     autocast: torch.dtype | Literal["auto"] | None = "auto",
     thorough: bool = False,
+    cuda_graph: bool = True,
     train: int = 0,
     optimizer: MakeOptimizer | None = None,
     tables: bool = False,
@@ -74,6 +75,8 @@ def tune(
         seconds: budget for timing; what would exceed it is not timed, and the record says so. Looking and verifying the metric take what they take.
         autocast: computing type; "auto" is bfloat16 on a GPU for models in float32.
         thorough: also compile with max-autotune and with coordinate descent, on both sides; a note says how to compile what was fastest.
+        cuda_graph: whether your step will run in a CUDA graph: captured, or compiled with mode="reduce-overhead". False for one that is launched kernel by kernel: it takes as long as the host takes to
+            launch it, where that is longer, and FP8 has more to launch; then what is faster only in a graph is not converted.
         train: steps of a paired run: two copies of the model train on the batches that choose, one by the plan, and are compared on the held-out ones. It is what shows what FP8 gradients do;
             the model itself is not trained. 0: gradients are judged by the score, and by a backward pass beside 16 bits and the reference.
         optimizer: with `train`, optimizer(parameters); None is AdamW at 1e-3.
@@ -114,9 +117,9 @@ def tune(
     present = _mods_of(inner, architecture)
     call = Call(
         task, metric, margin, training, seconds, thorough,
-        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast)}),
+        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast), "cuda_graph": cuda_graph}),
         progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
-        choose_tables=tables, choose_collectives=collectives,
+        choose_tables=tables, choose_collectives=collectives, cuda_graph=cuda_graph,
     )  # fmt: skip
     # captured, and timed, is what runs on the current GPU
     with gradients_aside(inner), torch.cuda.device(task.device) if task.device.type == "cuda" else nullcontext():

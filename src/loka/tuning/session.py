@@ -106,7 +106,8 @@ class Session:
             if paired != measured:
                 metric.hold_margin(call, selection, selection.used)
             step = self._settle(selection)
-            call.notes += [note for note in (step.compile_note, step.host_note) if note]
+            launched = "speeds are of steps that are launched kernel by kernel, as cuda_graph=False asks: the longer of what the host and the device take" if step.medians and not call.cuda_graph else None  # fmt: skip
+            call.notes += [note for note in (launched, step.compile_note, step.host_note) if note]
             metric.note_margin(call, selection)
             if trained is not None and selection.offers != paired:
                 call.notes.append(f"the paired run of training had {', '.join(o.name for o in paired if o not in selection.offers)} too, which left since")  # fmt: skip

@@ -364,7 +364,7 @@ def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, ba
 
     Example:
         >>> say_host({"loka": 900.0, "bf16": 1200.0}, {"loka": 3000.0, "bf16": 1000.0}, "loka", "bf16")
-        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md)'
+        'this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes 3.00 ms of the host alone (16 bits: 1.00 ms), about 0.40x: compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md); cuda_graph=False chooses for steps that are launched so'
     """
     if host[mine] <= step[mine]:
         return None
@@ -373,5 +373,5 @@ def say_host(step: Mapping[str, float], host: Mapping[str, float], mine: str, ba
         return None
     return (
         f"this speed-up is of steps in CUDA graphs; launched one kernel at a time a step takes {host[mine] / 1000:.2f} ms of the host alone (16 bits: {host[base] / 1000:.2f} ms), about {theirs / ours:.2f}x: "
-        'compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md)'
+        'compile with mode="reduce-overhead", or capture the step ("Capture a step" in docs/guides/how-to.md); cuda_graph=False chooses for steps that are launched so'
     )

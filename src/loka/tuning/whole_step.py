@@ -82,9 +82,9 @@ def verify_speed(call: Call, selection: Selection, original: Mapping[str, timing
         if not fewer:
             break
         selection.offers = fewer
-    if tried and (found := _take_fastest(selection, tried)) is not None:
+    if tried and (found := _take_fastest(call, selection, tried)) is not None:
         return found
-    note = failed or (SLOWER if offered else "no unit is both safe and fast")
+    note = failed or (_say_slower(call) if offered else "no unit is both safe and fast")
     for offer in selection.offers:
         selection.drop(offer, note)
     return _settle_layout(call, selection, base, original, note)
@@ -108,7 +108,7 @@ def _leave_slower(call: Call, selection: Selection, tried: list[_Timed]) -> list
     return clear if len(tried) == 1 and len(clear) < len(offers) and call.left >= 0.5 * call.budget else []
 
 
-def _take_fastest(selection: Selection, tried: list[_Timed]) -> StepTimes | None:
+def _take_fastest(call: Call, selection: Selection, tried: list[_Timed]) -> StepTimes | None:
     """Of the steps that were timed the fastest, the one with more units where they differ by noise; None where 16 bits are faster than each."""
     best = tried[0]
     for other in tried[1:]:
@@ -116,7 +116,7 @@ def _take_fastest(selection: Selection, tried: list[_Timed]) -> StepTimes | None
     every = [name for offer in tried[0].offers for name in offer.unit.linears]
     if best.ratio < 1.0:
         selection.offers = []
-        selection.chosen.kept.update(dict.fromkeys(every, SLOWER))
+        selection.chosen.kept.update(dict.fromkeys(every, _say_slower(call)))
         return None
     taken = {name for offer in best.offers for name in offer.unit.linears}
     why = f"the whole step was {tried[0].ratio:.2f}x of 16 bits with it, and {best.ratio:.2f}x without"
@@ -125,11 +125,17 @@ def _take_fastest(selection: Selection, tried: list[_Timed]) -> StepTimes | None
     return best.report
 
 
+def _say_slower(call: Call) -> str:
+    if call.cuda_graph:
+        return SLOWER
+    return f"{SLOWER} that is launched kernel by kernel; hint: cuda_graph=True, for one that is captured or compiled with mode=\"reduce-overhead\""  # fmt: skip
+
+
 def _settle_layout(call: Call, selection: Selection, base: Mapping[str, timing.Captured], original: Mapping[str, timing.Captured], note: str) -> StepTimes:  # fmt: skip
     """Without FP8: the step in 16 bits as it is rewritten. Rewrites that nobody asked for leave where they make it slower, or fail."""
     if len(base) > len(original):
         with put_back(call.task.model):
-            times = timing.time_in_turns(base)
+            times = _time(call, base)
         found = _report(base, times, _fastest(times, LAYOUT), original)
         if found.speedup is None or found.speedup.value >= 1.0 or not selection.may_leave_mods:
             return found
@@ -149,9 +155,17 @@ def _time_converted(call: Call, selection: Selection, base: Mapping[str, timing.
                     freeze_model(model)
                 runs = {**base, **capture_steps(call, "loka")}
                 with put_back(model):  # a replay runs what writes to buffers
-                    return runs, timing.time_in_turns(runs)
+                    return runs, _time(call, runs)
         except AnotherPathError as error:
             leave_chain(call, selection, error)
+
+
+def _time(call: Call, runs: Mapping[str, timing.Captured]) -> dict[str, list[float]]:
+    """Microseconds of every run, in turns, as it will be run: what is in no CUDA graph takes as long as its launch at least."""
+    times = timing.time_in_turns(runs)
+    if call.cuda_graph:
+        return times
+    return {name: [max(one, runs[name].host_microseconds) for one in taken] for name, taken in times.items()}
 
 
 def capture_steps(call: Call, kind: str) -> dict[str, timing.Captured]:
