@@ -29,7 +29,7 @@ def make(names: str = "abc", left: float = 60.0) -> tuple[Any, Selection]:
     sites = {name: SiteLook(name, 64, 64, rows=8) for name in names}
     offers = [Offer(single(site), "rowwise", None, 0.3, "safe") for site in sites.values()]
     looked = Looked(sites, [], {})
-    call = SimpleNamespace(margin=0.0002, training=True, left=left, budget=60.0, notes=[])
+    call = SimpleNamespace(margin=0.0002, training=True, left=left, budget=60.0, notes=[], cuda_graph=True)
     call.margin_for = lambda change: Call.margin_for(call, change)  # type: ignore[arg-type]
     call.is_within = lambda change, used: Call.is_within(call, change, used)  # type: ignore[arg-type]
     selection = Selection(looked, Chosen(list(offers), {}), None, [], 0.0002, list(offers))  # type: ignore[arg-type]
