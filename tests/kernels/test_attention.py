@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.interpreter import run_interpreted
 from loka.kernels.attention import choose, describe, reference, silu_attention, triton
@@ -315,6 +316,14 @@ def test_on_triton_the_same_bits_from_run_to_run(triton_device):
     operands = make([40, 333, 64, 5] * 40, heads=4, d_qk=64, d_v=64, dtype=torch.bfloat16, device=triton_device)
     runs = [gradients(silu_attention(**operands, max_length=333, backend="triton"), operands) for _ in range(3)]
     assert all(torch.equal(run[name], runs[0][name]) for run in runs for name in run)
+
+
+def test_on_triton_flops_are_counted(triton_device):
+    operands = make([5, 0, 18], dtype=torch.float32, device=triton_device)
+    with FlopCounterMode(display=False) as counter:
+        gradients(silu_attention(**operands, max_length=20, backend="triton"), operands)
+    pairs = (5 * 6 + 18 * 19) // 2 * 2
+    assert counter.get_total_flops() == 2 * pairs * (8 + 12) + 2 * pairs * (3 * 8 + 2 * 12)
 
 
 def test_on_triton_no_positions_at_all(triton_device):

@@ -6,10 +6,13 @@ process that has it.
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.interpreter import run_interpreted
 from loka.kernels.backend import UnsupportedError
 from loka.kernels.masked_attention import MaskedAttentionCall, choose, masked_attention, triton
+from loka.kernels.strides import near_rows
 from loka.nn import DotProductAttention, SelfAttention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -97,19 +100,54 @@ def test_all_queries_are_wanted_where_nobody_says():
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_what_is_not_seen_is_not_read(backend):
-    assert_ignores(make(), backend)
+@pytest.mark.parametrize("kind", ["after", "none"])
+def test_what_is_not_seen_is_not_read(kind, backend):
+    assert_ignores(make(kind=kind), backend)
 
 
 def assert_ignores(operands, backend):
     law = masked_attention(**operands, backend=backend)
     with torch.no_grad():
-        for name in "kv":
-            operands[name][~operands["mask"][:, None, :].expand(operands[name].shape[:3])] = torch.nan
+        for name, read in (("q", operands["wanted"]), ("k", operands["mask"]), ("v", operands["mask"])):
+            operands[name][~read[:, None, :].expand(operands[name].shape[:3])] = torch.nan
     out = masked_attention(**operands, backend=backend)
     torch.testing.assert_close(out, law)
     for name, found in gradients(out, operands).items():
         assert found.isfinite().all(), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_what_is_no_number_stays_none(backend):
+    assert_spreads(make(), backend)
+
+
+def assert_spreads(operands, backend):
+    """A diverged model must not answer with numbers."""
+    for name in "qk":
+        with torch.no_grad():
+            spoiled = {**operands, name: operands[name].clone()}
+            spoiled[name][0, 0, 0] = torch.nan
+        assert masked_attention(**spoiled, backend=backend)[0, 0, 0].isnan().all(), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("sizes", [{"rows": 0}, {"keys": 0}, {"queries": 0}])
+def test_nothing_to_attend_to(sizes, backend):
+    operands = make(**sizes)
+    out = masked_attention(**operands, backend=backend)
+    assert out.shape == operands["q"].shape
+    assert not out.any()
+    assert not torch.autograd.grad(out.sum(), operands["q"])[0].any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_scale_of_zero_and_autocast_change_nothing_else(backend):
+    operands = make(dtype=torch.float32) | {"wanted": None}
+    mask, v = operands["mask"][:, None, :, None], operands["v"]
+    mean = ((v * mask).sum(2, keepdim=True) / mask.sum(2, keepdim=True)).expand(-1, 2, 18, -1)
+    torch.testing.assert_close(masked_attention(**operands, scale=0.0, backend=backend), mean)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert masked_attention(**operands, backend=backend).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -157,8 +195,28 @@ def test_modules_answer_padding_with_zeros_and_do_not_read_it():
     assert "CUDA" in plain.refusals["triton"]
     with pytest.raises(UnsupportedError, match="'triton' cannot run"):
         DotProductAttention(backend="triton")(q, k, k, everything)
+    with pytest.raises(ValueError, match="give a mask"):
+        plain(q, k, k, wanted=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="no backend 'cudnn'; backends are auto, triton, torch, reference"):
         DotProductAttention(backend="cudnn")
+
+
+def test_what_lies_too_far_apart_is_copied():
+    """Kernels count within a row in 32 bits."""
+    near = make()["k"]
+    assert near_rows(near) is near
+    for strides in ((8, 2**33, 2**29, 1), (8, 2**30, 2**33, 1)):
+        apart = torch.empty_strided((3, 3, 5, 8), strides, device="meta")
+        assert near_rows(apart).is_contiguous()
+
+
+def test_a_module_of_an_earlier_version_is_unpickled():
+    module = DotProductAttention()
+    state = {name: value for name, value in module.__getstate__().items() if name not in ("backend", "chosen", "refusals")}  # fmt: skip
+    old = DotProductAttention.__new__(DotProductAttention)
+    old.__setstate__(state)
+    assert (old.backend, old.chosen, old.refusals) == ("auto", None, {})
+    assert "backend=auto" in repr(old)
 
 
 def runs_here(device):
@@ -227,6 +285,32 @@ def test_on_triton_strided_and_expanded_operands(triton_device):
 
 def test_on_triton_what_is_not_seen_is_not_read(triton_device):
     assert_ignores(make(kind="holes", dtype=torch.float32, device=triton_device), "triton")
+
+
+def test_on_triton_what_is_no_number_stays_none(triton_device):
+    assert_spreads(make(dtype=torch.float32, device=triton_device), "triton")
+
+
+def test_on_triton_forward_mode_is_refused(triton_device):
+    operands = make(queries=3, keys=5, dtype=torch.float32, device=triton_device)
+    fixed = {name: operands[name].detach() for name in "kv"} | {"mask": operands["mask"], "backend": "triton"}
+    q = operands["q"].detach()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: masked_attention(q, **fixed), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        masked_attention(forward_ad.make_dual(q, q), **fixed)
+
+
+def test_on_triton_flops_are_those_of_torch(triton_device):
+    operands = make(queries=3, keys=5, dtype=torch.float32, device=triton_device)
+
+    def count(backend):
+        with FlopCounterMode(display=False) as counter:
+            gradients(masked_attention(**operands, backend=backend), operands)
+        return counter.get_total_flops()
+
+    pairs = 3 * 2 * 3 * 5 * 8
+    assert count("triton") == 2 * pairs * 2 + 2 * pairs * 5
 
 
 def test_on_triton_large_scores_do_not_overflow(triton_device):

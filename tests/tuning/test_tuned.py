@@ -6,6 +6,7 @@ import pytest
 
 from loka.records import Interval
 from loka.records.tuning import TunedUnit
+from loka.report.render import load_runtime
 from loka.tuning.tuned import Tuned
 
 from .small import make_trained, tune
@@ -39,6 +40,7 @@ def test_without_the_charting_library_nothing_is_lost(tmp_path: Path, monkeypatc
     """Asked for before the work; and what `save` can write it has written when it says so."""
     model = make_trained()[0]
     monkeypatch.setitem(sys.modules, "vl_convert", None)
+    load_runtime.cache_clear()
     with pytest.raises(ValueError, match="charting library"):
         tune(model, out=tmp_path / "never")
     assert not (tmp_path / "never").exists()

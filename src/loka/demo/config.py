@@ -53,7 +53,7 @@ class DemoConfig:
     def for_device(cls, device: str, **given: Any) -> Self:
         """The defaults of a kind of machine: on a GPU a model and a batch large enough for FP8 to have something to gain, and one that a minute of training takes far enough.
 
-        After 120 steps no chain of a Wukong of that size passes the score, its weight gradients would still lose too much; a DLRM's does, and on an H200 its step is 1.33x of compiled 16 bits (1.09x with an over arch of half the width).
+        After 120 steps no chain of a Wukong of that size passes the score, its weight gradients would still lose too much; a DLRM's does, and on an H200 its step is 1.33x as fast as compiled 16 bits (1.09x with an over arch of half the width).
         """
         large = {"family": "dlrm", "size": "wide", "batch_size": 8192, "steps": 120, "more_steps": 40, "tune_batches": 16}  # fmt: skip
         return cls(**({**large, **given} if device.startswith("cuda") else given), device=device)

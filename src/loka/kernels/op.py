@@ -10,11 +10,13 @@ The dispatcher's way in and out costs a third of what an op of ours costs the ho
 compiler, a tracer, a mode, a transform, a profiler, a subclass of tensors, autograd. Else it calls the function.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -149,9 +151,11 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _bar(name: str, function: Function) -> Function:
-    """The function, whose results raise where somebody differentiates them. Autograd functions call ops with gradients off and pay for one question."""
+    """The function, whose results raise where somebody differentiates them, and which raises in forward mode. Autograd functions call ops with gradients off and pay for one question."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 and _has_tangent((*args, *kwargs.values())):
+            raise NotImplementedError(f"loka::{name} has no forward-mode derivative; hint: reverse mode, or backend=\"reference\"")  # fmt: skip
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         needed = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
@@ -165,6 +169,14 @@ def _bar(name: str, function: Function) -> Function:
         return type(found)(map(mark, found)) if type(found) in (tuple, list) else mark(found)
 
     return run
+
+
+def _has_tangent(args: tuple[Any, ...]) -> bool:
+    """Whether forward-mode differentiation would be lost here. torch.func takes tangents off before it calls, so that inside of its jvp every call counts."""
+    transforms = sys.modules.get("torch._functorch.eager_transforms")
+    if getattr(transforms, "JVP_NESTING", 0):
+        return True
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
 
 
 def fake_of(op: Any) -> Callable[[Function], Function]:

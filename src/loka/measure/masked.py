@@ -1,6 +1,6 @@
 """The benchmark's view of masked attention: M rows of H heads over histories of at most N positions (shape rows x heads x length), padded to one length.
 
-A variant is the width of a head, e.g. `64`; options: `even` (every history as long as it may be; otherwise from one position to all), `gradient` (forward and backward), and a type. The queries are
+A variant is the width of a head, e.g. `64`; options: `even` (every history as long as it may be; otherwise from a part of it to all, as many parts as rows), `gradient` (forward and backward), and a type. The queries are
 those of the same history, so that only real positions are answered.
 
 Results and gradients are judged by relative L2 against float64, all together and row by row: 16-bit kernels round weights before they multiply the values.

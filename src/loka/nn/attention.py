@@ -9,6 +9,8 @@ element of every query and key, a third of an InterFormer's step.
 Not here: the SiLU attention of HSTU (`silu_attention`), dropout of attention weights, caches.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,10 +42,17 @@ class DotProductAttention(nn.Module):
         self.refusals: dict[str, str] = {}
         masked_attention.load()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A module that was pickled by an earlier version has no backend; and what is unpickled may be compiled at once."""
+        super().__setstate__({"backend": "auto", "chosen": None, "refusals": {}, **state})
+        masked_attention.load()
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, wanted: Tensor | None = None
     ) -> Tensor:
         """Attend."""
+        if wanted is not None and mask is None:
+            raise ValueError("wanted queries are those of a masked attention: give a mask of keys too")
         if mask is not None and self.causal:
             raise ValueError("a causal DotProductAttention takes no mask of keys; use causal=False with a mask")
         if self.causal and q.shape[2] not in (1, k.shape[2]):
@@ -134,7 +143,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(d, d, bias=bias)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, T, d], mask [B, T] (True: a real token; nothing is computed for the others) -> [B, T, d]."""
+        """x [B, T, d], mask [B, T] (True: a real token; the others neither ask nor are asked) -> [B, T, d]."""
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)

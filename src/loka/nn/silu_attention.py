@@ -4,7 +4,7 @@
 is the reference on a GPU, the registry warns. A backend named and unable raises with its reason: nothing runs in its place.
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,11 @@ class SiluAttention(nn.Module):
         self.max_length, self.backend = max_length, backend
         self.chosen: str | None = None
         self.refusals: dict[str, str] = {}
+        attention.load()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What is unpickled may be compiled at once."""
+        super().__setstate__(state)
         attention.load()
 
     def forward(

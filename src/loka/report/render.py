@@ -7,7 +7,6 @@ of single sites need it. A content security policy in the page forbids every net
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from loka.report.results import Results
 
 def require_charts() -> None:
     """Raise ValueError where the charting library is missing: for jobs that end with a report, so that they say it before they begin."""
-    if find_spec("vl_convert") is None:
-        raise ValueError("the report embeds its charting library; install it: pip install 'loka[report]'")
+    try:
+        import vl_convert  # noqa: F401
+    except ImportError as error:
+        raise ValueError("the report embeds its charting library; install it: pip install 'loka[report]'") from error
 
 
 @cache  # making the bundle takes two seconds

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from loka.kernels.attention import triton_launch as launch
 from loka.kernels.op import differentiate, fake_of, torch_op
@@ -78,3 +79,22 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 differentiate(silu_attention, _differentiate, save=_save)
+
+
+def _count_pairs(offsets: Tensor, total: int) -> int:
+    """Pairs of positions that see one another; where the lengths are not known, as if all rows were as long."""
+    if type(offsets) is Tensor and not offsets.is_meta:
+        lengths = offsets.diff()
+        return int((lengths * (lengths + 1) // 2).sum())
+    rows = max(offsets.shape[0] - 1, 1)
+    return total * (total // rows + 1) // 2
+
+
+@register_flop_formula(torch.ops.loka.silu_attention, get_raw=True)
+def _flops(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _count_pairs(offsets, q.shape[0]) * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(torch.ops.loka.silu_attention_backward, get_raw=True)
+def _backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> int:
+    return 2 * _count_pairs(offsets, q.shape[0]) * q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])

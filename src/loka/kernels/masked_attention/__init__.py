@@ -3,7 +3,7 @@
 from typing import cast
 
 # not `import torch`: a backend of that name is a submodule
-from torch import Tensor
+from torch import Tensor, autocast, is_autocast_enabled
 from torch import bool as boolean
 
 from loka.kernels import registry
@@ -31,7 +31,7 @@ def masked_attention(
         k: [B, G, S, d], G dividing H: heads of queries in groups that share a head of keys and values.
         v: [B, G, S, d].
         mask: bool [B, S], True for keys that are seen. Whatever the others hold is not read.
-        wanted: bool [B, T], True for queries whose answer somebody reads; the others are answered with zeros, at no cost. None: all.
+        wanted: bool [B, T], True for queries whose answer somebody reads; the others are answered with zeros. None: all.
         scale: of the scores, None for 1 / sqrt(d).
         backend: a name of the registry, or "auto".
 
@@ -43,8 +43,12 @@ def masked_attention(
         >>> out = masked_attention(q, k, v, mask, wanted=mask)
     """
     _check(q, k, v, mask, wanted)
-    out = choose(q, k, backend=backend).backend.run(q, k, v, mask, wanted, scale=scale or q.shape[3] ** -0.5)
-    return cast(Tensor, out)
+    run = choose(q, k, backend=backend).backend.run
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if q.device.type == "meta" or not is_autocast_enabled(q.device.type):
+        return cast(Tensor, run(q, k, v, mask, wanted, scale=scale))
+    with autocast(q.device.type, enabled=False):  # the operands' own type, whatever the backend
+        return cast(Tensor, run(q, k, v, mask, wanted, scale=scale))
 
 
 def choose(q: Tensor, k: Tensor, *, backend: str = "auto") -> Selection:
@@ -61,11 +65,11 @@ def load() -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None) -> None:
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] > 0
     if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1] or not q.dtype == k.dtype == v.dtype:
         seen = ", ".join(f"{name} {t.dtype} {tuple(t.shape)}" for name, t in (("q", q), ("k", k), ("v", v)))
         raise ValueError(
-            f"masked attention expects q [B, H, T, d], k and v [B, G, S, d] with G dividing H, of one type; got {seen}"
+            f"masked attention expects q [B, H, T, d], k and v [B, G, S, d] with G dividing H and d > 0, of one type; got {seen}"
         )
     for name, t, size in (("mask", mask, k.shape[2]), ("wanted", wanted, q.shape[2])):
         if t is not None and (t.dtype != boolean or t.shape != (q.shape[0], size)):

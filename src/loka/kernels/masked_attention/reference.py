@@ -2,7 +2,7 @@
 
     out_i = sum_j softmax_j(scale <q_i, k_j>) v_j        over the keys j that the mask names
 
-A query that is not wanted, and one that sees no key, is answered with zeros and has no gradient. What an unseen key or value holds is never read: not even a NaN gets through.
+A query that is not wanted, and one that sees no key, is answered with zeros and has no gradient. What an unseen key or value, or a query that is not wanted, holds is never read: not even a NaN gets through.
 """
 
 import torch
@@ -21,8 +21,9 @@ def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *,
     """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     seen = mask[:, None, :, None]
+    answered = mask.any(1)[:, None] if wanted is None else mask.any(1)[:, None] & wanted
+    q = torch.where(answered[:, None, :, None], q, 0)
     keys, values = (torch.where(seen, t, 0).to(wide).repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     # not -inf: a row without keys would have no softmax, nor a gradient
     scores = (q.to(wide) @ keys.mT * scale).masked_fill(~mask[:, None, None, :], torch.finfo(wide).min)
-    answered = mask.any(1)[:, None] if wanted is None else mask.any(1)[:, None] & wanted
     return torch.where(answered[:, None, :, None], scores.softmax(-1) @ values, 0).to(q.dtype)

@@ -15,17 +15,18 @@ def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
     """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
-    if k.shape[2] == 0:
-        return torch.zeros_like(q)
-    seen = mask[:, None, :, None]
     some = mask.any(1)[:, None]
+    q = torch.where((some if wanted is None else some & wanted)[:, None, :, None], q, 0)  # nor are these read
+    if k.shape[2] == 0:
+        return q * 1  # of zeros: no key is seen
+    seen = mask[:, None, :, None]
     # Heads that share keys become more queries of one head: with a mask, torch's GQA only has a kernel that writes the scores to memory.
-    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    folded = q.reshape(q.shape[0], k.shape[1], q.shape[1] // k.shape[1] * q.shape[2], q.shape[3])
     out = F.scaled_dot_product_attention(
         folded,
         torch.where(seen, k, 0),  # a weight of zero does not silence a NaN
         torch.where(seen, v, 0),
         attn_mask=(mask | ~some)[:, None, None, :],  # a row without keys sees its zeros, where it would be NaN
         scale=scale,
-    ).view(q.shape)
+    ).reshape(q.shape)
     return out if wanted is None else torch.where(wanted[:, None, :, None], out, 0)

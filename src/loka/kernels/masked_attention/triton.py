@@ -5,7 +5,7 @@ from torch import Tensor
 
 from loka.kernels.backend import Verdict, no
 from loka.kernels.masked_attention.call import MaskedAttentionCall
-from loka.kernels.strides import unit_rows
+from loka.kernels.strides import near_rows
 from loka.kernels.triton_device import triton_multiplies_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,7 +25,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *,
     """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
     from loka.kernels.masked_attention import triton_ops
 
-    q, k, v = map(unit_rows, (q, k, v))
+    q, k, v = map(near_rows, (q, k, v))
     out: Tensor = triton_ops.masked_attention(
         q, k, v, mask.contiguous(), None if wanted is None else wanted.contiguous(), scale
     )[0]

@@ -103,7 +103,7 @@ def _forward(q_ptr, k_ptr, v_ptr, mask_ptr, wanted_ptr, seen_ends_ptr, wanted_en
             total = total * shrink + tl.sum(w, 1)
             out = out * shrink[:, None] + _dot(w.to(v.dtype), v, IEEE)
             top = higher
-    answered = wanted & (total > 0)
+    answered = wanted & (total != 0)  # and not > 0: what is no number stays none
     some = tl.where(answered, total, 1.0)
     tl.store(
         lse_ptr + (b * heads + h) * queries + at,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from loka.kernels.masked_attention.triton_kernels import _backward_kv, _backward_q, _find_ends, _forward
 from loka.kernels.op import differentiate, fake_of, torch_op
-from loka.kernels.strides import cdiv, next_power_of_2, unit_rows
+from loka.kernels.strides import cdiv, near_rows, next_power_of_2
 from loka.kernels.tile import INTERPRETED
 
 LOG2_E = 1 / math.log(2)
@@ -136,7 +137,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     q, k, v, mask, wanted, out, lse = ctx.saved_tensors
-    return (*masked_attention_backward(unit_rows(grad), out, lse, q, k, v, mask, wanted, ctx.scale), None, None, None)
+    return (*masked_attention_backward(near_rows(grad), out, lse, q, k, v, mask, wanted, ctx.scale), None, None, None)
 
 
 differentiate(masked_attention, _differentiate, save=_save)
+
+
+# Of all pairs, seen or not, as torch counts its own attention: a share of a model's FLOPs must not depend on the backend.
+@register_flop_formula(torch.ops.loka.masked_attention)
+def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
+
+
+@register_flop_formula(torch.ops.loka.masked_attention_backward)
+def _backward_flops(grad: torch.Size, answer: torch.Size, lse: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *args: Any, **kwargs: Any) -> int:  # fmt: skip
+    return int(sdpa_backward_flop_count(grad, q, k, v))  # type: ignore[no-untyped-call]
