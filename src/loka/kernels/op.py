@@ -176,7 +176,7 @@ def _has_tangent(args: tuple[Any, ...]) -> bool:
     transforms = sys.modules.get("torch._functorch.eager_transforms")
     if getattr(transforms, "JVP_NESTING", 0):
         return True
-    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)  # type: ignore[no-untyped-call]
 
 
 def fake_of(op: Any) -> Callable[[Function], Function]:

@@ -138,6 +138,6 @@ def _lengths(call: PaddedAttention) -> list[int]:
 def _law(call: PaddedAttention, o: MaskedOperands, *, forward: bool = False) -> list[Tensor]:
     """The result in float64, and the gradients of queries, keys and values."""
     differentiate = call.gradient and not forward
-    leaves = [getattr(o, name).double().requires_grad_(differentiate) for name in NAMES]
-    out = reference.run(*leaves, o.mask, o.mask, scale=call.d**-0.5)
+    q, k, v = leaves = [getattr(o, name).double().requires_grad_(differentiate) for name in NAMES]
+    out = reference.run(q, k, v, o.mask, o.mask, scale=call.d**-0.5)
     return [out.detach(), *(torch.autograd.grad(out, leaves, o.dy.double()) if differentiate else ())]

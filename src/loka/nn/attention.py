@@ -44,7 +44,7 @@ class DotProductAttention(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A module that was pickled by an earlier version has no backend; and what is unpickled may be compiled at once."""
-        super().__setstate__({"backend": "auto", "chosen": None, "refusals": {}, **state})
+        super().__setstate__({"backend": "auto", "chosen": None, "refusals": {}, **state})  # type: ignore[no-untyped-call]
         masked_attention.load()
 
     def forward(

@@ -42,7 +42,7 @@ class SiluAttention(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What is unpickled may be compiled at once."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         attention.load()
 
     def forward(
