@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAINED = "<!-- trained: written by docs/generate.py from benchmarks/results/h200/trained.json -->"
 HURTS = "<!-- hurts: written by docs/generate.py from benchmarks/results/h200/hurts_usual.json -->"
 SERVED = "<!-- served: written by docs/generate.py from benchmarks/results/h200/serving_generative.json -->"
-DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json and demo_seed*.json -->"
+DEMO = "<!-- demo: written by docs/generate.py from benchmarks/results/cpu/demo.json, demo_seed*.json and h200/demo.json -->"
 ABLATION = "<!-- ablation: written by docs/generate.py from benchmarks/results/h200/ablation.json and ablation_latency.json -->"
 END = "<!-- end of numbers -->"
 

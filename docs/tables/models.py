@@ -109,7 +109,19 @@ def demo_headline() -> str | None:
         counted = ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes))
         said.append(f"{name} {sum(changes) / len(changes):+.3%} ({counted})")
     margin = next(iter(found.values()))["planned"]["margin"]
-    return f"The demo's Wukong, trained on from one checkpoint on {len(found)} seeds, mean change of the log loss and verdicts at {margin:.1%}: {'; '.join(said)}."
+    sentence = f"The demo's Wukong, trained on from one checkpoint on {len(found)} seeds, mean change of the log loss and verdicts at {margin:.1%}: {'; '.join(said)}."
+    return f"{sentence}{_say_gpu_demo()}"
+
+
+def _say_gpu_demo() -> str:
+    """What the demo said on a GPU, one seed."""
+    found = read("h200/demo.json")
+    if found is None:
+        return ""
+    changes = {arm: found["comparisons"][arm] for arm in ("planned", "naive")}
+    said = [f"{arm} FP8 {c['relative_change']['value']:+.3%}, {c['outcome']}" for arm, c in changes.items()]
+    speed = found["tuning"]["verdict"].partition(" [")[0].removeprefix("step ")
+    return f" `loka demo --device cuda` trains a wide DLRM instead and times it: on one H200 {speed} the speed of compiled bf16, forward and backward; {'; '.join(said)} (one seed)."
 
 
 def seeds_table() -> str:
