@@ -117,7 +117,7 @@ def tune(
     present = _mods_of(inner, architecture)
     call = Call(
         task, metric, margin, training, seconds, thorough,
-        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast), "cuda_graph": cuda_graph}),
+        evidence=Evidence(out, inner, {"training": training, "margin": margin, "thorough": thorough, "autocast": str(task.autocast)}),
         progress=Progress(progress), estimator=estimator, row_factor=row_factor, train=train, optimizer=optimizer,
         choose_tables=tables, choose_collectives=collectives, cuda_graph=cuda_graph,
     )  # fmt: skip
