@@ -1,5 +1,6 @@
 """A ranker in a folder: what is read back is what was written, code is run only when it is named, a plan is applied."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from torch import Tensor, nn
 import loka
 from loka.data.batch import Batch, Jagged
 from loka.data.schema import Field, Schema
+from loka.lowp.shared_inputs import SHARED
 from loka.models import build_ranker
+from loka.mods.weighted_sums import WeightedSums
 from loka.probe import Probe
 from loka.serving import RankingModel, RankRequest, load_ranker, save_ranker
-from loka.serving.rank_bundle import MODEL
+from loka.serving.opening import open_model
+from loka.serving.rank_bundle import MODEL, draw_batch
 
 from .small import SCHEMA, make_ranker
 
@@ -137,3 +141,63 @@ def test_a_model_in_low_precision_is_not_saved_as_a_plain_one(tmp_path: Path) ->
     with pytest.raises(ValueError, match="keeps FP8 weights alone"):
         save_ranker(model, PLAIN, tmp_path, family="wukong")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
+
+
+WIDE = Schema(tuple(f"d{i}" for i in range(256)), (Field("item", 50),), (), ("click",))
+
+
+class Gated(nn.Module):
+    """Experts that read one tensor, mixed by a gate: a plan's rewrites are found by running it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        self.gate, self.out = nn.Linear(256, 3), nn.Linear(256, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        made = torch.stack([torch.relu(expert(batch.dense)) for expert in self.experts], 1)
+        out: Tensor = self.out(torch.einsum("be,bed->bd", self.gate(batch.dense).softmax(-1), made))
+        return out
+
+
+def make_gated(schema: Schema) -> Gated:
+    torch.manual_seed(0)
+    return Gated()
+
+
+def test_what_a_plan_finds_by_running_the_model_is_found_again(tmp_path: Path) -> None:
+    model, example = make_gated(WIDE).eval(), draw_batch(WIDE, 64)
+    plan = loka.placing.plan_everything(model, example, mods=list(loka.mods.FREE), serving=True, linears=256)
+    save_ranker(model, WIDE, tmp_path, factory=f"{__name__}:make_gated", plan=plan)
+    served = load_ranker(tmp_path, factory=f"{__name__}:make_gated").model
+    assert isinstance(served, WeightedSums)
+    assert SHARED in served.__dict__
+    loka.convert(model, plan, example=example, freeze=True)
+    assert torch.equal(served(example), model(example))
+
+
+def test_compiled_every_bucket_is_compiled_before_it_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    made: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        made.append(len(inputs))
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    save_ranker(make_gated(WIDE), WIDE, tmp_path, factory=f"{__name__}:make_gated")
+    rows = tuple(range(2, 12))  # more than torch would compile by itself
+    plain, served = (open_model(tmp_path, factory=f"{__name__}:make_gated", rows=rows, compiled=c) for c in (False, True))  # fmt: skip
+    for model in (plain, served):
+        model.warm()
+    assert len(made) == len(rows)
+    for bucket in served.buckets:
+        job = served.example(bucket)
+        expected, found = (torch.tensor(model.run(bucket, job)[0].scores["click"]) for model in (plain, served))
+        torch.testing.assert_close(found, expected)
+    assert len(made) == len(rows)
+
+
+def test_a_ranker_with_sequences_is_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seen are sequences, whose sizes no bucket fixes"):
+        make_ranker(tmp_path, compiled=True)

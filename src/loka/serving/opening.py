@@ -19,6 +19,7 @@ def open_model(
     rows: Sequence[int] | None = None,
     factory: str | None = None,
     batch_invariant: bool = False,
+    compiled: bool | None = None,
 ) -> Servable:
     """A recommender or a ranker, by what the folder holds.
 
@@ -26,7 +27,7 @@ def open_model(
         folder: of `loka generate --train` or `save_ranker`.
         name: as clients know it; default: the folder's.
         precision, beams, batches, contexts, context_cache: of a recommender's engine; fp32, 50, (1, 2, 4, 8, 16), the model's longest, "plain". Refused for a ranker.
-        rows, factory: of a ranker; (64, 256, 1024, 4096), none. Refused for a recommender.
+        rows, factory, compiled: of a ranker; (64, 256, 1024, 4096), none, False. Refused for a recommender.
         batch_invariant: one bucket, so that answers do not depend on who else is in the batch.
 
     Example:
@@ -42,7 +43,7 @@ def open_model(
     place = Path(folder)
     called = name or place.resolve().name
     if is_bundle(place):
-        _refuse(place, "a generative recommender", rows=rows, factory=factory)
+        _refuse(place, "a generative recommender", rows=rows, factory=factory, compiled=compiled or None)
         bundle = load_bundle(place)
         config = EngineConfig(
             beams=50 if beams is None else beams,
@@ -59,7 +60,13 @@ def open_model(
         ranker, version = load_ranker(place, factory=factory, device=device), digest(place / WEIGHTS)
         sizes = ROWS if rows is None else tuple(rows)
         return RankingModel(
-            ranker, name=called, version=version, rows=sizes, device=device, batch_invariant=batch_invariant
+            ranker,
+            name=called,
+            version=version,
+            rows=sizes,
+            device=device,
+            batch_invariant=batch_invariant,
+            compiled=bool(compiled),
         )
     raise ValueError(
         f"{place} holds neither bundle.json nor ranker.json; hint: loka generate --train 100 --out {place}, loka tune MODEL --serve --out FOLDER (its ranker/), or loka.serving.save_ranker"

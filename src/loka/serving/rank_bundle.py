@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from loka.data.batch import Batch, Jagged
 from loka.data.schema import Field, Schema, SequenceField
 from loka.lowp.chain_modules import chains_of
 from loka.lowp.folding import PACKED
@@ -29,6 +30,7 @@ from loka.records import Plan, RankerColumn, RankerInfo, capture_environment
 from loka.records import load as load_record
 from loka.records import save as save_record
 
+EXAMPLE = 64  # rows that a model is tried on when its plan is applied
 INFO, MODEL, PLAN = "ranker.json", "model.safetensors", "plan.json"
 
 
@@ -133,9 +135,35 @@ def load_ranker(folder: str | Path, *, factory: str | None = None, device: torch
     except (RuntimeError, SafetensorError, OSError) as error:
         raise ValueError(f"{source / MODEL}: does not fit the model that {INFO} describes: {error}") from error
     model = model.to(device).eval().requires_grad_(False)
-    if (source / PLAN).is_file():
-        convert(model, load_record(source / PLAN, Plan), freeze=True)
+    if (source / PLAN).is_file():  # rewrites of a plan, and chains that read one tensor, are found by running the model
+        convert(model, load_record(source / PLAN, Plan), freeze=True, example=draw_batch(schema, EXAMPLE, device))
     return RankerBundle(model, schema, info)
+
+
+def draw_batch(schema: Schema, rows: int, device: torch.device | str = "cpu") -> Batch:
+    """Random features of every column, the same for the same schema: what a model can be tried on where no data is at hand.
+
+    Args:
+        schema: the columns.
+        rows: how many examples.
+        device: where the tensors go.
+
+    Returns:
+        A batch without labels worth the name.
+    """
+    g = torch.Generator().manual_seed(0)
+    ids = [torch.randint(f.cardinality, (rows,), generator=g) for f in schema.categorical]
+    histories = {
+        s.name: [torch.randint(s.cardinality, (int(n),), generator=g).tolist() for n in torch.randint(s.max_length + 1, (rows,), generator=g)]
+        for s in schema.sequences
+    }  # fmt: skip
+    return Batch(
+        torch.randn(rows, len(schema.dense), generator=g),
+        torch.stack(ids, 1) if ids else torch.zeros(rows, 0, dtype=torch.int64),
+        {name: Jagged.from_rows(values) for name, values in histories.items()},
+        torch.zeros(rows, len(schema.labels)),
+        torch.zeros(rows, dtype=torch.int64),
+    ).to(device)
 
 
 def read_schema(info: RankerInfo) -> Schema:

@@ -5,10 +5,12 @@ little-endian bytes: float32 for dense columns, int64 for categorical ones, in b
 rows, or a list of lists. Ids beyond a column's vocabulary count as unknown (id 0) and are counted in the answer; what is longer than a sequence column is
 cut to its most recent ids, and counted.
 
-On a GPU every bucket of rows is one CUDA graph where the ranker has no sequence columns; a ranker that has them runs eagerly.
+On a GPU every bucket of rows is one CUDA graph where the ranker has no sequence columns; a ranker that has them runs eagerly. `compiled` compiles the model for every bucket before it is ready: what a
+plan runs in FP8 is joined to what stands around it only then.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -34,6 +36,7 @@ class RankingModel:
         rows: bucket sizes, ascending; a request may have as many rows as the largest.
         batch_invariant: run every batch in the largest bucket, so that a row's score does not depend on its company.
         graphs: one CUDA graph a bucket; default: on a GPU, where there are no sequence columns.
+        compiled: compile the model for every bucket; a longer start, and faster answers. Not with sequence columns, whose sizes no bucket fixes.
 
     Example:
         >>> model = RankingModel(load_ranker("runs/ranker"))                            # doctest: +SKIP
@@ -49,6 +52,7 @@ class RankingModel:
         device: torch.device | str = "cpu",
         batch_invariant: bool = False,
         graphs: bool | None = None,
+        compiled: bool = False,
         name: str = "ranker",
         version: str = "1",
     ) -> None:
@@ -62,6 +66,10 @@ class RankingModel:
         if graphs and not able:
             raise ValueError("CUDA graphs need a GPU and a ranker without sequence columns")
         self.graphs = able if graphs is None else graphs
+        if compiled and self.schema.sequences:
+            raise ValueError(f"compiled: the columns {', '.join(s.name for s in self.schema.sequences)} are sequences, whose sizes no bucket fixes; hint: serve it without")  # fmt: skip
+        self.compiled = compiled
+        self._call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.captures = 0
         self._made: dict[int, tuple[Any, Batch, Tensor | None]] = {}
         self._reader = RowReader(self.schema, self.rows[-1])
@@ -73,10 +81,13 @@ class RankingModel:
         return [Bucket(rows, 0) for rows in self.rows]
 
     def warm(self) -> None:
-        """Run, and on a GPU capture, every bucket."""
-        for rows in reversed(self.rows):
-            self._prepare(rows)
-            self.run(Bucket(rows, 0), self.example(Bucket(rows, 0)))
+        """Run, and on a GPU capture, every bucket; compiled, each is compiled here and none afterwards."""
+        config: Any = torch._dynamo.config
+        many = config.patch(recompile_limit=max(config.recompile_limit, 2 * len(self.rows) + 2)) if self.compiled else nullcontext()  # fmt: skip
+        with many:
+            for rows in reversed(self.rows):
+                self._prepare(rows)
+                self.run(Bucket(rows, 0), self.example(Bucket(rows, 0)))
 
     def example(self, bucket: Bucket) -> list[Job]:
         """One request that fills the bucket, of random features."""
@@ -137,7 +148,7 @@ class RankingModel:
             assert out is not None  # capture set it
             logits = out
         else:
-            logits = self.model(batch)
+            logits = self._call(batch)
         found = logits[:used].float()
         return (found.sigmoid() if self.bundle.info.link == "sigmoid" else found).cpu().numpy()
 
@@ -160,12 +171,12 @@ class RankingModel:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self.model(static)
+                self._call(static)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self.model(static)
+            out = self._call(static)
         return graph, static, out
 
     def _finish(self, job: Job, scores: NDArray[np.float32]) -> Ranked:
