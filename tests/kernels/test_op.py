@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,19 +104,20 @@ def counted(x: Tensor) -> Tensor:
 
 
 @torch_op("test_halves")
-def halves(x: Tensor, second: bool) -> tuple[Tensor, Tensor]:
-    return x / 2, (x / 2 if second else None)  # type: ignore[return-value]
+def halves(x: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return x / 2, (x / 2 if second else None), None  # type: ignore[return-value]
 
 
 @fake_of(halves)
-def _(x: Tensor, second: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x) if second else x.new_empty(0, dtype=torch.float32)
+def _(x: Tensor, second: bool) -> tuple[Tensor, Tensor, Tensor]:
+    nothing = x.new_empty(0, dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(x) if second else nothing, torch.empty_like(nothing)
 
 
 def test_an_absent_result_of_an_op_is_empty() -> None:
     with torch.no_grad():
-        assert [tuple(half.shape) for half in halves(torch.ones(3), False)] == [(3,), (0,)]
-        assert [tuple(half.shape) for half in halves(torch.ones(3), True)] == [(3,), (3,)]
+        assert [tuple(half.shape) for half in halves(torch.ones(3), False)] == [(3,), (0,), (0,)]
+        assert [tuple(half.shape) for half in halves(torch.ones(3), True)] == [(3,), (3,), (0,)]
         assert invoke(halves, torch.ones(3), False)[1] is None
     torch.library.opcheck(halves, (torch.ones(3), False))
 
@@ -141,22 +144,33 @@ class SeenFunctions(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+def call_op(op: Any, *args: Any) -> Any:
+    """As compiled code does."""
+    return op(*args)
+
+
+either_way = pytest.mark.parametrize("call", [invoke, call_op])
+
+
+@either_way
 @pytest.mark.parametrize("mode", [Seen, SeenFunctions])
-def test_a_mode_sees_the_op(mode: type) -> None:
+def test_a_mode_sees_the_op(mode: type, call: Any) -> None:
     with torch.no_grad(), mode() as seen:
-        invoke(twice, torch.ones(3))
+        call(twice, torch.ones(3))
     assert "loka.test_twice.default" in seen.names
 
 
-def test_a_profiler_sees_the_op() -> None:
+@either_way
+def test_a_profiler_sees_the_op(call: Any) -> None:
     with torch.no_grad(), torch.profiler.profile() as profile:
-        invoke(twice, torch.ones(3))
+        call(twice, torch.ones(3))
     assert "loka::test_twice" in {event.key for event in profile.key_averages()}
 
 
-def test_tracers_and_transforms_see_the_op() -> None:
+@either_way
+def test_tracers_and_transforms_see_the_op(call: Any) -> None:
     def run(x: Tensor) -> Tensor:
-        found: Tensor = invoke(twice, x)
+        found: Tensor = call(twice, x)
         return found
 
     with torch.no_grad():
@@ -167,12 +181,12 @@ def test_tracers_and_transforms_see_the_op() -> None:
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
         CALLS.clear()
-        torch.func.vmap(lambda x: invoke(counted, x))(torch.ones(2, 3))
+        torch.func.vmap(lambda x: call(counted, x))(torch.ones(2, 3))
         assert CALLS == [False, False]  # once for each row, as vmap does with ops that it has no rule for
-        assert invoke(twice, torch.ones(3, device="meta")).is_meta
+        assert call(twice, torch.ones(3, device="meta")).is_meta
         with FakeTensorMode() as mode:
             fake = mode.from_tensor(torch.ones(3))
-        assert type(invoke(twice, fake)) is type(fake)  # the mode is left, its tensors are not
+        assert type(call(twice, fake)) is type(fake)  # the mode is left, its tensors are not
 
 
 class _Runs(torch.nn.Module):
@@ -198,6 +212,29 @@ def test_autograd_sees_the_op_and_where_nobody_looks_the_function_is_called() ->
         assert CALLS == [False]
     finally:
         op_module._functions[counted] = before
+
+
+def test_compiled_code_calls_the_function_past_the_dispatcher() -> None:
+    """And gets what the op would give. Past the dispatcher a place whose result is absent has one empty tensor for all calls; no two places share one, which torch refuses in compiled code."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: halves(x, False), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        first, nothing, neither = compiled(torch.ones(3))
+        assert nothing is not neither
+        assert torch.equal(first, torch.full((3,), 0.5))
+        assert (nothing.shape, nothing.dtype) == ((0,), torch.float32)
+        assert halves(torch.ones(3), False)[1] is halves(torch.ones(3), False)[1]
+        with torch.profiler.profile():
+            assert halves(torch.ones(3), False)[1] is not halves(torch.ones(3), False)[1]
+        assert torch.equal(halves(x=torch.ones(3), second=True)[1], first)  # by name, too
+
+
+@either_way
+def test_forward_mode_is_refused_and_not_lost(call: Any) -> None:
+    with torch.no_grad(), forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            call(twice, x)
 
 
 def test_an_op_with_a_gradient_is_never_called_past_autograd() -> None:

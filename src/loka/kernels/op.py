@@ -6,8 +6,8 @@ takes 8. A step of a Wukong makes hundreds of them, and without a CUDA graph a G
 An op that is not given to `differentiate` has no gradient: the autograd functions that call these write theirs down. Whoever differentiates through one all the same gets an error:
 torch alone would warn once and hand back no gradient.
 
-The dispatcher's way in and out costs a third of what an op of ours costs the host: twenty arguments, and empty tensors in place of absent results. `invoke` takes it where somebody is on that way: a
-compiler, a tracer, a mode, a transform, a profiler, a subclass of tensors, autograd. Else it calls the function.
+The dispatcher's way in and out costs half of what an op of ours costs the host: twenty arguments, and empty tensors in place of absent results. It is taken where somebody is on that way: a
+compiler, a tracer, a mode, a transform, a profiler, a subclass of tensors, autograd. Else `invoke` calls the function; and so does what a compiler has written down, the op itself (`_shorten`).
 """
 
 import sys
@@ -50,6 +50,7 @@ def torch_op(name: str, *, mutates: Sequence[str] = (), tags: Sequence[torch.Tag
         placed = on_device(function)
         _LIBRARY.impl(name, _bar(name, _whole(placed)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         op = getattr(torch.ops.loka, name).default
+        _shorten(op, placed)  # before anybody has asked for its hash, which is that of what it calls
         _functions[op] = placed
 
         def below(*args: Any, **kwargs: Any) -> Any:
@@ -105,6 +106,32 @@ def invoke(op: Any, *args: Any) -> Any:
     return _functions[op](*args)
 
 
+def _shorten(op: Any, function: Function) -> None:
+    """Let compiled code, which calls the op, go by the dispatcher only where it must."""
+    dispatched = op._op
+    empty: dict[tuple[torch.device, int], Tensor] = {}  # for results that are absent: nobody reads or writes them
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not call.direct or torch.compiler.is_compiling() or _is_followed(args):  # type: ignore[attr-defined]
+            return dispatched(*args, **kwargs)
+        found = function(*args)
+        if type(found) is not tuple:
+            return found
+        device = args[0].device
+        return tuple([fill(device, place) if result is None else result for place, result in enumerate(found)])
+
+    def fill(device: torch.device, place: int) -> Tensor:
+        """One tensor for a place, kept: compiled code checks that no two results of an op are the same tensor."""
+        nothing = empty.get((device, place))
+        if nothing is None:
+            with torch.inference_mode(False):  # it outlives the block it is made in
+                nothing = empty[device, place] = torch.empty(0, dtype=torch.float32, device=device)
+        return nothing
+
+    call.direct = True  # type: ignore[attr-defined]  # until it is given a gradient, for which the dispatcher is needed
+    op._op = call
+
+
 _dispatch_modes: Function = torch._C._len_torch_dispatch_stack
 _function_modes: Function = torch._C._len_torch_function_stack
 _transform: Function = torch._C._functorch.peek_interpreter_stack
@@ -117,7 +144,7 @@ def _is_followed(args: tuple[Any, ...]) -> bool:
     """Whether torch does more in a call than to call."""
     if torch.is_grad_enabled() or _dispatch_modes() or _function_modes() or _transform() is not None:
         return True
-    if _traced() is not None or _profiled():
+    if _traced() is not None or _profiled() or forward_ad._current_level >= 0:
         return True
     return not _PLAIN.issuperset(map(type, args)) or bool(getattr(args[0], "is_meta", False))
 
@@ -202,4 +229,5 @@ def differentiate(op: Any, backward: Function, *, save: Function) -> None:
     """
     op.py_kernels.pop(torch._C.DispatchKey.Autograd)
     del _functions[op]
+    op._op.direct = False
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
