@@ -115,9 +115,12 @@ def test_raw_integers_keep_their_range() -> None:
 
 def test_a_fresh_process_is_judged_by_time_and_by_what_it_runs() -> None:
     record = {"step_microseconds": {"bf16": 30.0, "bf16 layout": 24.0, "loka": 20.0}, "speedup": {"value": 1.5}}
-    found = tune_zoo.judge(record, {"bf16": 30.0, "again": 20.4, "everything": 18.0})
+    here = {"bf16": 30.0, "again": 20.4, "everything": 18.0, "torchao": 17.0}
+    found = tune_zoo.judge(record, here, graphed=True)
     assert found["over_tune"] == pytest.approx(1.02)
-    assert found["over_best_by_hand"] == pytest.approx(20.4 / 18)
+    assert found["over_best_by_hand"] == pytest.approx(20.4 / 18)  # torchao is no way by hand of ours
+    assert found["over_torchao"] == pytest.approx(1.2)
+    assert "over_tune" not in tune_zoo.judge(record, here, graphed=False)
     after = {"modules": {"": "DLRM"}, "outputs": [1.0, 2.0], "kernels": ["1 x a"], "model_gib": 1.0, "peak_gib": 2.0}
     row = {"record": {"conversion": None}, "after": after | {"peak_gib": 2.2, "kernels": ["1 x b"]}}
     seen = tune_zoo.compare(row, None, after)

@@ -1,4 +1,4 @@
-"""The kernels of dots and of amax_history compile for Hopper (sm_90) on a machine without a GPU, with tensor cores for 16 bits and within its memory."""
+"""The kernels of dots, of mixed_dots and of amax_history compile for Hopper (sm_90) on a machine without a GPU, with tensor cores for 16 bits and within its memory."""
 
 import pytest
 
@@ -36,3 +36,21 @@ def test_magnitudes_are_filed_with_a_rounded_quotient(longest: int) -> None:
     constants = {"MAX": 448.0, "SMALLEST": 2.0**-126, "LONGEST": longest}
     made = compile_kernel("amax_history", "_file", ({"table_ptr": "*i64"}, constants, {"num_warps": 1}), set())
     assert "div.rn.f32" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize("kernel", ["_forward", "_gradient"])
+@pytest.mark.parametrize(
+    ("kind", "n", "d", "k"), [("bf16", 64, 128, 24), ("bf16", 128, 128, 64), ("fp16", 128, 256, 64)]
+)
+def test_products_with_mixtures_compile_for_hopper(kernel: str, kind: str, n: int, d: int, k: int) -> None:
+    from loka.kernels.mixed_dots import triton_kernels
+
+    types = {"x_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "out_ptr": f"*{kind}"}
+    if kernel == "_gradient":
+        types = {"dp_ptr": f"*{kind}", "x_ptr": f"*{kind}", "weight_ptr": f"*{kind}", "dx_ptr": f"*{kind}", "dw_ptr": "*fp32"}  # fmt: skip
+    table = triton_kernels.FORWARD if kernel == "_forward" else triton_kernels.GRADIENT
+    _, warps, stages = triton_kernels._launch(table, (n, d, 64))
+    constants = {"N": n, "D": d, "K": k, "BN": n, "BD": d, "BK": 32 if k == 24 else 64, "PREROUND": False}  # fmt: skip
+    made = compile_kernel("mixed_dots", kernel, (types, constants, {"num_warps": warps, "num_stages": stages}), set())
+    assert made.metadata.shared <= SHARED_MEMORY
+    assert "mma" in made.asm["ptx"]

@@ -22,6 +22,7 @@ SHAPES = {
     "interaction": (4, 32, 16),
     "route": (70, 48, 21),
     "dots": (5, 9, 24),
+    "mixed_dots": (5, 9, 24),
 }
 EVERY = [
     ("attention", "16x32|bfloat16"),
@@ -42,6 +43,10 @@ EVERY = [
     ("dots", "pairs|self|float32"),
     ("dots", "pairs|self|gradient|float16"),
     ("dots", "pairs|gradient|bfloat16"),
+    ("mixed_dots", "mixtures=6|bfloat16"),
+    ("mixed_dots", "mixtures=17|float16"),
+    ("mixed_dots", "mixtures=6|gradient|bfloat16"),
+    ("mixed_dots", "mixtures=6|gradient|float32"),
 ]
 every_variant = pytest.mark.parametrize(("op", "variant"), EVERY)
 
@@ -120,11 +125,26 @@ def one_slice(out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])
 @pytest.mark.parametrize(
-    ("op", "variant"), [(op, v) for op, v in EVERY if op in ("attention", "masked_attention", "dots")]
+    ("op", "variant"),
+    [
+        (op, v)
+        for op, v in EVERY
+        if op in ("attention", "masked_attention", "dots") or (op == "mixed_dots" and "gradient" not in v)
+    ],
 )
 def test_a_wrong_result_is_red(op: str, variant: str, change: Callable[[Tensor], Tensor]) -> None:
     adapter, call, operands = prepare(op, variant)
     assert not adapter.check(Wrong(op, lambda name, out: change(out)), call, operands)
+
+
+@pytest.mark.parametrize("change", [beyond, one_slice, lambda out: out * 1.05], ids=["beyond", "slice", "all"])
+@pytest.mark.parametrize("part", [0, 1], ids=["dx", "dw"])
+def test_wrong_gradients_of_mixtures_are_red(part: int, change: Callable[[Tensor], Tensor]) -> None:
+    def changed(name: str, out: Any) -> Any:
+        return tuple(change(value) if i == part else value for i, value in enumerate(out))
+
+    adapter, call, operands = prepare("mixed_dots", "mixtures=6|gradient|bfloat16")
+    assert not adapter.check(Wrong("mixed_dots", changed), call, operands)
 
 
 def test_an_attention_whose_bias_gradient_is_lost_is_red() -> None:
@@ -263,6 +283,8 @@ def test_the_benchmark_runs(op: str) -> None:
         ("interaction", "24/16+16|float16", "normal"),
         ("interaction", "7/8+8|project|gradient|float16", "outlier_channels"),
         ("dots", "pairs|self|gradient|float16", "outlier_channels"),
+        ("mixed_dots", "mixtures=17|float16", "outlier_channels"),
+        ("mixed_dots", "mixtures=6|gradient|float16", "normal"),
         ("route", "top=3|float32", "zero_rows"),
         ("route", "top=8|always|sorted|float16", "lognormal_rows"),
     ],

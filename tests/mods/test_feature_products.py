@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from loka import mods
+from loka.mods import feature_products
 
 from .zoo import assert_same_state, snapshot
 
@@ -34,7 +35,7 @@ class Machine(nn.Module):
 def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     x = x.clone().requires_grad_()
     y = model(x)
-    return y.detach(), list(torch.autograd.grad(y.square().sum(), [x, *model.parameters()]))
+    return y.detach(), list(torch.autograd.grad(y.square().sum(), [x, *model.parameters()], materialize_grads=True))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -73,3 +74,85 @@ def test_other_contractions_are_left(other: Callable[[Tensor, Tensor], Tensor]) 
 def test_without_an_example_it_says_so() -> None:
     done = mods.apply(Machine("einsum"), "feature_products")
     assert "pass example=" in done.summary.left[0].why
+
+
+INPLACE = [nn.LeakyReLU(0.1, inplace=True), nn.ELU(inplace=True), nn.Hardswish(inplace=True), nn.ReLU(inplace=True)]
+
+
+def _negate(x: Tensor) -> Tensor:
+    torch._foreach_mul_([x], -1.0)
+    return x
+
+
+def _frozen(x: Tensor, p: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.einsum("bnd,nk->bdk", x, p)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bmm": lambda x, p: torch.bmm(x, torch.einsum("bnd,nk->bdk", x, p)),
+    "matmul": lambda x, p: torch.matmul(x, x.transpose(1, 2) @ p),
+    "@": lambda x, p: x @ torch.einsum("nk,bnd->bdk", p, x),
+    "einsum": lambda x, p: torch.einsum("bnd,bdk->bnk", x, torch.einsum("bnd,nk->bdk", x, p)),
+    "einsum, mixtures first": lambda x, p: torch.einsum("bnd,bkd->bnk", x, torch.einsum("bnd,nk->bkd", x, p)),
+    "transposed": lambda x, p: x @ torch.einsum("bnd,nk->bkd", x, p).transpose(1, 2),
+}
+OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "of another tensor": lambda x, p: torch.bmm(x + 1, torch.einsum("bnd,nk->bdk", x, p)),
+    "written to": lambda x, p: torch.bmm(x, torch.einsum("bnd,nk->bdk", x, p).mul_(2.0)),
+    **{
+        f"behind {act}": (lambda x, p, act=act: torch.bmm(x, act(torch.einsum("bnd,nk->bdk", x, p)))) for act in INPLACE
+    },
+    "without gradients": lambda x, p: torch.bmm(x, _frozen(x, p)),
+    "of mixtures that were changed": lambda x, p: torch.bmm(x, torch.einsum("bnd,nk->bdk", x, p) * 2.0),
+}
+
+
+class Products(nn.Module):
+    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.p, self.multiply = nn.Parameter(torch.randn(6, 3)), multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.p).flatten(1)
+
+
+@pytest.mark.parametrize("way", [*PRODUCTS, *OTHERS])
+def test_compiled_x_meets_mixtures_of_itself_in_one_kernel(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, seen = Products({**PRODUCTS, **OTHERS}[way]), torch.randn(5, 6, 4), []
+    expected = step(model, x)
+    mods.apply(model, "feature_products", example=x)
+    own = feature_products.multiply_mixtures
+
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        seen.append(way)
+        return own(x, weight)
+
+    monkeypatch.setattr(feature_products, "multiply_mixtures", multiply)
+    torch.testing.assert_close(step(model, x), expected, rtol=1e-5, atol=1e-5)
+    assert not seen  # eager mode has the mixtures already
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(step(compiled, x), expected, rtol=1e-5, atol=1e-5)
+    assert bool(seen) == (way in PRODUCTS)
+
+
+def test_a_write_that_no_mode_sees_in_compiled_code_is_seen_on_the_example() -> None:
+    torch._dynamo.reset()
+    model, x = Products(lambda x, p: torch.bmm(x, _negate(torch.einsum("bnd,nk->bdk", x, p)))), torch.randn(5, 6, 4)
+    with torch.no_grad():
+        expected = model(x)
+        mods.apply(model, "feature_products", example=x)
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_under_autocast_products_are_of_its_type() -> None:
+    torch._dynamo.reset()
+    model, x = Products(PRODUCTS["bmm"]), torch.randn(5, 6, 4)
+    mods.apply(model, "feature_products", example=x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = model(x), torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.05)

@@ -9,9 +9,14 @@ from loka import mods
 from .zoo import assert_same_state, snapshot
 
 
-def make(outputs: int, *, bias: bool = True) -> nn.Module:
+@pytest.fixture(autouse=True)
+def _compile_anew() -> None:
+    torch._dynamo.reset()  # one forward is compiled in many ways here
+
+
+def make(outputs: int, *, bias: bool = True, width: int = 24) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.SiLU(), nn.Linear(24, outputs, bias=bias))
+    return nn.Sequential(nn.Linear(8, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, outputs, bias=bias))
 
 
 def step(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -45,8 +50,31 @@ def test_under_autocast_it_computes_in_that_type() -> None:
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("outputs", [6, 21])
+def test_a_gate_is_padded_to_what_a_gemm_wants(outputs: int) -> None:
+    model, x, padded = make(outputs, width=256), torch.randn(7, 8), -(-outputs // 8) * 8
+    expected, before = step(model, x), snapshot(model)
+    done = mods.apply(model, "narrow_outputs", example=x)
+    assert [change.site for change in done.summary.changed] == ["3"]
+    assert f"computed as 256 x {padded}" in repr(model[3])
+    for found, wanted in zip(step(model, x)[1], expected[1], strict=True):
+        assert torch.equal(found, wanted)  # in eager mode it is the linear that it was
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(step(compiled, x), expected, rtol=1e-5, atol=1e-5)
+    assert compiled(x).is_contiguous()
+    mods.revert(model)
+    assert_same_state(model, before)
+
+
 def test_wide_and_parametrised_linears_are_left() -> None:
-    model = nn.Sequential(nn.Linear(8, 5), nn.utils.parametrizations.weight_norm(nn.Linear(5, 1)))
+    model = nn.Sequential(
+        nn.Linear(8, 260),  # no multiple of eight, and what follows neither
+        nn.Linear(260, 13),
+        nn.Linear(13, 256),
+        nn.Linear(256, 64),
+        nn.Linear(64, 5),
+        nn.utils.parametrizations.weight_norm(nn.Linear(5, 1)),
+    )
     done = mods.apply(model, "narrow_outputs", example=torch.randn(2, 8))
     assert not done.summary.changed
     assert "parametrised" in done.summary.left[0].why or "more than" in done.summary.left[0].why

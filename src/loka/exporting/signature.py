@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.nn.mixing import unmixed
 from loka.units import Example
 from loka.units.example import call_as_given
 
@@ -104,7 +105,10 @@ def _name(index: int, parameters: Sequence[str]) -> str:
 def name_parameters(model: nn.Module) -> list[str]:
     """What the forward of a model calls its positional arguments, up to the first that has no name of its own (*args)."""
     try:
-        parameters = signature(model.forward).parameters.values()
+        own = vars(model).get("forward")  # assigned to this very model
+        parameters = list(signature(unmixed(type(model)).forward if own is None else own).parameters.values())[
+            own is None :
+        ]  # without self
     except (TypeError, ValueError):  # not written in Python
         return []
     return [p.name for p in takewhile(lambda p: p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD), parameters)]

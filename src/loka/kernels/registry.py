@@ -26,6 +26,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "masked_attention": ("triton", "torch", "reference"),
     "interaction": ("triton", "reference"),
     "dots": ("triton", "reference"),
+    "mixed_dots": ("triton", "torch", "reference"),
     "scaled_mm": ("torch", "triton", "deepgemm", "fbgemm", "torchao", "reference"),
     "grouped_mm": ("torch", "triton", "deepgemm", "reference"),
     "beam_attention": ("triton", "torch", "reference"),

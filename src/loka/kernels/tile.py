@@ -316,3 +316,12 @@ def tile_order(tile, num_m, num_n, GROUP_M: tl.constexpr):
     first = (tile // per_group) * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
     return first + (tile % per_group) % size, (tile % per_group) // size
+
+
+@triton.jit
+def multiply(a, b, PREROUND: tl.constexpr):
+    """A product of two blocks of 16 bits, in float32."""
+    if PREROUND:  # the interpreter multiplies the bits of bf16 numbers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b)

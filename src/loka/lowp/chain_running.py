@@ -78,6 +78,8 @@ class RunningChain(ChainWeights):
         if not torch.compiler.is_compiling():
             self._refuse_shards()
             self.notice_unfiled()
+            if self.given is not None and not x.is_inference():  # of an inference tensor nobody counts writes
+                self.given.append((x, x._version))
         flat, seed = x.reshape(-1, width), None
         # no function mode looks inside: what one writes down there, a compiler could not take out of an autograd function
         with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
@@ -89,7 +91,8 @@ class RunningChain(ChainWeights):
                 if self.needs_gradient(x):
                     y = ChainFunction.apply(flat, self.input_scale, layout, *self.tensors(seed).flatten())  # type: ignore[no-untyped-call]
                 else:
-                    y = self.infer(flat.detach(), layout, seed)
+                    shared = None if self.shared is None else self.shared.find(x)
+                    y = self.infer(flat.detach() if shared is None else shared, layout, seed, of=x)
                 if self.watching and self.health is not None:
                     self.look(flat, y, seed)
         return y.reshape(*x.shape[:-1], self.linears[-1].out_features), seed
@@ -111,11 +114,13 @@ class RunningChain(ChainWeights):
             raise ValueError(f"{self.name} is frozen for serving and has no gradient, and its input asks for one; hint: torch.no_grad(), or model.train()")  # fmt: skip
         return False
 
-    def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None) -> Tensor:
-        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`."""
+    def infer(self, x: Tensor | QTensor, layout: Layout, seed: Tensor | None, of: Tensor | None = None) -> Tensor:
+        """Without gradients, from [M, K] in high precision or quantised already; `seed` of `draw_seed`; `of` is what the head was given, for whoever reads it next."""
         weights = self._quantized_weights()  # first: it finds out whether what is frozen still holds
         tensors = self.tensors(seed)
         a = x if isinstance(x, QTensor) else quantize_input(x, self.input_scale, layout, rows=not self.training)
+        if self.shared is not None and of is not None:
+            self.shared.keep(of, a)
         y: Tensor | None = None
         for at, weight in enumerate(weights):
             step = run_link(a, weight, at, layout, tensors, training=False)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from loka.kernels.fused_linear import NORMALIZED_SCALE
 from loka.lowp.chain_parts import ChainConfig
 from loka.lowp.scaling import AmaxState
 from loka.records import Magnitude
+
+if TYPE_CHECKING:
+    from loka.lowp.shared_inputs import SharedInput
 
 PATIENCE = 8  # steps after which a chain asks more rarely whether its scales are known
 UNFILED = 256  # calls in training without a step, after which a chain files its magnitudes itself: more than anybody accumulates
@@ -23,6 +27,12 @@ class ChainScales:
     Args:
         config: what it is made of.
     """
+
+    shared: "SharedInput | None" = None  # with chains that read the same tensor, in serving
+    reads: int | None = None  # which tensor of an example it reads: chains with the same number read the same
+    given: "list[tuple[Tensor, int]] | None" = (
+        None  # while inputs are noted: what it was given, and how often that had been written to
+    )
 
     def __init__(self, config: ChainConfig) -> None:
         self.name, self.parts, self.precision = config.name, config.parts, config.precision

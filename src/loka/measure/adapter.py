@@ -22,6 +22,7 @@ from loka.measure.inputs import Shape
 from loka.measure.interaction import Interaction
 from loka.measure.layer import FusedLinear
 from loka.measure.masked import MaskedAttention
+from loka.measure.mixed_dots import MixedDots
 from loka.measure.norm import NormQuantize
 from loka.measure.op import Op
 from loka.measure.route import Route
@@ -189,6 +190,7 @@ ADAPTERS: dict[str, Op[Any]] = {
         MaskedAttention(),
         Interaction(),
         Dots(),
+        MixedDots(),
         Route(),
         EmbeddingBag(),
         EmbeddingUpdate(),

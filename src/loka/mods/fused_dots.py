@@ -22,13 +22,13 @@ from loka.kernels.dots.call import DTYPES
 from loka.kernels.dots.pairs import find_fault
 from loka.mods.editor import Editor
 from loka.nn.mix import multiply_pairs
+from loka.nn.writing import writes
 from loka.records.mods import ModClass
 from loka.units.example import call_model
 from loka.units.flow import Call, Flow
 from loka.units.undisturbed import undisturbed
 
 _TURNS = (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes)
-_AUGMENTED = {f"i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")}  # fmt: skip
 _VIEWS = ("expand", "view", "_unsafe_view", "reshape", "_reshape_alias")
 _JOINS = (torch.cat, torch.concat, torch.concatenate)
 _PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
@@ -52,7 +52,7 @@ class _Looking(TorchFunctionMode):
             if found is not None:
                 return found
         out = func(*args, **kwargs)
-        if writes(func, kwargs):
+        if writes(func, args, kwargs):
             if self.turned:  # an empty list is left alone: nothing may be written from inside of an autograd function that is compiled
                 self.turned.clear()
             if self.products:
@@ -106,11 +106,6 @@ def _suits(x: Tensor, first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.shape[0] <= x.shape[1] ** 2
 
 
-def writes(func: Any, kwargs: Any) -> bool:
-    """Whether a function may change a tensor that is there already."""
-    return _is_inplace(func) or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
-
-
 def _joins_two(out: Any, args: Any, kwargs: Any) -> bool:
     """Whether it was a concatenation of two batches of vectors of one type, along the vectors."""
     dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
@@ -130,15 +125,6 @@ def is_transpose(func: Any, args: Any) -> bool:
 def _is_mt(func: Any) -> bool:
     """Whether it is the property mT; what reads a property is made anew every time, so it is equal and never the same."""
     return bool(func == Tensor.mT.__get__)  # type: ignore[attr-defined]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_inplace(func: Any) -> bool:
-    """Whether it is by its name: `mul_`, `*=`, `z[...] =`, `z.data =`."""
-    name: str = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name in ("__setitem__", "__set__") or name[2:] in _AUGMENTED
-    return name.endswith("_")
 
 
 class FusedDots(nn.Module):

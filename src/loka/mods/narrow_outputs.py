@@ -1,10 +1,12 @@
-"""narrow_outputs: a linear with a handful of outputs as sums that a compiler joins to what is around them.
+"""narrow_outputs: a linear with a handful of outputs as sums that a compiler joins to what is around them; one with a few more padded to what a GEMM wants.
 
     y_i = sum_k x_k w_ik (+ b_i)        dx = sum_i dy_i w_i        dW = dy^T x
 
 Every ranker ends in one: 1024 -> 1, 3072 -> 3. As a GEMM it is nothing but a read of x, and a slow one: widths that are no multiple of 8 fall back to kernels without aligned loads, in both
 directions, and x must be written before and read again. As sums, the compiler computes y where x is made (behind a norm, an activation, a concatenation, which may then never reach memory) and dx
 where it is used. dW stays a GEMM, of a gradient padded to eight columns.
+
+A gate over six experts is too wide for sums, and slow as a GEMM of six columns: two of them over 8,192 x 1,536 take 35 us on an H200, padded with zeros to eight columns 24, the padding included. `align_shapes` does that for wider ones.
 
 A linear that reads a concatenation is left: the sum over its parts was slower than writing it once. Only compiled code takes this way; in eager mode the module is the nn.Linear it was. Sums are in float32: rounding.
 """
@@ -18,13 +20,16 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
+from loka.mods.align_shapes import Aligned, is_aligned, round_up
 from loka.mods.editor import Editor
 from loka.nn.mix import compute_dtype
 from loka.records.mods import ModClass
 from loka.units.flow import Flow, Unknown
 
 FEW = 4  # outputs: each is a sum of its own over x, and x is read once for all
+SEVERAL = 64  # outputs below which the rest is padded here: wider ones are candidates for low precision, and `align_shapes` is for them
 ALIGNED = 8  # columns that a 16-bit GEMM wants
+DEEP = 256  # inputs from which on outputs are padded: chosen, not measured; padding the weight is a kernel of its own
 
 
 class _SumProducts(torch.autograd.Function):
@@ -90,6 +95,18 @@ class FewOutputs(nn.Module):
     forward.loka_is_linear = True  # type: ignore[attr-defined]  # x W^T + b of its own parameters
 
 
+class PaddedOutputs(Aligned):
+    """Mixed in front of an nn.Linear of several outputs: aligned in compiled code, and the result without gaps, as the linear's is."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        if not torch.compiler.is_compiling() or input.shape[-1] != self.in_features:
+            return super(Aligned, self).forward(input)  # type: ignore[no-any-return]
+        return super().forward(input).contiguous()
+
+    forward.loka_is_linear = True  # type: ignore[attr-defined]
+
+
 def _reads_concatenation(flow: Flow | Unknown, name: str) -> bool:
     """Whether the example shows it: every load of a sum over parts is masked, 131 us instead of 84 for a head over 3456 + 1024 columns and 8192 rows on an H200."""
     if isinstance(flow, Unknown):
@@ -100,7 +117,7 @@ def _reads_concatenation(flow: Flow | Unknown, name: str) -> bool:
 
 @dataclass(frozen=True)
 class NarrowOutputs:
-    """Compute linears of at most four outputs as sums, in compiled code. It has no options."""
+    """Compute linears of at most four outputs as sums, in compiled code, and pad up to 63 to a multiple of eight. It has no options."""
 
     name: ClassVar[str] = "narrow_outputs"
     effect: ClassVar[ModClass] = "rounding"
@@ -109,7 +126,9 @@ class NarrowOutputs:
         """Every plain nn.Linear of few outputs."""
         for name, linear in editor.modules(nn.Linear):
             assert isinstance(linear, nn.Linear)
-            if linear.out_features > FEW or linear.in_features <= FEW:
+            few = linear.out_features <= FEW
+            padded = FEW < linear.out_features < SEVERAL and linear.out_features % ALIGNED > 0 and linear.in_features >= DEEP and linear.in_features % ALIGNED == 0  # fmt: skip
+            if linear.in_features <= FEW or not (few or padded) or is_aligned(linear):
                 continue
             if type(linear).forward is not nn.Linear.forward or "forward" in vars(linear):
                 editor.leave(
@@ -117,6 +136,9 @@ class NarrowOutputs:
                 )
             elif parametrize.is_parametrized(linear) or "weight" not in linear._parameters:
                 editor.leave(name, "its weight is parametrised; hint: it may stay, or remove_parametrizations first")
+            elif padded:
+                editor.mix(name, PaddedOutputs, loka_multiple=ALIGNED)
+                editor.change(name, f"{linear.out_features} outputs, compiled as {round_up(linear.out_features, ALIGNED)}", "rounding")  # fmt: skip
             elif _reads_concatenation(editor.flow, name):
                 editor.leave(
                     name, "it reads a concatenation, over which sums are slower than its GEMM; hint: it may stay"

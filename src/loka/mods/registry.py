@@ -17,6 +17,7 @@ from loka.mods.no_bias import NoBias
 from loka.mods.norm_order import NormOrder
 from loka.mods.protect_intermediates import ProtectIntermediates
 from loka.mods.protect_residual import ProtectResidual
+from loka.mods.weighted_sums import SumWeighted
 
 MODS: dict[str, type[Mod]] = {
     "no_bias": NoBias,
@@ -31,10 +32,11 @@ MODS: dict[str, type[Mod]] = {
     "fused_dots": FuseDots,
     "attention_layout": AttentionLayout,
     "narrow_outputs": NarrowOutputs,
+    "weighted_sums": SumWeighted,
     "fuse": Fuse,
 }
 # the same function up to rounding, and never slower: taken without asking
-FREE = ("feature_layout", "feature_products", "fused_dots", "attention_layout", "narrow_outputs")
+FREE = ("feature_layout", "feature_products", "fused_dots", "attention_layout", "narrow_outputs", "weighted_sums")
 CORE = ("no_bias", "block_norm", "hard_swish")
 
 

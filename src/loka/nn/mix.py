@@ -17,20 +17,27 @@ Three products bring their own gradients, because the ones autograd derives are 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from loka.kernels.dots import dots
+from loka.kernels.mixed_dots import mixed_dots
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype a matrix product of x runs in: autocast's where it is active, else x's own."""
+    """The dtype a matrix product of x runs in: autocast's where it is active, else x's own. Autocast leaves float64 alone."""
     kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return x.dtype
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """A block in which products are of their operands' types, whatever device x is on."""
+    return nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
 
 
 # Elements of the products that wait to be summed: 32 MiB in 16 bits, which the 50 MiB cache of a Hopper GPU holds.
@@ -161,6 +168,13 @@ def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
     dtype = compute_dtype(a)
     out: Tensor = _ProductTransposed.apply(a.to(dtype), b.to(dtype))  # type: ignore[no-untyped-call]
     return out
+
+
+def multiply_mixtures(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, n, d] and weight [k, n] -> x (W x)^T [B, n, k], in autocast's dtype where it is active, in one kernel where there is one."""
+    x = x.to(compute_dtype(x))
+    with torch.autocast(x.device.type, enabled=False):
+        return mixed_dots(x, weight)
 
 
 class FactorizationMachine(nn.Module):

@@ -73,6 +73,17 @@ def _reduce(made: type) -> Any:
 copyreg.pickle(_Made, _reduce)
 
 
+def unmixed(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that somebody wrote, behind all that were put in front of it: its forward has the arguments' names.
+
+    Args:
+        kind: the class of a module.
+    """
+    while (parts := vars(kind).get(_PARTS)) is not None:
+        kind = parts[1]
+    return kind
+
+
 def unmix(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     """The class without a mixin, whatever was put in front of it since: another mixin, a converted linear's class, FSDP2's.
 

@@ -36,6 +36,7 @@ from loka.lowp.fast_path import close_fast_paths, open_fast_paths
 from loka.lowp.folding import PACKED
 from loka.lowp.interaction import interactions_of, release_interaction
 from loka.lowp.linear import Linear, linears_of, refresh, refuse
+from loka.lowp.shared_inputs import could_share, noting_inputs, share_inputs, unshare_inputs
 from loka.measure.device import device_of, environment_of, name_device
 from loka.nn.grouped import GroupedLinear
 from loka.nn.wrapping import named_sites, unwrap
@@ -75,7 +76,7 @@ def convert(
             `reference`, which is emulation, is refused on a GPU.
         options: how single linears run beside their GEMMs: scales, saved activations, weight cache.
         example: an input of the model (a tuple is *args, a dict **kwargs): the plan is tried on it, mods see it run, and the share of the model's GEMM FLOPs that runs in low
-            precision is counted. Without one, a plan for another architecture whose names and shapes fit shows in the first forward, which raises.
+            precision is counted; in a serving model, what several chains read is quantised once. Without one, a plan for another architecture whose names and shapes fit shows in the first forward, which raises.
 
     Returns:
         The record of what runs where, what was kept, and why.
@@ -121,6 +122,8 @@ def convert(
         if freeze:
             undo.callback(_thaw, inner)
             freeze_model(inner)
+            if example is None and could_share(inner):
+                bound.notes.append("chains may read one tensor, and each quantises it for itself: which ones do, an example shows; hint: convert(..., example=batch)")  # fmt: skip
         undo.pop_all()
     if applied:
         inner.__dict__[_MODS] = applied
@@ -232,7 +235,7 @@ def _place(model: nn.Module, bound: Bound, units: Sequence[UnitPlan], undo: Exit
 
 def _rehearse(model: nn.Module, example: Any) -> None:
     """Run the example once: a forward shows activations that it calls as functions, and what stands between two linears, which names alone do not."""
-    with undisturbed(model), torch.no_grad():
+    with undisturbed(model), torch.no_grad(), noting_inputs(model):
         model.eval()
         try:
             example() if callable(example) else call_model(model, tuple(example) if isinstance(example, list) else example)  # fmt: skip
@@ -267,6 +270,7 @@ def freeze_model(model: nn.Module, *, offload: bool = False) -> int:
     inner.eval().requires_grad_(False)
     for chain in chains:
         chain.freeze(offload=offload)
+    share_inputs(inner)
     return refresh(inner)
 
 
@@ -385,6 +389,7 @@ def _release(model: nn.Module) -> int:
     for _, layer in list(interactions_of(model)):
         release_interaction(layer)
     linears, chains = [linear for _, linear in linears_of(model)], [chain for _, chain in chains_of(model)]
+    unshare_inputs(model)
     for linear in linears:
         linear.release()
     for chain in chains:

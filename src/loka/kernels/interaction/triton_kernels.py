@@ -15,7 +15,7 @@ from torch import Tensor
 from loka.kernels.fused_linear.call import NORM_BLOCK, NORM_EPS
 from loka.kernels.scaled_mm.triton_kernels import processors
 from loka.kernels.strides import cdiv, next_power_of_2
-from loka.kernels.tile import INTERPRETED, inverse, to_fp8
+from loka.kernels.tile import INTERPRETED, inverse, multiply, to_fp8
 from loka.kernels.triton_launcher import quick
 
 _EPS = tl.constexpr(NORM_EPS)
@@ -23,14 +23,6 @@ _BLOCK = tl.constexpr(NORM_BLOCK)
 _PER_PROCESSOR = 3
 _GRADIENT_PER_PROCESSOR = 2
 _SHARED = 227 * 1024  # bytes of a Hopper multiprocessor that a program may take
-
-
-@triton.jit
-def _multiply(a, b, PREROUND: tl.constexpr):
-    if PREROUND:  # the interpreter multiplies the bits of bf16 numbers
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b)
 
 
 @triton.jit
@@ -48,7 +40,7 @@ def _mix(
     row, column = tl.arange(0, ROWS), tl.arange(0, BN)
     inside = (row < count)[:, None] & (column < N)[None, :]
     weight = tl.load(weight_ptr + (first + row)[:, None] * N + column[None, :], inside, other=0.0)
-    return _multiply(weight, x, PREROUND)
+    return multiply(weight, x, PREROUND)
 
 
 @triton.jit
@@ -113,7 +105,7 @@ def _interact(x_ptr, weight_ptr, scale_ptr, q_ptr, next_ptr, residual_ptr, rstd_
         at = tl.full((), 0, tl.int64) + example
         x = _load_vectors(x_ptr + at * N * D, 0, N, D, BN, BD)
         mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
-        products = _multiply(x, tl.trans(mixtures), PREROUND)  # rows and columns beyond n and k are zero
+        products = multiply(x, tl.trans(mixtures), PREROUND)  # rows and columns beyond n and k are zero
         mean_square = _block_mean(products * products, late, in_first, in_next, width)
         factor = _spread(tl.rsqrt(mean_square + _EPS), late, in_first, in_next)
         q = to_fp8(products * factor, inv, 0, False, False, PREROUND, True)
@@ -201,24 +193,24 @@ def _interact_gradient(x_ptr, weight_ptr, dq_ptr, ds_ptr, dx_ptr, dw_ptr, B,
         sums = ds_ptr + at * OUT * D
         x = _load_vectors(x_ptr + at * N * D, 0, N, D, BN, BD)
         mixtures = _mix(weight_ptr, NL, K, x, N, BK, BN, PREROUND).to(x.dtype)
-        products = _multiply(x, tl.trans(mixtures), PREROUND)
+        products = multiply(x, tl.trans(mixtures), PREROUND)
         rstd = tl.rsqrt(_block_mean(products * products, late, in_first, in_next, width) + _EPS)
         factor = _spread(rstd, late, in_first, in_next)
         z = products * factor
         dq = tl.load(dq_ptr + at * N * K + flat, real, other=0.0).to(tl.float32)
         mean = _spread(_block_mean(dq * z, late, in_first, in_next, width), late, in_first, in_next)
         dp = (factor * (dq - z * mean)).to(x.dtype)
-        dy = _multiply(tl.trans(dp), x, PREROUND).to(x.dtype)
-        dw_k += _multiply(dy, tl.trans(x), PREROUND)
-        dx = _multiply(dp, mixtures, PREROUND)
-        dx += _multiply(_weights(weight_ptr, NL, K, N, BK, BN), dy, PREROUND)
+        dy = multiply(tl.trans(dp), x, PREROUND).to(x.dtype)
+        dw_k += multiply(dy, tl.trans(x), PREROUND)
+        dx = multiply(dp, mixtures, PREROUND)
+        dx += multiply(_weights(weight_ptr, NL, K, N, BK, BN), dy, PREROUND)
         dl = _load_vectors(sums, NF, NL, D, BL, BD)
-        dw_l += _multiply(dl, tl.trans(x), PREROUND)
-        dx += _multiply(_weights(weight_ptr, 0, NL, N, BL, BN), dl, PREROUND)
+        dw_l += multiply(dl, tl.trans(x), PREROUND)
+        dx += multiply(_weights(weight_ptr, 0, NL, N, BL, BN), dl, PREROUND)
         if PROJECT:
             ds = _load_vectors(sums, 0, OUT, D, BO, BD)
-            dw_r += _multiply(ds, tl.trans(x), PREROUND)
-            dx += _multiply(_weights(weight_ptr, NL + K, OUT, N, BO, BN), ds, PREROUND)
+            dw_r += multiply(ds, tl.trans(x), PREROUND)
+            dx += multiply(_weights(weight_ptr, NL + K, OUT, N, BO, BN), ds, PREROUND)
         else:
             dx += _load_vectors(sums, 0, OUT, D, BN, BD).to(tl.float32)
         _store_vectors(dx_ptr + at * N * D, 0, N, D, dx.to(x.dtype), BN, BD)

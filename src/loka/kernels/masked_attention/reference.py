@@ -18,7 +18,18 @@ def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
-    """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
+    """The law, in at least float32.
+
+    Args:
+        q: [B, H, T, d].
+        k, v: [B, G, S, d], G dividing H.
+        mask: bool [B, S], True for keys that are seen.
+        wanted: bool [B, T], True for queries whose answer is read; None: all.
+        scale: of the scores.
+
+    Returns:
+        [B, H, T, d] in q's type, zeros where nothing is seen or wanted.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     seen = mask[:, None, :, None]
     answered = mask.any(1)[:, None] if wanted is None else mask.any(1)[:, None] & wanted

@@ -14,7 +14,18 @@ def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
-    """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
+    """By scaled_dot_product_attention.
+
+    Args:
+        q: [B, H, T, d].
+        k, v: [B, G, S, d], G dividing H.
+        mask: bool [B, S], True for keys that are seen.
+        wanted: bool [B, T], True for queries whose answer is read; None: all.
+        scale: of the scores.
+
+    Returns:
+        [B, H, T, d] in q's type, zeros where nothing is seen or wanted.
+    """
     some = mask.any(1)[:, None]
     q = torch.where((some if wanted is None else some & wanted)[:, None, :, None], q, 0)  # nor are these read
     if k.shape[2] == 0:

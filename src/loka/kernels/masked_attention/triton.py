@@ -22,7 +22,18 @@ def supports(call: MaskedAttentionCall, device: torch.device) -> Verdict:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, wanted: Tensor | None, *, scale: float) -> Tensor:
-    """q [B, H, T, d], k and v [B, G, S, d], mask bool [B, S], wanted bool [B, T] -> [B, H, T, d]."""
+    """By our kernel, which passes over what no key of the mask is in.
+
+    Args:
+        q: [B, H, T, d].
+        k, v: [B, G, S, d], G dividing H.
+        mask: bool [B, S], True for keys that are seen.
+        wanted: bool [B, T], True for queries whose answer is read; None: all.
+        scale: of the scores.
+
+    Returns:
+        [B, H, T, d] in q's type, zeros where nothing is seen or wanted.
+    """
     from loka.kernels.masked_attention import triton_ops
 
     q, k, v = map(near_rows, (q, k, v))

@@ -1,0 +1,25 @@
+"""Products with mixtures, described without tensors."""
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class MixedDotsCall:
+    """Products of the n vectors of d numbers that each of b examples has with k mixtures of them."""
+
+    b: int
+    n: int
+    d: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"mixed_dots multiplies {', '.join(map(str, DTYPES))}, got {self.dtype}")
+
+    def __str__(self) -> str:
+        return f"{self.b}x{self.n}x{self.d} k {self.k} {str(self.dtype).removeprefix('torch.')}"
