@@ -8,8 +8,8 @@ Labels come from a fixed teacher, the model is trained 500 steps in bf16 first, 
 be its own. The trained weights are kept beside the record (FILE.weights), for --again.
 
 --again, for every row, in a process of its own: the trained model is loaded, converted from the saved plan, and compared with what tune left behind: the same modules and kernels, the same outputs,
-the memory of the model and of one step (bar 5 %), the compiled step (bar 3 %). In the same run it is timed beside bf16 and beside `plan_everything`, the best that public calls reach by hand, whose
-change of the loss says whether tune could have taken it.
+the memory of the model and of one step (bar 5 %), the compiled step (bar 3 %). In the same run it is timed beside bf16, beside torchao's rowwise FP8 where that is installed, and beside
+`plan_everything`, the best that public calls reach by hand, whose change of the loss says whether tune could have taken it.
 """
 
 import argparse
@@ -75,7 +75,8 @@ def _shapes(name, device):
 
 
 def loss(output, target):
-    return F.binary_cross_entropy_with_logits(output.float()[..., 0], target, reduction="none")
+    every = output.float().flatten(1)  # several tasks learn one label
+    return F.binary_cross_entropy_with_logits(every, target[:, None].expand_as(every), reduction="none").mean(1)
 
 
 def train(model, name, device, steps):
@@ -105,19 +106,25 @@ def held_out(name, target, device):
     return held
 
 
-def tune(name, target, steps, seconds, device, weights):
+def tune(name, target, steps, seconds, device, weights, graphed=True):
     import loka
 
     model = build(name, device)
     began = time.time()
-    trained = train(model, name, device, steps)
-    facts = {"model": name, "target": target, "trained_loss": trained, "train_s": time.time() - began}
-    torch.save(model.state_dict(), weights)
+    how = {"steps": steps, "rows": len(next(iter(batches(name, device, 1, seed=2)))[1])}
+    kept = torch.load(weights, map_location=device) if weights.exists() else {}
+    if kept.get("how") == how:  # trained for the other target
+        model.load_state_dict(kept["state"])
+        trained = kept["loss"]
+    else:
+        trained = train(model, name, device, steps)
+        torch.save({"how": how, "loss": trained, "state": model.state_dict()}, weights)
+    facts = {"model": name, "target": target, "cuda_graph": graphed, "trained_loss": trained, "train_s": time.time() - began}  # fmt: skip
     held = held_out(name, target, device)
     if target == "serve":
         model = model.eval().to(torch.bfloat16)
     began = time.time()
-    tuned = loka.tune(model, held, loss, target=target, seconds=seconds, progress=False)
+    tuned = loka.tune(model, held, loss, target=target, seconds=seconds, progress=False, cuda_graph=graphed)
     facts["tune_s"] = time.time() - began
     facts["printed"] = str(tuned)
     facts["record"] = msgspec.to_builtins(tuned.record)
@@ -176,7 +183,7 @@ def again(row, weights, device):
     serving, training = target == "serve", target == "train"
     plan = msgspec.convert(record["plan"], loka.Plan)
     model = build(name, device)
-    model.load_state_dict(torch.load(weights, map_location=device))
+    model.load_state_dict(torch.load(weights, map_location=device)["state"])
     first = next(iter(batches(name, device, 1, seed=2)))
     if serving:
         model = model.eval().to(torch.bfloat16)
@@ -189,23 +196,42 @@ def again(row, weights, device):
     held = held_out(name, target, device)
     task = Task(model, held, loss, autocast=torch.bfloat16 if training and device == "cuda" else None)
     ways, tasks = {}, {"again": task}
-    for way in ("bf16", "everything"):
+    others = [
+        "bf16",
+        "everything",
+        *(["torchao"] if device == "cuda" else []),
+    ]  # torchao last: it changes how all that follows is compiled
+    for way in others:
         other = copy.deepcopy(twin).to(device)
-        if way == "everything":
-            made = plan_everything(other, first[0], mods=list(loka.mods.FREE), serving=serving, linears=256)
-            loka.convert(other, made, example=first[0], freeze=serving)
+        try:
+            if way == "everything":
+                made = plan_everything(other, first[0], mods=list(loka.mods.FREE), serving=serving, linears=256)
+                loka.convert(other, made, example=first[0], freeze=serving)
+            if way == "torchao":
+                zoo.prepare(other, "torchao-rowwise", first[0], "infer" if serving else "train", {})
+            step(other, *first, target, device)
+        except Exception as error:
+            if way != "torchao":
+                raise
+            facts.setdefault("failed_ways", {})[way] = f"{type(error).__name__}: {error}"[:500]
+            continue
         tasks[way] = Task(other, held, loss, autocast=task.autocast)
     losses = {way: evaluate(t, t.held_out, as_trained=training) for way, t in tasks.items()}
-    facts["metric_change"] = {w: msgspec.to_builtins(losses[w].change_from(losses["bf16"])) for w in ("again", "everything")}  # fmt: skip
+    facts["metric_change"] = {w: msgspec.to_builtins(losses[w].change_from(losses["bf16"])) for w in tasks if w != "bf16"}  # fmt: skip
     if device == "cuda":
         for way, t in tasks.items():
             for _ in range(2 * training):  # delayed scales are known before anything is compiled
                 step(t.model, *t.kept[0], target, device)
                 loka.refresh(t.model)
-            ways[way] = timing.whole_step(t, training=training)
+            try:
+                ways[way] = timing.whole_step(t, training=training)
+            except Exception as error:
+                if way != "torchao":
+                    raise
+                facts.setdefault("failed_ways", {})[way] = f"{type(error).__name__}: {error}"[:500]
         times = timing.time_in_turns(ways)
         facts["step_microseconds"] = {way: sorted(values)[len(values) // 2] for way, values in times.items()}
-        facts |= judge(record, facts["step_microseconds"])
+        facts |= judge(record, facts["step_microseconds"], graphed=row.get("cuda_graph", True))
     return facts
 
 
@@ -228,12 +254,14 @@ def compare(row, done, after):
     return facts
 
 
-def judge(record, here):
-    """The two bars of 3 %."""
+def judge(record, here, *, graphed):
+    """The two bars of 3 %, and torchao beside. Steps here are in graphs: what tune timed without one is not compared."""
     there = record["step_microseconds"]
     mine = min((there[key] for key in there if key.startswith("loka")), default=there.get("bf16 layout"))
-    found = {"over_best_by_hand": here["again"] / min(here.values())}
-    if mine is not None:
+    found = {"over_best_by_hand": here["again"] / min(here["again"], here["bf16"], here["everything"])}
+    if "torchao" in here:
+        found["over_torchao"] = here["again"] / here["torchao"]
+    if mine is not None and graphed:
         found["over_tune"] = here["again"] / mine
         found["speedup_over_tune"] = (here["bf16"] / here["again"]) / record["speedup"]["value"]
     return found
@@ -265,7 +293,9 @@ def tune_all(a):
             if (name, target) in known or time.time() > end:
                 continue
             try:
-                rows.append(tune(name, target, a.steps, a.seconds, a.device, weights_file(a.out, name)))
+                rows.append(
+                    tune(name, target, a.steps, a.seconds, a.device, weights_file(a.out, name), not a.no_cuda_graph)
+                )
                 print(f"== {name} {target}: trained {rows[-1]['train_s']:.0f} s, tuned in {rows[-1]['tune_s']:.0f} s\n{rows[-1]['printed']}", flush=True)  # fmt: skip
             except Exception as error:  # the next model is still worth its row
                 rows.append({"model": name, "target": target, "failed": traceback.format_exc()[-3000:]})
@@ -298,6 +328,7 @@ def main():
     parser.add_argument("--limit", type=float, default=math.inf, help="start no row after so many seconds")
     parser.add_argument("--again", metavar="FILE", help="the rows of this record from their saved plans, in fresh processes")  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="tune, then the same as --again OUT")
+    parser.add_argument("--no-cuda-graph", action="store_true", help="choose for steps that are launched kernel by kernel")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=int, default=0, help="of a batch, instead of each model's own")
     parser.add_argument("--out")
