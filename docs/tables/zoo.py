@@ -31,7 +31,10 @@ CENSUS = {
     "wukong": "Wukong, plain, on Census-Income (4 layers, 2,048 wide, 4,096 rows)",
     "dlrm": "DLRM, plain, on Census-Income (1024-1024-512-256, 8,192 rows)",
 }
-LATER = {"training": ("zoo_training_max",), "inference": ("zoo_tower", "zoo_tower_cross")}  # newest first
+LATER = {
+    "training": ("zoo_wukong_train", "zoo_training_max"),
+    "inference": ("zoo_wukong_infer", "zoo_tower", "zoo_tower_cross"),
+}  # newest first
 WAYS = (
     "bf16",
     "bf16+max",
@@ -74,12 +77,10 @@ def _newest(*files: str) -> list[dict[str, Any]]:
 def changed_table() -> str | None:
     """Where the architecture may change, and two families of ours beside the code they had before."""
     rows = []
-    for file in ("zoo_tower_cross", "zoo_mods"):
-        found = (read(f"h200/{file}.json") or {"rows": []})["rows"]
-        for model in dict.fromkeys(row["model"] for row in found):
-            cells = {row["way"]: row for row in found if row["model"] == model}
-            if file == "zoo_tower_cross" or model != "tower":
-                rows.append([f"{MODELS[model]}, with mods", "inference", *_best(cells, "bf16"), "", *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
+    found = _newest("zoo_wukong_infer", "zoo_tower_cross")
+    for model in (name for name in MODELS if any(row["model"] == name for row in found)):
+        cells = {row["way"]: row for row in found if row["model"] == model}
+        rows.append([f"{MODELS[model]}, with mods", "inference", *_best(cells, "bf16"), "", *_best(cells, "loka-mods"), _ratio(cells, ("bf16",), "loka-mods")])  # fmt: skip
     found = _newest("zoo_hstu", "zoo_families")
     for mode, name in (("train", "training"), ("infer", "inference")):
         for model, title in FAMILIES.items():
@@ -93,7 +94,7 @@ def changed_table() -> str | None:
 def more_table() -> str | None:
     """Further models, every chain and wide linear in FP8 whatever it costs, beside bf16 and torchao."""
     rows = []
-    found = _newest("zoo_more_3", "zoo_more_1", "zoo_more_2")
+    found = _newest("zoo_more_5", "zoo_more_4", "zoo_more_3", "zoo_more_1", "zoo_more_2")
     for model in dict.fromkeys(row["model"] for row in found):
         for mode, name in (("infer", "inference"), ("train", "training")):
             cells = {row["way"]: row for row in found if (row["model"], row["mode"]) == (model, mode)}
@@ -141,15 +142,19 @@ def _speedup(cells: dict[str, dict[str, Any]]) -> str:
 
 def tune_table() -> str | None:
     """One configuration a row: the step beside bf16, and the loss beside bf16."""
-    found = _newest("tune_zoo_cross", "tune_zoo", "tune_zoo_wukong", "tune_zoo_wukong_serve", "tune_zoo_dlrm")
+    found = _newest(
+        "tune_zoo_wukong", "tune_zoo_cross", "tune_zoo", "tune_zoo_wukong_serve", "tune_zoo_dlrm", "tune_zoo_more"
+    )
     if not found:
         return None
-    rows = []
-    for row in sorted(found, key=lambda row: (list(MODELS).index(row["model"]), row["target"] != "train")):
+    rows, titles = [], MODELS | MORE
+    for row in sorted(found, key=lambda row: (list(titles).index(row["model"]), row["target"] != "train")):
         if "record" not in row:
-            rows.append([MODELS[row["model"]], row["target"], "failed", "", "", "", "", ""])
+            rows.append([titles[row["model"]], row["target"], "failed", "", "", "", "", ""])
             continue
-        rows.append(_tuned(MODELS[row["model"]], row["record"], row["tune_s"]))
+        rows.append(_tuned(titles[row["model"]], row["record"], row["tune_s"]))
+    launched = (read("h200/tune_zoo_ungraphed.json") or {"rows": []})["rows"]
+    rows += [_tuned(f"{MODELS[row['model']]}, launched kernel by kernel", row["record"], row["tune_s"]) for row in launched]  # fmt: skip
     for name, row in ((read("h200/trained.json") or {}).get("tuned") or {}).items():
         rows.append(_tuned(CENSUS[name.partition("-")[0]], row["record"], sum(row["record"]["seconds"].values())))
     head = ["model", "for", "whole step over compiled bf16", "of it by layout, in bf16", "change of the loss, 95 %", "judged at", "linears' FLOPs in FP8", "tuned in"]  # fmt: skip
